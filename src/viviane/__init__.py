@@ -1,0 +1,1 @@
+"""Viviane: train and serve large deep-learning recommenders in Python."""

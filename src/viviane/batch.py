@@ -1,0 +1,245 @@
+"""The one thing that passes from reader to loss: labels, dense numbers, ids.
+
+Shapes: B rows of the batch, L labels, N dense numbers, F one-hot features, nnz ids of a bag feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from viviane.core.errors import DataError, SchemaError, suggest
+from viviane.schema import Schema
+
+
+@dataclass(frozen=True)
+class Bag:
+    """Ids of one feature: row b of the batch holds values[offsets[b]:offsets[b + 1]].
+
+    Args:
+        values: ids, (nnz,), int32 or int64.
+        offsets: (B + 1,), int64, rising from 0 to nnz.
+        weights: (nnz,), float32, or None where every id counts once.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Number of ids of each row, (B,)."""
+        return self.offsets.diff()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Bag:
+        """Return the bag on another device."""
+        return Bag(
+            self.values.to(device, non_blocking=non_blocking),
+            self.offsets.to(device, non_blocking=non_blocking),
+            None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Bag:
+        """Return the bag in page-locked host memory."""
+        return Bag(
+            self.values.pin_memory(),
+            self.offsets.pin_memory(),
+            None if self.weights is None else self.weights.pin_memory(),
+        )
+
+    @classmethod
+    def from_lists(cls, rows: Any, dtype: torch.dtype = torch.int64, weights: Any = None) -> Bag:
+        """Build from a list of lists.
+
+        Example:
+            >>> Bag.from_lists([[3, 4], [], [5]]).offsets.tolist()
+            [0, 2, 2, 3]
+        """
+        lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
+        values = torch.tensor([key for row in rows for key in row], dtype=dtype)
+        flat = None if weights is None else torch.tensor([w for row in weights for w in row], dtype=torch.float32)
+        if flat is not None and len(flat) != len(values):
+            raise DataError("a bag needs one weight per id", value=f"{len(values)} ids, {len(flat)} weights")
+        return cls(values, lengths.cumsum(0), flat)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which column stands where in a batch; made from a schema, shared by all its batches."""
+
+    labels: tuple[str, ...]
+    dense: tuple[tuple[str, int], ...]
+    one_hot: tuple[str, ...]
+    bags: tuple[str, ...]
+
+    @classmethod
+    def of(cls, schema: Schema) -> Layout:
+        """Return the layout of a schema's batches."""
+        return cls(
+            labels=tuple(column.name for column in schema.labels),
+            dense=tuple((column.name, column.dim) for column in schema.dense),
+            one_hot=tuple(column.name for column in schema.one_hot),
+            bags=tuple(column.name for column in schema.bags),
+        )
+
+    @cached_property
+    def label_index(self) -> dict[str, int]:
+        """Column of each label."""
+        return {name: i for i, name in enumerate(self.labels)}
+
+    @cached_property
+    def one_hot_index(self) -> dict[str, int]:
+        """Column of each one-hot feature."""
+        return {name: i for i, name in enumerate(self.one_hot)}
+
+    @cached_property
+    def dense_slice(self) -> dict[str, slice]:
+        """Columns of each dense feature."""
+        result, start = {}, 0
+        for name, dim in self.dense:
+            result[name] = slice(start, start + dim)
+            start += dim
+        return result
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a data set, stacked.
+
+    Args:
+        layout: which column stands where.
+        labels: (B, L), float32; L may be 0 when predicting.
+        dense: (B, N), float32.
+        one_hot: ids of the one-hot features, (B, F), int32 or int64.
+        bags: ids of the multi-hot and sequence features, by name.
+        weight: sample weights, (B,), float32, or None.
+        origin: where the rows came from, for messages.
+
+    Example:
+        >>> schema = Schema(labels=[{"name": "y"}], categorical=[{"name": "c", "num_ids": 9}])
+        >>> batch = Batch.from_columns(schema, {"y": [0, 1], "c": [3, 4]})
+        >>> batch.label("y").tolist()
+        [0.0, 1.0]
+    """
+
+    layout: Layout
+    labels: Tensor
+    dense: Tensor
+    one_hot: Tensor
+    bags: Mapping[str, Bag] = field(default_factory=dict)
+    weight: Tensor | None = None
+    origin: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of rows, B."""
+        return self.one_hot.shape[0]
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.one_hot.device
+
+    def label(self, name: str) -> Tensor:
+        """Return one label, (B,), float32."""
+        return self.labels[:, _look_up(self.layout.label_index, name, "label")]
+
+    def dense_feature(self, name: str) -> Tensor:
+        """Return one dense feature, (B, dim), float32."""
+        return self.dense[:, _look_up(self.layout.dense_slice, name, "dense feature")]
+
+    def bag(self, name: str) -> Bag:
+        """Return any categorical feature as a bag; a one-hot feature has bags of one id."""
+        if name in self.bags:
+            return self.bags[name]
+        column = _look_up(self.layout.one_hot_index, name, "categorical feature")
+        offsets = torch.arange(self.size + 1, dtype=torch.int64, device=self.device)
+        return Bag(self.one_hot[:, column].contiguous(), offsets)
+
+    def _map(self, move: Any) -> Batch:
+        return replace(
+            self,
+            labels=move(self.labels),
+            dense=move(self.dense),
+            one_hot=move(self.one_hot),
+            bags={name: move(bag) for name, bag in self.bags.items()},
+            weight=None if self.weight is None else move(self.weight),
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return the batch on another device; itself where it is there already."""
+        if self.device == torch.device(device):
+            return self
+        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked host memory."""
+        return self._map(lambda part: part.pin_memory())
+
+    @classmethod
+    def from_columns(cls, schema: Schema, columns: Mapping[str, Any], origin: str = "columns in memory") -> Batch:
+        """Build a batch from arrays, tensors or lists by column name; labels may be left out.
+
+        Raises:
+            SchemaError: a feature is missing or unknown, or lengths differ.
+        """
+        known = set(schema.column_names)
+        for name in columns:
+            if name not in known and name not in schema.ignored:
+                raise SchemaError("no such column in the schema", where=origin, value=name, fix=suggest(name, known))
+        layout = Layout.of(schema)
+        needed = [name for name, _ in layout.dense] + list(layout.one_hot + layout.bags)
+        for name in needed:
+            if name not in columns:
+                raise SchemaError("a column is missing", where=origin, value=name)
+        has_labels = all(name in columns for name in layout.labels)
+        rows = len(columns[needed[0]])
+        wide = any(column.dtype == "int64" for column in schema.one_hot)
+        ids = torch.int64 if wide else torch.int32
+        dense = [
+            _column(columns[name], torch.float32, rows, name, origin).reshape(rows, dim) for name, dim in layout.dense
+        ]
+        labels = [_column(columns[name], torch.float32, rows, name, origin) for name in layout.labels if has_labels]
+        one_hot = [_column(columns[name], ids, rows, name, origin) for name in layout.one_hot]
+        weight = columns.get(schema.sample_weight) if schema.sample_weight else None
+        return cls(
+            layout=layout,
+            labels=torch.stack(labels, 1) if labels else torch.zeros(rows, 0),
+            dense=torch.cat(dense, 1) if dense else torch.zeros(rows, 0),
+            one_hot=torch.stack(one_hot, 1) if one_hot else torch.zeros(rows, 0, dtype=ids),
+            bags={
+                column.name: Bag.from_lists(
+                    columns[column.name],
+                    getattr(torch, column.dtype),
+                    columns.get(column.weights) if column.weights else None,
+                )
+                for column in schema.bags
+            },
+            weight=None if weight is None else _column(weight, torch.float32, rows, "sample weight", origin),
+            origin=origin,
+        )
+
+
+def _column(values: Any, dtype: torch.dtype, rows: int, name: str, origin: str) -> Tensor:
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values).copy())
+    if tensor.shape[0] != rows:
+        raise SchemaError("columns differ in length", where=f"{origin}, column {name!r}", value=tensor.shape[0])
+    if dtype in (torch.int32, torch.int64) and tensor.is_floating_point():
+        raise SchemaError("ids must be whole numbers", where=f"{origin}, column {name!r}", value=str(tensor.dtype))
+    return tensor.to(dtype)
+
+
+def _look_up(index: dict[str, Any], name: str, kind: str) -> Any:
+    try:
+        return index[name]
+    except KeyError:
+        raise SchemaError(f"no such {kind} in the batch", value=name, fix=suggest(name, index)) from None

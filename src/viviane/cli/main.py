@@ -1,0 +1,69 @@
+"""Assemble the command line: each command lives in a module of its own, imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from viviane.core.errors import VivianeError
+
+# command -> module that defines a Typer function of that name
+COMMANDS = {
+    "generate": "viviane.cli.generate",
+    "etl": "viviane.cli.etl",
+    "train": "viviane.cli.train",
+    "evaluate": "viviane.cli.evaluate",
+    "predict": "viviane.cli.predict",
+    "summary": "viviane.cli.summary",
+    "doctor": "viviane.cli.doctor",
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Imports a command's module only when that command runs or shows its help."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: object, cmd_name: str) -> object:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name])
+        single = typer.Typer()
+        single.command(cmd_name)(module.command)
+        return typer.main.get_command(single)
+
+
+app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
+) -> None:
+    """Train and serve large deep-learning recommenders."""
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+
+
+def main() -> None:
+    """Run the command line; a VivianeError ends it with exit code 1 and its message, without a traceback."""
+    try:
+        app()
+    except VivianeError as error:
+        if os.environ.get("VIVIANE_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The base of all settings: frozen, unknown keys refused, errors that name the key and the nearest one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from viviane.core.errors import ConfigError, suggest
+
+
+class Settings(BaseModel):
+    """A frozen group of settings.
+
+    Example:
+        >>> class Size(Settings):
+        ...     rows: int = 1
+        >>> Size(row=2)
+        Traceback (most recent call last):
+        ...
+        viviane.core.errors.ConfigError: Size: unknown key
+          where:   row
+          value:   2
+          do:      did you mean 'rows'?
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise explain(error, type(self)) from None
+
+    # Nested settings are then validated by pydantic itself, so that an error keeps its full path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str | None = None) -> Self:
+        """Build from plain data; `where` (a file's name) is put in front of errors."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise explain(error, cls, where) from None
+
+    @classmethod
+    def from_json_file(cls, path: str | Path) -> Self:
+        """Build from a JSON file."""
+        return cls.from_dict(load_json(path), where=str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that `from_dict` accepts."""
+        return self.model_dump(mode="json")
+
+
+def load_json(path: str | Path) -> Any:
+    """Read strict JSON: no comments, no duplicate keys, no NaN.
+
+    Raises:
+        ConfigError: naming the file, line and column.
+    """
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise ConfigError("the same key stands twice in one JSON object", where=str(path), value=key)
+            result[key] = value
+        return result
+
+    def no_constant(name: str) -> Any:
+        raise ConfigError("JSON has no such number", where=str(path), value=name)
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("cannot read the JSON file", where=str(path), value=str(error)) from error
+    try:
+        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"not valid JSON: {error.msg}", where=f"{path}, line {error.lineno}, column {error.colno}"
+        ) from error
+
+
+def validate(kind: Any, data: Any, where: str | None = None) -> Any:
+    """Validate `data` against any type, such as a union of settings, with our errors."""
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        raise explain(error, kind, where) from None
+
+
+def explain(error: ValidationError, kind: Any, where: str | None = None) -> ConfigError:
+    """Turn pydantic's first complaint into a sentence for people; further ones are counted."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    path = ".".join(str(part) for part in first["loc"]) or None
+    place = ", ".join(part for part in (where, path) if part) or None
+    more = f" (and {len(problems) - 1} more problem(s))" if len(problems) > 1 else ""
+    name = getattr(kind, "__name__", str(kind))
+    cause = first.get("ctx", {}).get("error")
+    if first["type"] == "extra_forbidden":
+        fix = suggest(str(first["loc"][-1]), _fields_at(kind, first["loc"][:-1]))
+        return ConfigError(f"{name}: unknown key{more}", where=place, value=first["input"], fix=fix)
+    if first["type"] == "missing":
+        return ConfigError(f"{name}: a required key is missing{more}", where=place)
+    if isinstance(cause, ConfigError):
+        return cause
+    return ConfigError(f"{name}: {first['msg']}{more}", where=place, value=first["input"])
+
+
+def _fields_at(kind: Any, path: tuple[int | str, ...]) -> set[str]:
+    """Return the field names that are allowed at `path` inside `kind`; unions give all of theirs."""
+    kinds = _settings_in(kind)
+    for part in path:
+        deeper = [
+            inner
+            for one in kinds
+            if isinstance(part, str) and part in one.model_fields
+            for inner in _settings_in(one.model_fields[part].annotation)
+        ]
+        tagged = [one for one in kinds if getattr(one.model_fields.get("type"), "default", None) == part]
+        kinds = deeper or tagged or kinds  # an index or a union's tag stays at the same level
+    return {name for one in kinds for name in one.model_fields}
+
+
+def _settings_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in _settings_in(argument)]

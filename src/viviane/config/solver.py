@@ -1,0 +1,88 @@
+"""How a run trains: batch size, learning rate, length, precision, guards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from viviane.config.base import Settings
+
+
+class Solver(Settings):
+    """Settings of a training run.
+
+    The learning rate of step n (from 1) is
+
+        n < warmup_steps                            lr n / warmup_steps
+        decay_start == 0 or n < decay_start         lr
+        n < decay_start + decay_steps               max(end_lr, lr (left / decay_steps)^decay_power),
+                                                    left = decay_start + decay_steps - n
+        afterwards                                  end_lr
+
+    Example:
+        >>> Solver(batch_size=4096, lr=1e-3).batch_size
+        4096
+    """
+
+    batch_size: int = Field(default=2048, ge=1)
+    """Rows in a training batch."""
+    eval_batch_size: int | None = Field(default=None, ge=1)
+    """Rows in an evaluation or prediction batch; None takes max(batch_size, 8192)."""
+    drop_last: bool = False
+    """Drop a training batch that is shorter than batch_size."""
+    shuffle: bool = True
+    """Shuffle training rows within the reader's buffer, row groups over the whole set."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of initial values, dropout and shuffling."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    warmup_steps: int = Field(default=1, ge=1)
+    decay_start: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=1, ge=1)
+    decay_power: float = Field(default=2.0, gt=0)
+    end_lr: float = Field(default=0.0, ge=0)
+
+    epochs: int = Field(default=1, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after so many steps, whatever the epochs."""
+    eval_every: int | None = Field(default=None, ge=1)
+    """Steps between evaluations; None evaluates at the end of each epoch."""
+    max_eval_batches: int | None = Field(default=None, ge=1)
+    """Batches of an evaluation during fit; None takes the whole validation set."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; None writes one at the end of each epoch."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints stay; the best one by the first metric stays besides."""
+
+    target: dict[str, float] = Field(default_factory=dict)
+    """Stop when every named validation metric reaches its value, such as {"auc": 0.8025}."""
+    patience: int | None = Field(default=None, ge=1)
+    """Stop after so many evaluations without a better first metric."""
+    restore_best: bool = False
+    """At the end of fit, go back to the weights of the best evaluation."""
+
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    """Precision of dense layers; "auto" times both on the first batches and keeps the faster."""
+    clip_grad_norm: float | None = Field(default=None, gt=0)
+    """Scale gradients, dense and embedding together, so that their joint L2 norm stays below this."""
+    class_weights: tuple[float, float] | None = None
+    """Weights of negative and positive samples in the loss, such as (1.0, 3.0)."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Move binary labels y to y (1 - s) + s / 2 in the training loss."""
+    nan_guard: bool = True
+    """Refuse a NaN or infinite loss or gradient before it reaches the weights; names batch and feature."""
+    deterministic: bool = True
+    """The same seed gives the same bits, run after run, on the same machine and library versions."""
+    device: str = "auto"
+    """"auto" (first GPU, else CPU), "cpu", "cuda", "cuda:1"."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads for torch; None leaves torch's own choice."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Solver:
+        if self.class_weights is not None and min(self.class_weights) < 0:
+            raise ValueError("class_weights must not be negative")
+        if self.end_lr > self.lr:
+            raise ValueError(f"end_lr ({self.end_lr}) must not exceed lr ({self.lr})")
+        return self

@@ -1,0 +1,1 @@
+"""Errors, devices, seeds and optional imports: what every other room stands on."""

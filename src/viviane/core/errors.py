@@ -1,0 +1,104 @@
+"""Errors for people: what happened, where, the value, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, Final
+
+_ABSENT: Final = object()
+
+
+class VivianeError(Exception):
+    """Base of every error that Viviane raises on purpose.
+
+    Args:
+        what: what went wrong, one line.
+        where: feature, table, file, row, step: whatever a person needs to find the place.
+        value: the offending value.
+        allowed: what would have been accepted.
+        fix: what to do about it.
+
+    Example:
+        >>> print(VivianeError("key out of range", where="feature 'c1'", value=9, allowed="0 <= key < 5"))
+        key out of range
+          where:   feature 'c1'
+          value:   9
+          allowed: 0 <= key < 5
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        value: Any = _ABSENT,
+        allowed: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.value = None if value is _ABSENT else value
+        self.allowed = allowed
+        self.fix = fix
+        lines = [what]
+        if where is not None:
+            lines.append(f"  where:   {where}")
+        if value is not _ABSENT:
+            lines.append(f"  value:   {value!r}" if isinstance(value, str) else f"  value:   {value}")
+        if allowed is not None:
+            lines.append(f"  allowed: {allowed}")
+        if fix is not None:
+            lines.append(f"  do:      {fix}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions cross process borders by pickling their args; ours is the finished text.
+        return _rebuild, (type(self), str(self), self.__dict__)
+
+
+def _rebuild(kind: type[VivianeError], text: str, fields: dict[str, Any]) -> VivianeError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, text)
+    error.__dict__.update(fields)
+    return error
+
+
+class ConfigError(VivianeError, ValueError):
+    """A setting from Python, JSON or the command line is unknown or out of range."""
+
+
+class SchemaError(VivianeError, ValueError):
+    """A schema contradicts itself, or data contradicts its schema."""
+
+
+class DataError(VivianeError):
+    """A data file is missing, malformed, truncated or altered."""
+
+
+class KeyRangeError(VivianeError, IndexError):
+    """A key lies outside its embedding table."""
+
+
+class CheckpointError(VivianeError):
+    """A checkpoint is missing, truncated, altered or of another model."""
+
+
+class NumericsError(VivianeError, ArithmeticError):
+    """A loss, gradient or weight is NaN or infinite."""
+
+
+class MissingExtraError(VivianeError, ImportError):
+    """An optional library is not installed; names the extra that brings it."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Say the nearest known name, or list what is known.
+
+    Example:
+        >>> suggest("batch_sise", ["batch_size", "lr"])
+        "did you mean 'batch_size'?"
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else "choose one of: " + ", ".join(names)
