@@ -1,0 +1,105 @@
+"""Read back what a run left in its folder; a part that is absent is left empty, one that is broken is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from viviane.core.errors import DataError
+from viviane.schema import SCHEMA_FILE, Schema
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything the report shows.
+
+    Args:
+        folder: the run folder.
+        config: settings of the run, as written at its start.
+        schema: the data's columns.
+        rows: the lines of metrics.jsonl.
+        stages: seconds per stage.
+        histogram: bins of predicted probability at the last evaluation.
+        data: the training set's info.json: rows, value counts, best reachable AUC where the data is synthetic.
+        graph: the model's graph as JSON; empty for a module that is not a graph.
+    """
+
+    folder: Path
+    schema: Schema
+    config: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    stages: dict[str, Any] = field(default_factory=dict)
+    histogram: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    graph: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> RunRecord:
+        """Read a run folder.
+
+        Raises:
+            DataError: the folder holds no run, or one of its files is not what it should be.
+        """
+        path = Path(folder)
+        if not (path / "metrics.jsonl").exists() or not (path / SCHEMA_FILE).exists():
+            raise DataError(
+                "this folder holds no run",
+                where=str(path),
+                allowed=f"a folder with metrics.jsonl and {SCHEMA_FILE}",
+                fix="train with a run folder: `viviane train config.json --run-folder runs/mine`",
+            )
+        return cls(
+            folder=path,
+            schema=Schema.load(path),
+            config=_read(path / "config.json"),
+            rows=_read_lines(path / "metrics.jsonl"),
+            stages=_read(path / "stages.json"),
+            histogram=_read(path / "valid_histogram.json"),
+            data=_read(path / "data_info.json"),
+            graph=_read(path / "model" / "model.json"),
+        )
+
+    def curve(self, split: str, key: str) -> list[tuple[float, float]]:
+        """Return (step, value) pairs of one measure of one split."""
+        return [
+            (float(row["step"]), float(row[key]))
+            for row in self.rows
+            if row.get("split") == split and isinstance(row.get(key), int | float)
+        ]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Measures of the validation rows besides the loss, in the order they were recorded."""
+        skip = {"step", "epoch", "split", "loss", "seconds", "samples_per_second", "lr"}
+        names: dict[str, None] = {}
+        for row in self.rows:
+            if row.get("split") == "valid":
+                names.update(dict.fromkeys(key for key in row if key not in skip))
+        return list(names)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"not valid JSON: {error.msg}", where=f"{path}, line {error.lineno}") from error
+    return value if isinstance(value, dict) else {"value": value}
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break  # a run that was killed may leave half a last line
+            raise DataError(f"not valid JSON: {error.msg}", where=f"{path}, line {number}") from error
+    return rows

@@ -1,0 +1,92 @@
+import math
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from viviane.report.chart import Line, bar_chart, line_chart, share_bar
+from viviane.report.scale import Scale, short, span, thin
+
+
+def parse(svg_with_legend: str) -> ET.Element:
+    return ET.fromstring(f"<div>{svg_with_legend}</div>")
+
+
+def test_linear_ticks_are_round_and_inside():
+    assert Scale(0.493, 0.812, 0, 1).ticks() == [0.5, 0.6, 0.7, 0.8]
+
+
+def test_log_ticks_are_powers_of_ten():
+    assert Scale(0.5, 2e6, 0, 1, log=True).ticks(10) == [1, 10, 100, 1e3, 1e4, 1e5, 1e6]
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 9))
+def test_ticks_lie_in_the_range_and_are_not_too_many(low, width, count):
+    scale = Scale(low, low + width, 0, 100)
+    ticks = scale.ticks(count)
+    slack = 1e-6 * (abs(low) + width)  # ticks are rounded to 12 digits
+    assert all(low - slack <= tick <= low + width + slack for tick in ticks)
+    assert len(ticks) <= count + 2
+
+
+def test_span_of_nothing_one_value_and_nonfinite_values():
+    assert span([]) == (0.0, 1.0)
+    assert span([0.0]) == (-1.0, 1.0)
+    assert span([math.nan, math.inf, 1.0, 2.0], pad=0.5) == (0.5, 2.5)
+    assert span([-5.0, 0.0], log=True) == (1.0, 10.0)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=3000))
+def test_thinning_keeps_both_ends_and_both_extremes(values):
+    points = [(float(i), value) for i, value in enumerate(values)]
+    kept = thin(points, limit=50)
+    assert len(kept) <= 60
+    assert kept[0] == points[0]
+    assert kept[-1] == points[-1]
+    assert max(y for _, y in kept) == max(values)
+    assert min(y for _, y in kept) == min(values)
+
+
+def test_a_dot_stands_where_its_value_says():
+    svg = parse(line_chart([Line("m", [(0.5, 0.5)], marks=True)], x_label="x", y_label="y", square=True))
+    dot = svg.find(".//circle")
+    # square: the axes run 0..1 over 58..504 and 250..14 pixels
+    assert (float(dot.get("cx")), float(dot.get("cy"))) == ((58 + 504) / 2, (250 + 14) / 2)
+
+
+def test_points_that_a_log_axis_cannot_show_are_left_out():
+    svg = parse(
+        line_chart(
+            [Line("m", [(0, 1), (1, 0), (10, 5), (100, 7)], marks=True)],
+            x_label="x",
+            y_label="y",
+            log_x=True,
+            log_y=True,
+        )
+    )
+    assert len(svg.findall(".//circle")) == 2
+
+
+def test_empty_charts_say_so():
+    assert "Nothing was recorded" in line_chart([], x_label="x", y_label="y")
+    assert "Nothing was recorded" in line_chart([Line("a", [(1, math.nan)])], x_label="x", y_label="y")
+    assert "Nothing was recorded" in bar_chart([], x_label="x")
+    assert "No time" in share_bar([("a", 0.0)], unit="s")
+
+
+def test_names_are_escaped():
+    chart = bar_chart([("<script>", 3.0)], x_label="ids")
+    assert "<script>" not in chart
+    assert parse(chart).find(".//text").text == "<script>"
+
+
+def test_shares_add_up_to_the_width():
+    svg = parse(share_bar([("a", 1.0), ("b", 3.0)], unit="s"))
+    widths = [float(rect.get("width")) for rect in svg.findall(".//rect")]
+    assert widths == [1080 / 4 - 1.5, 1080 * 3 / 4 - 1.5]
+
+
+@pytest.mark.parametrize(("value", "text"), [(-1500, "-1.5k"), (999, "999"), (0.1234567, "0.1235"), (2.5e9, "2.5G")])
+def test_short_numbers(value, text):
+    assert short(value) == text
