@@ -1,0 +1,171 @@
+"""Element-wise layers and reductions."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from viviane.config.base import Settings
+from viviane.nn.init import Initializer
+from viviane.nn.registry import LAYERS, Layer, Shape
+
+
+class DropoutParameters(Settings):
+    """Parameters of `Dropout`: dropout_rate is the share of elements set to zero."""
+
+    dropout_rate: float = Field(default=0.5, gt=0, lt=1)
+
+
+@LAYERS.register("Dropout")
+class Dropout(Layer):
+    """Set elements to zero with probability p and scale the others by 1 / (1 - p), in training only.
+
+    Example:
+        >>> Dropout([(4,)], DropoutParameters(dropout_rate=0.1)).eval().out_shapes
+        [(4,)]
+    """
+
+    Parameters = DropoutParameters
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Keep the shape."""
+        return [self.one_input()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the thinned tensor."""
+        return F.dropout(x, cast(DropoutParameters, self.settings).dropout_rate, self.training)
+
+
+@LAYERS.register("ReLU")
+class ReLU(Layer):
+    """max(x, 0).
+
+    Example:
+        >>> import torch
+        >>> ReLU([(2,)])(torch.tensor([[-1.0, 2.0]])).tolist()
+        [[0.0, 2.0]]
+    """
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Keep the shape."""
+        return [self.one_input()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return max(x, 0)."""
+        return F.relu(x)
+
+
+class ELUParameters(Settings):
+    """Parameters of `ELU`."""
+
+    elu_alpha: float = 1.0
+
+
+@LAYERS.register("ELU")
+class ELU(Layer):
+    """x where x > 0, else alpha (exp(x) - 1)."""
+
+    Parameters = ELUParameters
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Keep the shape."""
+        return [self.one_input()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activation."""
+        return F.elu(x, cast(ELUParameters, self.settings).elu_alpha)
+
+
+@LAYERS.register("Sigmoid")
+class Sigmoid(Layer):
+    """1 / (1 + exp(-x))."""
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Keep the shape."""
+        return [self.one_input()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activation."""
+        return x.sigmoid()
+
+
+@LAYERS.register("Add")
+class Add(Layer):
+    """Sum of equally shaped inputs.
+
+    Example:
+        >>> import torch
+        >>> Add([(1,), (1,)])(torch.ones(1, 1), torch.ones(1, 1)).item()
+        2.0
+    """
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Check that the shapes are equal."""
+        if len(self.in_shapes) < 2 or len(set(self.in_shapes)) != 1:
+            raise self.refuse("two or more inputs of one shape")
+        return [self.in_shapes[0]]
+
+    def forward(self, first: Tensor, *others: Tensor) -> Tensor:
+        """Return the sum."""
+        for other in others:
+            first = first + other
+        return first
+
+
+@LAYERS.register("Sub")
+class Sub(Layer):
+    """Difference a - b of two equally shaped inputs."""
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Check that the shapes are equal."""
+        if len(self.in_shapes) != 2 or self.in_shapes[0] != self.in_shapes[1]:
+            raise self.refuse("two inputs of one shape")
+        return [self.in_shapes[0]]
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a - b."""
+        return a - b
+
+
+class ReduceParameters(Settings):
+    """Parameters of `ReduceSum` and `ReduceMean`: axis counts from the batch dimension, which is 0."""
+
+    axis: int = Field(default=1, ge=1)
+
+
+class _Reduce(Layer):
+    Parameters = ReduceParameters
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Return the shape with the axis kept at length 1."""
+        shape, axis = self.one_input(), cast(ReduceParameters, self.settings).axis
+        if axis > len(shape):
+            raise self.refuse(f"an input that has axis {axis}")
+        return [(*shape[: axis - 1], 1, *shape[axis:])]
+
+
+@LAYERS.register("ReduceSum")
+class ReduceSum(_Reduce):
+    """Sum over one axis, which stays with length 1.
+
+    Example:
+        >>> import torch
+        >>> ReduceSum([(3,)])(torch.ones(2, 3)).tolist()
+        [[3.0], [3.0]]
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sums."""
+        return x.sum(cast(ReduceParameters, self.settings).axis, keepdim=True)
+
+
+@LAYERS.register("ReduceMean")
+class ReduceMean(_Reduce):
+    """Mean over one axis, which stays with length 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the means."""
+        return x.mean(cast(ReduceParameters, self.settings).axis, keepdim=True)

@@ -1,0 +1,71 @@
+"""Initial values, drawn so that a weight depends on the seed and its own name alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from viviane.core.seeds import derive_seed
+
+InitializerName: TypeAlias = Literal["default", "uniform", "xavier_normal", "xavier_uniform", "zero"]
+
+
+class Initializer:
+    """Draws the weights of one layer; adding or reordering other layers does not change them.
+
+    Args:
+        seed: the run's seed.
+        layer: the layer's name.
+
+    Example:
+        >>> a = Initializer(1, "mlp").uniform("weight", (2, 3), 0.5)
+        >>> bool((a == Initializer(1, "mlp").uniform("weight", (2, 3), 0.5)).all())
+        True
+    """
+
+    def __init__(self, seed: int, layer: str) -> None:
+        self.seed = seed
+        self.layer = layer
+
+    def _generator(self, parameter: str) -> torch.Generator:
+        return torch.Generator().manual_seed(derive_seed(self.seed, "init", self.layer, parameter))
+
+    def uniform(self, parameter: str, shape: tuple[int, ...], bound: float) -> nn.Parameter:
+        """Draw from U(-bound, bound)."""
+        values = torch.empty(shape).uniform_(-bound, bound, generator=self._generator(parameter))
+        return nn.Parameter(values)
+
+    def normal(self, parameter: str, shape: tuple[int, ...], std: float) -> nn.Parameter:
+        """Draw from N(0, std^2)."""
+        return nn.Parameter(torch.empty(shape).normal_(0.0, std, generator=self._generator(parameter)))
+
+    def truncated_normal(self, parameter: str, shape: tuple[int, ...], std: float) -> nn.Parameter:
+        """Draw from N(0, std^2), cut at two standard deviations."""
+        values: Tensor = torch.empty(shape)
+        nn.init.trunc_normal_(values, 0.0, std, -2 * std, 2 * std, generator=self._generator(parameter))
+        return nn.Parameter(values)
+
+    def constant(self, shape: tuple[int, ...], value: float = 0.0) -> nn.Parameter:
+        """Return a constant weight."""
+        return nn.Parameter(torch.full(shape, value))
+
+    def weight(
+        self, parameter: str, shape: tuple[int, ...], kind: InitializerName, *, fan_in: int, fan_out: int
+    ) -> nn.Parameter:
+        """Draw a matrix by the named rule; "default" is Xavier-normal.
+
+        uniform         U(-1/(fan_in + fan_out), 1/(fan_in + fan_out))
+        xavier_normal   N(0, 2 / (fan_in + fan_out))
+        xavier_uniform  U(-a, a), a = sqrt(6 / (fan_in + fan_out))
+        """
+        total = fan_in + fan_out
+        if kind == "zero":
+            return self.constant(shape)
+        if kind == "uniform":
+            return self.uniform(parameter, shape, 1 / total)
+        if kind == "xavier_uniform":
+            return self.uniform(parameter, shape, math.sqrt(6 / total))
+        return self.normal(parameter, shape, math.sqrt(2 / total))

@@ -1,0 +1,95 @@
+"""Losses and regularisers, computed in float32 whatever the layers' precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from viviane.config.base import Settings
+from viviane.core.errors import SchemaError
+from viviane.nn.init import Initializer
+from viviane.nn.registry import LAYERS, Layer, Shape
+
+
+def binary_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    class_weights: tuple[float, float] | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Mean of -(y log p + (1 - y) log(1 - p)), p = sigmoid(logit), from the logit so that it cannot overflow.
+
+        loss = sum_b w_b l_b / sum_b w_b        w_b = weight_b (c_0 (1 - y_b) + c_1 y_b)
+
+    The class weights multiply the loss and not the divisor, so that they change the balance of the classes.
+
+    Args:
+        logits, labels: (B,) or (B, 1); labels between 0 and 1.
+        weight: (B,) weights of the rows, or None for 1 each. If all are 0 the loss is 0.
+        class_weights: weights c_0, c_1 of negative and positive rows.
+        label_smoothing: s moves y to y (1 - s) + s / 2.
+
+    Example:
+        >>> round(binary_cross_entropy(torch.zeros(2), torch.tensor([0.0, 1.0])).item(), 4)
+        0.6931
+    """
+    logits, labels = logits.float().flatten(), labels.float().flatten()
+    if logits.shape != labels.shape:
+        raise SchemaError("one logit per label", value=f"{len(logits)} logits, {len(labels)} labels")
+    targets = labels * (1 - label_smoothing) + label_smoothing / 2 if label_smoothing else labels
+    if weight is None and class_weights is None:
+        return F.binary_cross_entropy_with_logits(logits, targets)
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    if class_weights is not None:
+        losses = losses * (class_weights[0] + (class_weights[1] - class_weights[0]) * labels)
+    if weight is None:
+        return losses.mean()
+    weight = weight.float()
+    return (losses * weight).sum() / weight.sum().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def regularization_loss(
+    weights: Iterable[Tensor], kind: Literal["L1", "L2"], strength: float, batch_size: int
+) -> Tensor:
+    """Penalty on dense weights: L1 (strength / B) sum |w|, L2 (strength / 2 B) sum w^2, B the batch size.
+
+    Example:
+        >>> regularization_loss([torch.tensor([3.0, -4.0])], "L2", 1.0, 5).item()
+        2.5
+    """
+    weights = list(weights)
+    if kind == "L1":
+        return torch.stack([w.abs().sum() for w in weights]).sum() * (strength / batch_size)
+    return torch.stack([w.square().sum() for w in weights]).sum() * (strength / (2 * batch_size))
+
+
+class BinaryCrossEntropyLossParameters(Settings):
+    """Parameters of `BinaryCrossEntropyLoss`: none yet; weights and smoothing belong to the solver."""
+
+
+@LAYERS.register("BinaryCrossEntropyLoss")
+class BinaryCrossEntropyLoss(Layer):
+    """Binary cross-entropy of (logit, label): (B, 1) and (B, 1) -> a number; the sigmoid is inside.
+
+    Example:
+        >>> loss = BinaryCrossEntropyLoss([(1,), (1,)])
+        >>> round(loss(torch.zeros(2, 1), torch.ones(2, 1)).item(), 4)
+        0.6931
+    """
+
+    Parameters = BinaryCrossEntropyLossParameters
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Check that there is one logit per label."""
+        if len(self.in_shapes) != 2 or any(shape not in ((1,), ()) for shape in self.in_shapes):
+            raise self.refuse("a logit (B, 1) and a label (B, 1)")
+        return [()]
+
+    def forward(self, logit: Tensor, label: Tensor) -> Tensor:
+        """Return the mean loss."""
+        return binary_cross_entropy(logit, label)

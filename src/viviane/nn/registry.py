@@ -1,0 +1,111 @@
+"""Layers by name, with checked parameters and shapes: what a model's graph is built from.
+
+A layer is an `nn.Module` whose first argument is the list of its inputs' shapes without the batch
+dimension, and whose second is its parameters, a `Settings` object. It says its outputs' shapes in
+`out_shapes`. Every layer can also be used by hand in any PyTorch program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+from torch import nn
+
+from viviane.config.base import Settings
+from viviane.core.errors import ConfigError, SchemaError
+from viviane.core.registry import Registry
+from viviane.nn.init import Initializer
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+class NoParameters(Settings):
+    """The parameters of a layer that has none."""
+
+
+class Layer(nn.Module):
+    """Base of all registered layers.
+
+    Args:
+        in_shapes: shapes of the inputs without the batch dimension.
+        settings: the layer's parameters, an object of its class's `Parameters`.
+        init: source of initial values; None seeds one with 0.
+        name: the layer's name, for messages.
+    """
+
+    Parameters: ClassVar[type[Settings]] = NoParameters
+    out_shapes: list[Shape]
+
+    def __init__(
+        self,
+        in_shapes: Sequence[Shape],
+        settings: Any = None,
+        *,
+        init: Initializer | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name or type(self).__name__
+        self.in_shapes = [tuple(shape) for shape in in_shapes]
+        self.settings = self.Parameters() if settings is None else settings
+        self.out_shapes = self.build(init or Initializer(0, self.name))
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Create the weights and return the outputs' shapes."""
+        raise TypeError(f"{type(self).__name__} does not define build")
+
+    def refuse(self, allowed: str) -> SchemaError:
+        """Return the error that says which input shapes the layer takes."""
+        return SchemaError(
+            "a layer cannot take these inputs",
+            where=f"layer {self.name!r} ({type(self).__name__})",
+            value=", ".join(_show(shape) for shape in self.in_shapes) or "no inputs",
+            allowed=allowed,
+        )
+
+    def one_input(self, *ranks: int) -> Shape:
+        """Return the only input's shape, or refuse; `ranks` counts dimensions without the batch."""
+        if len(self.in_shapes) != 1 or (ranks and len(self.in_shapes[0]) not in ranks):
+            wanted = " or ".join(_show(("B", *["n"] * rank)[1:]) for rank in ranks) or "any shape"
+            raise self.refuse(f"one input of shape {wanted}")
+        return self.in_shapes[0]
+
+    def extra_repr(self) -> str:
+        """Show the parameters that differ from their defaults, as torch prints modules."""
+        given = self.settings.model_dump(exclude_defaults=True)
+        return ", ".join(f"{key}={value}" for key, value in given.items())
+
+
+LAYERS: Registry[type[Layer]] = Registry("layer")
+
+
+def build_layer(
+    kind: str, parameters: Mapping[str, Any], in_shapes: Sequence[Shape], *, seed: int = 0, name: str | None = None
+) -> Layer:
+    """Build a layer from its registered name and plain parameters.
+
+    Args:
+        kind: a name in `LAYERS`, such as "MLP".
+        parameters: the layer's parameters; unknown ones are refused with the nearest name.
+        in_shapes: shapes of the inputs without the batch dimension.
+        seed: seed of the initial values; each weight draws from (seed, name, weight).
+        name: the layer's name in the graph.
+
+    Raises:
+        ConfigError: unknown layer or parameter. SchemaError: shapes that do not fit.
+
+    Example:
+        >>> build_layer("MLP", {"num_outputs": [8, 4]}, [(13,)]).out_shapes
+        [(4,)]
+    """
+    layer = LAYERS[kind]
+    try:
+        settings = layer.Parameters(**parameters)
+    except TypeError as error:
+        raise ConfigError("layer parameters must have text keys", where=f"layer {name!r}", value=parameters) from error
+    return layer(in_shapes, settings, init=Initializer(seed, name or kind), name=name or kind)
+
+
+def _show(shape: Sequence[Any]) -> str:
+    return "(" + ", ".join(["B", *map(str, shape)]) + ")"
