@@ -1,0 +1,144 @@
+"""Values against the schema: a vectorised look at each column; the first offending row is searched only on failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.core.errors import DataError, KeyRangeError
+from viviane.schema import CategoricalColumn, LabelColumn
+
+
+@dataclass(frozen=True)
+class Place:
+    """One column of one row group, for messages; rows are counted from 0 within the file."""
+
+    file: str
+    group: int
+    first_row: int
+    column: str
+
+    def row(self, number: int) -> str:
+        """Name one row of the group."""
+        return f"{self.file}, row group {self.group}, column {self.column!r}, row {self.first_row + number}"
+
+    def __str__(self) -> str:
+        return f"{self.file}, row group {self.group}, column {self.column!r}"
+
+
+def check_no_nulls(array: Any, place: Place) -> None:
+    """Refuse an Arrow array with nulls.
+
+    Raises:
+        DataError: naming the first row.
+    """
+    if array.null_count:
+        row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+        raise DataError(
+            "a null in the data",
+            where=place.row(row),
+            fix="replace missing values: id 1 in categorical columns, a number in dense ones (`viviane etl` does)",
+        )
+
+
+def check_ids(
+    ids: NDArray[Any], column: CategoricalColumn, place: Place, offsets: NDArray[np.int64] | None = None
+) -> None:
+    """Refuse ids outside 0 <= id < num_ids; `offsets` says which row an id of a bag belongs to.
+
+    Raises:
+        KeyRangeError: naming the first row and its id.
+    """
+    if not len(ids) or (ids.min() >= 0 and ids.max() < column.num_ids):
+        return
+    at = int(np.argmax((ids < 0) | (ids >= column.num_ids)))
+    raise KeyRangeError(
+        "an id is out of the column's range",
+        where=place.row(_row_of(at, offsets)),
+        value=int(ids[at]),
+        allowed=f"0 <= id < {column.num_ids}",
+        fix="the data and schema.json disagree: write both with the same ETL, or correct num_ids",
+    )
+
+
+def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: Place) -> None:
+    """Refuse a bag or sequence that is longer than the column's max_length.
+
+    Raises:
+        DataError: naming the first row and its length.
+    """
+    if column.max_length is None or len(offsets) < 2:
+        return
+    lengths = np.diff(offsets)
+    if lengths.max() > column.max_length:
+        row = int(np.argmax(lengths > column.max_length))
+        raise DataError(
+            "a bag of ids is too long",
+            where=place.row(row),
+            value=f"{lengths[row]} ids",
+            allowed=f"at most {column.max_length} (max_length)",
+            fix="cut the lists when the data set is written, or raise max_length in the schema",
+        )
+
+
+def check_labels(values: NDArray[Any], column: LabelColumn, place: Place) -> None:
+    """Refuse a binary label other than 0 and 1, and a regression label that is not finite.
+
+    Raises:
+        DataError: naming the first row and its value.
+    """
+    if column.task == "regression":
+        check_finite(values, place)
+        return
+    good = (values == 0) | (values == 1)
+    if not good.all():
+        row = int(np.argmin(good))
+        raise DataError(
+            "a binary label is neither 0 nor 1",
+            where=place.row(row),
+            value=values[row].item(),
+            allowed="0 or 1",
+            fix='declare the label with task "regression" if it is a real number',
+        )
+
+
+def check_finite(values: NDArray[Any], place: Place, offsets: NDArray[np.int64] | None = None) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        DataError: naming the first row and its value.
+    """
+    if not len(values) or values.dtype.kind != "f":
+        return
+    with np.errstate(invalid="ignore"):
+        extremes = values.min() - values.max()  # NaN or infinite as soon as one value is: minimum passes NaN on
+    if np.isfinite(extremes):
+        return
+    finite = np.isfinite(values)
+    if finite.all():  # the span of finite numbers overflowed
+        return
+    at = int(np.argmin(finite))
+    _refuse(values[at], place.row(_row_of(at, offsets)), "a number is not finite", "finite numbers")
+
+
+def check_weights(values: NDArray[np.float32], place: Place, offsets: NDArray[np.int64] | None = None) -> None:
+    """Refuse sample weights that are not finite or are negative.
+
+    Raises:
+        DataError: naming the first row and its value.
+    """
+    check_finite(values, place, offsets)
+    if len(values) and values.min() < 0:
+        at = int(np.argmax(values < 0))
+        _refuse(values[at], place.row(_row_of(at, offsets)), "a sample weight is negative", "weight >= 0")
+
+
+def _refuse(value: Any, where: str, what: str, allowed: str) -> NoReturn:
+    raise DataError(what, where=where, value=value.item(), allowed=allowed)
+
+
+def _row_of(position: int, offsets: NDArray[np.int64] | None) -> int:
+    return position if offsets is None else int(np.searchsorted(offsets, position, side="right")) - 1

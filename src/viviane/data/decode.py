@@ -1,0 +1,201 @@
+"""Decode one Parquet row group into rows of a block: Arrow columns, checked, then stacked row by row.
+
+Stacking is the hot spot (39 columns of the Criteo layout become two row-major matrices). One strided
+assignment per column ran as fast as transposing in cache-sized tiles and as torch.stack, so it stays.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from viviane.core.errors import DataError
+from viviane.data import checks
+from viviane.data.block import Block, Jagged
+from viviane.data.checks import Place
+from viviane.data.columns import check_columns
+from viviane.data.plan import Group
+from viviane.schema import CategoricalColumn, DenseColumn, Schema
+
+FileStamp = tuple[int, int]  # size in bytes, time of change in ns
+
+
+def stamp(path: Path) -> FileStamp:
+    """Return what changes when a file is written again.
+
+    Raises:
+        DataError: the file is not there.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(
+            "a file of the data set cannot be opened",
+            where=str(path),
+            value=error.strerror or str(error),
+            fix="put the file back, or open the data set again if it was replaced",
+        ) from error
+    return status.st_size, status.st_mtime_ns
+
+
+def open_parquet(path: Path, schema: Schema) -> pq.ParquetFile:
+    """Open a file, and compare its columns with the schema.
+
+    Raises:
+        DataError: the file is missing, truncated or not Parquet.
+        SchemaError: its columns are not the schema's.
+    """
+    size, _ = stamp(path)
+    try:
+        file = pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            "not a whole Parquet file; it may be truncated or half copied",
+            where=str(path),
+            value=f"{size} bytes: {_first_line(error)}",
+            fix="copy or write the file again",
+        ) from error
+    try:
+        check_columns(file.schema_arrow, schema, str(path))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def decode_group(
+    path: Path, expected: FileStamp, group: Group, schema: Schema, block: Block, start: int, part: int
+) -> None:
+    """Read a row group into block rows [start, start + num_rows); its bags become part number `part`.
+
+    Raises:
+        DataError: the file vanished, changed or is damaged; a value is null, not finite, no label, too long.
+        KeyRangeError: an id is out of range.
+    """
+    table = _read(path, expected, group, schema)
+
+    def column(name: str) -> tuple[Any, Place]:
+        place = Place(str(path), group.index, group.first_row, name)
+        array = _whole(table.column(name))
+        checks.check_no_nulls(array, place)
+        return array, place
+
+    rows = slice(start, start + group.num_rows)
+    for i, label in enumerate(schema.labels):
+        array, place = column(label.name)
+        values = array.to_numpy(zero_copy_only=False)
+        checks.check_labels(values, label, place)
+        block.labels[rows, i] = values
+    position = 0
+    for dense in schema.dense:
+        array, place = column(dense.name)
+        _dense(array, dense, place, block.dense[rows, position : position + dense.dim])
+        position += dense.dim
+    for i, feature in enumerate(schema.one_hot):
+        array, place = column(feature.name)
+        ids = array.to_numpy()
+        checks.check_ids(ids, feature, place)
+        block.one_hot[rows, i] = ids
+    for feature in schema.bags:
+        array, place = column(feature.name)
+        weights = column(feature.weights) if feature.weights is not None else None
+        block.parts[feature.name][part] = _bag(array, feature, place, weights)
+    if schema.sample_weight is not None:
+        assert block.weight is not None
+        array, place = column(schema.sample_weight)
+        block.weight[rows] = array.to_numpy()
+        checks.check_weights(block.weight[rows], place)
+
+
+def _read(path: Path, expected: FileStamp, group: Group, schema: Schema) -> pa.Table:
+    if stamp(path) != expected:
+        raise DataError("a file changed after the data set was opened", where=str(path), fix="open the data set again")
+    try:
+        with pq.ParquetFile(path) as file:
+            # other columns stand in the file only if the schema ignores some: naming columns costs a look-up each
+            names = schema.column_names if schema.ignored else None
+            table = file.read_row_group(group.index, columns=names, use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            "a row group cannot be decoded; the file is damaged",
+            where=f"{path}, row group {group.index}",
+            value=_first_line(error),
+            fix="copy or write the file again",
+        ) from error
+    if table.num_rows != group.num_rows:
+        raise DataError(
+            "a row group has another number of rows than the file's footer says",
+            where=f"{path}, row group {group.index}",
+            value=table.num_rows,
+            allowed=str(group.num_rows),
+        )
+    return table
+
+
+def _whole(column: pa.ChunkedArray) -> Any:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _dense(array: Any, column: DenseColumn, place: Place, out: NDArray[np.float32]) -> None:
+    if column.dim == 1 and not isinstance(array, pa.FixedSizeListArray | pa.ListArray | pa.LargeListArray):
+        values = array.to_numpy()
+        checks.check_finite(values, place)
+        out[:, 0] = values
+        return
+    values, offsets = _flat(array, place)
+    lengths = np.diff(offsets)
+    if len(lengths) and (lengths.min() != column.dim or lengths.max() != column.dim):
+        row = int(np.argmax(lengths != column.dim))
+        raise DataError(
+            "a dense vector has the wrong length",
+            where=place.row(row),
+            value=int(lengths[row]),
+            allowed=str(column.dim),
+        )
+    checks.check_finite(values, place, offsets)
+    out[:] = values.reshape(len(out), column.dim)
+
+
+def _flat(array: Any, place: Place) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the values of a list array and the offsets of its rows, from 0."""
+    values = array.flatten()
+    if isinstance(array, pa.FixedSizeListArray):
+        offsets = np.arange(len(array) + 1, dtype=np.int64) * array.type.list_size
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        offsets -= offsets[0]
+    if values.null_count:
+        at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
+        row = int(np.searchsorted(offsets, at, side="right")) - 1
+        raise DataError(
+            "a null inside a list", where=place.row(row), fix="replace missing values: id 1 in categorical columns"
+        )
+    return values.to_numpy(), offsets
+
+
+def _bag(array: Any, column: CategoricalColumn, place: Place, weights: tuple[Any, Place] | None) -> Jagged:
+    ids, offsets = _flat(array, place)
+    checks.check_lengths(offsets, column, place)
+    checks.check_ids(ids, column, place, offsets)
+    if weights is None:
+        return Jagged(ids, offsets)
+    numbers, their_offsets = _flat(*weights)
+    if not np.array_equal(offsets, their_offsets):
+        lengths, others = np.diff(offsets), np.diff(their_offsets)
+        row = int(np.argmax(lengths != others))
+        raise DataError(
+            f"the bag needs one weight per id of {column.name!r}",
+            where=weights[1].row(row),
+            value=f"{lengths[row]} ids, {others[row]} weights",
+        )
+    checks.check_finite(numbers, weights[1], offsets)
+    return Jagged(ids, offsets, numbers)

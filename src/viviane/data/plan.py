@@ -1,0 +1,97 @@
+"""The order of an epoch, fixed before a row is read.
+
+Row groups are put in random order and gathered into windows of at least `shuffle_rows` rows; the rows of a
+window are permuted. The stream of rows is the windows one after another, cut into batches of B rows, so a
+batch may span windows. All of it is a function of (row counts, seed, epoch, shuffle_rows) and of nothing
+that depends on time or threads. Any batch is found without decoding those before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.core.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Group:
+    """One row group: `num_rows` rows that stand from row `first_row` on in file number `file`."""
+
+    file: int
+    index: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Row groups whose rows are mixed; they are rows [start, start + num_rows) of the stream."""
+
+    number: int
+    start: int
+    num_rows: int
+    groups: tuple[Group, ...]
+
+
+class EpochPlan:
+    """Where every row of an epoch comes from.
+
+    Args:
+        groups: the data set's row groups in order of files.
+        shuffle_rows: rows to mix; None keeps the order of the files.
+        seed, epoch: choose the permutation.
+
+    Example:
+        >>> plan = EpochPlan([Group(0, 0, 0, 3), Group(0, 1, 3, 2)], shuffle_rows=None, seed=0, epoch=0)
+        >>> [(window.start, window.num_rows) for window in plan.windows]
+        [(0, 3), (3, 2)]
+    """
+
+    def __init__(self, groups: Sequence[Group], shuffle_rows: int | None, seed: int, epoch: int) -> None:
+        self._shuffled = shuffle_rows is not None
+        self._seed = seed
+        self._epoch = epoch
+        ordered = [group for group in groups if group.num_rows]
+        if self._shuffled:
+            order = self._random("groups").permutation(len(ordered))
+            ordered = [ordered[i] for i in order]
+        self.windows: list[Window] = []
+        start, rows, members = 0, 0, list[Group]()
+        for group in ordered:
+            members.append(group)
+            rows += group.num_rows
+            if rows >= (shuffle_rows or 1):
+                self.windows.append(Window(len(self.windows), start, rows, tuple(members)))
+                start, rows, members = start + rows, 0, []
+        if members:
+            self.windows.append(Window(len(self.windows), start, rows, tuple(members)))
+            start += rows
+        self.num_rows = start
+        self._starts = [window.start for window in self.windows]
+
+    def _random(self, *names: str | int) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64(derive_seed(self._seed, "reader", self._epoch, *names)))
+
+    def permutation(self, window: Window) -> NDArray[np.int64] | None:
+        """Return the order of a window's rows, (num_rows,), or None where they keep their order."""
+        if not self._shuffled:
+            return None
+        order: NDArray[Any] = self._random("rows", window.number).permutation(window.num_rows)
+        return order
+
+    def pieces(self, start: int, stop: int) -> list[tuple[Window, int, int]]:
+        """Return the (window, first, last + 1) that make up rows [start, stop) of the stream."""
+        found = []
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            window = self.windows[number]
+            end = min(stop, window.start + window.num_rows)
+            found.append((window, start - window.start, end - window.start))
+            start, number = end, number + 1
+        return found

@@ -1,0 +1,215 @@
+"""The reader: batches of one epoch, in an order that seed and epoch fix, from any position on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from viviane.batch import Batch, Layout
+from viviane.core.errors import CheckpointError, ConfigError
+from viviane.data.block import Block
+from viviane.data.decode import decode_group
+from viviane.data.plan import EpochPlan, Group, Window
+from viviane.data.prefetch import Prefetcher
+
+if TYPE_CHECKING:
+    from viviane.data.dataset import Dataset
+
+DEFAULT_SHUFFLE_ROWS: Final = 524_288
+STATE_VERSION: Final = 1
+
+
+class Reader:
+    """Iterates over the batches of one epoch, starting at its current position.
+
+    The order is a function of (data set, seed, epoch, shuffle_rows), whatever the threads do: row groups in
+    random order over the whole set, gathered into windows of at least shuffle_rows rows, each window permuted.
+    When an epoch is exhausted, the reader stands at the start of the next one.
+
+    Args:
+        dataset: what to read.
+        batch_size: rows of a batch, B; the last batch may be shorter.
+        shuffle: mix the rows; otherwise they come in the order of the files.
+        seed: chooses the order.
+        drop_last: leave out a last batch that is shorter than batch_size.
+        epoch: which epoch to start with.
+        num_threads: decoding threads.
+        shuffle_rows: rows that are mixed with each other. Two windows are in memory at a time.
+        max_batches: end the epoch after so many batches.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    Example:
+        >>> import tempfile
+        >>> from viviane.data import write_dataset
+        >>> from viviane.schema import Schema
+        >>> data = write_dataset(tempfile.mkdtemp() + "/train", Schema(dense=[{"name": "x"}]), [{"x": [0, 1, 2, 3]}])
+        >>> reader = data.reader(3, shuffle=True, seed=1)
+        >>> first = next(iter(reader))
+        >>> state = reader.state()
+        >>> rest = [batch.dense[:, 0].tolist() for batch in reader]
+        >>> again = data.reader(3, shuffle=True, seed=1)
+        >>> again.restore(state)
+        >>> rest == [batch.dense[:, 0].tolist() for batch in again]
+        True
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        epoch: int = 0,
+        num_threads: int = 2,
+        shuffle_rows: int = DEFAULT_SHUFFLE_ROWS,
+        max_batches: int | None = None,
+    ) -> None:
+        at_least_one = {"batch_size": batch_size, "num_threads": num_threads, "shuffle_rows": shuffle_rows}
+        if max_batches is not None:
+            at_least_one["max_batches"] = max_batches
+        for name, value in at_least_one.items():
+            if value < 1:
+                raise ConfigError(f"the reader's {name} is too small", value=value, allowed=f"{name} >= 1")
+        if epoch < 0:
+            raise ConfigError("the reader's epoch is negative", value=epoch, allowed="epoch >= 0")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.num_threads = num_threads
+        self.shuffle_rows = shuffle_rows
+        self.max_batches = max_batches
+        self._epoch = epoch
+        self._delivered = 0
+        self._layout = Layout.of(dataset.schema)
+        self._active: weakref.ref[Generator[Batch, None, None]] | None = None
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        rows = self.dataset.num_rows
+        count = rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+        return count if self.max_batches is None else min(count, self.max_batches)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the reader stands in, from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Batches of this epoch that were delivered."""
+        return self._delivered
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; in that epoch already, the position stays as it is.
+
+        Raises:
+            ConfigError: the epoch is negative.
+        """
+        if epoch < 0:
+            raise ConfigError("the reader's epoch is negative", value=epoch, allowed="epoch >= 0")
+        if epoch != self._epoch:
+            self.close()
+            self._epoch, self._delivered = epoch, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Continue at the current position; an iterator made before is closed."""
+        self.close()
+        batches = self._batches()
+        self._active = weakref.ref(batches)
+        return batches
+
+    def _batches(self) -> Generator[Batch, None, None]:
+        dataset = self.dataset
+        plan = EpochPlan(dataset.groups, self.shuffle_rows if self.shuffle else None, self.seed, self._epoch)
+        prefetcher = Prefetcher(
+            plan,
+            lambda rows, parts: Block(dataset.schema, rows, parts),
+            self._decode,
+            batch_size=self.batch_size,
+            first_row=min(self._delivered * self.batch_size, plan.num_rows),
+            last_row=min(len(self) * self.batch_size, plan.num_rows),
+            num_threads=self.num_threads,
+        )
+        with closing(iter(prefetcher)) as slabs:  # type: ignore[type-var]
+            for slab, windows in slabs:
+                origin = self._origin(windows)
+                self._delivered += 1
+                yield slab.batch(self._layout, origin)
+        self._epoch, self._delivered = self._epoch + 1, 0
+
+    def _decode(self, group: Group, block: Block, start: int, part: int) -> None:
+        dataset = self.dataset
+        path, stamp = dataset.files[group.file], dataset.stamps[group.file]
+        decode_group(path, stamp, group, dataset.schema, block, start, part)
+
+    def _origin(self, windows: list[Window]) -> str:
+        groups = [group for window in windows for group in window.groups]
+        named = [f"{self.dataset.files[group.file].name} row group {group.index}" for group in groups[:3]]
+        more = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
+        return f"{self.dataset.path}, epoch {self._epoch}, batch {self._delivered} (from {', '.join(named)}{more})"
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a position to mean the same rows."""
+        return {
+            "version": STATE_VERSION,
+            "fingerprint": self.dataset.fingerprint,
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "shuffle": self.shuffle,
+            "seed": self.seed if self.shuffle else None,
+            "shuffle_rows": self.shuffle_rows if self.shuffle else None,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as plain data: batches delivered to the consumer, not those read ahead."""
+        return {**self._identity(), "epoch": self._epoch, "batches": self._delivered}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with exactly the batch that would have come after `state` was taken.
+
+        Raises:
+            CheckpointError: the state is of another data set, batch size, seed or order.
+        """
+        wanted = self._identity()
+        missing = [name for name in (*wanted, "epoch", "batches") if name not in state]
+        if missing:
+            raise CheckpointError("not a reader's state: keys are missing", value=", ".join(missing))
+        for name, value in wanted.items():
+            if state[name] != value:
+                what = "data set" if name == "fingerprint" else name
+                raise CheckpointError(
+                    f"the saved position is of another {what}",
+                    where=f"reader of {self.dataset.path}",
+                    value=state[name],
+                    allowed=str(value),
+                    fix=f"resume with the {what} of the run that was saved, or start a new run",
+                )
+        epoch, batches = state["epoch"], state["batches"]
+        if not (isinstance(epoch, int) and isinstance(batches, int) and epoch >= 0 and batches >= 0):
+            raise CheckpointError("not a reader's position", value=f"epoch {epoch!r}, batch {batches!r}")
+        self.close()
+        self._epoch, self._delivered = epoch, batches
+
+    def close(self) -> None:
+        """Stop the threads of a running iteration; the position stays."""
+        batches = self._active() if self._active is not None else None
+        if batches is not None:
+            batches.close()
+        self._active = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,169 @@
+"""Write a data set folder: checked against the schema, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from viviane.core.errors import ConfigError, DataError, SchemaError
+from viviane.core.files import replace_folder, write_json_atomic
+from viviane.data.columns import arrow_types, check_columns, is_list
+from viviane.data.dataset import INFO_FILE, Dataset
+from viviane.schema import Schema
+
+ROWS_PER_GROUP: Final = 131_072
+ROWS_PER_FILE: Final = 8 * ROWS_PER_GROUP
+
+
+def write_dataset(
+    path: str | Path,
+    schema: Schema,
+    source: Iterable[pa.Table | pa.RecordBatch | Mapping[str, Any]],
+    *,
+    rows_per_group: int = ROWS_PER_GROUP,
+    rows_per_file: int = ROWS_PER_FILE,
+    info: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Dataset:
+    """Write rows as a data set folder, atomically, and open it.
+
+    Args:
+        path: the folder; it appears only when everything is written.
+        source: Arrow tables, or dicts of arrays or lists by column name, of any sizes. Tables must have the
+            schema's types; the values of dicts are converted where no information is lost.
+        rows_per_group: rows of a Parquet row group, the unit of reading.
+        rows_per_file: rows of a file.
+        info: statistics to keep in info.json; "rows" is added.
+        overwrite: replace an existing folder.
+
+    Raises:
+        ConfigError: the folder exists, or a size is below 1.
+        SchemaError: a table's columns are not the schema's.
+        DataError: a value cannot be converted, or is null.
+
+    Example:
+        >>> import tempfile
+        >>> schema = Schema(dense=[{"name": "x"}], categorical=[{"name": "c", "num_ids": 9, "kind": "multi_hot"}])
+        >>> folder = Path(tempfile.mkdtemp()) / "train"
+        >>> write_dataset(folder, schema, [{"x": [0.5, 1.5], "c": [[3, 4], []]}]).head().bags["c"].offsets.tolist()
+        [0, 2, 2]
+    """
+    target = Path(path)
+    if rows_per_group < 1 or rows_per_file < 1:
+        raise ConfigError(
+            "row groups and files need at least one row",
+            value=f"rows_per_group={rows_per_group}, rows_per_file={rows_per_file}",
+        )
+    if target.exists() and not overwrite:
+        raise ConfigError("the folder exists", where=str(target), fix="choose another, or pass overwrite=True")
+    wanted = pa.schema([pa.field(name, kind, nullable=False) for name, kind in arrow_types(schema).items()])
+    tables = (_conform(part, wanted, schema, number) for number, part in enumerate(source))
+    with replace_folder(target) as folder:
+        rows = _write_files(folder, wanted, schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
+        schema.save(folder)
+        write_json_atomic(folder / INFO_FILE, {"rows": rows, **(info or {})})
+    return Dataset(target)
+
+
+def _write_files(
+    folder: Path, wanted: pa.Schema, schema: Schema, groups: Iterator[pa.Table], rows_per_file: int
+) -> int:
+    # Ids and labels repeat: dictionary pages shrink them. Dense numbers rarely do, and the attempt costs time.
+    repeated = [column.name for column in (*schema.labels, *schema.one_hot)]
+    repeated += [f"{column.name}.list.element" for column in schema.bags]
+    total, in_file, number = 0, 0, 0
+    writer: pq.ParquetWriter | None = None
+    try:
+        for group in groups:
+            if writer is not None and in_file + group.num_rows > rows_per_file:
+                writer.close()
+                writer, in_file, number = None, 0, number + 1
+            if writer is None:
+                file = folder / f"part-{number:05}.parquet"
+                writer = pq.ParquetWriter(file, wanted, compression="lz4", use_dictionary=repeated)
+            writer.write_table(group, row_group_size=max(1, group.num_rows))
+            total += group.num_rows
+            in_file += group.num_rows
+        if writer is None:  # no rows at all: the types are still worth a file
+            writer = pq.ParquetWriter(folder / "part-00000.parquet", wanted, compression="lz4")
+    finally:
+        if writer is not None:
+            writer.close()
+    return total
+
+
+def _regroup(tables: Iterator[pa.Table], wanted: pa.Schema, rows_per_group: int) -> Iterator[pa.Table]:
+    """Yield tables of exactly rows_per_group rows, the last one shorter."""
+    waiting: list[pa.Table] = []
+    count = 0
+    for table in tables:
+        start = 0
+        while table.num_rows - start >= rows_per_group - count:
+            end = start + rows_per_group - count
+            yield pa.concat_tables([*waiting, table.slice(start, end - start)])
+            waiting, count, start = [], 0, end
+        if start < table.num_rows:
+            waiting.append(table.slice(start))
+            count += table.num_rows - start
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _conform(part: Any, wanted: pa.Schema, schema: Schema, number: int) -> pa.Table:
+    """Return one part of the source as a table with the wanted columns, in order."""
+    where = f"part {number} of the source"
+    if isinstance(part, pa.RecordBatch):
+        part = pa.Table.from_batches([part])
+    if isinstance(part, pa.Table):
+        check_columns(part.schema, schema, where)
+        arrays = [part.column(name) for name in wanted.names]
+    elif isinstance(part, Mapping):
+        unknown = [name for name in part if name not in wanted.names and name not in schema.ignored]
+        absent = [name for name in wanted.names if name not in part]
+        if unknown or absent:
+            raise SchemaError(
+                "a part's columns are not the schema's",
+                where=where,
+                value=f"unknown: {', '.join(unknown) or 'none'}; missing: {', '.join(absent) or 'none'}",
+            )
+        arrays = [_array(part[field.name], field, where) for field in wanted]
+        if len({len(array) for array in arrays}) > 1:
+            raise SchemaError("columns differ in length", where=where, value=[len(array) for array in arrays])
+    else:
+        raise SchemaError(
+            "a data set is written from Arrow tables or dicts of columns", where=where, value=type(part).__name__
+        )
+    for field, array in zip(wanted, arrays, strict=True):
+        if array.null_count:
+            raise DataError("a null in the data", where=f"{where}, column {field.name!r}")
+    cast = [array.cast(field.type) for field, array in zip(wanted, arrays, strict=True)]
+    return pa.table(cast, schema=wanted)
+
+
+def _array(values: Any, field: pa.Field, where: str) -> pa.Array:
+    """Convert a column to its type; whole numbers may become float32, fractions never become ids."""
+    try:
+        if isinstance(values, np.ndarray) and values.ndim == 2 and is_list(field.type):
+            flat = pa.array(values.reshape(-1)).cast(field.type.value_type)
+            fixed = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+            return fixed.cast(field.type)
+        if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "biuf":
+            array = pa.array(values)
+            if pa.types.is_floating(array.type) and pa.types.is_floating(field.type):
+                return array.cast(field.type, safe=False)  # float64 to float32 rounds
+            if pa.types.is_integer(array.type) and pa.types.is_boolean(field.type):
+                return array.cast(field.type)
+            return array.cast(field.type)
+        return values if isinstance(values, pa.Array) else pa.array(values, field.type)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise DataError(
+            "a column cannot be converted without loss",
+            where=f"{where}, column {field.name!r}",
+            value=(str(error).splitlines() or [type(error).__name__])[0],
+            allowed=str(field.type),
+        ) from error
