@@ -44,6 +44,10 @@ class _PairwiseDots(torch.autograd.Function):
         return torch.bmm(symmetric, z), None, None
 
 
+def _pairwise_dots(z: Tensor, lower: Tensor, source: Tensor) -> Tensor:
+    return cast(Tensor, _PairwiseDots.apply(z, lower, source))  # type: ignore[no-untyped-call]
+
+
 @LAYERS.register("Interaction")
 class Interaction(Layer):
     """Dot products of all pairs of vectors, after the dense vector itself.
@@ -86,7 +90,7 @@ class Interaction(Layer):
             z = torch.cat([dense.unsqueeze(1), embeddings.to(dense.dtype)], 1)
         else:
             z = inputs[0]
-        parts = [cast(Tensor, _PairwiseDots.apply(z, self.lower, self.source))]
+        parts = [_pairwise_dots(z, cast(Tensor, self.lower), cast(Tensor, self.source))]
         if len(inputs) == 2:
             parts.insert(0, inputs[0])
         if cast(InteractionParameters, self.settings).pad:

@@ -133,7 +133,7 @@ class MLP(Layer):
 
     def _linear(self, init: Initializer, index: int, k: int, n: int, bias: bool) -> nn.Linear:
         settings = cast(MLPParameters, self.settings)
-        linear = nn.utils.skip_init(nn.Linear, k, n, bias=bias)
+        linear = nn.Linear(k, n, bias=bias, device="meta")  # our own values follow
         bound = math.sqrt(1 / k)
         if settings.weight_init_type == "default":
             linear.weight = init.uniform(f"{index}.weight", (n, k), bound)

@@ -1,0 +1,108 @@
+"""The exact area under the ROC curve, ties and weights included."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from viviane.core.errors import NumericsError
+from viviane.core.logging import get_logger
+from viviane.metrics.registry import METRICS, Metric
+
+log = get_logger(__name__)
+
+
+def roc_auc(
+    scores: NDArray[np.float32], labels: NDArray[np.float32], weights: NDArray[np.float32] | None = None
+) -> float:
+    """Probability that a positive row scores above a negative one; ties count one half.
+
+        AUC = sum over groups g of equal score: P_g (N_below_g + N_g / 2)  /  (P N)
+
+    P_g, N_g are the positive and negative weight of a group, N_below_g the negative weight under it. Sums are in
+    float64: exact for up to 2^53 rows without weights.
+
+    Args:
+        scores: (n,) any finite numbers.
+        labels: (n,) 0 or 1; a probability counts as that share of a positive row.
+        weights: (n,) or None.
+
+    Returns:
+        The AUC, or NaN where there are no positive or no negative rows.
+
+    Example:
+        >>> roc_auc(np.float32([0.1, 0.4, 0.35, 0.8]), np.float32([0, 0, 1, 1]))
+        0.75
+    """
+    if not len(scores):
+        return math.nan
+    if not np.isfinite(scores).all():
+        row = int(np.flatnonzero(~np.isfinite(scores))[0])
+        raise NumericsError("a prediction is not a finite number", where=f"row {row}", value=float(scores[row]))
+    order = np.argsort(_sortable(scores))
+    ordered = scores[order]
+    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)  # last row of each group
+    positive = labels[order].astype(np.float64)
+    if weights is None:
+        positives = np.cumsum(positive)[ends]
+        total = (ends + 1).astype(np.float64)
+    else:
+        weight = weights[order].astype(np.float64)
+        positives = np.cumsum(positive * weight)[ends]
+        total = np.cumsum(weight)[ends]
+    negatives = total - positives
+    if positives[-1] <= 0 or negatives[-1] <= 0:
+        return math.nan
+    positive_steps = np.diff(positives, prepend=0.0)
+    below = np.concatenate(([0.0], negatives[:-1]))
+    return float(np.dot(positive_steps, below + negatives) / (2.0 * positives[-1] * negatives[-1]))
+
+
+def _sortable(scores: NDArray[np.float32]) -> NDArray[np.generic]:
+    """Scores >= 0 sort like their bit patterns, and integers sort faster than floats."""
+    flat = np.ascontiguousarray(scores, dtype=np.float32)
+    return flat.view(np.int32) if flat.min() >= 0 and not np.signbit(flat).any() else flat
+
+
+@METRICS.register("auc")
+class Auc(Metric):
+    """Exact area under the ROC curve; keeps 8 bytes a row (12 with weights) until it is computed.
+
+    Example:
+        >>> auc = Auc()
+        >>> auc.update(torch.tensor([0.2, 0.7]), torch.tensor([0.0, 1.0]))
+        >>> auc.compute()
+        1.0
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._scores: list[Tensor] = []
+        self._labels: list[Tensor] = []
+        self._weights: list[Tensor] = []
+
+    def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
+        """Keep a batch."""
+        self._scores.append(predictions.detach().float().flatten().clone())
+        self._labels.append(labels.detach().float().flatten().clone())
+        if weight is not None:
+            self._weights.append(weight.detach().float().flatten().clone())
+
+    def compute(self) -> float:
+        """Return the AUC of all rows."""
+        if not self._scores:
+            return math.nan
+        scores = torch.cat(self._scores).cpu().numpy()
+        labels = torch.cat(self._labels).cpu().numpy()
+        weights = torch.cat(self._weights).cpu().numpy() if self._weights else None
+        value = roc_auc(scores, labels, weights)
+        if math.isnan(value):
+            log.warning("AUC is undefined: all %d labels are %s", len(labels), "1" if labels.any() else "0")
+        return value
