@@ -1,0 +1,74 @@
+"""What a collection returns: one matrix, and views of it by feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from viviane.core.errors import ConfigError, suggest
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a feature stands in the output: columns start to start + num_places * dim."""
+
+    start: int
+    dim: int
+    num_places: int
+    is_concat: bool
+
+    @property
+    def stop(self) -> int:
+        """The column after its last."""
+        return self.start + self.num_places * self.dim
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The vectors of a batch.
+
+    Args:
+        flat: all features side by side in the collection's order, (B, sum of widths), contiguous.
+        places: where each feature stands.
+        masks: (B, L), bool, of "concat" features: which places hold a vector.
+    """
+
+    flat: Tensor
+    places: Mapping[str, Place]
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def stacked(self) -> Tensor:
+        """A view (B, S, D) of all S features.
+
+        Raises:
+            ConfigError: features differ in width, or one of them is a "concat".
+        """
+        dims = {place.dim for place in self.places.values()}
+        if len(dims) != 1 or any(place.is_concat for place in self.places.values()):
+            widths = ", ".join(f"{name} {place.stop - place.start}" for name, place in self.places.items())
+            raise ConfigError("features of different widths cannot be stacked", value=widths, fix="use .flat")
+        return self.flat.view(self.flat.shape[0], len(self.places), dims.pop())
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a feature's view: (B, D), or (B, L, D) of a "concat"."""
+        place = self._place(name)
+        part = self.flat[:, place.start : place.stop]
+        return part.view(-1, place.num_places, place.dim) if place.is_concat else part
+
+    def mask(self, name: str) -> Tensor:
+        """Return which places of a "concat" feature hold a vector, (B, L), bool."""
+        if not self._place(name).is_concat:
+            raise ConfigError("only features with combiner 'concat' have a mask", value=name)
+        return self.masks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def _place(self, name: str) -> Place:
+        try:
+            return self.places[name]
+        except KeyError:
+            raise ConfigError("no such feature in the output", value=name, fix=suggest(name, self.places)) from None

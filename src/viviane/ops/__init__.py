@@ -1,0 +1,1 @@
+"""Operations on embedding storage, one folder each: a public function with its contract, and its reference."""

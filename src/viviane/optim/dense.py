@@ -1,0 +1,165 @@
+"""SGD, AdaGrad and Adam for dense parameters, all parameters of a device moved by a few calls.
+
+They are ordinary `torch.optim.Optimizer` classes. Two formulas differ from torch.optim: epsilon is added to
+the plain root, and Adam's bias correction stands in the learning rate, so that dense weights and embedding
+tables follow one rule (see `viviane.config.optimizers`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from viviane import config
+from viviane.core.errors import ConfigError, NumericsError
+
+
+class DenseOptimizer(torch.optim.Optimizer):
+    """Base of the dense optimizers: groups tensors by device and dtype, and counts steps per group.
+
+    The learning rate of a group is its "lr". `set_lr` writes it from the schedule.
+    """
+
+    state_names: tuple[str, ...] = ()
+
+    def __init__(self, params: Iterable[Any], lr: float, own_lr: bool, **defaults: Any) -> None:
+        if not lr > 0:
+            raise ConfigError("the learning rate must be positive", value=lr)
+        super().__init__(params, {"lr": lr, "initial_lr": lr, "own_lr": own_lr, "step": 0, **defaults})
+
+    def set_lr(self, lr: float, factor: float = 1.0) -> None:
+        """Set the learning rate of the next step.
+
+        Args:
+            lr: the schedule's rate, taken by groups without a rate of their own.
+            factor: the schedule's factor; a group's own rate is multiplied by it.
+        """
+        for group in self.param_groups:
+            group["lr"] = group["initial_lr"] * factor if group["own_lr"] else lr
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; a group that names an "lr" keeps it as its own."""
+        if "lr" in param_group:
+            param_group.setdefault("initial_lr", param_group["lr"])
+            param_group.setdefault("own_lr", True)
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            group["step"] += 1
+            for same_kind in _by_device_and_dtype(params):
+                self._move(same_kind, group)
+        return loss
+
+    def _move(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        gradients: list[Tensor] = []
+        for param in params:
+            assert param.grad is not None
+            if param.grad.is_sparse:
+                raise NumericsError("a dense optimizer got a sparse gradient", fix="use viviane.EmbeddingCollection")
+            gradients.append(param.grad)
+            if not self.state[param] and self.state_names:
+                start = group.get("initial_accumulator", 0.0)
+                self.state[param] = {name: torch.full_like(param, start) for name in self.state_names}
+        if group["weight_decay"]:
+            gradients = list(torch._foreach_add(gradients, params, alpha=group["weight_decay"]))
+        states = [[self.state[param][name] for param in params] for name in self.state_names]
+        self._rule(params, gradients, *states, group=group)
+
+    def _rule(
+        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+class Sgd(DenseOptimizer):
+    """w -= lr (g + weight_decay w)."""
+
+    def _rule(
+        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        torch._foreach_add_(params, gradients, alpha=-group["lr"])
+
+
+class AdaGrad(DenseOptimizer):
+    """s += g^2; w -= lr g / (sqrt(s) + epsilon)."""
+
+    state_names = ("accumulator",)
+
+    def _rule(
+        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        (accumulators,) = states
+        torch._foreach_addcmul_(accumulators, gradients, gradients)
+        denominators = torch._foreach_sqrt(accumulators)
+        torch._foreach_add_(denominators, group["epsilon"])
+        torch._foreach_addcdiv_(params, gradients, denominators, value=-group["lr"])
+
+
+class Adam(DenseOptimizer):
+    """a = lr sqrt(1 - beta2^t) / (1 - beta1^t); w -= a m / (sqrt(v) + epsilon)."""
+
+    state_names = ("m", "v")
+
+    def _rule(
+        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        m, v = states
+        beta1, beta2, t = group["beta1"], group["beta2"], group["step"]
+        torch._foreach_lerp_(m, gradients, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
+        denominators = torch._foreach_sqrt(v)
+        torch._foreach_add_(denominators, group["epsilon"])
+        alpha = group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+        torch._foreach_addcdiv_(params, m, denominators, value=-alpha)
+
+
+def build_dense_optimizer(
+    settings: config.SGD | config.AdaGrad | config.Adam, params: Iterable[Any], lr: float
+) -> DenseOptimizer:
+    """Build the optimizer of dense parameters from its settings.
+
+    Args:
+        settings: which rule; `settings.lr`, where set, is the rate instead of `lr` and `set_lr` scales it by
+            the schedule's factor. Tables follow the same convention in `EmbeddingCollection.step(lr, factor=...)`.
+        params: parameters, or groups as in torch.optim; a group may override "lr" and "weight_decay".
+        lr: the solver's learning rate.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = build_dense_optimizer(config.SGD(), [weight], lr=0.5)
+        >>> weight.sum().backward(); optimizer.step()
+        >>> weight.tolist()
+        [0.5, 0.5]
+    """
+    options = settings.to_dict()
+    kind = options.pop("type")
+    own = options.pop("lr")
+    kinds: dict[str, type[DenseOptimizer]] = {"sgd": Sgd, "adagrad": AdaGrad, "adam": Adam}
+    return kinds[kind](params, lr=lr if own is None else own, own_lr=own is not None, **options)
+
+
+def _by_device_and_dtype(params: list[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for param in params:
+        groups[param.device, param.dtype].append(param)
+    return groups.values()
