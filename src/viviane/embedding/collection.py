@@ -254,11 +254,14 @@ class EmbeddingCollection(nn.Module):
 
     # Content ------------------------------------------------------------------------------------------------
 
-    def export_table(self, table: str) -> TableState:
-        """Return a copy of a table's rows and optimizer state."""
+    def export_table(self, table: str, *, copy: bool = True) -> TableState:
+        """Return a table's rows and optimizer state: a copy, or views of the live memory for writing to a file."""
         storage = self._storage(table)
-        state = {name: part.clone() for name, part in storage.table_state(table).items()}
-        return TableState(storage.table_rows(table).clone(), state, storage.steps[table])
+        content = TableState(storage.table_rows(table), storage.table_state(table), storage.steps[table])
+        if not copy:
+            return content
+        state = {name: part.clone() for name, part in content.state.items()}
+        return TableState(content.weight.clone(), state, content.step)
 
     def import_table(self, table: str, content: TableState) -> None:
         """Replace a table's rows and optimizer state.
