@@ -30,13 +30,14 @@ def command(
 
 def _show(diagnosis: Diagnosis) -> None:
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(highlight=False)
     for table in (_machine(diagnosis), _doors(diagnosis), _operations(diagnosis), _checks(diagnosis)):
         console.print(table)
     for check in diagnosis.checks:
         if not check.ok:
-            console.print(f"[red]{check.name}[/red]: {check.fix}")
+            console.print(f"[red]{check.name}[/red]: {escape(check.fix)}")
 
 
 def _table(title: str, *headings: str) -> Table:
@@ -85,7 +86,9 @@ def _operations(diagnosis: Diagnosis) -> Table:
 
 
 def _checks(diagnosis: Diagnosis) -> Table:
+    from rich.markup import escape
+
     table = _table("Checks", "check", "", "seen")
     for check in diagnosis.checks:
-        table.add_row(check.name, "[green]works[/green]" if check.ok else "[red]broken[/red]", check.seen)
+        table.add_row(check.name, "[green]works[/green]" if check.ok else "[red]broken[/red]", escape(check.seen))
     return table
