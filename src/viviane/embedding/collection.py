@@ -295,6 +295,8 @@ class EmbeddingCollection(nn.Module):
             storage.steps[table] = content.step
         else:
             storage.reset_table_state(table)
+            if not storage.table_state(table):  # a rule without state, such as SGD: its count is still known
+                storage.steps[table] = content.step
         padding = self.tables[table].padding_id
         if padding is not None:
             own["weight"][padding] = 0.0

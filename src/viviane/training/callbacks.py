@@ -1,0 +1,135 @@
+"""Hooks into fit, and the two that stop it: a target that is reached, patience that runs out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from viviane.core.errors import ConfigError, suggest
+from viviane.training.history import higher_is_better, is_better
+
+if TYPE_CHECKING:
+    from viviane.training.history import History
+    from viviane.training.trainer import Trainer
+
+
+class Callback:
+    """Base of callbacks: override what you need.
+
+    Example:
+        >>> class Steps(Callback):
+        ...     num_steps = 0
+        ...     def on_step_end(self, step, loss):
+        ...         self.num_steps += 1
+        >>> Steps().on_step_end(1, None)
+    """
+
+    reason = "callback"
+    """What `History.stopped` says when this callback stops the run."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Called once before the first step of a fit, after a resume was loaded."""
+
+    def on_step_end(self, step: int, loss: Tensor) -> None:
+        """Called after each update. `loss` is detached and on the device: reading it makes a GPU wait."""
+
+    def on_evaluate_end(self, step: int, metrics: dict[str, float]) -> bool | None:
+        """Called after each evaluation of fit; True stops training."""
+
+    def on_fit_end(self, history: History) -> None:
+        """Called once when fit ends, also after an interruption, not after an error."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has to remember, as plain JSON data."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned, when a run is resumed."""
+
+    def should_stop(self) -> bool:
+        """Say whether the run that was resumed had been stopped by this callback already."""
+        return False
+
+
+class StopAtTarget(Callback):
+    """Stops when every named metric reaches its value.
+
+    Example:
+        >>> stop = StopAtTarget({"auc": 0.8})
+        >>> stop.on_evaluate_end(10, {"auc": 0.79}), stop.on_evaluate_end(20, {"auc": 0.81})
+        (False, True)
+    """
+
+    reason = "target"
+
+    def __init__(self, target: Mapping[str, float]) -> None:
+        self.target = dict(target)
+        self.reached: dict[str, float] = {}
+
+    def on_evaluate_end(self, step: int, metrics: dict[str, float]) -> bool:
+        """Compare with the targets; an undefined metric never reaches one."""
+        for name in self.target:
+            if name not in metrics:
+                raise ConfigError(
+                    "solver.target names a metric that is not computed", value=name, fix=suggest(name, metrics)
+                )
+        self.reached = {name: metrics[name] for name in self.target}
+        return self.should_stop()
+
+    def should_stop(self) -> bool:
+        """Say whether the newest evaluation reached every target."""
+        return bool(self.reached) and all(
+            self.reached.get(name, float("nan")) >= value
+            if higher_is_better(name)
+            else self.reached.get(name, float("nan")) <= value
+            for name, value in self.target.items()
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Remember the newest values."""
+        return {"reached": {name: None if math.isnan(value) else value for name, value in self.reached.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take the newest values back; the targets are the solver's, which may have been changed."""
+        self.reached = {k: float("nan") if v is None else v for k, v in state.get("reached", {}).items()}
+
+
+class StopWithoutGain(Callback):
+    """Stops after `patience` evaluations in a row without a better value.
+
+    Example:
+        >>> stop = StopWithoutGain("auc", patience=2)
+        >>> [stop.on_evaluate_end(n, {"auc": value}) for n, value in enumerate([0.5, 0.6, 0.6, 0.59])]
+        [False, False, False, True]
+    """
+
+    reason = "patience"
+
+    def __init__(self, metric: str, patience: int) -> None:
+        self.metric = metric
+        self.patience = patience
+        self.best: float | None = None
+        self.num_bad = 0
+
+    def on_evaluate_end(self, step: int, metrics: dict[str, float]) -> bool:
+        """Count evaluations since the best one."""
+        if is_better(self.metric, metrics[self.metric], self.best):
+            self.best, self.num_bad = metrics[self.metric], 0
+        else:
+            self.num_bad += 1
+        return self.should_stop()
+
+    def should_stop(self) -> bool:
+        """Say whether patience has run out."""
+        return self.num_bad >= self.patience
+
+    def state(self) -> dict[str, Any]:
+        """Remember the best value and how long ago it was."""
+        return {"best": self.best, "num_bad": self.num_bad}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on counting; patience itself is the solver's, which may have been changed."""
+        self.best, self.num_bad = state.get("best"), state.get("num_bad", 0)

@@ -1,0 +1,316 @@
+"""Save and load a module, its optimizer state and its place in training as a folder of named tensors.
+
+The format is logical: tables and parameters by name, in their true shape, whatever the machine held them in.
+A folder appears whole or not at all: it is written beside its place under a temporary name, flushed, renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import torch
+from torch import Tensor, nn
+
+from viviane.config.base import load_json
+from viviane.core.errors import CheckpointError
+from viviane.core.files import file_sha256, replace_folder, sync_folder, write_json_atomic
+from viviane.embedding import EmbeddingCollection, TableState
+from viviane.optim import DenseOptimizer
+from viviane.training.dense_state import (
+    collections_of,
+    dense_parameters,
+    dense_tensors,
+    optimizer_tensors,
+    restore_optimizer,
+)
+from viviane.training.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    Manifest,
+    TableEntry,
+    TensorEntry,
+    verify_checkpoint,
+    write_manifest,
+)
+
+DENSE_FILE: Final = "dense.safetensors"
+OPTIMIZER_FILE: Final = "dense_optimizer.safetensors"
+PROGRESS_FILE: Final = "progress.safetensors"
+HISTORY_FILE: Final = "history.json"
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_MAX_DIFFERENCES: Final = 10
+
+
+@dataclass
+class Progress:
+    """Where training stood, besides the weights.
+
+    Args:
+        step, epoch: counts of finished steps and epochs.
+        values: plain data: reader position, early stopping, chosen precision, ...
+        tensors: states of the random generators and sums that JSON cannot hold to the bit.
+        history: rows of metrics.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def write_checkpoint(
+    folder: str | Path,
+    module: nn.Module,
+    *,
+    optimizer: DenseOptimizer | None = None,
+    optimizer_state: bool = True,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write a checkpoint folder; an older one of that name is replaced only when the new one is whole.
+
+    Tables go to their files one after another, straight from their own memory.
+
+    Args:
+        folder: the folder to make.
+        module: its parameters, buffers and embedding tables are saved.
+        optimizer: the dense optimizer.
+        optimizer_state: False saves weights only (dense and tables), for prediction.
+        progress: the place in training.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; names the folder and the bytes needed and free.
+    """
+    path = Path(folder)
+    try:
+        with replace_folder(path) as work:
+            return _write_parts(work, module, optimizer if optimizer_state else None, optimizer_state, progress)
+    except OSError as error:
+        raise _write_error(path, module, optimizer, error.errno, error) from error
+    except Exception as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))  # safetensors' own error carries the number as text
+        if isinstance(error, CheckpointError) or code is None:
+            raise
+        raise _write_error(path, module, optimizer, int(code[1]), error) from error
+
+
+def load_checkpoint(
+    folder: str | Path,
+    module: nn.Module,
+    *,
+    optimizer: DenseOptimizer | None = None,
+    weights_only: bool = False,
+) -> Progress:
+    """Verify a checkpoint, then copy it into a module of the same shape and its dense optimizer.
+
+    Nothing is changed before every file was verified and every name and shape compared.
+
+    Args:
+        folder: the checkpoint.
+        module: takes parameters, buffers and embedding tables.
+        optimizer: the dense optimizer; None where the module has no dense parameters.
+        weights_only: leave the dense optimizer alone and start the tables' optimizers anew.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
+    """
+    path = Path(folder)
+    manifest = verify_checkpoint(path)
+    _compare(path, manifest, module)
+    if not weights_only and not manifest.optimizer_state:
+        raise CheckpointError(
+            "the checkpoint holds weights only, training cannot go on from it",
+            where=str(path),
+            fix="load it with weights_only=True, or resume from a checkpoint of a run folder",
+        )
+    tables = {full: _read_table(path, manifest.tables[full], weights_only) for full, _, _ in _tables(module)}
+    for full, collection, name in _tables(module):
+        _compare_state(path, manifest.tables[full], collection, name, weights_only)
+    if optimizer is not None and not weights_only:
+        restore_optimizer(
+            optimizer,
+            dense_parameters(module),
+            read_tensors(path / OPTIMIZER_FILE),
+            manifest.dense_optimizer_values,
+            str(path / OPTIMIZER_FILE),
+        )
+    saved = read_tensors(path / DENSE_FILE)
+    with torch.no_grad():
+        for name, tensor in dense_tensors(module).items():
+            tensor.copy_(saved[name])
+    for full, collection, name in _tables(module):
+        collection.import_table(name, tables[full])
+    tensors = read_tensors(path / PROGRESS_FILE) if PROGRESS_FILE in manifest.files else {}
+    history = load_json(path / HISTORY_FILE) if HISTORY_FILE in manifest.files else []
+    return Progress(manifest.step, manifest.epoch, dict(manifest.progress), tensors, history)
+
+
+def _read_table(path: Path, entry: TableEntry, weights_only: bool) -> TableState:
+    """Map a table's file into memory; its pages are read when they are copied."""
+    parts = read_tensors(path / entry.file)
+    if weights_only:
+        return TableState(weight=parts["weight"])
+    return TableState(
+        weight=parts["weight"], state={key: parts[f"state.{key}"] for key in entry.state}, step=entry.step
+    )
+
+
+def _compare_state(
+    path: Path, entry: TableEntry, collection: EmbeddingCollection, name: str, weights_only: bool
+) -> None:
+    mine = tuple(collection.export_table(name, copy=False).state)
+    if not weights_only and set(mine) != set(entry.state):
+        raise CheckpointError(
+            "the table was trained by another optimizer",
+            where=f"{path / entry.file}, table {name!r}",
+            value=f"state: {', '.join(entry.state) or 'none'}",
+            allowed=", ".join(mine) or "none",
+            fix="resume with the embedding optimizer of that run, or load with weights_only=True",
+        )
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, mapped into memory and read when they are used."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no iterator there
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError("not a readable safetensors file", where=str(file), value=str(error)) from error
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file; from CPU memory this copies nothing that is contiguous."""
+    from safetensors.torch import save_file
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+
+
+def _write_parts(
+    work: Path,
+    module: nn.Module,
+    optimizer: DenseOptimizer | None,
+    optimizer_state: bool,
+    progress: Progress | None,
+) -> Manifest:
+    place = progress or Progress()
+    dense = dense_tensors(module)
+    write_tensors(work / DENSE_FILE, dense)
+    values: dict[str, Any] = {}
+    if optimizer is not None:
+        tensors, values = optimizer_tensors(optimizer, dense_parameters(module))
+        write_tensors(work / OPTIMIZER_FILE, tensors)
+    tables: dict[str, TableEntry] = {}
+    for full, collection, name in _tables(module):
+        table = collection.export_table(name, copy=False)
+        state = table.state if optimizer_state else {}
+        file = f"tables/{quote(full, safe='.-_')}.safetensors"
+        write_tensors(work / file, {"weight": table.weight, **{f"state.{key}": one for key, one in state.items()}})
+        tables[full] = TableEntry(
+            file=file,
+            weight=TensorEntry.of(table.weight),
+            state=tuple(state),
+            step=table.step if optimizer_state else 0,
+        )
+    if place.tensors:
+        write_tensors(work / PROGRESS_FILE, place.tensors)
+    if progress is not None:
+        write_json_atomic(work / HISTORY_FILE, place.history)
+    manifest = Manifest(
+        viviane=version("viviane"),
+        torch=torch.__version__,
+        step=place.step,
+        epoch=place.epoch,
+        dense={name: TensorEntry.of(tensor) for name, tensor in dense.items()},
+        optimizer_state=optimizer_state,
+        dense_optimizer_values=values,
+        tables=tables,
+        progress=place.values,
+        files=_entries(work),
+    )
+    write_manifest(work, manifest)
+    return manifest
+
+
+def _entries(work: Path) -> dict[str, FileEntry]:
+    """Flush every file and folder, and describe the files."""
+    entries = {}
+    for file in sorted(work.rglob("*")):
+        if file.is_dir():
+            sync_folder(file)
+        elif file.name != MANIFEST_FILE:
+            entry = FileEntry(bytes=file.stat().st_size, sha256=file_sha256(file))
+            entries[file.relative_to(work).as_posix()] = entry
+    return entries
+
+
+def _tables(module: nn.Module) -> list[tuple[str, EmbeddingCollection, str]]:
+    """Return (full name, collection, table) of every table."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, collection, name)
+        for prefix, collection in collections_of(module).items()
+        for name in collection.tables
+    ]
+
+
+def _compare(path: Path, manifest: Manifest, module: nn.Module) -> None:
+    """Refuse a checkpoint whose names or shapes are not the module's."""
+    mine = {name: str(TensorEntry.of(tensor)) for name, tensor in dense_tensors(module).items()}
+    theirs = {name: str(entry) for name, entry in manifest.dense.items()}
+    for full, collection, name in _tables(module):
+        table = collection.tables[name]
+        mine[f"table {full}"] = f"{table.dtype}[{table.num_rows}, {table.dim}]"
+    theirs |= {f"table {full}": str(entry.weight) for full, entry in manifest.tables.items()}
+    lines = [f"{name}: only in the checkpoint, {theirs[name]}" for name in sorted(theirs.keys() - mine.keys())]
+    lines += [f"{name}: only in the model, {mine[name]}" for name in sorted(mine.keys() - theirs.keys())]
+    both = sorted(mine.keys() & theirs.keys())
+    lines += [f"{n}: {theirs[n]} in the checkpoint, {mine[n]} in the model" for n in both if mine[n] != theirs[n]]
+    if lines:
+        more = [f"and {len(lines) - _MAX_DIFFERENCES} more"] if len(lines) > _MAX_DIFFERENCES else []
+        listed = "".join(f"\n    {line}" for line in [*lines[:_MAX_DIFFERENCES], *more])
+        raise CheckpointError(
+            f"the checkpoint is of another model:{listed}",
+            where=str(path),
+            fix="build the model with the settings it was saved with",
+        )
+
+
+def _write_error(
+    path: Path, module: nn.Module, optimizer: DenseOptimizer | None, code: int | None, cause: Exception
+) -> CheckpointError:
+    if code not in _FULL:
+        return CheckpointError("the checkpoint could not be written", where=str(path), value=str(cause))
+    reason = "a file may not grow that large" if code == errno.EFBIG else "the disk is full"
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError:
+        free = 0
+    return CheckpointError(
+        f"the checkpoint could not be written: {reason} ({os.strerror(code or 0)})",
+        where=str(path),
+        value=f"{_bytes_needed(module, optimizer):,} bytes needed, {free:,} free",
+        fix="make room or choose another run folder, then resume=True; earlier checkpoints are whole",
+    )
+
+
+def _bytes_needed(module: nn.Module, optimizer: DenseOptimizer | None) -> int:
+    """Add up what a checkpoint would take."""
+    tensors = list(dense_tensors(module).values())
+    if optimizer is not None:
+        tensors += optimizer_tensors(optimizer, dense_parameters(module))[0].values()
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    for _, collection, name in _tables(module):
+        table = collection.export_table(name, copy=False)
+        total += sum(one.numel() * one.element_size() for one in (table.weight, *table.state.values()))
+    return total

@@ -1,0 +1,133 @@
+"""The checkpoints of one run: step-00001000/, ... and index.json with the latest and the best."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+from torch import nn
+
+from viviane.core.errors import CheckpointError
+from viviane.core.files import write_json_atomic
+from viviane.core.logging import get_logger
+from viviane.optim import DenseOptimizer
+from viviane.training.checkpoint import Progress, write_checkpoint
+from viviane.training.manifest import read_manifest, verify_checkpoint
+
+INDEX_FILE: Final = "index.json"
+_STEP = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.(step-\d{8,}|index\.json)\..+\.(tmp|old)")
+_log = get_logger("training.checkpoint")
+
+
+class CheckpointStore:
+    """Keeps the newest checkpoints of a run and the best one.
+
+    Which one is the best is read from the checkpoints themselves (`progress["score"]`), so that a process
+    killed between a save and the index loses nothing.
+
+    Args:
+        folder: where they stand.
+        keep: how many of the newest stay; the best stays besides.
+        higher_is_better: how scores compare.
+
+    Example:
+        >>> CheckpointStore("runs/none", keep=2).steps()
+        []
+    """
+
+    def __init__(self, folder: str | Path, keep: int, *, higher_is_better: bool = True) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+        self.higher_is_better = higher_is_better
+
+    def clean(self) -> None:
+        """Remove what killed saves left behind; only names that saves make."""
+        for leftover in self.folder.glob(".*"):
+            if _LEFTOVER.fullmatch(leftover.name):
+                _log.info("removing %s, left by a save that was killed", leftover)
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self.folder / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, rising."""
+        if not self.folder.exists():
+            return []
+        found = [_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir()]
+        return sorted(int(match[1]) for match in found if match)
+
+    def save(self, module: nn.Module, optimizer: DenseOptimizer | None, progress: Progress) -> Path:
+        """Write a checkpoint, then the index, then remove those that are too old.
+
+        `progress.values["score"]` is the first metric of an evaluation at this very step, or None.
+        """
+        path = self.path(progress.step)
+        write_checkpoint(path, module, optimizer=optimizer, progress=progress)
+        have = self.steps()
+        best = self._best(have)
+        index = {
+            "latest": path.name,
+            "best": None if best is None else {"folder": self.path(best[0]).name, "score": best[1]},
+        }
+        write_json_atomic(self.folder / INDEX_FILE, index)
+        kept = {*have[-self.keep :], progress.step, *([] if best is None else [best[0]])}
+        for step in have:
+            if step not in kept:
+                self._remove(step)
+        return path
+
+    def latest_whole(self) -> Path | None:
+        """Return the newest checkpoint whose files are all as they were written; None where there is none at all.
+
+        A damaged one is named in the log and an older one is taken: since resuming repeats the same steps
+        bit by bit, that costs time and nothing else.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole.
+        """
+        damaged: CheckpointError | None = None
+        for step in reversed(self.steps()):
+            try:
+                verify_checkpoint(self.path(step))
+            except CheckpointError as error:
+                damaged = damaged or error
+                _log.warning("skipping a damaged checkpoint: %s", error)
+            else:
+                return self.path(step)
+        if damaged is not None:
+            raise damaged
+        return None
+
+    def best_path(self) -> Path | None:
+        """Return the folder of the checkpoint with the best score; None where none was evaluated."""
+        best = self._best(self.steps())
+        return None if best is None else self.path(best[0])
+
+    def _best(self, steps: list[int]) -> tuple[int, float] | None:
+        """Return (step, score); of equal scores the earlier."""
+        best: tuple[int, float] | None = None
+        for step in steps:
+            try:
+                score = read_manifest(self.path(step)).progress.get("score")
+            except CheckpointError:
+                continue  # a damaged one cannot be the best; `latest_whole` names it
+            if score is not None and (best is None or (score > best[1] if self.higher_is_better else score < best[1])):
+                best = (step, score)
+        return best
+
+    def discard_after(self, step: int) -> None:
+        """Remove checkpoints beyond a step: damaged ones, which training will write again."""
+        for later in self.steps():
+            if later > step:
+                self._remove(later)
+
+    def _remove(self, step: int) -> None:
+        """Rename before removing: a process that is killed here leaves no half of a checkpoint under its name."""
+        gone = self.folder / f".{self.path(step).name}.removed.old"
+        self.path(step).rename(gone)
+        shutil.rmtree(gone)

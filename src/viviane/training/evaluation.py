@@ -1,0 +1,151 @@
+"""Metrics and predictions over a data set, without touching training state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from viviane.batch import Batch
+from viviane.core.errors import ConfigError
+from viviane.metrics import METRICS, CalibrationHistogram, Metric, build_metric
+from viviane.schema import LabelColumn, Schema
+from viviane.training.objective import Objective
+from viviane.training.precision import Precision
+
+_FOR_ANY_LABEL = {"mean_squared_error"}
+_NUM_BINS = 50
+
+
+def choose_metrics(schema: Schema, names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the metrics of a run: the named ones, or those that fit the labels.
+
+    Raises:
+        ConfigError: an unknown metric, or one that fits none of the labels.
+    """
+    binary = any(label.task == "binary" for label in schema.labels)
+    if names is None:
+        return ("auc", "log_loss") if binary else ("mean_squared_error",) if schema.labels else ()
+    for name in names:
+        METRICS[name]  # raises, with the nearest name
+        if not binary and name not in _FOR_ANY_LABEL:
+            raise ConfigError(
+                "the metric is for binary labels and there is none", value=name, allowed=", ".join(_FOR_ANY_LABEL)
+            )
+    return tuple(names)
+
+
+class Evaluation:
+    """Gathers loss, metrics and calibration over batches.
+
+    With several labels a metric appears as "auc/<label>" of each, and "auc", their mean.
+
+    Args:
+        schema: the labels.
+        metrics: names.
+    """
+
+    def __init__(self, schema: Schema, metrics: Sequence[str]) -> None:
+        self.labels: tuple[LabelColumn, ...] = schema.labels
+        self._metrics: dict[str, list[tuple[int, str, Metric]]] = {
+            name: [
+                (i, label.name, build_metric(name))
+                for i, label in enumerate(schema.labels)
+                if label.task == "binary" or name in _FOR_ANY_LABEL
+            ]
+            for name in metrics
+        }
+        self._bins = {
+            label.name: (i, CalibrationHistogram(_NUM_BINS))
+            for i, label in enumerate(schema.labels)
+            if label.task == "binary"
+        }
+        self._loss: Tensor | float = 0.0
+        self.num_rows = 0
+
+    def update(self, predictions: Tensor, batch: Batch, loss: Tensor) -> None:
+        """Add a batch: predictions (B, L), its labels, its mean loss."""
+        self._loss = self._loss + loss.detach().double() * batch.size
+        self.num_rows += batch.size
+        for parts in self._metrics.values():
+            for i, _, metric in parts:
+                metric.update(predictions[:, i], batch.labels[:, i], batch.weight)
+        for i, histogram in self._bins.values():
+            histogram.update(predictions[:, i], batch.labels[:, i])
+
+    def compute(self) -> dict[str, float]:
+        """Return "loss" and each metric."""
+        result = {"loss": float(self._loss) / self.num_rows if self.num_rows else float("nan")}
+        for name, parts in self._metrics.items():
+            values = [metric.compute() for _, _, metric in parts]
+            result[name] = sum(values) / len(values)
+            if len(self.labels) > 1:
+                result |= {f"{name}/{label}": value for (_, label, _), value in zip(parts, values, strict=True)}
+        return result
+
+    def histogram(self, step: int) -> dict[str, Any]:
+        """Return calibration bins: of the first binary label as "bins", of each by name as "labels"."""
+        by_label = {name: [asdict(one) for one in bins.compute()] for name, (_, bins) in self._bins.items()}
+        first = next(iter(by_label.values()), [])
+        return {"step": step, "bins": first, **({"labels": by_label} if len(by_label) > 1 else {})}
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into eval mode without autograd; every submodule's own mode comes back afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def evaluate(
+    module: nn.Module,
+    batches: Iterable[Batch],
+    objective: Objective,
+    evaluation: Evaluation,
+    precision: Precision,
+    device: torch.device,
+) -> Evaluation:
+    """Run a module over batches and gather its metrics."""
+    with evaluating(module):
+        for batch in batches:
+            there = batch.to(device)
+            with precision.context(device):
+                output = module(there)
+            loss = objective.loss(output, there, training=False)
+            evaluation.update(objective.predictions(output, there.size), there, loss)
+    return evaluation
+
+
+def predict(
+    module: nn.Module,
+    batches: Iterable[Batch],
+    num_rows: int,
+    objective: Objective,
+    precision: Precision,
+    device: torch.device,
+) -> NDArray[np.float32]:
+    """Return predictions (rows, L), in the order of the batches."""
+    result: NDArray[np.float32] | None = None
+    start = 0
+    with evaluating(module):
+        for batch in batches:
+            with precision.context(device):
+                output = module(batch.to(device))
+            part = objective.predictions(output, batch.size).float().cpu().numpy()
+            if result is None:
+                result = np.empty((num_rows, part.shape[1]), dtype=np.float32)
+            result[start : start + len(part)] = part
+            start += len(part)
+    return result[:start] if result is not None else np.empty((0, len(objective.labels)), dtype=np.float32)

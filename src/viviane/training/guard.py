@@ -1,0 +1,158 @@
+"""The NaN guard: refuses a bad number before it reaches a weight, and says where it came from.
+
+What it costs on the CPU: a sum over the batch's numbers, over the dense gradients and over the rows' gradients,
+all of which are in cache or needed anyway. On a GPU the three flags are read once a step, just before the
+update: the sparse update has to wait there for the number of distinct rows in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from viviane.batch import Batch
+from viviane.core.errors import NumericsError
+from viviane.embedding import EmbeddingCollection
+from viviane.training.dense_state import dense_buffers, dense_parameters
+
+_MAX_NAMES = 5
+
+
+class NanGuard:
+    """Checks a step's input, loss and gradients.
+
+    Float buffers (batch statistics) are copied before forward, since forward itself changes them, and put back
+    when the step is refused: weights and buffers are then what they were after the last good step.
+
+    Args:
+        module: the module in training.
+        collections: its embedding collections.
+    """
+
+    def __init__(self, module: nn.Module, collections: Mapping[str, EmbeddingCollection]) -> None:
+        self.module = module
+        self.collections = collections
+        self._buffers = [b for b in dense_buffers(module, persistent_only=False).values() if b.is_floating_point()]
+        self._saved = [b.clone() for b in self._buffers]
+
+    def before(self, batch: Batch, step: int) -> None:
+        """Copy the buffers; on the CPU, look at the input before anything is computed from it."""
+        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+            saved.copy_(buffer)
+        if batch.device.type == "cpu" and not _all_finite(_numbers(batch)):
+            raise _refuse("the batch holds NaN or infinite numbers", step, batch, "; ".join(bad_input(batch)))
+
+    def check_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
+        """On the CPU, look at the loss before backward."""
+        if loss.device.type == "cpu" and not bool(torch.isfinite(loss)):
+            self._refuse_loss(loss, batch, step)
+
+    def check_gradients(self, loss: Tensor, batch: Batch, step: int) -> None:
+        """Look at all gradients (on a GPU: the loss too) before the update."""
+        gradients = [p.grad for p in dense_parameters(self.module).values() if p.grad is not None]
+        flag = torch.stack([g.sum() for g in gradients]).sum() if gradients else torch.zeros((), device=loss.device)
+        if loss.device.type != "cpu":
+            flag = flag + loss.detach()
+        features = [name for one in self.collections.values() for name in one.nonfinite_gradients()]
+        if bool(torch.isfinite(flag)) and not features:
+            return
+        if not bool(torch.isfinite(loss.detach())):
+            self._refuse_loss(loss, batch, step)
+        # A sum may overflow where every term is finite: only the terms themselves are judged.
+        parameters = [
+            name
+            for name, parameter in dense_parameters(self.module).items()
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+        ]
+        if parameters or features:
+            named = [*(f"feature {name!r}" for name in features), *(f"parameter {name!r}" for name in parameters)]
+            raise _refuse("gradients are NaN or infinite", step, batch, f"of {_some(named)}")
+
+    def _refuse_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
+        self.restore_buffers()
+        found = bad_input(batch) or self._bad_weights() or self._bad_output(batch)
+        cause = "; ".join(found) or "input, weights and all layers' outputs are finite: the loss function itself"
+        raise _refuse(f"the loss is {float(loss.detach())}", step, batch, cause)
+
+    def restore_buffers(self) -> None:
+        """Undo what a refused forward did to batch statistics."""
+        with torch.no_grad():
+            for saved, buffer in zip(self._saved, self._buffers, strict=True):
+                buffer.copy_(saved)
+
+    def _bad_weights(self) -> list[str]:
+        found = [f"parameter {n!r}" for n, p in dense_parameters(self.module).items() if not torch.isfinite(p).all()]
+        for collection in self.collections.values():
+            for table in collection.tables:
+                if not torch.isfinite(collection.export_table(table, copy=False).weight).all():
+                    found.append(f"table {table!r}")
+        return [f"weights that are NaN or infinite already: {_some(found)}"] if found else []
+
+    def _bad_output(self, batch: Batch) -> list[str]:
+        """Run forward again and name the first submodule whose output is not finite."""
+        found: list[str] = []
+
+        def watch(name: str) -> Any:
+            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
+                    found.append(f"the output of module {name!r} ({type(_module).__name__})")
+
+            return hook
+
+        hooks = [part.register_forward_hook(watch(name)) for name, part in self.module.named_modules() if name]
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self.module(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.restore_buffers()
+        return found
+
+
+def bad_input(batch: Batch) -> list[str]:
+    """Name the columns of a batch that hold NaN or infinite numbers, with the first row of each."""
+    columns: list[tuple[str, Tensor]] = []
+    if batch.labels.shape[1]:
+        columns += [(f"label {name!r}", batch.label(name)) for name in batch.layout.labels]
+    columns += [(f"dense column {name!r}", batch.dense_feature(name)) for name, _ in batch.layout.dense]
+    if batch.weight is not None:
+        columns.append(("the sample weight", batch.weight))
+    found = []
+    for name, values in columns:
+        bad = ~torch.isfinite(values).reshape(batch.size, -1).all(1)
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0, 0])
+            found.append(f"{name}, row {row} of the batch: {values[row].tolist()} ({int(bad.sum())} row(s) in all)")
+    for name, bag in batch.bags.items():
+        if bag.weights is not None and not bool(torch.isfinite(bag.weights).all()):
+            first = int((~torch.isfinite(bag.weights)).nonzero()[0, 0])
+            row = int(torch.searchsorted(bag.offsets, first, right=True)) - 1
+            found.append(f"weights of feature {name!r}, row {row} of the batch: {float(bag.weights[first])}")
+    return found
+
+
+def _numbers(batch: Batch) -> list[Tensor]:
+    weights = [bag.weights for bag in batch.bags.values() if bag.weights is not None]
+    return [batch.labels, batch.dense, *([] if batch.weight is None else [batch.weight]), *weights]
+
+
+def _all_finite(tensors: list[Tensor]) -> bool:
+    """Sum first, which reads once and stores nothing; only an odd sum is looked at number by number."""
+    return all(bool(torch.isfinite(t.sum())) or bool(torch.isfinite(t).all()) for t in tensors)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
+
+
+def _refuse(what: str, step: int, batch: Batch, cause: str) -> NumericsError:
+    return NumericsError(
+        f"{what}: {cause}",
+        where=f"step {step}, {batch.origin}",
+        fix="weights are as the step before left them; lower lr or set clip_grad_norm if the data is right",
+    )

@@ -1,0 +1,100 @@
+"""What a run measured: the rows of metrics.jsonl, in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from viviane.core.errors import ConfigError, suggest
+from viviane.metrics import METRICS
+
+_COUNTS = {"step", "epoch", "split", "lr", "samples_per_second", "seconds"}
+
+
+def higher_is_better(metric: str) -> bool:
+    """Say whether more of a metric is better; "loss" and "auc/<label>" are understood.
+
+    Raises:
+        ConfigError: no such metric, or one such as calibration where neither direction is better.
+
+    Example:
+        >>> higher_is_better("auc"), higher_is_better("loss")
+        (True, False)
+    """
+    base = metric.split("/", maxsplit=1)[0]
+    direction = False if base == "loss" else METRICS[base].higher_is_better
+    if direction is None:
+        raise ConfigError(
+            "neither more nor less of this metric is better", value=metric, fix="lead with another metric"
+        )
+    return direction
+
+
+def is_better(metric: str, value: float, than: float | None) -> bool:
+    """Say whether a value beats another; an undefined or infinite one never does."""
+    if not math.isfinite(value):
+        return False
+    if than is None:
+        return True
+    return value > than if higher_is_better(metric) else value < than
+
+
+class History:
+    """Rows of a run, each a dict with step, epoch, split ("train" or "valid"), loss, metrics, lr, seconds.
+
+    Attributes:
+        rows: the rows, oldest first.
+        stopped: why fit ended: "epochs", "max_steps", "target", "patience", "callback" or "interrupted".
+
+    Example:
+        >>> history = History([{"step": 1, "split": "valid", "auc": 0.7}, {"step": 2, "split": "valid", "auc": 0.6}])
+        >>> history.best("auc")
+        0.7
+    """
+
+    def __init__(self, rows: list[dict[str, Any]] | None = None) -> None:
+        self.rows: list[dict[str, Any]] = rows if rows is not None else []
+        self.stopped = ""
+
+    @property
+    def interrupted(self) -> bool:
+        """True where Ctrl-C ended the run early; it can be resumed."""
+        return self.stopped == "interrupted"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+    def best_row(self, metric: str, split: str = "valid") -> dict[str, Any]:
+        """Return the row with the best value of a metric; of equal ones the first.
+
+        Raises:
+            ConfigError: no row of that split has the metric.
+        """
+        rows = [row for row in self.rows if row.get("split") == split]
+        best: dict[str, Any] | None = None
+        for row in rows:
+            value = row.get(metric)
+            if value is not None and is_better(metric, value, None if best is None else best[metric]):
+                best = row
+        if best is None:
+            known = {name for row in rows for name in row} - _COUNTS
+            fix = suggest(metric, known) if known else "give fit a validation set"
+            raise ConfigError(f"the {split} rows have no such metric", value=metric, fix=fix)
+        return best
+
+    def best(self, metric: str, split: str = "valid") -> float:
+        """Return the best value of a metric."""
+        return float(self.best_row(metric, split)[metric])
+
+    def last(self, split: str = "valid") -> dict[str, Any] | None:
+        """Return the newest row of a split, or None."""
+        return next((row for row in reversed(self.rows) if row.get("split") == split), None)
+
+
+def finite_or_none(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as JSON can hold it: NaN and infinities become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

@@ -1,0 +1,326 @@
+"""The loop of fit: batches, evaluations, checkpoints, and the way back into an interrupted run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from viviane.batch import Batch
+from viviane.core.errors import ConfigError, VivianeError
+from viviane.core.logging import get_logger
+from viviane.data import Dataset, Reader
+from viviane.training.checkpoint import load_checkpoint
+from viviane.training.checkpoint_store import CheckpointStore
+from viviane.training.environment import Interrupt
+from viviane.training.events import EventWriter, open_events
+from viviane.training.history import History, higher_is_better, is_better
+from viviane.training.progress import ProgressLine
+from viviane.training.run_folder import RunFolder
+from viviane.training.stages import StageTimes
+
+if TYPE_CHECKING:
+    from viviane.training.trainer import Trainer
+
+_log = get_logger("training")
+_NUM_TIMING_BATCHES = 2
+
+
+class FitLoop:
+    """One call of fit.
+
+    What a step makes due happens in this order: row of the training loss, callbacks, evaluation, checkpoint;
+    so a checkpoint holds the evaluation of its own step, and a resumed run repeats neither.
+
+    Args:
+        trainer: whose module is trained.
+        train, validation: the data.
+        interrupt: Ctrl-C.
+    """
+
+    def __init__(self, trainer: Trainer, train: Dataset, validation: Dataset | None, interrupt: Interrupt) -> None:
+        self.trainer = trainer
+        self.solver = trainer.solver
+        self.validation = validation
+        self.interrupt = interrupt
+        self.train = train
+        self.first_step, self.first_epoch = trainer.step, trainer.epoch
+        self.reader: Reader = self._new_reader(trainer.epoch)
+        if not len(self.reader):
+            raise ConfigError(
+                "the training set gives no batch", where=str(train.path), value=f"{len(train)} rows",
+                fix="use a smaller batch_size or drop_last=False",
+            )  # fmt: skip
+        self.folder = None if trainer.run_folder is None else RunFolder(trainer.run_folder)
+        self.store: CheckpointStore | None = None
+        self.best: float | None = None
+        self.last_evaluated = self.last_saved = -1
+        self.score: float | None = None
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=trainer.device)
+        self.loss_rows = 0
+        self.row_step, self.row_time = trainer.step, perf_counter()
+        self.seconds_before, self.started = 0.0, perf_counter()
+        self.times: StageTimes = trainer.stepper.stages
+        self.stopped = ""
+        self._check_settings()
+
+    def _new_reader(self, epoch: int) -> Reader:
+        solver = self.solver
+        return self.train.reader(
+            solver.batch_size, shuffle=solver.shuffle, seed=solver.seed, drop_last=solver.drop_last, epoch=epoch
+        )
+
+    def _check_settings(self) -> None:
+        needs = [name for name in ("target", "patience", "restore_best", "eval_every") if getattr(self.solver, name)]
+        if self.validation is None and needs:
+            raise ConfigError(f"solver.{needs[0]} needs validation data", fix="pass validation= to fit")
+
+    # Running ----------------------------------------------------------------------------------------------
+
+    def run(self, resume: bool) -> History:
+        """Train, and return the history."""
+        with tempfile.TemporaryDirectory(prefix="viviane-best-") as spare:
+            self._open(resume, Path(spare))
+            events = self._open_events()
+            self.progress = ProgressLine(self._last_step(), self.trainer.step, self.trainer.progress)
+            self.events = events
+            try:
+                for callback in self.trainer.callbacks:
+                    callback.on_fit_start(self.trainer)
+                self._epochs()
+                self._finish()
+            finally:
+                self.reader.close()
+                self.progress.close()
+                if events is not None:
+                    events.close()
+                if self.folder is not None:
+                    with suppress(OSError):  # a full disk: the error that ends the run says so already
+                        self.folder.write_stages(self.times.seconds)
+        return self.trainer.history
+
+    def _open_events(self) -> EventWriter | None:
+        if self.folder is None:
+            if self.trainer.tensorboard:
+                raise ConfigError("TensorBoard events need a run folder", fix="pass run_folder=")
+            return None
+        return open_events(self.folder.tensorboard, self.trainer.tensorboard, self.trainer.step)
+
+    def _open(self, resume: bool, spare: Path) -> None:
+        """Prepare the run folder, go back to a checkpoint, settle the precision."""
+        trainer = self.trainer
+        up = higher_is_better(trainer.lead_metric)
+        if self.folder is None:
+            if resume:
+                raise ConfigError("resume=True needs a run folder", fix="pass run_folder= to the trainer")
+            if self.solver.restore_best:
+                self.store = CheckpointStore(spare, 1, higher_is_better=up)
+        else:
+            self.folder.start(trainer.config, trainer.schema, self.train.info, resume=resume)
+            self.store = CheckpointStore(self.folder.checkpoints, self.solver.keep_checkpoints, higher_is_better=up)
+            self.store.clean()
+            path = self.store.latest_whole() if resume else None
+            if path is not None:
+                self._go_back(path)
+            elif resume:
+                _log.info("no checkpoint in %s yet: starting at the beginning", self.folder.path)
+            self.folder.rewrite_metrics(trainer.history.rows if path is not None else [])
+        if trainer.precision is None:
+            with self._new_reader(trainer.epoch) as other:  # a reader of its own: the run's position does not move
+                trainer.choose_precision(list(itertools.islice(other, _NUM_TIMING_BATCHES)))
+
+    def _go_back(self, path: Path) -> None:
+        trainer = self.trainer
+        place = load_checkpoint(path, trainer.module, optimizer=trainer.stepper.optimizer)
+        values = place.values
+        self.reader.restore(values["reader"])
+        trainer.take_place(place)
+        loop = values["loop"]
+        self.first_step, self.first_epoch = loop["first_step"], loop["first_epoch"]
+        self.best, self.last_evaluated, self.last_saved = loop["best"], loop["last_evaluated"], trainer.step
+        self.score = values["score"]
+        self.loss_sum.copy_(place.tensors["loss_sum"])
+        self.loss_rows, self.row_step = loop["loss_rows"], trainer.step
+        self.seconds_before = loop["seconds"]
+        self.times.seconds.update(loop["stages"])
+        states: list[dict[str, Any]] = values["callbacks"]
+        if len(states) == len(trainer.callbacks):
+            for callback, state in zip(trainer.callbacks, states, strict=True):
+                callback.restore(state)
+        else:
+            _log.warning("the callbacks are not those of the run that is resumed: their states start anew")
+        assert self.store is not None
+        self.store.discard_after(trainer.step)
+        _log.info("resuming at step %d from %s", trainer.step, path)
+
+    def _last_step(self) -> int:
+        """Return the step at which this fit ends, if nothing stops it before."""
+        whole = self.first_step + self.solver.epochs * len(self.reader)
+        return whole if self.solver.max_steps is None else min(whole, self.first_step + self.solver.max_steps)
+
+    def _epochs(self) -> None:
+        for callback in self.trainer.callbacks:
+            if callback.should_stop():
+                self.stopped = callback.reason
+        last_epoch = self.first_epoch + self.solver.epochs
+        while not self.stopped and self.reader.epoch < last_epoch:
+            if self.trainer.step >= self._last_step() and self.solver.max_steps is not None:
+                self.stopped = "max_steps"
+                return
+            self._epoch()
+        self.stopped = self.stopped or "epochs"
+
+    def _epoch(self) -> None:
+        """Run to the end of the reader's epoch, or until something stops the run."""
+        batches, epoch = iter(self.reader), self.reader.epoch
+        while True:
+            start = perf_counter()
+            batch = next(batches, None)
+            self.times.add("data_wait", perf_counter() - start)
+            if batch is None:
+                break
+            self._step(batch)
+            if self.stopped:
+                return
+        self.trainer.epoch = epoch + 1
+        if self.solver.eval_every is None:
+            self._evaluate()
+        if self.solver.checkpoint_every is None and not self.stopped:
+            self._save()
+
+    def _step(self, batch: Batch) -> None:
+        trainer = self.trainer
+        if batch.device != trainer.device:
+            batch = batch.pin_memory().to(trainer.device, non_blocking=True)
+        loss = trainer.train_step(batch)
+        step = trainer.step
+        self.loss_sum.add_(loss, alpha=batch.size)
+        self.loss_rows += batch.size
+        self.progress.step(step, batch.size, lambda: float(loss))
+        self._after_step(step, loss)
+
+    def _after_step(self, step: int, loss: Tensor) -> None:
+        if step % self.trainer.log_every == 0:
+            self._train_row()
+        for callback in self.trainer.callbacks:
+            callback.on_step_end(step, loss)
+        if self.solver.eval_every is not None and step % self.solver.eval_every == 0:
+            self._evaluate()
+        if self.solver.checkpoint_every is not None and step % self.solver.checkpoint_every == 0:
+            self._save()
+        if self.interrupt.asked:
+            self.stopped = "interrupted"
+        elif self.solver.max_steps is not None and step >= self._last_step():
+            self.stopped = self.stopped or "max_steps"
+
+    def _finish(self) -> None:
+        """Evaluate and save what the last step left, go back to the best weights, tell the callbacks."""
+        if self.stopped == "interrupted":
+            _log.warning("interrupted at step %d; resume=True goes on from there", self.trainer.step)
+        else:
+            self._train_row()
+            self._evaluate()
+        self._save()
+        if self.solver.restore_best and self.stopped != "interrupted":
+            self._restore_best()
+        self.trainer.history.stopped = self.stopped
+        for callback in self.trainer.callbacks:
+            callback.on_fit_end(self.trainer.history)
+
+    # What a step makes due --------------------------------------------------------------------------------
+
+    def _seconds(self) -> float:
+        return self.seconds_before + perf_counter() - self.started
+
+    def _row(self, split: str, values: dict[str, float], rate: float) -> None:
+        trainer = self.trainer
+        row = {
+            "step": trainer.step,
+            "epoch": self.reader.epoch,
+            "split": split,
+            **values,
+            "lr": trainer.learning_rate(max(1, trainer.step)),
+            "samples_per_second": round(rate, 1),
+            "seconds": round(self._seconds(), 3),
+        }
+        trainer.history.rows.append(row)
+        if self.folder is not None:
+            self.folder.append(row)
+        if self.events is not None:
+            self.events.write(row)
+        shown = " ".join(f"{name} {value:.6g}" for name, value in values.items())
+        _log.info("step %d %s: %s (%.0f samples/s)", trainer.step, split, shown, rate)
+
+    def _train_row(self) -> None:
+        """Write the mean loss over the rows since the last such row; the only place that reads the loss."""
+        if not self.loss_rows:
+            return
+        now = perf_counter()
+        loss = float(self.loss_sum) / self.loss_rows
+        rows = (self.trainer.step - self.row_step) * self.solver.batch_size
+        self._row("train", {"loss": loss}, rows / max(now - self.row_time, 1e-9))
+        self.loss_sum.zero_()
+        self.loss_rows, self.row_step, self.row_time = 0, self.trainer.step, now
+
+    def _evaluate(self) -> None:
+        step = self.trainer.step
+        if self.validation is None or step in (self.last_evaluated, self.first_step):
+            return
+        start = perf_counter()
+        with self.times.measure("evaluate"):
+            evaluation = self.trainer.gather(self.validation, max_batches=self.solver.max_eval_batches)
+            values = evaluation.compute()
+        self.last_evaluated = step
+        value = values[self.trainer.lead_metric]
+        self.score = value if math.isfinite(value) else None
+        improved = is_better(self.trainer.lead_metric, value, self.best)
+        self.best = value if improved else self.best
+        self._row("valid", values, evaluation.num_rows / (perf_counter() - start))
+        self.progress.evaluated(values)
+        if self.folder is not None:
+            self.folder.write_histogram(evaluation.histogram(step))
+            self.folder.write_stages(self.times.seconds)
+        for callback in self.trainer.callbacks:
+            if callback.on_evaluate_end(step, values) and not self.stopped:
+                self.stopped = callback.reason
+        if improved and self.solver.restore_best:
+            self._save(improved=True)
+        self.row_time += perf_counter() - start  # the training rate does not count evaluations
+
+    def _save(self, *, improved: bool = False) -> None:
+        step = self.trainer.step
+        if self.store is None or self.last_saved == step or (self.folder is None and not improved):
+            return
+        start = perf_counter()
+        with self.times.measure("checkpoint"):
+            place = self.trainer.place()
+            place.values["reader"] = self.reader.state()
+            place.values["score"] = self.score if self.last_evaluated == step else None
+            place.values["callbacks"] = [callback.state() for callback in self.trainer.callbacks]
+            place.tensors["loss_sum"] = self.loss_sum
+            place.values["loop"] = {
+                "first_step": self.first_step,
+                "first_epoch": self.first_epoch,
+                "best": self.best,
+                "last_evaluated": self.last_evaluated,
+                "loss_rows": self.loss_rows,
+                "seconds": self._seconds(),
+                "stages": dict(self.times.seconds),
+            }
+            self.store.save(self.trainer.module, self.trainer.stepper.optimizer, place)
+        self.last_saved = step
+        self.row_time += perf_counter() - start
+
+    def _restore_best(self) -> None:
+        path = None if self.store is None else self.store.best_path()
+        if path is None:
+            raise VivianeError("no evaluation gave a defined metric, so there are no best weights to restore")
+        load_checkpoint(path, self.trainer.module, optimizer=self.trainer.stepper.optimizer)
+        _log.info("restored the weights of %s", path.name)

@@ -1,0 +1,166 @@
+"""The manifest of a checkpoint: what it holds, of which model, and the size and check sum of every file.
+
+    step-00001000/
+        manifest.json               this, with a check sum of itself
+        dense.safetensors           parameters and buffers outside embedding tables, by name
+        dense_optimizer.safetensors their optimizer state, "<parameter>:<state>"
+        progress.safetensors        states of the random generators
+        tables/<collection>.<table>.safetensors     weight, state.<name>
+        history.json                rows of metrics so far
+
+No file holds a pickle: nothing in a checkpoint can run code when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from viviane.config.base import Settings, load_json
+from viviane.core.errors import CheckpointError, VivianeError
+from viviane.core.files import file_sha256, write_json_atomic
+
+MANIFEST_FILE: Final = "manifest.json"
+FORMAT: Final = "viviane-checkpoint"
+VERSION: Final = 1
+
+
+class FileEntry(Settings):
+    """Size and check sum of one file."""
+
+    bytes: int
+    sha256: str
+
+
+class TensorEntry(Settings):
+    """Shape and type of one parameter or buffer."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorEntry:
+        """Describe a tensor."""
+        return cls(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class TableEntry(Settings):
+    """One embedding table: where its rows are and what optimizer state goes with them."""
+
+    file: str
+    weight: TensorEntry
+    state: tuple[str, ...] = ()
+    step: int = 0
+
+
+class Manifest(Settings):
+    """What a checkpoint holds.
+
+    Args:
+        step, epoch: how far training was.
+        dense: parameters and buffers outside tables.
+        optimizer_state: False where only weights were saved.
+        tables: embedding tables, by "<collection>.<table>".
+        progress: what the training loop needs to go on: reader position, generators, early stopping.
+        files: every other file of the folder.
+    """
+
+    format: Literal["viviane-checkpoint"] = FORMAT
+    version: int = VERSION
+    viviane: str
+    torch: str
+    step: int
+    epoch: int
+    dense: dict[str, TensorEntry]
+    optimizer_state: bool
+    dense_optimizer_values: dict[str, Any]
+    tables: dict[str, TableEntry]
+    progress: dict[str, Any]
+    files: dict[str, FileEntry]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, sealed with a check sum of itself."""
+    body = manifest.to_dict()
+    write_json_atomic(folder / MANIFEST_FILE, {**body, "sha256": _seal(body)})
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read and verify the manifest alone; `verify_checkpoint` looks at the other files too.
+
+    Raises:
+        CheckpointError: there is no checkpoint, its format is unknown, or the manifest was altered.
+    """
+    path = Path(folder) / MANIFEST_FILE
+    if not path.exists():
+        raise CheckpointError("there is no checkpoint here", where=str(path), fix="name a folder with manifest.json")
+    try:
+        body = load_json(path)
+    except VivianeError as error:
+        raise CheckpointError(
+            "the checkpoint's manifest was truncated or altered", where=str(path), value=error.value
+        ) from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise CheckpointError("not a checkpoint of Viviane", where=str(path), allowed=f"format {FORMAT!r}")
+    if body.get("version") != VERSION:
+        raise CheckpointError(
+            "the checkpoint has another format version",
+            where=str(path),
+            value=body.get("version"),
+            allowed=f"version {VERSION}",
+            fix=f"read it with viviane {body.get('viviane')}, which wrote it",
+        )
+    sealed = body.pop("sha256", None)
+    if sealed != _seal(body):
+        raise CheckpointError(
+            "the checkpoint's manifest was altered: its check sum differs",
+            where=str(path),
+            fix="use another checkpoint",
+        )
+    return Manifest.from_dict(body, where=str(path))
+
+
+def verify_checkpoint(folder: str | Path) -> Manifest:
+    """Read every file of a checkpoint and compare sizes and check sums.
+
+    Raises:
+        CheckpointError: naming the file that is missing, truncated or altered.
+    """
+    path = Path(folder)
+    manifest = read_manifest(path)
+    for name, entry in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError("a file of the checkpoint is missing", where=str(file), fix="use another checkpoint")
+        size = file.stat().st_size
+        if size != entry.bytes:
+            kind = "truncated" if size < entry.bytes else "altered: it is too long"
+            raise CheckpointError(
+                f"a file of the checkpoint was {kind}",
+                where=str(file),
+                value=f"{size} bytes",
+                allowed=f"{entry.bytes} bytes",
+                fix="use another checkpoint",
+            )
+        found = file_sha256(file)
+        if found != entry.sha256:
+            raise CheckpointError(
+                "a file of the checkpoint was altered: its check sum differs",
+                where=str(file),
+                value=found,
+                allowed=entry.sha256,
+                fix="use another checkpoint",
+            )
+    return manifest
+
+
+def _seal(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

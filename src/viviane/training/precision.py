@@ -1,0 +1,101 @@
+"""fp32 or bf16 for the dense layers, and the choice between them by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Literal
+
+import torch
+from torch import nn
+
+from viviane.batch import Batch
+from viviane.core.logging import get_logger
+from viviane.training.dense_state import collections_of, dense_buffers
+from viviane.training.random_state import random_state, restore_random_state
+
+_log = get_logger("training.precision")
+_NAMES: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What dense layers compute in. Weights, optimizer state, embedding rows and the loss stay float32.
+
+    Example:
+        >>> with Precision("bf16").context(torch.device("cpu")):
+        ...     torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype
+        torch.bfloat16
+    """
+
+    name: Literal["fp32", "bf16"]
+
+    def context(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context for a forward pass."""
+        if self.name == "fp32":
+            return nullcontext()
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def choose_precision(
+    module: nn.Module,
+    batches: Sequence[Batch],
+    forward_backward: Callable[[Batch, Precision], None],
+    device: torch.device,
+) -> Precision:
+    """Time forward and backward in fp32 and bf16 on a few batches and return the faster.
+
+    Nothing of the run is touched: gradients are dropped, buffers (batch statistics) and random generators
+    are put back, the batches are given by the caller. Each precision warms up once; then the two take turns and
+    the best time of each counts, which is what a busy machine disturbs least.
+    """
+    arrays, values = random_state(device)
+    buffers = dense_buffers(module, persistent_only=False)
+    saved = {name: buffer.clone() for name, buffer in buffers.items()}
+    best = dict.fromkeys(_NAMES, float("inf"))
+    try:
+        for turn in range(_REPEATS + 1):
+            for name in _NAMES:
+                seconds = _time(module, batches, forward_backward, Precision(name), device)
+                if turn:
+                    best[name] = min(best[name], seconds)
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(saved[name])
+        restore_random_state(arrays, values, device)
+    chosen = Precision("bf16" if best["bf16"] < best["fp32"] else "fp32")
+    _log.info(
+        "precision auto: %s (forward and backward: fp32 %.2f ms, bf16 %.2f ms a batch)",
+        chosen.name,
+        best["fp32"] * 1e3 / len(batches),
+        best["bf16"] * 1e3 / len(batches),
+    )
+    return chosen
+
+
+def _time(
+    module: nn.Module,
+    batches: Sequence[Batch],
+    forward_backward: Callable[[Batch, Precision], None],
+    precision: Precision,
+    device: torch.device,
+) -> float:
+    _wait(device)
+    start = perf_counter()
+    for batch in batches:
+        forward_backward(batch, precision)
+    _wait(device)
+    seconds = perf_counter() - start
+    module.zero_grad(set_to_none=True)
+    for collection in collections_of(module).values():
+        collection.discard_gradients()
+    return seconds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,73 @@
+"""One line of progress at a terminal: samples/s, loss, metric, time left. Silent elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+_REFRESH_S = 0.5
+
+
+class ProgressLine:
+    """A rich progress bar on stderr, refreshed twice a second at most.
+
+    Args:
+        total_steps: steps of the whole run.
+        done_steps: steps of earlier processes, on a resume.
+        shown: True or False; None shows it where stderr is a terminal.
+    """
+
+    def __init__(self, total_steps: int, done_steps: int = 0, shown: bool | None = None) -> None:
+        self.shown = sys.stderr.isatty() if shown is None else shown
+        self._bar: Any = None
+        self._metric = ""
+        self._rows = 0
+        self._last = perf_counter()
+        if self.shown:
+            self._bar = self._make(total_steps, done_steps)
+
+    def _make(self, total_steps: int, done_steps: int) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[rate]:,.0f} samples/s"),
+            TextColumn("loss {task.fields[loss]:.4f}{task.fields[metric]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,
+        )
+        self._task = bar.add_task("", total=total_steps, completed=done_steps, rate=0.0, loss=float("nan"), metric="")
+        bar.start()
+        return bar
+
+    def step(self, step: int, num_rows: int, read_loss: Callable[[], float]) -> None:
+        """Count a step; the loss is read from the device only when the line is redrawn."""
+        if self._bar is None:
+            return
+        self._rows += num_rows
+        now = perf_counter()
+        if now - self._last < _REFRESH_S:
+            return
+        rate = self._rows / (now - self._last)
+        self._rows, self._last = 0, now
+        self._bar.update(self._task, completed=step, rate=rate, loss=read_loss(), metric=self._metric, refresh=True)
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Show the newest validation metrics from now on."""
+        parts = [f"{name} {value:.4f}" for name, value in metrics.items() if "/" not in name]
+        self._metric = "  valid " + " ".join(parts)
+        self._last, self._rows = perf_counter(), 0  # an evaluation's time is not the training's rate
+
+    def close(self) -> None:
+        """Leave the line as it is and give the terminal back."""
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.stop()
+            self._bar = None

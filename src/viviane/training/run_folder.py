@@ -1,0 +1,104 @@
+"""The folder of a run: settings, schema, metrics, times, checkpoints; text files that a diff can read.
+
+runs/mine/
+    config.json             settings, versions
+    schema.json             the columns
+    data_info.json          free statistics of the training set, where it has some
+    metrics.jsonl           one row a line
+    stages.json             seconds per stage
+    valid_histogram.json    calibration at the last evaluation
+    tensorboard/            events, where tensorboard is installed
+    checkpoints/            step-00001000/, ..., index.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from viviane.core.errors import ConfigError, VivianeError
+from viviane.core.files import write_bytes_atomic, write_json_atomic
+from viviane.schema import Schema
+from viviane.training.history import finite_or_none
+
+METRICS_FILE: Final = "metrics.jsonl"
+CONFIG_FILE: Final = "config.json"
+
+
+class RunFolder:
+    """Writes the files of one run.
+
+    Args:
+        path: the folder; made by `start`.
+
+    Example:
+        >>> RunFolder("runs/none").holds_a_run
+        False
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints stand."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Where TensorBoard's events stand."""
+        return self.path / "tensorboard"
+
+    @property
+    def holds_a_run(self) -> bool:
+        """True where a run was started here."""
+        return (self.path / METRICS_FILE).exists() or (self.checkpoints / "index.json").exists()
+
+    def start(self, config: Mapping[str, Any], schema: Schema, data_info: Mapping[str, Any], *, resume: bool) -> None:
+        """Write settings and schema.
+
+        Raises:
+            ConfigError: the folder holds a run and this is not a resume.
+        """
+        if self.holds_a_run and not resume:
+            raise ConfigError(
+                "the run folder already holds a run",
+                where=str(self.path),
+                fix="continue it with resume=True, or choose another folder",
+            )
+        write_json_atomic(self.path / CONFIG_FILE, dict(config))
+        schema.save(self.path)
+        if data_info:
+            write_json_atomic(self.path / "data_info.json", dict(data_info))
+
+    def rewrite_metrics(self, rows: list[dict[str, Any]]) -> None:
+        """Write metrics.jsonl anew: empty at the start, up to the checkpoint on a resume."""
+        write_bytes_atomic(self.path / METRICS_FILE, "".join(map(_line, rows)).encode())
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row to metrics.jsonl."""
+        file = self.path / METRICS_FILE
+        try:
+            with file.open("a", encoding="utf-8") as handle:
+                handle.write(_line(row))
+        except OSError as error:
+            raise VivianeError(
+                "a row of metrics could not be written",
+                where=str(file),
+                value=str(error),
+                fix="make room, then resume=True goes on from the last checkpoint",
+            ) from error
+
+    def write_stages(self, seconds: Mapping[str, float]) -> None:
+        """Write seconds per stage."""
+        write_json_atomic(self.path / "stages.json", {name: round(value, 6) for name, value in seconds.items()})
+
+    def write_histogram(self, histogram: Mapping[str, Any]) -> None:
+        """Write the calibration bins of an evaluation."""
+        write_json_atomic(self.path / "valid_histogram.json", dict(histogram))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(finite_or_none(row), ensure_ascii=False, allow_nan=False) + "\n"

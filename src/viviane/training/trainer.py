@@ -1,0 +1,304 @@
+"""The trainer: fit, evaluate and predict for any module that takes a Batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from viviane.batch import Batch
+from viviane.config import SGD, AdaGrad, Adam, Solver
+from viviane.core.device import resolve_device
+from viviane.core.errors import ConfigError, SchemaError, suggest
+from viviane.core.seeds import seed_everything
+from viviane.data import Dataset
+from viviane.schema import Schema
+from viviane.training.callbacks import Callback, StopAtTarget, StopWithoutGain
+from viviane.training.checkpoint import Progress, load_checkpoint, write_checkpoint
+from viviane.training.environment import Interrupt, torch_switches
+from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, predict
+from viviane.training.history import History, finite_or_none, higher_is_better
+from viviane.training.loop import FitLoop
+from viviane.training.objective import LossFunction, Objective
+from viviane.training.precision import Precision, choose_precision
+from viviane.training.random_state import random_state, restore_random_state
+from viviane.training.step import TrainStep
+
+
+class Trainer:
+    """Trains a module whose forward takes a Batch and returns logits (B,), (B, 1), or (B, L) in the schema's order.
+
+    Every EmbeddingCollection inside the module is stepped by the sparse rule it was built with; all other
+    parameters by `optimizer`. `fit` is a loop over `train_step`: a loop of your own gives the same numbers.
+
+    Args:
+        module: moved to the solver's device.
+        schema: the columns; names the labels.
+        solver: how to train.
+        optimizer: settings of the dense optimizer.
+        metrics: names, the first one leads (best checkpoint, patience); None takes "auc" and "log_loss", or
+            "mean_squared_error" where no label is binary.
+        callbacks: hooks into fit.
+        run_folder: where settings, metrics and checkpoints go; None writes nothing.
+        loss: a function (logits (B, L), batch) -> a number, instead of the built-in loss.
+        tensorboard: write events into the run folder; None does where tensorboard is installed.
+        progress: show a line of progress; None does at a terminal.
+        log_every: steps between rows of the training loss.
+        config: more entries for the run folder's config.json.
+
+    Raises:
+        ConfigError: settings that contradict each other, an unknown metric, a device that is not there.
+
+    Example:
+        >>> schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x", "dim": 2}])
+        >>> class Linear(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(2, 1)
+        ...     def forward(self, batch):
+        ...         return self.layer(batch.dense)
+        >>> trainer = Trainer(Linear(), schema, Solver(lr=0.5, device="cpu"), SGD())
+        >>> batch = Batch.from_columns(schema, {"y": [0, 1], "x": [[0.0, 1.0], [1.0, 0.0]]})
+        >>> first = trainer.train_step(batch)
+        >>> bool(trainer.train_step(batch) < first), trainer.step
+        (True, 2)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        schema: Schema,
+        solver: Solver,
+        optimizer: SGD | AdaGrad | Adam,
+        *,
+        metrics: Sequence[str] | None = None,
+        callbacks: Sequence[Callback] = (),
+        run_folder: str | Path | None = None,
+        loss: LossFunction | None = None,
+        tensorboard: bool | None = None,
+        progress: bool | None = None,
+        log_every: int = 100,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.schema = schema
+        self.solver = solver
+        self.optimizer = optimizer
+        self.device = resolve_device(solver.device)
+        self.module = module.to(self.device)
+        self.metrics = choose_metrics(schema, metrics)
+        self.callbacks = [*self._own_callbacks(), *callbacks]
+        self.run_folder = None if run_folder is None else Path(run_folder)
+        self.tensorboard = tensorboard
+        self.progress = progress
+        self.log_every = log_every
+        self.config = {
+            "viviane": version("viviane"),
+            "torch": torch.__version__,
+            "module": type(module).__name__,
+            "solver": solver.to_dict(),
+            "optimizer": optimizer.to_dict(),
+            "metrics": list(self.metrics),
+            **(config or {}),
+        }
+        self.objective = Objective(schema, solver, loss)
+        self.stepper = TrainStep(self.module, self.objective, solver, optimizer, self.device)
+        self.precision: Precision | None = None if solver.precision == "auto" else Precision(solver.precision)
+        self.step = 0
+        self.epoch = 0
+        self.history = History()
+
+    @property
+    def lead_metric(self) -> str:
+        """The first metric that has a direction; without one, "loss"."""
+        for name in self.metrics:
+            if _has_direction(name):
+                return name
+        return "loss"
+
+    def _own_callbacks(self) -> list[Callback]:
+        known = {"loss", *self.metrics}
+        if len(self.schema.labels) > 1:
+            known |= {f"{name}/{label.name}" for name in self.metrics for label in self.schema.labels}
+        for name in self.solver.target:
+            if name not in known:
+                raise ConfigError(
+                    "solver.target names a metric that is not computed", value=name, fix=suggest(name, known)
+                )
+            higher_is_better(name)  # raises where neither direction is better
+        found: list[Callback] = [StopAtTarget(self.solver.target)] if self.solver.target else []
+        if self.solver.patience is not None:
+            found.append(StopWithoutGain(self.lead_metric, self.solver.patience))
+        return found
+
+    # Training ---------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch, lr: float | None = None) -> Tensor:
+        """Train on one batch; returns its loss, detached and on the device.
+
+        The first step seeds the global random generators with the solver's seed, so that a loop of your own and
+        fit draw the same dropout.
+
+        Args:
+            batch: rows, on any device.
+            lr: a learning rate for this step instead of the schedule's.
+
+        Raises:
+            NumericsError: NaN or infinite input, loss or gradients; no weight has been changed.
+            KeyRangeError: a key out of range; no weight has been changed.
+        """
+        there = batch.to(self.device)
+        if self.step == 0:
+            seed_everything(self.solver.seed)
+        precision = self.precision or self.choose_precision([there])
+        loss = self.stepper(there, self.step + 1, precision, lr)
+        self.step += 1
+        return loss
+
+    def choose_precision(self, batches: Sequence[Batch]) -> Precision:
+        """Settle precision "auto" by timing forward and backward on these batches; weights are not touched."""
+        if self.precision is None:
+            there = [batch.to(self.device) for batch in batches]
+            self.module.train()
+            self.precision = choose_precision(self.module, there, self.stepper.forward_backward, self.device)
+        return self.precision
+
+    def learning_rate(self, step: int | None = None) -> float:
+        """Return the schedule's learning rate of a step, by default of the next one."""
+        return self.stepper.schedule.lr(self.step + 1 if step is None else step)
+
+    def fit(self, train: Dataset, validation: Dataset | None = None, resume: bool = False) -> History:
+        """Train for `solver.epochs` more epochs, or `solver.max_steps` more steps.
+
+        Ctrl-C ends the run after the step in work, with a checkpoint and `history.interrupted`; a second
+        Ctrl-C ends it at once.
+
+        Args:
+            train: training rows.
+            validation: rows to evaluate on while training.
+            resume: go on from the newest whole checkpoint of the run folder, to the same bits as a run that was
+                never interrupted; without a checkpoint there, start at the beginning.
+
+        Raises:
+            ConfigError: the run folder holds a run already; resume without a run folder; settings that need
+                validation data without any.
+            SchemaError: a data set's columns are not the model's.
+            NumericsError, KeyRangeError, DataError: the batch and feature are named; weights are as the step
+                before left them.
+            CheckpointError: a checkpoint cannot be written (disk full) or read.
+        """
+        for data in (train, validation):
+            if data is not None:
+                self._check_schema(data)
+        with torch_switches(self.solver, self.device), Interrupt().listening() as interrupt:
+            self.module.train()
+            self.history = FitLoop(self, train, validation, interrupt).run(resume)
+        return self.history
+
+    # Evaluation -------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, dataset: Dataset, batch_size: int | None = None, max_batches: int | None = None
+    ) -> dict[str, float]:
+        """Return "loss" and the metrics over a data set, exactly; training state is not touched.
+
+        Args:
+            dataset: rows with labels.
+            batch_size: None takes the solver's eval_batch_size.
+            max_batches: stop after so many batches.
+        """
+        self._check_schema(dataset)
+        return self.gather(dataset, batch_size, max_batches).compute()
+
+    def gather(self, dataset: Dataset, batch_size: int | None = None, max_batches: int | None = None) -> Evaluation:
+        """Run over a data set and return metrics and calibration bins, not yet computed."""
+        precision = self._settled_precision()
+        evaluation = Evaluation(self.schema, self.metrics)
+        with dataset.reader(self._eval_batch_size(batch_size), max_batches=max_batches) as reader:
+            return evaluate(self.module, reader, self.objective, evaluation, precision, self.device)
+
+    def predict(self, dataset: Dataset, batch_size: int | None = None) -> NDArray[np.float32]:
+        """Return predictions (rows, L), float32, in the order of the files.
+
+        Probabilities of binary labels; the module's own output for regression labels.
+        """
+        self._check_schema(dataset, with_labels=False)
+        precision = self._settled_precision()
+        with dataset.reader(self._eval_batch_size(batch_size)) as reader:
+            return predict(self.module, reader, len(dataset), self.objective, precision, self.device)
+
+    def _eval_batch_size(self, batch_size: int | None) -> int:
+        return batch_size or self.solver.eval_batch_size or max(self.solver.batch_size, 8192)
+
+    def _settled_precision(self) -> Precision:
+        """Return the precision; before "auto" was settled by training, float32."""
+        return self.precision or Precision("fp32")
+
+    def _check_schema(self, dataset: Dataset, *, with_labels: bool = True) -> None:
+        lines = self.schema.difference(dataset.schema)
+        if not with_labels:
+            labels = {label.name for label in self.schema.labels}
+            lines = [line for line in lines if not any(line.startswith(f"column {name!r}") for name in labels)]
+        if lines:
+            raise SchemaError(
+                "the data set's columns are not the model's: " + "; ".join(lines[:5]), where=str(dataset.path)
+            )
+
+    # Checkpoints ------------------------------------------------------------------------------------------
+
+    def place(self) -> Progress:
+        """Return where training stands: counts, precision, random generators, history."""
+        arrays, values = random_state(self.device)
+        precision = None if self.precision is None else self.precision.name
+        rows = [finite_or_none(row) for row in self.history.rows]
+        return Progress(self.step, self.epoch, {"precision": precision, "random": values}, arrays, rows)
+
+    def take_place(self, place: Progress) -> None:
+        """Go to where `place` stood."""
+        self.step, self.epoch = place.step, place.epoch
+        self.history = History(place.history)
+        name = place.values.get("precision")
+        if self.solver.precision == "auto" and name is not None:
+            self.precision = Precision(name)
+        if place.tensors:
+            restore_random_state(place.tensors, place.values["random"], self.device)
+
+    def save_checkpoint(self, folder: str | Path, *, optimizer_state: bool = True) -> None:
+        """Write weights, optimizer state and the place in training to a folder, atomically.
+
+        Args:
+            folder: an existing checkpoint there is replaced when the new one is whole.
+            optimizer_state: False writes weights only.
+
+        Raises:
+            CheckpointError: the disk is full or not writable; an older checkpoint stays whole.
+        """
+        optimizer, place = (self.stepper.optimizer, self.place()) if optimizer_state else (None, None)
+        write_checkpoint(folder, self.module, optimizer=optimizer, optimizer_state=optimizer_state, progress=place)
+
+    def load_checkpoint(self, folder: str | Path, *, weights_only: bool = False) -> None:
+        """Verify a checkpoint and load it into the module, the optimizers and the counts.
+
+        Args:
+            folder: written by `save_checkpoint` or found in a run folder.
+            weights_only: take the weights and start everything else anew.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
+        """
+        place = load_checkpoint(folder, self.module, optimizer=self.stepper.optimizer, weights_only=weights_only)
+        if not weights_only:
+            self.take_place(place)
+
+
+def _has_direction(metric: str) -> bool:
+    try:
+        higher_is_better(metric)
+    except ConfigError:
+        return False
+    return True
