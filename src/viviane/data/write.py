@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ def write_dataset(
     *,
     rows_per_group: int = ROWS_PER_GROUP,
     rows_per_file: int = ROWS_PER_FILE,
-    info: Mapping[str, Any] | None = None,
+    info: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     overwrite: bool = False,
 ) -> Dataset:
     """Write rows as a data set folder, atomically, and open it.
@@ -38,7 +38,8 @@ def write_dataset(
             schema's types; the values of dicts are converted where no information is lost.
         rows_per_group: rows of a Parquet row group, the unit of reading.
         rows_per_file: rows of a file.
-        info: statistics to keep in info.json; "rows" is added.
+        info: statistics to keep in info.json, or a function that gives them once the source is exhausted;
+            "rows" is added.
         overwrite: replace an existing folder.
 
     Raises:
@@ -66,7 +67,7 @@ def write_dataset(
     with replace_folder(target) as folder:
         rows = _write_files(folder, wanted, schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
         schema.save(folder)
-        write_json_atomic(folder / INFO_FILE, {"rows": rows, **(info or {})})
+        write_json_atomic(folder / INFO_FILE, {"rows": rows, **(info() if callable(info) else info or {})})
     return Dataset(target)
 
 
