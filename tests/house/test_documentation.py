@@ -162,3 +162,10 @@ def test_continued_commands_are_joined() -> None:
     body = "pip install viviane\n$ viviane -v doctor \\\n    --json  # all of it\n"
     assert command_lines(body) == [["-v", "doctor", "--json"]]
     parse(command_lines(body)[0])
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    absent = [page for page in pages if page not in menu]
+    assert not absent, f"add to the nav of mkdocs.yml: {', '.join(absent)}"
