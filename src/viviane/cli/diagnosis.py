@@ -204,7 +204,7 @@ def _train_three_steps(device: str) -> list[float]:
     for _ in range(3):
         logits = embedding(batch).flat @ weight
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         embedding.step(1.0)
         losses.append(loss.item())
     return losses
