@@ -64,8 +64,8 @@ def choose_precision(
                     best[name] = min(best[name], seconds)
     finally:
         with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(saved[name])
+            for key, buffer in buffers.items():
+                buffer.copy_(saved[key])
         restore_random_state(arrays, values, device)
     chosen = Precision("bf16" if best["bf16"] < best["fp32"] else "fp32")
     _log.info(
