@@ -6,12 +6,12 @@ import importlib
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from viviane.core.errors import VivianeError
+from viviane.core.errors import VivianeError, suggest
 
 # command -> module that defines a Typer function of that name
 COMMANDS = {
@@ -31,11 +31,11 @@ class _LazyGroup(TyperGroup):
     def list_commands(self, ctx: object) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: object, cmd_name: str) -> object:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            return None
+            ctx.fail(f"no command {cmd_name!r}; {suggest(cmd_name, COMMANDS)}")
         module = importlib.import_module(COMMANDS[cmd_name])
-        single = typer.Typer()
+        single = typer.Typer(add_completion=False)
         single.command(cmd_name)(module.command)
         return typer.main.get_command(single)
 
