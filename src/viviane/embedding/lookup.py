@@ -127,9 +127,9 @@ def _entries(part: Part, gradients: Tensor, per_row: int, blocks: list[int]) -> 
         live = torch.tensor(part.places, device=device)
         rows = rows[:, live]
         weights = None if weights is None else weights[:, live]
-    sources: Tensor | None = None
+    picked: Tensor | None = None
     if blocks != list(range(per_row)):
         first = torch.arange(size, device=device).unsqueeze(1) * per_row
-        sources = (first + torch.tensor(blocks, device=device)).view(-1)
+        picked = (first + torch.tensor(blocks, device=device)).view(-1)
     flat_weights = None if weights is None else weights.reshape(-1)
-    return RowGradients(rows.reshape(-1), gradients, sources, flat_weights, part.tables)
+    return RowGradients(rows.reshape(-1), gradients, picked, flat_weights, part.tables)

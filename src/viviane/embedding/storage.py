@@ -145,7 +145,7 @@ class Storage(nn.Module):
     def summed_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the touched rows, (U,), rising, and their gradients summed over all that waits, (U, D)."""
         if self._summed is None:
-            rows, sums = sum_duplicates(*_joined(self._pending))
+            rows, sums = sum_duplicates(*_joined(self._pending), num_rows=self.null_row + 1)
             if len(self.still_rows) and len(rows):
                 places = torch.searchsorted(rows, self.still_rows).clamp_(max=len(rows) - 1)
                 sums[places[rows[places] == self.still_rows]] = 0.0
@@ -157,7 +157,8 @@ class Storage(nn.Module):
         """Apply each segment's rule to the touched rows, and drop the gradients."""
         if not self._pending:
             return
-        for name in frozenset().union(*(one.tables for one in self._pending)):
+        active = frozenset().union(*(one.tables for one in self._pending))
+        for name in active:
             self.steps[name] += 1
         rows, sums = self.summed_gradients()
         if not (isinstance(scale, float | int) and scale == 1.0):

@@ -19,11 +19,17 @@ from viviane.core.errors import VivianeError
 
 __all__ = ["adagrad_update", "adam_update", "sgd_update", "sum_duplicates"]
 
-_BLOCK_ELEMENTS = 1 << 16
+_BLOCK_ELEMENTS = 1 << 17  # 512 KiB of float32: rows, state and temporaries of a block stay in the cache
+_INT32_ROWS = 2**31
 
 
 def sum_duplicates(
-    rows: Tensor, gradients: Tensor, sources: Tensor | None = None, weights: Tensor | None = None
+    rows: Tensor,
+    gradients: Tensor,
+    sources: Tensor | None = None,
+    weights: Tensor | None = None,
+    *,
+    num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum gradients by row: sums[u] = sum of weights[n] * gradients[sources[n]] over n with rows[n] == unique[u].
 
@@ -35,6 +41,7 @@ def sum_duplicates(
         gradients: (M, D), float32.
         sources: (N,), int64, which gradient belongs to each entry; None means entry n has gradient n.
         weights: (N,), float32, or None for ones.
+        num_rows: R, all rows lie below it; below 2^31 the sort handles half the bytes.
 
     Returns:
         unique rows in rising order, (U,), int64, and their sums, (U, D).
@@ -48,16 +55,17 @@ def sum_duplicates(
         raise VivianeError("without sources, each row needs one gradient", value=f"{len(rows)} and {len(gradients)}")
     if len(rows) == 0:
         return rows.new_empty(0), gradients.new_zeros(0, gradients.shape[1])
-    sorted_rows, order = torch.sort(rows, stable=True)
+    narrow = rows.to(torch.int32) if num_rows is not None and num_rows <= _INT32_ROWS else rows
+    sorted_rows, order = torch.sort(narrow, stable=True)
     first = torch.cat([sorted_rows.new_ones(1, dtype=torch.bool), sorted_rows[1:] != sorted_rows[:-1]])
-    starts = first.nonzero().squeeze(1)
+    starts = first.nonzero().squeeze(1)  # where each distinct row begins, (U,)
     offsets = torch.cat([starts, starts.new_full((1,), len(rows))])
     entries = order if sources is None else sources[order]
     by_order = None if weights is None else weights[order]
     sums = F.embedding_bag(
         entries, gradients, offsets, mode="sum", per_sample_weights=by_order, include_last_offset=True
     )
-    return sorted_rows[starts], sums
+    return sorted_rows[starts].to(torch.int64), sums
 
 
 def sgd_update(storage: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float = 0.0) -> None:
