@@ -233,9 +233,13 @@ def _column(values: Any, dtype: torch.dtype, rows: int, name: str, origin: str) 
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values).copy())
     if tensor.shape[0] != rows:
         raise SchemaError("columns differ in length", where=f"{origin}, column {name!r}", value=tensor.shape[0])
-    if dtype in (torch.int32, torch.int64) and tensor.is_floating_point():
+    if dtype in (torch.int32, torch.int64) and tensor.is_floating_point() and rows:
         raise SchemaError("ids must be whole numbers", where=f"{origin}, column {name!r}", value=str(tensor.dtype))
-    return tensor.to(dtype)
+    narrow = tensor.to(dtype)
+    if dtype == torch.int32 and not torch.equal(narrow, tensor):  # 2^32 + 3 would become 3
+        value = int(tensor[narrow != tensor][0])
+        raise SchemaError("an id does not fit int32", where=f"{origin}, column {name!r}", value=value)
+    return narrow
 
 
 def _look_up(index: dict[str, Any], name: str, kind: str) -> Any:
