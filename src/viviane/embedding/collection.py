@@ -139,19 +139,27 @@ class EmbeddingCollection(nn.Module):
         if isinstance(batch, Batch):
             known = batch.layout.one_hot_index.keys() | batch.bags.keys()
             self._need(known)
-            return (batch.layout.one_hot, batch.one_hot), batch.bags, batch.size, batch.origin
+            bags = {n: batch.bag(n) for n in self.features if n in batch.bags or self.features[n].combiner == "concat"}
+            return (batch.layout.one_hot, batch.one_hot), bags, batch.size, batch.origin
         self._need(batch.keys())
-        names = tuple(n for n in self.features if isinstance(k := batch[n], Tensor) and k.dim() == 1)
-        bags = {
-            n: k if isinstance(k, Bag) else as_bag(k, n) for n in self.features if n not in names for k in [batch[n]]
-        }
-        columns = [k for n in names if isinstance(k := batch[n], Tensor)]
-        sizes = {n: len(k) for n, k in zip(names, columns, strict=True)}
+        singles: dict[str, Tensor] = {}
+        bags = {}
+        for name, feature in self.features.items():
+            keys = batch[name]
+            if isinstance(keys, Tensor) and keys.dim() == 1 and feature.combiner != "concat":
+                singles[name] = keys
+            else:
+                bags[name] = keys if isinstance(keys, Bag) else as_bag(keys, name)
+        sizes = {name: len(keys) for name, keys in singles.items()}
         sizes |= {n: len(bag.offsets) - 1 for n, bag in bags.items()}
         if len(set(sizes.values())) > 1:
             raise DataError("features differ in their number of rows", value=sizes)
-        ids = torch.stack(columns, 1) if columns else torch.empty(0, 0, dtype=torch.int64, device=self.device)
-        return (names, ids), bags, next(iter(sizes.values())), ""
+        ids = (
+            torch.stack(list(singles.values()), 1)
+            if singles
+            else torch.empty(0, 0, dtype=torch.int64, device=self.device)
+        )
+        return (tuple(singles), ids), bags, next(iter(sizes.values())), ""
 
     def _need(self, known: Any) -> None:
         for name in self.features:
@@ -163,7 +171,7 @@ class EmbeddingCollection(nn.Module):
         if key not in self._plans:
             index = {name: i for i, name in enumerate(one_hot)}
             singles = [self._one_hot_plan(storage, index) for storage in self._all_storages()]
-            bags = [self._bag_plan(feature) for feature in self.features.values() if feature.name not in index]
+            bags = [self._bag_plan(f) for f in self.features.values() if f.name not in index or f.combiner == "concat"]
             self._plans[key] = [plan for plan in singles if plan is not None], bags
         return self._plans[key]
 
@@ -174,7 +182,11 @@ class EmbeddingCollection(nn.Module):
         return RowMap(names, tables, bases, storage.null_row, self._violations, self.device)
 
     def _one_hot_plan(self, storage: Storage, index: Mapping[str, int]) -> OneHotPlan | None:
-        features = [f for f in self.features.values() if f.name in index and f.table in storage.tables]
+        features = [
+            f
+            for f in self.features.values()
+            if f.name in index and f.table in storage.tables and f.combiner != "concat"
+        ]
         if not features:
             return None
         columns = [index[feature.name] for feature in features]

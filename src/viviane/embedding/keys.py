@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from viviane.core.errors import KeyRangeError
+from viviane.core.errors import DataError, KeyRangeError
 from viviane.embedding.config import TableConfig
 
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -124,6 +124,9 @@ class RowMap:
             offsets: of the bags, where the keys are entries of bags, for messages.
             origin: of the batch, for messages.
         """
+        if keys.dtype not in (torch.int32, torch.int64):
+            feature = self.features[0]
+            raise DataError("keys must be whole numbers", where=f"feature {feature!r}", value=str(keys.dtype))
         on_cpu = keys.device.type == "cpu"
         if on_cpu and self._in_range(keys):
             return keys + self._bases, None

@@ -106,7 +106,9 @@ class BagPlan:
 
 
 def as_bag(keys: Tensor, feature: str) -> Bag:
-    """See a matrix of ids (B, H) as bags of H ids each."""
+    """See ids (B,) as bags of one, a matrix of ids (B, H) as bags of H each."""
+    if keys.dim() == 1:
+        keys = keys.unsqueeze(1)
     if keys.dim() != 2:
         raise DataError("keys must be a Bag, (B,) or (B, H)", where=f"feature {feature!r}", value=tuple(keys.shape))
     offsets = torch.arange(keys.shape[0] + 1, device=keys.device) * keys.shape[1]
