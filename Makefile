@@ -20,9 +20,11 @@ help:
 	@echo 'make bench        run every benchmark and append to benchmarks/results/ (SMALL=1 for a quick try)'
 	@echo 'make bench-tables rewrite the tables of figures in README.md and docs/ from benchmarks/results/'
 	@echo 'make quality      train the reference models on real data and record their AUC'
-	@echo 'make docs         build the documentation into site/; make docs-serve shows it in a browser'
+	@echo 'make docs         build the documentation into site/'
+	@echo 'make docs-serve   show it in a browser'
 	@echo 'make wheel        build the wheel into dist/'
-	@echo 'make clean        remove what the targets above wrote; make distclean removes .venv too'
+	@echo 'make clean        remove what the targets above wrote'
+	@echo 'make distclean    the same, and .venv'
 	@echo 'PYTHON=python3.12 make test     another interpreter;   JOBS=8 make test     more test processes'
 
 install:

@@ -133,7 +133,9 @@ def test_heavy_libraries_are_imported_where_they_are_used(module: str) -> None:
 
 def test_the_check_itself_sees_violations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
-    bad.write_text("import duckdb\nfrom viviane.cli import main\n\ndef f():\n    from viviane.training import Anything\n")
+    bad.write_text(
+        "import duckdb\nfrom viviane.cli import main\n\ndef f():\n    from viviane.training import Anything\n"
+    )
     monkeypatch.setitem(MODULES, "viviane.core.bad", bad)
     assert ours(all_imports("viviane.core.bad")) == {"viviane.cli.main", "viviane.training"}
     assert load_time_imports("viviane.core.bad") == {"duckdb", "viviane.cli.main"}
