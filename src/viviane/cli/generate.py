@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -52,10 +52,14 @@ def command(
     }
     if layout not in ("parquet", "criteo"):
         raise ConfigError("unknown format", where="--format", value=layout, allowed="parquet, criteo")
-    for part, number, path in parts(out, whole(rows, "rows"), whole(valid_rows, "valid-rows"), layout):
+    planned = parts(out, whole(rows, "rows"), whole(valid_rows, "valid-rows"), layout)
+    for _, _, path in planned:
+        if path.exists() and not overwrite:
+            raise ConfigError("the output exists", where=str(path), fix="choose another, or pass --overwrite")
+    for part, number, path in planned:
         config = SyntheticConfig.from_dict({**settings, "rows": number}, where="viviane generate")
-        done = generate(config, path, "criteo" if layout == "criteo" else "parquet", part=part, num_threads=threads,
-                        overwrite=overwrite)  # fmt: skip
+        kind: Literal["criteo", "parquet"] = "criteo" if layout == "criteo" else "parquet"
+        done = generate(config, path, kind, part=part, num_threads=threads, overwrite=overwrite)
         typer.echo(
             f"{done.path}: {done.rows:,} rows in {done.seconds:.1f} s ({done.rows / done.seconds:,.0f} rows/s), "
             f"best reachable AUC {done.best_auc:.4f}, log loss {done.best_log_loss:.4f}, "
@@ -75,8 +79,8 @@ def whole(text: str, option: str) -> int:
     """Read a whole number that may be written as 1e6 or 1_000_000."""
     try:
         number = float(text)
+        if number >= 0 and number.is_integer() and number < 2**53:
+            return int(number)
     except ValueError:
-        number = float("nan")
-    if not (number >= 0 and number == int(number) if number < 2**53 else False):
-        raise ConfigError("not a whole number", where=f"--{option}", value=text, allowed="1000000, 1_000_000, 1e6")
-    return int(number)
+        pass
+    raise ConfigError("not a whole number", where=f"--{option}", value=text, allowed="1000000, 1_000_000, 1e6")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow as pa
 
 from viviane.core.errors import SchemaError, suggest
 from viviane.schema import CategoricalColumn, DenseColumn, Schema
 
-_SCALARS = {
+_SCALARS: dict[str, Any] = {
     "float32": pa.float32(),
     "int8": pa.int8(),
     "int32": pa.int32(),
@@ -16,7 +18,7 @@ _SCALARS = {
 }
 
 
-def arrow_types(schema: Schema) -> dict[str, pa.DataType]:
+def arrow_types(schema: Schema) -> dict[str, Any]:
     """Return the Arrow type that a writer gives to each column of a schema, in the schema's order.
 
     Example:
@@ -24,7 +26,7 @@ def arrow_types(schema: Schema) -> dict[str, pa.DataType]:
         >>> {name: str(type) for name, type in arrow_types(schema).items()}
         {'y': 'float', 'c': 'int32'}
     """
-    types: dict[str, pa.DataType] = {}
+    types: dict[str, Any] = {}
     for column in schema.columns:
         scalar = _SCALARS[column.dtype]
         if isinstance(column, DenseColumn) and column.dim > 1:
@@ -41,7 +43,7 @@ def arrow_types(schema: Schema) -> dict[str, pa.DataType]:
     return types
 
 
-def same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
+def same_type(found: Any, wanted: Any) -> bool:
     """Say whether a column of type `found` can be read as `wanted`: equal, or another kind of list of the same."""
     if is_list(wanted):
         fixed = pa.types.is_fixed_size_list(found) and pa.types.is_fixed_size_list(wanted)
@@ -53,7 +55,7 @@ def same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(found == wanted)
 
 
-def is_list(kind: pa.DataType) -> bool:
+def is_list(kind: Any) -> bool:
     """Say whether an Arrow type is a list of any kind."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 

@@ -137,7 +137,7 @@ def _read(path: Path, expected: FileStamp, group: Group, schema: Schema) -> pa.T
     return table
 
 
-def _whole(column: pa.ChunkedArray) -> Any:
+def _whole(column: Any) -> Any:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 

@@ -20,6 +20,7 @@ from viviane.data.block import Block, Rows, Slab
 from viviane.data.plan import EpochPlan, Group, Window
 
 Decode = Callable[[Group, Block, int, int], None]  # (group, block, first row in the block, part number)
+_THREAD_NAME = "viviane-reader"
 Ready = tuple[Block, NDArray[np.int64] | None]
 
 
@@ -76,7 +77,7 @@ class Prefetcher:
         self._depth = 2 * num_threads
         self._loading: dict[int, _Loading] = {}
         self._pending = deque(self._due_tasks(first_row, last_row, num_threads))
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="viviane-reader")
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
 
     def _due_tasks(self, first_row: int, last_row: int, num_threads: int) -> Iterator[tuple[int, Window, int]]:
         """Yield (row at which to hand in, window, part): a window's parts are spread over the one before it."""
@@ -127,7 +128,9 @@ class Prefetcher:
                     tasks.append(self._hand_in_batch())
                 yield tasks.popleft().result()
         finally:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            # the garbage collector may close a forgotten iterator in one of our own threads: it cannot join itself
+            own = threading.current_thread().name.startswith(_THREAD_NAME)
+            self._pool.shutdown(wait=not own, cancel_futures=True)
 
 
 def _assemble(pieces: list[tuple[Window, int, int]], loadings: list[_Loading]) -> tuple[Slab, list[Window]]:

@@ -75,7 +75,7 @@ def _write_files(
     folder: Path, wanted: pa.Schema, schema: Schema, groups: Iterator[pa.Table], rows_per_file: int
 ) -> int:
     # Ids and labels repeat: dictionary pages shrink them. Dense numbers rarely do, and the attempt costs time.
-    repeated = [column.name for column in (*schema.labels, *schema.one_hot)]
+    repeated: Any = [column.name for column in schema.labels] + [column.name for column in schema.one_hot]
     repeated += [f"{column.name}.list.element" for column in schema.bags]
     total, in_file, number = 0, 0, 0
     writer: pq.ParquetWriter | None = None
@@ -122,7 +122,7 @@ def _conform(part: Any, wanted: pa.Schema, schema: Schema, number: int) -> pa.Ta
         part = pa.Table.from_batches([part])
     if isinstance(part, pa.Table):
         check_columns(part.schema, schema, where)
-        arrays = [part.column(name) for name in wanted.names]
+        arrays: list[Any] = [part.column(name) for name in wanted.names]
     elif isinstance(part, Mapping):
         unknown = [name for name in part if name not in wanted.names and name not in schema.ignored]
         absent = [name for name in wanted.names if name not in part]
@@ -146,21 +146,16 @@ def _conform(part: Any, wanted: pa.Schema, schema: Schema, number: int) -> pa.Ta
     return pa.table(cast, schema=wanted)
 
 
-def _array(values: Any, field: pa.Field, where: str) -> pa.Array:
-    """Convert a column to its type; whole numbers may become float32, fractions never become ids."""
+def _array(values: Any, field: Any, where: str) -> Any:
+    """Convert a column to its type: float64 is rounded to float32; ids are never rounded or wrapped."""
     try:
-        if isinstance(values, np.ndarray) and values.ndim == 2 and is_list(field.type):
-            flat = pa.array(values.reshape(-1)).cast(field.type.value_type)
-            fixed = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-            return fixed.cast(field.type)
-        if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "biuf":
-            array = pa.array(values)
-            if pa.types.is_floating(array.type) and pa.types.is_floating(field.type):
-                return array.cast(field.type, safe=False)  # float64 to float32 rounds
-            if pa.types.is_integer(array.type) and pa.types.is_boolean(field.type):
-                return array.cast(field.type)
-            return array.cast(field.type)
-        return values if isinstance(values, pa.Array) else pa.array(values, field.type)
+        if not isinstance(values, np.ndarray) or values.dtype == object:
+            return values if isinstance(values, pa.Array) else pa.array(values, field.type)
+        if values.ndim == 2 and is_list(field.type):
+            flat = _array(values.reshape(-1), field.type.value_field, where)
+            return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]).cast(field.type)
+        array: Any = pa.array(values)
+        return array.cast(field.type, safe=not pa.types.is_floating(field.type))
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise DataError(
             "a column cannot be converted without loss",

@@ -92,7 +92,7 @@ class SyntheticConfig(Settings):
             raise ValueError(f"cardinalities must be between 1 and {MAX_CARDINALITY}, ranges rising")
         if self.num_dense + len(self.sizes) + len(self.bags) == 0:
             raise ValueError("at least one dense or categorical column is needed")
-        _ = self.schema  # refuses a bag whose name is taken
+        self.to_schema()  # refuses a bag whose name is taken
         return self
 
     @property
@@ -104,9 +104,8 @@ class SyntheticConfig(Settings):
         low, high = self.cardinality_range
         return tuple(round(float(size)) for size in np.geomspace(low, high, count))
 
-    @property
-    def schema(self) -> Schema:
-        """Schema of the Parquet form."""
+    def to_schema(self) -> Schema:
+        """Return the schema of the Parquet form."""
         one_hot = [{"name": f"C{i}", "num_ids": size + RESERVED.first} for i, size in enumerate(self.sizes, 1)]
         bags = [
             {

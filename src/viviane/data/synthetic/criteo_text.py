@@ -27,10 +27,10 @@ def chunk_text(chunk: Chunk, seed: int, compress: bool) -> bytes:
     """Return a chunk as lines of text; compressed, as one gzip member (members may follow each other)."""
     columns: list[Any] = [pa.array(chunk.labels)]
     for count in chunk.counts:
-        columns.append(pa.Array.from_buffers(pa.int32(), len(count), [_valid(count >= 0), pa.py_buffer(count)]))
-    offsets = pa.py_buffer(np.arange(len(chunk.labels) + 1, dtype=np.int32) * 8)
+        columns.append(pa.Array.from_buffers(pa.int32(), len(count), [_valid(count >= 0), _buffer(count)]))
+    offsets = _buffer(np.arange(len(chunk.labels) + 1, dtype=np.int32) * 8)
     for number, ids in enumerate(chunk.ids):
-        digits = pa.py_buffer(_hex(ids, derive_seed(seed, "hex", number)))
+        digits = _buffer(_hex(ids, derive_seed(seed, "hex", number)))
         valid = _valid(ids != RESERVED.missing)
         columns.append(pa.Array.from_buffers(pa.string(), len(ids), [valid, offsets, digits]))
     table = pa.table(columns, names=[str(i) for i in range(len(columns))])
@@ -40,7 +40,11 @@ def chunk_text(chunk: Chunk, seed: int, compress: bool) -> bytes:
 
 
 def _valid(mask: NDArray[np.bool_]) -> Any:
-    return pa.py_buffer(np.packbits(mask, bitorder="little"))
+    return _buffer(np.packbits(mask, bitorder="little"))
+
+
+def _buffer(array: Any) -> Any:
+    return pa.py_buffer(array)
 
 
 def _hex(ids: NDArray[np.int32], salt: int) -> NDArray[np.uint16]:

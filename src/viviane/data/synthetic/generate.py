@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -26,7 +27,7 @@ from viviane.data.synthetic.planted import CHUNK_ROWS, BagValues, Chunk, Planted
 from viviane.data.write import write_dataset
 from viviane.schema import RESERVED
 
-SCORED_ROWS: Final = 2_000_000
+SCORED_ROWS: Final = 1_000_000
 T = TypeVar("T")
 
 
@@ -67,19 +68,21 @@ class _Truth:
         for i, ids in enumerate(chunk.ids):
             self._missing[i] += int((ids == RESERVED.missing).sum())
 
+    @cached_property
     def summary(self) -> dict[str, float | None]:
+        """Scores over the rows so far; asked for once all are there."""
         scored = np.concatenate(self._scored) if self._scored else np.zeros(0)
         rate = float(scored.mean()) if len(scored) else float("nan")
         figures = {"best_auc": best_auc(scored), "best_log_loss": best_log_loss(scored), "click_rate": rate}
         return {name: None if np.isnan(value) else value for name, value in figures.items()}
 
     def info(self, config: SyntheticConfig, part: str) -> dict[str, Any]:
-        one_hot = zip(config.schema.one_hot, self._missing, strict=True)
+        one_hot = zip(config.to_schema().one_hot, self._missing, strict=True)
         return {
             "rows": config.rows,
             "source": "synthetic",
             "part": part,
-            **self.summary(),
+            **self.summary,
             "columns": {
                 column.name: {"num_ids": column.num_ids, "num_missing": missing, "num_unknown": 0}
                 for column, missing in one_hot
@@ -128,16 +131,17 @@ def generate(
     start = time.perf_counter()
     truth = _Truth(config)
     if format == "parquet":
-        types = pa.schema([pa.field(name, kind) for name, kind in arrow_types(config.schema).items()])
+        schema = config.to_schema()
+        types = pa.schema([pa.field(name, kind) for name, kind in arrow_types(schema).items()])
         tables = _chunks(config, part, num_threads, truth, lambda chunk: _table(chunk, types))
-        write_dataset(target, config.schema, tables, info=lambda: truth.info(config, part), overwrite=overwrite)
+        write_dataset(target, schema, tables, info=lambda: truth.info(config, part), overwrite=overwrite)
     else:
         if config.bags:
             raise ConfigError("the criteo text has no bags", value=[bag.name for bag in config.bags], fix="use parquet")
         gz = target.suffix == ".gz"
         _write_text(target, _chunks(config, part, num_threads, truth, lambda c: chunk_text(c, config.seed, gz)))
         write_json_atomic(target.with_name(f"{target.name}.info.json"), truth.info(config, part))
-    figures = {name: float("nan") if value is None else value for name, value in truth.summary().items()}
+    figures = {name: float("nan") if value is None else value for name, value in truth.summary.items()}
     return Generated(path=target, rows=config.rows, seconds=time.perf_counter() - start, **figures)
 
 
@@ -179,7 +183,8 @@ def _table(chunk: Chunk, types: pa.Schema) -> pa.Table:
 
 
 def _list(bag: BagValues, values: NDArray[Any]) -> Any:
-    return pa.ListArray.from_arrays(pa.array(bag.offsets), pa.array(values))
+    offsets: Any = pa.array(bag.offsets)
+    return pa.ListArray.from_arrays(offsets, pa.array(values))
 
 
 def _write_text(target: Path, pieces: Iterator[bytes]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +33,8 @@ def power_law_ranks(uniform: NDArray[np.float64], cardinality: int, alpha: float
         power = 1.0 - alpha
         values = (uniform * (top**power - 1.0) + 1.0) ** (1.0 / power)
     # rounding may reach M itself for u next to 1
-    return np.minimum(values.astype(np.int64) - 1, cardinality - 1)
+    ranks: NDArray[np.int64] = np.minimum(values.astype(np.int64) - 1, cardinality - 1)
+    return ranks
 
 
 def power_law_share(cardinality: int, alpha: float, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -44,10 +47,11 @@ def power_law_share(cardinality: int, alpha: float, ranks: NDArray[np.int64]) ->
         [0.333, 0.333, 0.333]
     """
 
-    def below(y: NDArray[np.float64]) -> NDArray[np.float64]:
+    def below(y: NDArray[Any]) -> NDArray[Any]:
         if abs(alpha - 1.0) < 1e-9:
             return np.asarray(np.log(y) / np.log(cardinality + 1.0))
         power = 1.0 - alpha
         return np.asarray((y**power - 1.0) / ((cardinality + 1.0) ** power - 1.0))
 
-    return below(ranks + 2.0) - below(ranks + 1.0)
+    share: NDArray[np.float64] = below(ranks + 2.0) - below(ranks + 1.0)
+    return share
