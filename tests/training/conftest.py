@@ -5,9 +5,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from click_model import make_dataset  # noqa: E402
+from click_model import make_dataset
 
-from viviane.data import Dataset  # noqa: E402
+from viviane.data import Dataset
 
 
 @pytest.fixture(scope="session")

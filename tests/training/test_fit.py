@@ -5,11 +5,12 @@ import logging
 import math
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
 import torch
-from click_model import SCHEMA, ClickModel, assert_same_bits, make_batch, make_trainer, tensors_of
+from click_model import SCHEMA, ClickModel, assert_same_bits, columns, make_batch, make_trainer, tensors_of
 from torch import nn
 
 from viviane.config import SGD, Adam, Solver
@@ -275,7 +276,7 @@ def test_metrics_that_do_not_fit_are_refused():
 
 
 def test_an_undefined_auc_does_not_stop_training(train, tmp_path):
-    rows = {**{k: v for k, v in make_rows(40).items()}, "click": np.zeros(40, np.float32)}
+    rows = {**columns(40, 5), "click": np.zeros(40, np.float32)}
     ones = write_dataset(tmp_path / "zeros", SCHEMA, [rows])
     trainer = make_trainer(solver(patience=5), run_folder=tmp_path / "run")
     history = trainer.fit(train, ones)
@@ -284,15 +285,7 @@ def test_an_undefined_auc_does_not_stop_training(train, tmp_path):
     assert history.stopped == "epochs"
 
 
-def make_rows(num_rows):
-    from click_model import columns
-
-    return columns(num_rows, 5)
-
-
 def test_tensorboard_true_without_it_names_the_extra(train, tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     trainer = Trainer(
         ClickModel(), SCHEMA, solver(), Adam(), run_folder=tmp_path / "run", tensorboard=True, progress=False

@@ -47,7 +47,7 @@ OPTIMIZER_FILE: Final = "dense_optimizer.safetensors"
 PROGRESS_FILE: Final = "progress.safetensors"
 HISTORY_FILE: Final = "history.json"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_MAX_DIFFERENCES: Final = 10
+_MAX_DIFFERENCES: Final = 20
 
 
 @dataclass

@@ -24,7 +24,7 @@ _MAX_NAMES = 5
 class NanGuard:
     """Checks a step's input, loss and gradients.
 
-    Float buffers (batch statistics) are copied before forward, since forward itself changes them, and put back
+    Buffers (batch statistics) are copied before forward, since forward itself changes them, and put back
     when the step is refused: weights and buffers are then what they were after the last good step.
 
     Args:
@@ -35,7 +35,7 @@ class NanGuard:
     def __init__(self, module: nn.Module, collections: Mapping[str, EmbeddingCollection]) -> None:
         self.module = module
         self.collections = collections
-        self._buffers = [b for b in dense_buffers(module, persistent_only=False).values() if b.is_floating_point()]
+        self._buffers = list(dense_buffers(module, persistent_only=False).values())
         self._saved = [b.clone() for b in self._buffers]
 
     def before(self, batch: Batch, step: int) -> None:

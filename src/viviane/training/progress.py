@@ -35,7 +35,7 @@ class ProgressLine:
         bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=10),
             TextColumn("{task.fields[rate]:,.0f} samples/s"),
             TextColumn("loss {task.fields[loss]:.4f}{task.fields[metric]}"),
             TextColumn("left"),
@@ -61,8 +61,8 @@ class ProgressLine:
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Show the newest validation metrics from now on."""
-        parts = [f"{name} {value:.4f}" for name, value in metrics.items() if "/" not in name]
-        self._metric = "  valid " + " ".join(parts)
+        name = next((name for name in metrics if name != "loss"), "loss")
+        self._metric = f" valid {name} {metrics[name]:.4f}"  # one of them: the line has to fit 80 columns
         self._last, self._rows = perf_counter(), 0  # an evaluation's time is not the training's rate
 
     def close(self) -> None:
