@@ -212,6 +212,7 @@ class EmbeddingCollection(nn.Module):
 
     # Update -------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def step(self, lr: float, scale: float | Tensor = 1.0, factor: float = 1.0) -> None:
         """Sum the gradients of equal rows, move the touched rows and their state, and drop the gradients.
 

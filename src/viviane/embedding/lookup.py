@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from viviane.embedding.storage import RowGradients, Storage
 from viviane.ops.embedding_bag import embedding_bag, embedding_lookup, entry_bags
@@ -88,6 +89,7 @@ class Lookup(torch.autograd.Function):
         return gather(parts, size, width)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Hand the gradients of the touched rows to their storages."""
         gradient = grad_outputs[0].contiguous()
