@@ -51,9 +51,8 @@ def main() -> None:
     viviane("predict", folder / "run" / "model", folder / "new_rows.txt", "--output", folder / "scores.parquet")
     print(f"{num_rows} rows scored, every other one with an unseen value in each of its 26 categories")
 
-    print(
-        f"\nDone in {time.perf_counter() - start:.0f} s. Look at the report: {(folder / 'run' / 'report.html').resolve()}"
-    )
+    report = (folder / "run" / "report.html").resolve()
+    print(f"\nDone in {time.perf_counter() - start:.0f} s. Look at the report: {report}")
 
 
 def settings(folder: Path) -> dict[str, object]:
