@@ -292,6 +292,8 @@ def test_tensorboard_true_without_it_names_the_extra(train, tmp_path, monkeypatc
     )
     with pytest.raises(MissingExtraError, match=r"viviane\[tracking\]"):
         trainer.fit(train)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="need a run folder"):
         Trainer(ClickModel(), SCHEMA, solver(), Adam(), tensorboard=True, progress=False).fit(train)
 

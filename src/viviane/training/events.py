@@ -41,7 +41,7 @@ def open_events(folder: Path, wanted: bool | None, after: int) -> EventWriter | 
     """Return a writer, or None where events are not wanted, or not installed and not asked for.
 
     Raises:
-        MissingExtraError: `wanted` is True and tensorboard is not installed.
+        MissingExtraError: `wanted` is True and tensorboard cannot be imported.
     """
     if wanted is False or (wanted is None and importlib.util.find_spec("tensorboard") is None):
         return None

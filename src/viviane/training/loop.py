@@ -16,6 +16,7 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.logging import get_logger
+from viviane.core.optional import require
 from viviane.data import Dataset, Reader
 from viviane.training.checkpoint import load_checkpoint
 from viviane.training.checkpoint_store import CheckpointStore
@@ -81,6 +82,10 @@ class FitLoop:
         needs = [name for name in ("target", "patience", "restore_best", "eval_every") if getattr(self.solver, name)]
         if self.validation is None and needs:
             raise ConfigError(f"solver.{needs[0]} needs validation data", fix="pass validation= to fit")
+        if self.trainer.tensorboard:
+            require("tensorboard", extra="tracking", purpose="writing TensorBoard events")
+            if self.folder is None:
+                raise ConfigError("TensorBoard events need a run folder", fix="pass run_folder=")
 
     # Running ----------------------------------------------------------------------------------------------
 
@@ -108,8 +113,6 @@ class FitLoop:
 
     def _open_events(self) -> EventWriter | None:
         if self.folder is None:
-            if self.trainer.tensorboard:
-                raise ConfigError("TensorBoard events need a run folder", fix="pass run_folder=")
             return None
         return open_events(self.folder.tensorboard, self.trainer.tensorboard, self.trainer.step)
 

@@ -53,8 +53,9 @@ class RunFolder:
 
     @property
     def holds_a_run(self) -> bool:
-        """True where a run was started here."""
-        return (self.path / METRICS_FILE).exists() or (self.checkpoints / "index.json").exists()
+        """True where a run left a row of metrics or a checkpoint; one that failed before that left nothing to lose."""
+        metrics = self.path / METRICS_FILE
+        return (metrics.exists() and metrics.stat().st_size > 0) or any(self.checkpoints.glob("step-*"))
 
     def start(self, config: Mapping[str, Any], schema: Schema, data_info: Mapping[str, Any], *, resume: bool) -> None:
         """Write settings and schema.
