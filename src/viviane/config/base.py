@@ -96,7 +96,8 @@ def validate(kind: Any, data: Any, where: str | None = None) -> Any:
 def explain(error: ValidationError, kind: Any, where: str | None = None) -> ConfigError:
     """Turn pydantic's first complaint into a sentence for people; further ones are counted."""
     problems = error.errors(include_url=False)
-    first = problems[0]
+    # A misspelt key shows up twice, as unknown and as missing: the unknown one tells more.
+    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     path = ".".join(str(part) for part in first["loc"]) or None
     place = ", ".join(part for part in (where, path) if part) or None
     more = f" (and {len(problems) - 1} more problem(s))" if len(problems) > 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from viviane.metrics.registry import METRICS, Metric
 log = get_logger(__name__)
 
 
-def roc_auc(
-    scores: NDArray[np.float32], labels: NDArray[np.float32], weights: NDArray[np.float32] | None = None
-) -> float:
+Floats: TypeAlias = NDArray[np.float32]
+Doubles: TypeAlias = NDArray[np.float64]
+
+
+def roc_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> float:
     """Probability that a positive row scores above a negative one; ties count one half.
 
         AUC = sum over groups g of equal score: P_g (N_below_g + N_g / 2)  /  (P N)
@@ -43,17 +46,10 @@ def roc_auc(
     if not np.isfinite(scores).all():
         row = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise NumericsError("a prediction is not a finite number", where=f"row {row}", value=float(scores[row]))
-    order = np.argsort(_sortable(scores))
-    ordered = scores[order]
-    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)  # last row of each group
-    positive = labels[order].astype(np.float64)
-    if weights is None:
-        positives = np.cumsum(positive)[ends]
-        total = (ends + 1).astype(np.float64)
+    if weights is None and ((labels == 0) | (labels == 1)).all():
+        positives, total = _group_counts(scores, labels)
     else:
-        weight = weights[order].astype(np.float64)
-        positives = np.cumsum(positive * weight)[ends]
-        total = np.cumsum(weight)[ends]
+        positives, total = _group_sums(scores, labels, weights)
     negatives = total - positives
     if positives[-1] <= 0 or negatives[-1] <= 0:
         return math.nan
@@ -62,10 +58,30 @@ def roc_auc(
     return float(np.dot(positive_steps, below + negatives) / (2.0 * positives[-1] * negatives[-1]))
 
 
-def _sortable(scores: NDArray[np.float32]) -> NDArray[np.generic]:
-    """Scores >= 0 sort like their bit patterns, and integers sort faster than floats."""
-    flat = np.ascontiguousarray(scores, dtype=np.float32)
-    return flat.view(np.int32) if flat.min() >= 0 and not np.signbit(flat).any() else flat
+def _group_counts(scores: Floats, labels: Floats) -> tuple[Doubles, Doubles]:
+    """Positives and rows up to the end of each group of equal score, for labels of 0 and 1.
+
+    Score and label are packed into one integer, so that one plain sort does it all: no permutation is made
+    and nothing is gathered, which is several times faster than sorting indices.
+    """
+    bits = np.ascontiguousarray(scores + np.float32(0), np.float32).view(np.int32)  # + 0 turns -0.0 into 0.0
+    ordered_bits = np.where(bits < 0, ~bits ^ np.int32(-(2**31)), bits)  # negative floats sort backwards
+    packed = ordered_bits.astype(np.int64) << 1
+    packed |= labels.astype(np.int64)
+    packed.sort()
+    group = packed >> 1
+    ends = np.append(np.flatnonzero(group[1:] != group[:-1]), len(group) - 1)
+    positives = np.cumsum(packed & 1)[ends]
+    return positives.astype(np.float64), (ends + 1).astype(np.float64)
+
+
+def _group_sums(scores: Floats, labels: Floats, weights: Floats | None) -> tuple[Doubles, Doubles]:
+    """Positive and whole weight up to the end of each group of equal score."""
+    order = np.argsort(scores, kind="stable")
+    ordered = scores[order]
+    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
+    weight = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
+    return np.cumsum(labels[order] * weight)[ends], np.cumsum(weight)[ends]
 
 
 @METRICS.register("auc")
