@@ -12,14 +12,23 @@ from torch import Tensor, nn
 from viviane.batch import Bag, Batch
 from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.device import resolve_device
-from viviane.core.errors import CheckpointError, ConfigError, DataError, suggest
+from viviane.core.errors import ConfigError, suggest
 from viviane.embedding.config import FeatureConfig, TableConfig
-from viviane.embedding.keys import RowMap, Violation
-from viviane.embedding.lookup import Lookup, Part, Run, gather
+from viviane.embedding.keys import Violation, raise_first
+from viviane.embedding.lookup import Lookup, Part, gather
 from viviane.embedding.output import EmbeddingOutput
-from viviane.embedding.plan import BagPlan, OneHotPlan, as_bag, place_features
-from viviane.embedding.state import TableState, TableSummary
+from viviane.embedding.plan import Plan, Planner, place_features, read_keys
+from viviane.embedding.state import (
+    TableState,
+    TableSummary,
+    export_table,
+    import_table,
+    load_entries,
+    state_entries,
+)
 from viviane.embedding.storage import Storage
+
+_MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread
 
 
 class EmbeddingCollection(nn.Module):
@@ -81,7 +90,7 @@ class EmbeddingCollection(nn.Module):
         self._storage_of = {name: i for i, s in enumerate(self.storages) for name in s.tables}  # type: ignore[union-attr]
         self._frozen = frozenset(table.name for table in tables if not table.trainable)
         self._violations: deque[Violation] = deque()
-        self._plans: dict[Any, tuple[list[OneHotPlan], list[BagPlan]]] = {}
+        self._plans: dict[tuple[tuple[str, ...], torch.device], Plan] = {}
 
     @property
     def device(self) -> torch.device:
@@ -116,99 +125,39 @@ class EmbeddingCollection(nn.Module):
             KeyRangeError: a key out of range in a table with "raise"; on a GPU `check` and `step` raise it.
             DataError: a bag is longer than max_length, or features differ in their number of rows.
         """
-        one_hot, bags, size, origin = self._keys(batch)
-        one_hot_plans, bag_plans = self._plan(tuple(one_hot[0]))
-        parts: list[Part] = [plan.part(one_hot[1], self._frozen, origin) for plan in one_hot_plans]
+        keys = read_keys(batch, self.features, self.device)
+        plan = self._plan(keys.one_hot_names)
+        parts: list[Part] = [one.part(keys.one_hot, self._frozen, keys.origin) for one in plan.one_hot]
         masks: dict[str, Tensor] = {}
-        for plan in bag_plans:
-            part, mask = plan.part(bags[plan.feature.name], self._frozen, origin)
+        for one in plan.bags:
+            part, mask = one.part(keys.bags[one.feature.name], self._frozen, keys.origin)
             parts.append(part)
             if mask is not None:
-                masks[plan.feature.name] = mask
+                masks[one.feature.name] = mask
         if self.training and torch.is_grad_enabled() and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
-            flat: Tensor = Lookup.apply(anchor, parts, size, self._width)  # type: ignore[no-untyped-call]
+            flat: Tensor = Lookup.apply(anchor, parts, keys.size, self._width)  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
-                flat = gather(parts, size, self._width)
+                flat = gather(parts, keys.size, self._width)
+        if len(self._violations) >= _MOST_UNCHECKED:
+            self.check()
         return EmbeddingOutput(flat, self._places, masks)
 
-    def _keys(
-        self, batch: Batch | Mapping[str, Bag | Tensor]
-    ) -> tuple[tuple[tuple[str, ...], Tensor], Mapping[str, Bag], int, str]:
-        if isinstance(batch, Batch):
-            known = batch.layout.one_hot_index.keys() | batch.bags.keys()
-            self._need(known)
-            bags = {n: batch.bag(n) for n in self.features if n in batch.bags or self.features[n].combiner == "concat"}
-            return (batch.layout.one_hot, batch.one_hot), bags, batch.size, batch.origin
-        self._need(batch.keys())
-        singles: dict[str, Tensor] = {}
-        bags = {}
-        for name, feature in self.features.items():
-            keys = batch[name]
-            if isinstance(keys, Tensor) and keys.dim() == 1 and feature.combiner != "concat":
-                singles[name] = keys
-            else:
-                bags[name] = keys if isinstance(keys, Bag) else as_bag(keys, name)
-        sizes = {name: len(keys) for name, keys in singles.items()}
-        sizes |= {n: len(bag.offsets) - 1 for n, bag in bags.items()}
-        if len(set(sizes.values())) > 1:
-            raise DataError("features differ in their number of rows", value=sizes)
-        ids = (
-            torch.stack(list(singles.values()), 1)
-            if singles
-            else torch.empty(0, 0, dtype=torch.int64, device=self.device)
-        )
-        return (tuple(singles), ids), bags, next(iter(sizes.values())), ""
-
-    def _need(self, known: Any) -> None:
-        for name in self.features:
-            if name not in known:
-                raise DataError("the batch lacks a feature", value=name, fix=suggest(name, known))
-
-    def _plan(self, one_hot: tuple[str, ...]) -> tuple[list[OneHotPlan], list[BagPlan]]:
+    def _plan(self, one_hot: tuple[str, ...]) -> Plan:
         key = (one_hot, self.device)
         if key not in self._plans:
-            index = {name: i for i, name in enumerate(one_hot)}
-            singles = [self._one_hot_plan(storage, index) for storage in self._all_storages()]
-            bags = [self._bag_plan(f) for f in self.features.values() if f.name not in index or f.combiner == "concat"]
-            self._plans[key] = [plan for plan in singles if plan is not None], bags
+            make = Planner(
+                self.features, self.tables, self._all_storages(), self._places, self._violations, self.device
+            )
+            self._plans[key] = make.plan(one_hot)
         return self._plans[key]
-
-    def _row_map(self, features: Sequence[FeatureConfig], storage: Storage) -> RowMap:
-        tables = [self.tables[feature.table] for feature in features]
-        names = [feature.name for feature in features]
-        bases = [storage.bases[table.name] for table in tables]
-        return RowMap(names, tables, bases, storage.null_row, self._violations, self.device)
-
-    def _one_hot_plan(self, storage: Storage, index: Mapping[str, int]) -> OneHotPlan | None:
-        features = [
-            f
-            for f in self.features.values()
-            if f.name in index and f.table in storage.tables and f.combiner != "concat"
-        ]
-        if not features:
-            return None
-        columns = [index[feature.name] for feature in features]
-        whole = columns == list(range(len(index)))
-        runs: list[Run] = []
-        for i, feature in enumerate(features):
-            start = self._places[feature.name].start
-            if runs and runs[-1].start + (runs[-1].last - runs[-1].first) * storage.dim == start:
-                runs[-1] = Run(runs[-1].first, i + 1, runs[-1].start)
-            else:
-                runs.append(Run(i, i + 1, start))
-        picked = None if whole else torch.tensor(columns, device=self.device)
-        return OneHotPlan(storage, tuple(features), picked, self._row_map(features, storage), tuple(runs))
-
-    def _bag_plan(self, feature: FeatureConfig) -> BagPlan:
-        storage = self._storage(feature.table)
-        return BagPlan(storage, feature, self._row_map([feature], storage), self._places[feature.name])
 
     def check(self) -> None:
         """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
-        while self._violations:
-            self._violations.popleft().raise_if_any()
+        found = list(self._violations)
+        self._violations.clear()
+        raise_first(found)
 
     # Update -------------------------------------------------------------------------------------------------
 
@@ -269,12 +218,7 @@ class EmbeddingCollection(nn.Module):
 
     def export_table(self, table: str, *, copy: bool = True) -> TableState:
         """Return a table's rows and optimizer state: a copy, or views of the live memory for writing to a file."""
-        storage = self._storage(table)
-        content = TableState(storage.table_rows(table), storage.table_state(table), storage.steps[table])
-        if not copy:
-            return content
-        state = {name: part.clone() for name, part in content.state.items()}
-        return TableState(content.weight.clone(), state, content.step)
+        return export_table(self._storage(table), table, copy)
 
     def import_table(self, table: str, content: TableState) -> None:
         """Replace a table's rows and optimizer state.
@@ -285,42 +229,11 @@ class EmbeddingCollection(nn.Module):
         Raises:
             CheckpointError: shapes or names of the state differ; nothing is changed then.
         """
-        storage = self._storage(table)
-        own = {"weight": storage.table_rows(table)}
-        given = {"weight": content.weight}
-        if content.state:
-            own |= storage.table_state(table)
-            given |= content.state
-        if own.keys() != given.keys():
-            allowed = ", ".join(own)
-            raise CheckpointError(
-                "another optimizer's state", where=f"table {table!r}", value=", ".join(given), allowed=allowed
-            )
-        for name, part in given.items():
-            if part.shape != own[name].shape:
-                where = f"table {table!r}, {name}"
-                raise CheckpointError(
-                    "the shape differs", where=where, value=tuple(part.shape), allowed=str(tuple(own[name].shape))
-                )
-        for name, part in given.items():
-            own[name].copy_(part)
-        if content.state:
-            storage.steps[table] = content.step
-        else:
-            storage.reset_table_state(table)
-            if not storage.table_state(table):  # a rule without state, such as SGD: its count is still known
-                storage.steps[table] = content.step
-        padding = self.tables[table].padding_id
-        if padding is not None:
-            own["weight"][padding] = 0.0
+        import_table(self._storage(table), table, content)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for table in self.tables:
-            storage = self._storage(table)
-            destination[f"{prefix}{table}.weight"] = storage.table_rows(table)
-            for name, part in storage.table_state(table).items():
-                destination[f"{prefix}{table}.{name}"] = part
-            destination[f"{prefix}{table}.step"] = torch.tensor(storage.steps[table])
+            destination.update(state_entries(self._storage(table), table, prefix))
 
     def _load_from_state_dict(
         self,
@@ -334,23 +247,7 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         known: set[str] = set()
         for table in self.tables:
-            storage = self._storage(table)
-            targets = {"weight": storage.table_rows(table), **storage.table_state(table)}
-            known |= {f"{prefix}{table}.{name}" for name in (*targets, "step")}
-            for name, target in targets.items():
-                key = f"{prefix}{table}.{name}"
-                if key not in state_dict:
-                    missing_keys.append(key)
-                elif state_dict[key].shape != target.shape:
-                    error_msgs.append(
-                        f"{key} has shape {tuple(state_dict[key].shape)}, the table {tuple(target.shape)}"
-                    )
-                else:
-                    target.copy_(state_dict[key])
-            if f"{prefix}{table}.step" in state_dict:
-                storage.steps[table] = int(state_dict[f"{prefix}{table}.step"])
-            else:
-                missing_keys.append(f"{prefix}{table}.step")
+            known |= load_entries(self._storage(table), table, prefix, state_dict, missing_keys, error_msgs)
         unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
     def summary(self) -> list[TableSummary]:

@@ -61,28 +61,30 @@ class Violation:
     offsets: Tensor | None
     origin: str
 
-    def raise_if_any(self) -> None:
-        """Wait for the device and raise what it found."""
-        found, place, key = self.record.tolist()
+    def raise_at(self, place: int, key: int) -> None:
+        """Raise the error of the key at `place` of the flattened keys."""
+        row, column = divmod(place, len(self.features))
+        if self.offsets is not None:
+            row = int(torch.searchsorted(self.offsets, row, right=True)) - 1
+        table = self.tables[column]
+        source = f", {self.origin}" if self.origin else ""
+        raise KeyRangeError(
+            "key out of range",
+            where=f"feature {self.features[column]!r}, table {table.name!r}, row {row} of the batch{source}",
+            value=key,
+            allowed=f"0 <= key < {table.num_rows}",
+            fix="raise the table's num_rows, or set its out_of_range to 'default', 'hash' or 'ignore'",
+        )
+
+
+def raise_first(violations: Sequence[Violation]) -> None:
+    """Wait once for the device, and raise the first key out of range among the records, if there is one."""
+    if not violations:
+        return
+    records = torch.stack([one.record for one in violations]).tolist()
+    for violation, (found, place, key) in zip(violations, records, strict=True):
         if found:
-            column = place % len(self.features)
-            row = place // len(self.features)
-            raise_key_range(self.features[column], self.tables[column], key, row, self.offsets, self.origin)
-
-
-def raise_key_range(
-    feature: str, table: TableConfig, key: int, place: int, offsets: Tensor | None, origin: str
-) -> None:
-    """Raise the error of one key; `place` counts rows of the batch, or entries of a bag with `offsets`."""
-    row = place if offsets is None else int(torch.searchsorted(offsets, place, right=True)) - 1
-    source = f", {origin}" if origin else ""
-    raise KeyRangeError(
-        "key out of range",
-        where=f"feature {feature!r}, table {table.name!r}, row {row} of the batch{source}",
-        value=key,
-        allowed=f"0 <= key < {table.num_rows}",
-        fix="raise the table's num_rows, or set its out_of_range to 'default', 'hash' or 'ignore'",
-    )
+            violation.raise_at(place, key)
 
 
 class RowMap:
@@ -168,6 +170,6 @@ class RowMap:
         record = torch.stack([wrong.any().to(torch.int64), place, keys.flatten()[place].to(torch.int64)])
         violation = Violation(record, self.features, self.tables, offsets, origin)
         if keys.device.type == "cpu":
-            violation.raise_if_any()
+            raise_first([violation])
         else:
             self._violations.append(violation)

@@ -5,16 +5,17 @@ Shapes: B rows of the batch, F one-hot columns, N entries of a bag, L places of 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from viviane.batch import Bag
-from viviane.core.errors import DataError
+from viviane.batch import Bag, Batch
+from viviane.core.errors import DataError, suggest
 from viviane.embedding.config import FeatureConfig, TableConfig
-from viviane.embedding.keys import RowMap
+from viviane.embedding.keys import RowMap, Violation
 from viviane.embedding.lookup import Part, Run
 from viviane.embedding.output import Place
 from viviane.embedding.storage import Storage
@@ -43,7 +44,7 @@ class OneHotPlan:
     row_map: RowMap
     runs: tuple[Run, ...]
 
-    def part(self, one_hot: Tensor, frozen: frozenset[str] | set[str], origin: str) -> Part:
+    def part(self, one_hot: Tensor, frozen: frozenset[str], origin: str) -> Part:
         """Resolve a batch's ids (B, F)."""
         keys = one_hot if self.columns is None else one_hot.index_select(1, self.columns)
         rows, _ = self.row_map(keys, origin=origin)
@@ -62,7 +63,7 @@ class BagPlan:
     row_map: RowMap
     place: Place
 
-    def part(self, bag: Bag, frozen: frozenset[str] | set[str], origin: str) -> tuple[Part, Tensor | None]:
+    def part(self, bag: Bag, frozen: frozenset[str], origin: str) -> tuple[Part, Tensor | None]:
         """Resolve a bag; a "concat" gives its mask (B, L) too."""
         keys, offsets = bag.values, bag.offsets
         rows, bad = self.row_map(keys.unsqueeze(1), offsets, origin)
@@ -103,6 +104,105 @@ class BagPlan:
         if weights is not None:
             laid = weights.new_zeros(size * length + 1).index_copy_(0, target, weights)[:-1].view(size, length)
         return spread[:-1].view(size, length), laid, mask[:-1].view(size, length)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a kind of batch looks up."""
+
+    one_hot: tuple[OneHotPlan, ...]
+    bags: tuple[BagPlan, ...]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes the plan of a kind of batch from a collection's parts."""
+
+    features: Mapping[str, FeatureConfig]
+    tables: Mapping[str, TableConfig]
+    storages: Sequence[Storage]
+    places: Mapping[str, Place]
+    violations: deque[Violation]
+    device: torch.device
+
+    def plan(self, one_hot: Sequence[str]) -> Plan:
+        """Plan batches whose columns `one_hot` have one id a row; a "concat" is laid out as a bag all the same."""
+        index = {name: i for i, name in enumerate(one_hot)}
+        features = self.features.values()
+        singles = [f for f in features if f.name in index and f.combiner != "concat"]
+        bags = [f for f in features if f.name not in index or f.combiner == "concat"]
+        plans = []
+        for storage in self.storages:
+            own = [f for f in singles if f.table in storage.tables]
+            if own:
+                plans.append(self._one_hot(storage, own, index))
+        return Plan(tuple(plans), tuple(self._bag(feature) for feature in bags))
+
+    def _one_hot(self, storage: Storage, features: Sequence[FeatureConfig], index: Mapping[str, int]) -> OneHotPlan:
+        columns = [index[feature.name] for feature in features]
+        picked = None if columns == list(range(len(index))) else torch.tensor(columns, device=self.device)
+        runs: list[Run] = []
+        for i, feature in enumerate(features):
+            start = self.places[feature.name].start
+            last = runs[-1] if runs else None
+            if last is not None and last.start + (last.last - last.first) * storage.dim == start:
+                runs[-1] = Run(last.first, i + 1, last.start)
+            else:
+                runs.append(Run(i, i + 1, start))
+        return OneHotPlan(storage, tuple(features), picked, self._row_map(storage, features), tuple(runs))
+
+    def _bag(self, feature: FeatureConfig) -> BagPlan:
+        storage = next(one for one in self.storages if feature.table in one.tables)
+        return BagPlan(storage, feature, self._row_map(storage, [feature]), self.places[feature.name])
+
+    def _row_map(self, storage: Storage, features: Sequence[FeatureConfig]) -> RowMap:
+        tables = [self.tables[feature.table] for feature in features]
+        names = [feature.name for feature in features]
+        bases = [storage.bases[table.name] for table in tables]
+        return RowMap(names, tables, bases, storage.null_row, self.violations, self.device)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a batch: one-hot columns side by side, (B, F), and bags by feature."""
+
+    one_hot_names: tuple[str, ...]
+    one_hot: Tensor
+    bags: Mapping[str, Bag]
+    size: int
+    origin: str
+
+
+def read_keys(
+    batch: Batch | Mapping[str, Bag | Tensor], features: Mapping[str, FeatureConfig], device: torch.device
+) -> Keys:
+    """Take the features' keys out of what a collection is called with.
+
+    Raises:
+        DataError: a feature is missing, or features differ in their number of rows.
+    """
+    known = batch.layout.one_hot_index.keys() | batch.bags.keys() if isinstance(batch, Batch) else batch.keys()
+    for name in features:
+        if name not in known:
+            raise DataError("the batch lacks a feature", value=name, fix=suggest(name, known))
+    if isinstance(batch, Batch):
+        bags = {n: batch.bag(n) for n, f in features.items() if n in batch.bags or f.combiner == "concat"}
+        return Keys(batch.layout.one_hot, batch.one_hot, bags, batch.size, batch.origin)
+    singles: dict[str, Tensor] = {}
+    bags = {}
+    for name, feature in features.items():
+        keys = batch[name]
+        if isinstance(keys, Tensor) and keys.dim() == 1 and feature.combiner != "concat":
+            singles[name] = keys
+        else:
+            bags[name] = keys if isinstance(keys, Bag) else as_bag(keys, name)
+    sizes = {name: len(keys) for name, keys in singles.items()}
+    sizes |= {name: len(bag.offsets) - 1 for name, bag in bags.items()}
+    if len(set(sizes.values())) > 1:
+        raise DataError("features differ in their number of rows", value=sizes)
+    none = torch.empty(0, 0, dtype=torch.int64, device=device)
+    ids = torch.stack(list(singles.values()), 1) if singles else none
+    return Keys(tuple(singles), ids, bags, next(iter(sizes.values())), "")
 
 
 def as_bag(keys: Tensor, feature: str) -> Bag:

@@ -123,6 +123,12 @@ class Storage(nn.Module):
             state.fill_(initial[state_name])
         self.steps[name] = 0
 
+    def clear_padding(self, name: str) -> None:
+        """Make a table's padding row zero, as it stays."""
+        padding = self.tables[name].padding_id
+        if padding is not None:
+            self.table_rows(name)[padding] = 0.0
+
     def _state(self, segment: int, name: str) -> Tensor:
         state: Tensor = self.get_buffer(f"{name}_{segment}")
         return state
