@@ -45,7 +45,7 @@ class Solver(Settings):
 
     epochs: int = Field(default=1, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
-    """Stop after so many steps, whatever the epochs."""
+    """Stop after so many steps of a fit, whatever the epochs; a resumed fit counts from its first beginning."""
     eval_every: int | None = Field(default=None, ge=1)
     """Steps between evaluations; None evaluates at the end of each epoch."""
     max_eval_batches: int | None = Field(default=None, ge=1)
@@ -60,7 +60,7 @@ class Solver(Settings):
     patience: int | None = Field(default=None, ge=1)
     """Stop after so many evaluations without a better first metric."""
     restore_best: bool = False
-    """At the end of fit, go back to the weights of the best evaluation."""
+    """At the end of fit, go back to the weights of the best evaluation; each better one writes a checkpoint."""
 
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
     """Precision of dense layers; "auto" times both on the first batches and keeps the faster."""

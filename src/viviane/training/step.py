@@ -76,12 +76,12 @@ class TrainStep:
                 self.guard.check_loss(loss, batch, step)
             middle = perf_counter()
             loss.backward()  # type: ignore[no-untyped-call]
+            end = perf_counter()
             if self.guard is not None:
                 self.guard.check_gradients(loss, batch, step)
             for collection in self.collections.values():
                 collection.check()
             scale = self._clip_scale()
-            end = perf_counter()
         except BaseException:
             self._discard()
             if self.guard is not None:
