@@ -1,1 +1,87 @@
-"""Viviane: train and serve large deep-learning recommenders in Python."""
+"""Viviane: train and serve large deep-learning recommenders in Python.
+
+    import viviane as vv
+
+    data = vv.Dataset("criteo/train")
+    model = vv.Model(vv.Solver(batch_size=16384, lr=1e-3), data)
+    model.add(vv.zoo.DCNv2(dim=16))
+    model.compile(optimizer=vv.Adam(), metrics=["auc"])
+    model.fit(data, validation=vv.Dataset("criteo/valid"))
+
+Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from viviane import nn, optim, zoo
+    from viviane.batch import Bag, Batch
+    from viviane.config import SGD, AdaGrad, Adam, Solver
+    from viviane.core.errors import VivianeError
+    from viviane.data import Dataset, write_dataset
+    from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+    from viviane.model import DenseLayer, Input, Model, SparseEmbedding
+    from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
+    from viviane.training import Callback, History, Trainer
+
+__version__ = _version("viviane")
+
+__all__ = [
+    "SGD",
+    "AdaGrad",
+    "Adam",
+    "Bag",
+    "Batch",
+    "Callback",
+    "CategoricalColumn",
+    "Dataset",
+    "DenseColumn",
+    "DenseLayer",
+    "EmbeddingCollection",
+    "FeatureConfig",
+    "History",
+    "Input",
+    "LabelColumn",
+    "Model",
+    "Schema",
+    "Solver",
+    "SparseEmbedding",
+    "TableConfig",
+    "Trainer",
+    "VivianeError",
+    "nn",
+    "optim",
+    "write_dataset",
+    "zoo",
+]
+
+_HOMES: Final = {
+    "viviane.batch": ("Bag", "Batch"),
+    "viviane.config": ("SGD", "AdaGrad", "Adam", "Solver"),
+    "viviane.core.errors": ("VivianeError",),
+    "viviane.data": ("Dataset", "write_dataset"),
+    "viviane.embedding": ("EmbeddingCollection", "FeatureConfig", "TableConfig"),
+    "viviane.model": ("DenseLayer", "Input", "Model", "SparseEmbedding"),
+    "viviane.schema": ("CategoricalColumn", "DenseColumn", "LabelColumn", "Schema"),
+    "viviane.training": ("Callback", "History", "Trainer"),
+}
+_HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
+_ROOMS: Final = frozenset({"nn", "optim", "zoo"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"viviane.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'viviane' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

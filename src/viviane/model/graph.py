@@ -1,0 +1,266 @@
+"""From nodes to a checked plan: every tensor has one source, a known shape, and its place in the order.
+
+Shapes leave the batch dimension out: a tensor (B, S, D) has the shape (S, D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from viviane.core.errors import ConfigError, SchemaError, suggest
+from viviane.embedding import FeatureConfig, TableConfig
+from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
+from viviane.nn import Layer, build_layer
+from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
+
+Shape: TypeAlias = tuple[int, ...]
+
+LOSSES = frozenset({"BinaryCrossEntropyLoss"})
+
+
+@dataclass
+class Tables:
+    """The tables and features of one embedding node."""
+
+    node: SparseEmbedding
+    tables: list[TableConfig]
+    features: list[FeatureConfig]
+
+    @property
+    def shape(self) -> Shape:
+        """(S, dim), S counting every place of a "concat"."""
+        return (sum(feature.num_places for feature in self.features), self.node.dim)
+
+
+@dataclass
+class Plan:
+    """A graph that was found right for a schema.
+
+    Args:
+        nodes: the nodes in order.
+        label, dense, sparse: columns of each input tensor.
+        dense_dims: width of each dense column.
+        shapes: of every tensor but the groups of categorical columns.
+        layers: a built layer for each `DenseLayer` that runs, by node name; losses are not among them.
+        tables: for each `SparseEmbedding`, by node name.
+        logits: for each label of the schema, in its order, the tensor that predicts it.
+        unused: tensors that nothing reads.
+    """
+
+    nodes: tuple[Node, ...]
+    label: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    dense: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sparse: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    dense_dims: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)
+    tables: dict[str, Tables] = field(default_factory=dict)
+    logits: dict[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    @property
+    def embeddings(self) -> list[SparseEmbedding]:
+        """The embedding nodes, in order."""
+        return [node for node in self.nodes if isinstance(node, SparseEmbedding)]
+
+
+def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> Plan:
+    """Check a graph against a schema, infer shapes, and build its layers; tables are not built yet.
+
+    Args:
+        nodes: an `Input` first, then the others, each after what it reads.
+        schema: the data's columns.
+        seed: of the layers' initial values, which depend besides on each layer's name and shape alone.
+
+    Raises:
+        ConfigError: a name stands twice, a bottom is unknown, the loss is missing or misplaced.
+        SchemaError: a column is unknown, or a layer cannot take its inputs' shapes.
+    """
+    plan = Plan(tuple(nodes))
+    if not nodes or not isinstance(nodes[0], Input):
+        raise ConfigError(
+            "a graph begins with an Input", fix="model.add(vv.Input(label='label', dense='dense', sparse='cats'))"
+        )
+    _add_input(plan, nodes[0], schema)
+    users: dict[str, list[str]] = {name: [] for name in (*plan.label, *plan.dense, *plan.sparse)}
+    names: set[str] = set()
+    for node in nodes[1:]:
+        if isinstance(node, Input):
+            raise ConfigError("a graph has one Input", fix="name several tensors in one Input with mappings")
+        if node.name in names:
+            raise ConfigError("two nodes of one name", value=node.name, fix="choose another name")
+        names.add(node.name)
+        if isinstance(node, SparseEmbedding):
+            _add_embedding(plan, node, schema)
+            tops: tuple[str, ...] = (node.name,)
+            bottoms: tuple[str, ...] = (node.bottom,)
+        else:
+            tops, bottoms = _add_layer(plan, node, seed), node.bottom
+        for bottom in bottoms:
+            users[bottom].append(node.name)
+        for top in tops:
+            if top in users:
+                raise ConfigError("two tensors of one name", where=f"node {node.name!r}", value=top)
+            users[top] = []
+    _check_losses(plan, schema)
+    plan.unused = tuple(
+        name
+        for name, readers in users.items()
+        if not readers and plan.shapes.get(name) != (0,) and plan.sparse.get(name) != ()
+    )
+    return plan
+
+
+def _add_input(plan: Plan, node: Input, schema: Schema) -> None:
+    plan.label = _groups("label", node.label, [one.name for one in schema.labels])
+    plan.dense = _groups("dense", node.dense, [one.name for one in schema.dense])
+    plan.sparse = _groups("sparse", node.sparse, [one.name for one in schema.categorical])
+    names = [*plan.label, *plan.dense, *plan.sparse]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("two tensors of one name", where="Input", value=name)
+    kinds = (
+        (plan.label, LabelColumn, "label"),
+        (plan.dense, DenseColumn, "dense"),
+        (plan.sparse, CategoricalColumn, "categorical"),
+    )
+    for groups, kind, word in kinds:
+        for name, columns in groups.items():
+            for column in columns:
+                if not isinstance(schema.column(column), kind):
+                    raise SchemaError(f"not a {word} column", where=f"Input, tensor {name!r}", value=column)
+    for name, columns in plan.label.items():
+        plan.shapes[name] = (len(columns),)
+    plan.dense_dims = {column.name: column.dim for column in schema.dense}
+    for name, columns in plan.dense.items():
+        plan.shapes[name] = (sum(plan.dense_dims[column] for column in columns),)
+
+
+def _groups(kind: str, given: str | Mapping[str, tuple[str, ...]], everything: list[str]) -> dict[str, tuple[str, ...]]:
+    if isinstance(given, str):
+        return {given: tuple(everything)}
+    for name, columns in given.items():
+        twice = sorted({column for column in columns if columns.count(column) > 1})
+        if twice or not columns:
+            what = "a column stands twice in one tensor" if twice else "an input tensor needs at least one column"
+            raise ConfigError(what, where=f"Input, {kind} {name!r}", value=", ".join(twice))
+    return dict(given)
+
+
+def _add_embedding(plan: Plan, node: SparseEmbedding, schema: Schema) -> None:
+    where = f"embedding {node.name!r}"
+    if node.bottom not in plan.sparse:
+        fix = suggest(node.bottom, plan.sparse)
+        raise ConfigError("an embedding reads a group of categorical columns", where=where, value=node.bottom, fix=fix)
+    if not plan.sparse[node.bottom]:
+        raise SchemaError("the schema has no categorical columns to look up", where=where, value=node.bottom)
+    columns = [schema.categorical_column(name) for name in plan.sparse[node.bottom]]
+    known = {column.table: column for column in columns}
+    for name in node.tables:
+        if name not in known:
+            raise ConfigError("options of a table that is not there", where=where, value=name, fix=suggest(name, known))
+    tables = [_table(node, name, column, schema) for name, column in known.items()]
+    features = [_feature(node, column) for column in columns]
+    plan.tables[node.name] = Tables(node, tables, features)
+    plan.shapes[node.name] = plan.tables[node.name].shape
+
+
+def _table(node: SparseEmbedding, name: str, column: CategoricalColumn, schema: Schema) -> TableConfig:
+    options = node.tables.get(name)
+    fields = ("init", "out_of_range", "trainable", "optimizer")
+    values = {key: getattr(node, key) for key in fields}
+    if options is not None:
+        values |= {key: value for key in fields if (value := getattr(options, key)) is not None}
+    default = schema.reserved.unknown if values["out_of_range"] == "default" else None
+    padding = schema.reserved.padding
+    return TableConfig(
+        name=name, num_rows=column.num_ids, dim=node.dim, default_id=default, padding_id=padding, **values
+    )
+
+
+def _feature(node: SparseEmbedding, column: CategoricalColumn) -> FeatureConfig:
+    length = column.max_length if node.combiner == "concat" else None
+    if node.combiner == "concat" and column.kind != "one_hot" and length is None:
+        raise SchemaError(
+            "combiner 'concat' needs to know the longest bag",
+            where=f"embedding {node.name!r}, column {column.name!r}",
+            fix="set the column's max_length in the schema, or pool with 'sum' or 'mean'",
+        )
+    return FeatureConfig(name=column.name, table=column.table, combiner=node.combiner, max_length=length)
+
+
+def _add_layer(plan: Plan, node: DenseLayer, seed: int) -> tuple[str, ...]:
+    """Build the layer and note its outputs' shapes; a loss is only checked."""
+    where = f"layer {node.name!r} ({node.type})"
+    for bottom in node.bottom:
+        _check_bottom(plan, bottom, where)
+    inputs = [plan.shapes[bottom] for bottom in node.bottom]
+    layer = build_layer(node.type, node.params, inputs, seed=seed, name=node.name)
+    if node.type in LOSSES:
+        _add_loss(plan, node, where)
+        return ()
+    if len(node.top) != len(layer.out_shapes):
+        raise ConfigError(
+            "as many tops as the layer has outputs",
+            where=where,
+            value=", ".join(node.top),
+            allowed=f"{len(layer.out_shapes)} name(s)",
+        )
+    for top, shape in zip(node.top, layer.out_shapes, strict=True):
+        if top in plan.shapes or top in plan.sparse:
+            raise ConfigError("two tensors of one name", where=where, value=top, fix="choose another name")
+        plan.shapes[top] = shape
+    plan.layers[node.name] = layer
+    return node.top
+
+
+def _check_bottom(plan: Plan, bottom: str, where: str) -> None:
+    if bottom in plan.sparse:
+        fix = f"look them up first: SparseEmbedding('emb', bottom={bottom!r}, dim=16)"
+        raise ConfigError("a layer cannot read categorical columns", where=where, value=bottom, fix=fix)
+    if bottom not in plan.shapes:
+        what = "no tensor of this name stands before the layer"
+        raise ConfigError(what, where=where, value=bottom, fix=suggest(bottom, plan.shapes))
+    if plan.shapes[bottom] == (0,):
+        kind = "label" if bottom in plan.label else "dense"
+        raise SchemaError(f"the schema has no {kind} columns, so the tensor is empty", where=where, value=bottom)
+
+
+def _add_loss(plan: Plan, node: DenseLayer, where: str) -> None:
+    logit, label = node.bottom
+    if label not in plan.label:
+        fix = suggest(label, plan.label)
+        raise ConfigError("a loss reads a logit, then a label of the Input", where=where, value=label, fix=fix)
+    if logit in plan.label:
+        raise ConfigError("a loss reads a logit, then a label of the Input", where=where, value=logit)
+    (column,) = plan.label[label]
+    if column in plan.logits:
+        raise ConfigError("two losses of one label", where=where, value=column, fix="keep one loss a label")
+    plan.logits[column] = logit
+
+
+def _check_losses(plan: Plan, schema: Schema) -> None:
+    """Put the predictions into the schema's order; every label has one."""
+    names = [label.name for label in schema.labels]
+    if not names:
+        raise SchemaError("the schema has no label, so there is nothing to train")
+    if not plan.logits:
+        example = "model.add(vv.DenseLayer('loss', 'BinaryCrossEntropyLoss', bottom=['logit', 'label']))"
+        raise ConfigError("the graph has no loss", fix=f"end it with one: {example}")
+    for label in schema.labels:
+        if label.name not in plan.logits:
+            raise ConfigError(
+                "a label has no loss",
+                value=label.name,
+                fix="add a loss for it, or leave it out: vv.Dataset(path, schema.select([...]))",
+            )
+        if label.task != "binary":
+            raise ConfigError("binary cross-entropy needs a binary label", value=label.name, allowed="task 'binary'")
+    plan.logits = {name: plan.logits[name] for name in names}
+
+
+def unused_message(names: Iterable[str]) -> str:
+    """Say which tensors nothing reads."""
+    return "nothing reads the tensor(s) " + ", ".join(repr(name) for name in names)

@@ -1,0 +1,349 @@
+"""The model: graph, solver and optimizer in one object, with Keras's verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from viviane.batch import Batch
+from viviane.config import SGD, AdaGrad, Adam, Solver
+from viviane.core.device import resolve_device
+from viviane.core.errors import ConfigError, suggest
+from viviane.core.files import write_bytes_atomic
+from viviane.core.logging import get_logger
+from viviane.data import Dataset
+from viviane.model.graph import Plan, plan_graph, unused_message
+from viviane.model.module import GraphModule
+from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
+from viviane.model.plot import graph_svg
+from viviane.model.prediction import as_batches, predict_rows
+from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
+from viviane.model.summary import ModelSummary, summarize
+from viviane.schema import Schema
+from viviane.training import Callback, History, Trainer
+from viviane.training.dense_state import collections_of, dense_parameters
+
+_log = get_logger("model")
+
+
+class Recipe(Protocol):
+    """Something that writes a graph for a schema, such as the models of `viviane.zoo`."""
+
+    def nodes(self, schema: Schema) -> Sequence[Node]:
+        """Return the nodes."""
+
+
+class Model:
+    """A model that is described layer by layer, trained, saved, and used to predict.
+
+    Args:
+        solver: how to train.
+        schema: the data's columns, or a data set that has them.
+        name: shown in summaries and reports.
+        module: a torch module that takes a Batch and returns logits (B,), (B, 1) or (B, L), instead of a graph.
+
+    Example:
+        >>> schema = Schema(labels=[{"name": "click"}], categorical=[{"name": "city", "num_ids": 9}])
+        >>> model = Model(Solver(device="cpu"), schema)
+        >>> model.add(Input(label="label", sparse="cats"))
+        >>> model.add(SparseEmbedding("emb", bottom="cats", dim=4))
+        >>> model.add(DenseLayer("flat", "Reshape", bottom="emb", leading_dim=4))
+        >>> model.add(DenseLayer("logit", "MLP", bottom="flat", num_outputs=[1], act_type="none"))
+        >>> model.add(DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["logit", "label"]))
+        >>> model.compile(optimizer=Adam(lr=1e-3), metrics=["auc"])
+        >>> model.predict({"city": [3, 4]}).shape
+        (2, 1)
+    """
+
+    def __init__(
+        self, solver: Solver, schema: Schema | Dataset, *, name: str = "model", module: nn.Module | None = None
+    ) -> None:
+        self.solver = solver
+        self.schema = schema.schema if isinstance(schema, Dataset) else schema
+        self.name = ModelFile(name=name).name
+        self.nodes: list[Node] = []
+        self.optimizer: SGD | AdaGrad | Adam | None = None
+        self.embedding_optimizer: SGD | AdaGrad | Adam | None = None
+        self.metrics: tuple[str, ...] | None = None
+        self.etl: Path | None = None
+        """The fitted ETL of the data, where it is known: `save` takes it along, `predict(raw=True)` uses it."""
+        self._own_module = module
+        self._module: nn.Module | None = None
+        self._trainer: Trainer | None = None
+        if isinstance(schema, Dataset):
+            self._remember_etl(schema)
+
+    # Building ---------------------------------------------------------------------------------------------
+
+    def add(self, node: Node | Recipe) -> None:
+        """Append a node, or all nodes of a recipe such as `viviane.zoo.DCNv2()`.
+
+        Raises:
+            ConfigError: the model is compiled already, or was made from a torch module.
+        """
+        if self._own_module is not None:
+            raise ConfigError("this model was made from a torch module; nothing can be added to it")
+        if self._module is not None:
+            raise ConfigError("the model is compiled; nothing can be added any more", fix="build another Model")
+        if isinstance(node, Input | SparseEmbedding | DenseLayer):
+            self.nodes.append(node)
+        elif hasattr(node, "nodes"):
+            self.nodes.extend(node.nodes(self.schema))
+        else:
+            allowed = "Input, SparseEmbedding, DenseLayer, or a model of viviane.zoo"
+            raise ConfigError("a model is made of nodes", value=type(node).__name__, allowed=allowed)
+
+    def plan(self) -> Plan:
+        """Check the graph against the schema and infer all shapes, without making tables."""
+        return plan_graph(self.nodes, self.schema, seed=self.solver.seed)
+
+    def compile(
+        self,
+        optimizer: SGD | AdaGrad | Adam | None = None,
+        embedding_optimizer: SGD | AdaGrad | Adam | None = None,
+        metrics: Sequence[str] | None = None,
+    ) -> None:
+        """Check the graph, make its weights, and settle how they are trained.
+
+        Args:
+            optimizer: of the dense layers; None takes Adam().
+            embedding_optimizer: of tables without their own; None takes `optimizer`.
+            metrics: names; the first one leads. None takes "auc" and "log_loss".
+
+        Raises:
+            ConfigError, SchemaError: the graph is not right; the node, tensor or column is named.
+        """
+        if self._module is not None:
+            raise ConfigError("the model is compiled already", fix="build another Model")
+        device = resolve_device(self.solver.device)
+        chosen = optimizer or Adam()
+        if self._own_module is not None:
+            if embedding_optimizer is not None:
+                fix = "give it to the EmbeddingCollection inside the module"
+                raise ConfigError("a torch module's tables have their own optimizer", fix=fix)
+            module: nn.Module = self._own_module
+        else:
+            plan = self.plan()
+            if plan.unused:
+                _log.warning("%s: %s", self.name, unused_message(plan.unused))
+            module = GraphModule(plan, embedding_optimizer or chosen, device=device, seed=self.solver.seed)
+        self.optimizer, self.embedding_optimizer = chosen, embedding_optimizer
+        self.metrics = None if metrics is None else tuple(metrics)
+        self._trainer = Trainer(module, self.schema, self.solver, chosen, metrics=self.metrics)
+        self._module = module
+
+    @property
+    def module(self) -> nn.Module:
+        """The torch module: a batch in, logits out.
+
+        Raises:
+            ConfigError: before `compile`.
+        """
+        self._need_compiled()
+        assert self._module is not None
+        return self._module
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer, which keeps optimizer state and step counts from one fit to the next."""
+        self._need_compiled()
+        assert self._trainer is not None
+        return self._trainer
+
+    def _need_compiled(self) -> None:
+        if self._module is None:
+            raise ConfigError("the model is not compiled", fix="call model.compile(optimizer=vv.Adam()) first")
+
+    # Looking ----------------------------------------------------------------------------------------------
+
+    def describe(self) -> ModelSummary:
+        """Return layers, tables, shapes and sizes as data; before compile as with its default optimizer."""
+        rule = self.embedding_optimizer or self.optimizer or Adam()
+        if self._own_module is not None:
+            return summarize(self.name, None, self._own_module, rule)
+        return summarize(self.name, self.plan(), None, rule)
+
+    def summary(self) -> None:
+        """Print layers, shapes, parameters, tables and bytes.
+
+        Raises:
+            ConfigError: before `compile`.
+        """
+        self._need_compiled()
+        self.describe().print()
+
+    def plot(self, file: str | Path | None = None) -> str:
+        """Return a drawing of the graph as SVG, and write it to a file if one is given."""
+        drawing = graph_svg(self._content().model_dump(mode="json"), self.schema)
+        if file is not None:
+            write_bytes_atomic(Path(file), drawing.encode())
+        return drawing
+
+    # Training ---------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train: Dataset,
+        validation: Dataset | None = None,
+        *,
+        epochs: int | None = None,
+        run_folder: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        resume: bool = False,
+    ) -> History:
+        """Train; a second call goes on with the optimizer's state where the first one ended.
+
+        Args:
+            train: training rows.
+            validation: rows to evaluate on at the end of each epoch, or every `solver.eval_every` steps.
+            epochs: instead of the solver's.
+            run_folder: where metrics and checkpoints go.
+            callbacks: hooks, see `viviane.training.Callback`.
+            resume: go on from the newest checkpoint of the run folder.
+        """
+        before = self.trainer
+        solver = self.solver if epochs is None else Solver(**{**self.solver.model_dump(), "epochs": epochs})
+        graph = self._content().model_dump(mode="json", exclude_none=True, include={"nodes", "embedding_optimizer"})
+        self._trainer = Trainer(
+            self.module,
+            self.schema,
+            solver,
+            before.optimizer,
+            metrics=self.metrics,
+            callbacks=callbacks,
+            run_folder=run_folder,
+            config={"name": self.name, **graph},
+        )
+        if before.step:
+            self._trainer.stepper.optimizer = before.stepper.optimizer
+            self._trainer.take_place(before.place())
+        self._remember_etl(train)
+        return self._trainer.fit(train, validation, resume=resume)
+
+    def evaluate(self, dataset: Dataset, *, max_batches: int | None = None) -> dict[str, float]:
+        """Return "loss" and the metrics over a data set."""
+        return self.trainer.evaluate(dataset, max_batches=max_batches)
+
+    def predict(self, rows: Any, *, raw: bool = False) -> NDArray[np.float32]:
+        """Return a probability for each row and label, (rows, L), in the order of the rows.
+
+        Args:
+            rows: a Dataset, a Batch, or columns by name (ids as the ETL writes them); labels may be left out.
+            raw: rows are as they came, before the ETL: an Arrow table or a pandas frame, which the model's own
+                ETL turns into ids first; values that it never saw count as unknown.
+
+        Raises:
+            ConfigError: `raw` without an ETL, or an unknown kind of rows.
+        """
+        if isinstance(rows, Dataset) and not raw:
+            return self.trainer.predict(rows)
+        batches = list(as_batches(rows, self.schema, self.etl if raw else None, raw=raw))
+        return np.concatenate(list(self.predict_batches(batches)))
+
+    def predict_batches(self, batches: Iterator[Batch] | Sequence[Batch]) -> Iterator[NDArray[np.float32]]:
+        """Yield predictions (B, L) batch by batch, for input that does not fit into memory."""
+        return predict_rows(self.trainer, batches)
+
+    # Freezing ---------------------------------------------------------------------------------------------
+
+    def freeze_embedding(self, name: str | None = None) -> None:
+        """Keep the tables of one embedding node, or of all, as they are."""
+        for collection, table in self._tables(name):
+            collection.freeze(table)
+
+    def unfreeze_embedding(self, name: str | None = None) -> None:
+        """Let frozen tables move again; those made with trainable=False stay."""
+        for collection, table in self._tables(name):
+            if collection.tables[table].trainable:
+                collection.unfreeze(table)
+
+    def freeze_dense(self) -> None:
+        """Keep all dense weights as they are; running statistics of batch normalisation still follow the data."""
+        for parameter in dense_parameters(self.module).values():
+            parameter.requires_grad_(False)
+
+    def unfreeze_dense(self) -> None:
+        """Let dense weights move again."""
+        for parameter in dense_parameters(self.module).values():
+            parameter.requires_grad_(True)
+
+    def _tables(self, name: str | None) -> list[tuple[Any, str]]:
+        collections = collections_of(self.module)
+        if name is not None and name not in collections:
+            raise ConfigError("no such embedding in the model", value=name, fix=suggest(name, collections))
+        chosen = collections.values() if name is None else [collections[name]]
+        return [(collection, table) for collection in chosen for table in collection.tables]
+
+    # Saving -----------------------------------------------------------------------------------------------
+
+    def to_json(self, file: str | Path | None = None) -> str:
+        """Return the graph as JSON, and write it to a file if one is given."""
+        if self._own_module is not None:
+            raise ConfigError("a torch module has no graph to write", fix="save its weights with model.save(folder)")
+        text = ModelFile(name=self.name, nodes=tuple(self.nodes)).text()
+        if file is not None:
+            write_bytes_atomic(Path(file), text.encode())
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path | dict[str, Any], solver: Solver, schema: Schema | Dataset) -> Self:
+        """Build a model, not yet compiled, from a graph that `to_json` or `save` wrote."""
+        content = read_model_file(source)
+        model = cls(solver, schema, name=content.name)
+        model.nodes.extend(content.nodes)
+        return model
+
+    def save(self, folder: str | Path) -> Path:
+        """Write graph, schema, weights and the data's ETL into a folder, whole or not at all."""
+        return write_model(folder, self._content(), self.schema, self.module, self.etl)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: str = "auto", module: nn.Module | None = None) -> Self:
+        """Read a saved model, verified; it predicts the same bits on the same device and can be trained further.
+
+        Args:
+            folder: what `save` wrote, or a run folder with `model` in it.
+            device: where to put it, whatever it was trained on.
+            module: for a model made from a torch module, a module of the same shapes.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or altered.
+        """
+        path = find_model(folder)
+        content, schema = read_model(path)
+        if (content.module is None) != (module is None):
+            what = "the model is a graph" if content.module is None else "the model was made from a torch module"
+            fix = "load it without module=" if content.module is None else f"pass module={content.module}(...)"
+            raise ConfigError(what, where=str(path), fix=fix)
+        solver = Solver(**{**(content.solver or Solver()).model_dump(), "device": device})
+        model = cls(solver, schema, name=content.name, module=module)
+        model.nodes.extend(content.nodes)
+        model.compile(content.optimizer, content.embedding_optimizer, content.metrics)
+        load_weights(path, model.module)
+        model.etl = path / ETL_FILE if (path / ETL_FILE).exists() else None
+        return model
+
+    def _content(self) -> ModelFile:
+        return ModelFile(
+            name=self.name,
+            nodes=tuple(self.nodes),
+            module=None if self._own_module is None else type(self._own_module).__name__,
+            solver=self.solver,
+            optimizer=self.optimizer,
+            embedding_optimizer=self.embedding_optimizer,
+            metrics=self.metrics,
+        )
+
+    def _remember_etl(self, data: Dataset) -> None:
+        if (data.path / ETL_FILE).exists():
+            self.etl = data.path / ETL_FILE
+
+    def __repr__(self) -> str:
+        state = "compiled" if self._module is not None else "not compiled"
+        kind = type(self._own_module).__name__ if self._own_module is not None else f"{len(self.nodes)} nodes"
+        return f"Model({self.name!r}, {kind}, {state})"

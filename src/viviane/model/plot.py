@@ -1,0 +1,154 @@
+"""A drawing of a model's graph as SVG: no script, no network, readable in print and in the dark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Final
+
+from viviane.model.graph import Plan, Shape, plan_graph
+from viviane.model.layout import Placed, lay_out
+from viviane.model.nodes import DenseLayer, Input, SparseEmbedding
+from viviane.model.saving import ModelFile
+from viviane.schema import Schema
+
+_CHARACTER: Final = 6.9  # pixels of a character at 12 px
+_LINE: Final = 16.0
+_PADDING: Final = 10.0
+
+# A page that shows the drawing may set these colours; alone it brings its own, light and dark.
+_STYLE: Final = """
+.graph { --ink: var(--page-ink, #1d2433); --soft: #5c6579; --card: #ffffff; --edge: #b9c0cf;
+  --input: #1f8a70; --table: #d9702b; --layer: #2f62c9; --loss: #a63d7d; }
+@media (prefers-color-scheme: dark) { .graph { --ink: #e6e9f0; --soft: #9aa3b5; --card: #1b1f29; --edge: #4a5163;
+  --input: #5fc9ac; --table: #f0a066; --layer: #7aa2f7; --loss: #df86bb; } }
+.graph text { font: 12px system-ui, sans-serif; fill: var(--soft); }
+.graph .title { font-weight: 600; fill: var(--ink); }
+.graph .box { fill: var(--card); stroke-width: 1.5; }
+.graph .input { stroke: var(--input); } .graph .table { stroke: var(--table); }
+.graph .layer { stroke: var(--layer); } .graph .loss { stroke: var(--loss); }
+.graph .wire { fill: none; stroke: var(--edge); stroke-width: 1.5; }
+.graph .tip { fill: var(--edge); }
+"""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of the drawing: its lines of text, the first one the title."""
+
+    kind: str
+    lines: tuple[str, ...]
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height in pixels."""
+        longest = max(len(line) for line in self.lines)
+        return max(70.0, longest * _CHARACTER + 2 * _PADDING), len(self.lines) * _LINE + 2 * _PADDING - 4
+
+
+def graph_svg(graph: Mapping[str, Any], schema: Schema) -> str:
+    """Draw a model's graph.
+
+    Args:
+        graph: the content of model.json.
+        schema: the data's columns.
+
+    Returns:
+        an <svg> element that stands alone or inside a page; "" for a torch module, which has no graph.
+
+    Example:
+        >>> schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}])
+        >>> graph_svg({"format": "viviane-model", "version": 1, "module": "Tower"}, schema)
+        ''
+    """
+    content = ModelFile.from_dict(dict(graph))
+    if not content.nodes:
+        return ""
+    plan = plan_graph(content.nodes, schema)
+    boxes = _boxes(plan)
+    edges = _edges(plan)
+    places, width, height = lay_out({name: box.size for name, box in boxes.items()}, edges)
+    wires = "".join(_wire(places[a], places[b]) for a, b in edges)
+    drawn = "".join(_draw(boxes[name], place) for name, place in places.items())
+    title = escape(f"graph of the model {content.name}", quote=True)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="graph" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'style="max-width: {width:.0f}px" role="img" aria-label="{title}"><style>{_STYLE}</style>'
+        f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        f'orient="auto"><path class="tip" d="M0 0 8 4 0 8z"/></marker></defs>{wires}{drawn}</svg>\n'
+    )
+
+
+def _boxes(plan: Plan) -> dict[str, Box]:
+    boxes: dict[str, Box] = {}
+    used = {bottom for node in plan.nodes for bottom in _bottoms(node)}
+    for name, columns in {**plan.label, **plan.dense, **plan.sparse}.items():
+        if name in used:
+            kind = "label" if name in plan.label else "dense" if name in plan.dense else "categorical"
+            boxes[name] = Box("input", (name, f"{len(columns)} {kind} column" + "s" * (len(columns) != 1)))
+    for node in plan.nodes:
+        if isinstance(node, SparseEmbedding):
+            tables = plan.tables[node.name].tables
+            rows = sum(table.num_rows for table in tables)
+            lines = (f"SparseEmbedding · {node.combiner}", f"{len(tables)} table(s), {rows:,} rows")
+            boxes[node.name] = Box("table", (node.name, *lines, _show([plan.shapes[node.name]])))
+        elif isinstance(node, DenseLayer) and node.name in plan.layers:
+            shapes = [plan.shapes[top] for top in node.top]
+            boxes[node.name] = Box("layer", (node.name, _short(node), _show(shapes)))
+        elif isinstance(node, DenseLayer):
+            boxes[node.name] = Box("loss", (node.name, node.type))
+    return boxes
+
+
+def _edges(plan: Plan) -> list[tuple[str, str]]:
+    makers = {top: node.name for node in plan.nodes if isinstance(node, DenseLayer) for top in node.top}
+    pairs = [
+        (makers.get(bottom, bottom), node.name)
+        for node in plan.nodes
+        if not isinstance(node, Input)
+        for bottom in _bottoms(node)
+    ]
+    return list(dict.fromkeys(pairs))
+
+
+def _bottoms(node: Input | SparseEmbedding | DenseLayer) -> tuple[str, ...]:
+    if isinstance(node, Input):
+        return ()
+    return (node.bottom,) if isinstance(node, SparseEmbedding) else node.bottom
+
+
+def _short(node: DenseLayer) -> str:
+    """Say a layer's type and its widths, where it has them."""
+    params = node.params
+    if "num_outputs" in params:
+        return f"{node.type} · " + ", ".join(map(str, params["num_outputs"]))
+    for key in ("num_output", "num_layers", "dropout_rate", "axis"):
+        if key in params:
+            return f"{node.type} · {key} {params[key]}"
+    return node.type
+
+
+def _show(shapes: Sequence[Shape]) -> str:
+    return "  ".join("(" + ", ".join(["B", *map(str, shape)]) + ")" for shape in shapes)
+
+
+def _draw(box: Box, place: Placed) -> str:
+    parts = [
+        f'<rect class="box {box.kind}" x="{place.x:.1f}" y="{place.y:.1f}" width="{place.width:.1f}" '
+        f'height="{place.height:.1f}" rx="7"/>'
+    ]
+    for number, line in enumerate(box.lines):
+        kind = ' class="title"' if number == 0 else ""
+        y = place.y + _PADDING + 9 + number * _LINE
+        parts.append(f'<text{kind} x="{place.middle:.1f}" y="{y:.1f}" text-anchor="middle">{escape(line)}</text>')
+    return "<g>" + "".join(parts) + "</g>"
+
+
+def _wire(above: Placed, below: Placed) -> str:
+    x0, y0, x1, y1 = above.middle, above.y + above.height, below.middle, below.y
+    bend = max(18.0, (y1 - y0) / 2)
+    return (
+        f'<path class="wire" marker-end="url(#tip)" d="M{x0:.1f} {y0:.1f} C{x0:.1f} {y0 + bend:.1f} '
+        f'{x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1:.1f}"/>'
+    )

@@ -1,0 +1,88 @@
+"""Rows in memory on their way to predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from viviane.batch import Batch
+from viviane.core.errors import ConfigError, SchemaError
+from viviane.schema import Schema
+from viviane.training import Trainer
+from viviane.training.evaluation import predict
+from viviane.training.precision import Precision
+
+ROWS_PER_BATCH: Final = 8192
+
+
+def predict_rows(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
+    """Yield a trained module's predictions, (B, L), batch by batch."""
+    precision = trainer.precision or Precision("fp32")
+    for batch in batches:
+        yield predict(trainer.module, [batch], batch.size, trainer.objective, precision, trainer.device)
+
+
+def as_batches(rows: Any, schema: Schema, etl: Path | None, *, raw: bool) -> Iterator[Batch]:
+    """Yield batches of rows that are in memory; labels and weights of the rows are left out.
+
+    Args:
+        rows: a Batch, columns by name, an Arrow table, or a pandas frame.
+        etl: the fitted ETL, which raw rows go through first.
+        raw: rows are as they were before the ETL: a table or a frame.
+
+    Raises:
+        ConfigError: raw rows and no ETL; rows of another kind.
+        SchemaError: a column is missing or has nulls.
+    """
+    if raw:
+        rows = clean(_as_table(rows, "raw rows are an Arrow table or a pandas frame"), etl)
+    if isinstance(rows, Batch):
+        yield rows
+    elif isinstance(rows, Mapping):
+        yield Batch.from_columns(schema, rows)
+    else:
+        table = _as_table(rows, "rows are a Dataset, a Batch, columns by name, an Arrow table or a pandas frame")
+        for start in range(0, table.num_rows, ROWS_PER_BATCH):
+            yield _batch(table.slice(start, ROWS_PER_BATCH), schema, start)
+
+
+def clean(table: pa.Table, etl: Path | None) -> pa.Table:
+    """Turn raw rows into ids with a fitted ETL."""
+    if etl is None:
+        raise ConfigError(
+            "the model knows no ETL, so it cannot read raw rows",
+            fix="train it on a data set that `viviane etl` wrote, or clean the rows first and leave raw out",
+        )
+    from viviane.etl import FittedEtl
+
+    cleaned: pa.Table = FittedEtl.load(etl).transform_table(table)
+    return cleaned
+
+
+def _as_table(rows: Any, wanted: str) -> pa.Table:
+    if isinstance(rows, pa.Table):
+        return rows
+    if type(rows).__name__ == "DataFrame" and type(rows).__module__.startswith("pandas"):
+        return pa.Table.from_pandas(rows, preserve_index=False)
+    raise ConfigError(wanted, value=type(rows).__name__)
+
+
+def _batch(table: pa.Table, schema: Schema, start: int) -> Batch:
+    origin = f"rows from {start} of a table"
+    features = [column.name for column in schema.dense] + [column.name for column in schema.categorical]
+    features += [column.weights for column in schema.categorical if column.weights is not None]
+    columns: dict[str, Any] = {}
+    for name in features:
+        if name not in table.column_names:
+            raise SchemaError("a column is missing", where=origin, value=name)
+        values = table.column(name)
+        if values.null_count:
+            fix = "clean the rows with the ETL (raw=True)"
+            raise SchemaError("a column has nulls", where=f"{origin}, column {name!r}", fix=fix)
+        columns[name] = values.to_pylist() if pa.types.is_nested(values.type) else values.to_numpy()
+    return Batch.from_columns(schema, columns, origin)

@@ -1,0 +1,160 @@
+"""A model on disk: its graph as JSON, and the folder that holds all it needs to predict.
+
+model/
+    model.json      graph, solver, optimizers, metrics
+    schema.json     the columns
+    etl.zip         the fitted ETL that made the data, where it is known
+    weights/        a checkpoint without optimizer state
+    files.json      size and check sum of the above
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from torch import nn
+
+from viviane.config import OptimizerSettings, Solver
+from viviane.config.base import Settings, load_json
+from viviane.core.errors import CheckpointError, ConfigError, DataError, VivianeError
+from viviane.core.files import file_sha256, replace_folder, write_json_atomic
+from viviane.model.nodes import Name, Node
+from viviane.schema import SCHEMA_FILE, Schema
+from viviane.training import load_checkpoint, write_checkpoint
+from viviane.training.manifest import FileEntry
+
+MODEL_FILE: Final = "model.json"
+FILES_FILE: Final = "files.json"
+ETL_FILE: Final = "etl.zip"
+WEIGHTS: Final = "weights"
+
+
+class ModelFile(Settings):
+    """The content of model.json; a graph alone has only name and nodes.
+
+    Args:
+        nodes: the graph; empty for a torch module that is not a graph.
+        module: name of that torch module's class.
+    """
+
+    format: Literal["viviane-model"] = "viviane-model"
+    version: Literal[1] = 1
+    name: Name = "model"
+    nodes: tuple[Node, ...] = ()
+    module: str | None = None
+    solver: Solver | None = None
+    optimizer: OptimizerSettings | None = None
+    embedding_optimizer: OptimizerSettings | None = None
+    metrics: tuple[str, ...] | None = None
+
+    def text(self) -> str:
+        """Return the JSON; what is not set is left out."""
+        return json.dumps(self.model_dump(mode="json", exclude_none=True), indent=2, ensure_ascii=False) + "\n"
+
+
+def read_model_file(source: str | Path | dict[str, Any]) -> ModelFile:
+    """Read a graph from a JSON file, a saved model's folder, or plain data.
+
+    Raises:
+        ConfigError: naming the file, the key and the nearest known name.
+    """
+    if isinstance(source, dict):
+        return ModelFile.from_dict(source)
+    path = Path(source)
+    return ModelFile.from_json_file(path / MODEL_FILE if path.is_dir() else path)
+
+
+def write_model(folder: str | Path, content: ModelFile, schema: Schema, module: nn.Module, etl: Path | None) -> Path:
+    """Write a model's folder, whole or not at all; an older one is replaced when the new one is complete.
+
+    Raises:
+        ConfigError: the folder holds something other than a model.
+        DataError: the ETL that belongs to the model has been removed.
+        CheckpointError: the disk is full or not writable.
+    """
+    path = Path(folder)
+    if path.exists() and not (path / FILES_FILE).exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            "this is not a saved model, so it is not replaced", where=str(path), fix="choose another folder"
+        )
+    if etl is not None and not etl.exists():
+        raise DataError("the ETL of the model's data is gone", where=str(etl), fix="put it back, or train anew")
+    with replace_folder(path) as work:
+        (work / MODEL_FILE).write_text(content.text(), encoding="utf-8")
+        schema.save(work)
+        if etl is not None:
+            shutil.copyfile(etl, work / ETL_FILE)
+        write_checkpoint(work / WEIGHTS, module, optimizer_state=False)
+        files = sorted(file for file in work.rglob("*") if file.is_file())
+        entries = {file.relative_to(work).as_posix(): _entry(file).to_dict() for file in files}
+        write_json_atomic(work / FILES_FILE, {"format": "viviane-model-files", "version": 1, "files": entries})
+    return path
+
+
+def find_model(path: str | Path) -> Path:
+    """Return the folder of a saved model: the folder itself, or `model` inside a run folder.
+
+    Raises:
+        CheckpointError: there is no saved model.
+    """
+    folder = Path(path)
+    for place in (folder, folder / "model"):
+        if (place / FILES_FILE).exists() or (place / MODEL_FILE).exists():
+            return place
+    raise CheckpointError(
+        "there is no saved model here",
+        where=str(folder),
+        allowed=f"a folder with {MODEL_FILE}, or a run folder with model/",
+        fix="finish the run with `viviane train ... --resume`" if (folder / "checkpoints").exists() else None,
+    )
+
+
+def read_model(folder: Path) -> tuple[ModelFile, Schema]:
+    """Verify the files of a saved model but its weights, and read graph and schema.
+
+    Raises:
+        CheckpointError: naming the file that is missing, truncated or altered.
+    """
+    try:
+        entries = load_json(folder / FILES_FILE)["files"]
+        files = {name: FileEntry.from_dict(entry) for name, entry in entries.items()}
+    except (VivianeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            "a file of the model is missing, truncated or altered", where=str(folder / FILES_FILE), value=str(error)
+        ) from error
+    for name in (MODEL_FILE, SCHEMA_FILE, f"{WEIGHTS}/manifest.json"):
+        if name not in files:
+            raise CheckpointError(f"the list of files lacks {name}", where=str(folder / FILES_FILE))
+    for name, entry in files.items():
+        if not name.startswith(f"{WEIGHTS}/"):  # the weights have a manifest of their own
+            _verify(folder / name, entry)
+    _verify(folder / WEIGHTS / "manifest.json", files[f"{WEIGHTS}/manifest.json"])
+    return ModelFile.from_json_file(folder / MODEL_FILE), Schema.load(folder)
+
+
+def load_weights(folder: Path, module: nn.Module) -> None:
+    """Verify a saved model's weights and copy them into a module."""
+    load_checkpoint(folder / WEIGHTS, module, weights_only=True)
+
+
+def _entry(file: Path) -> FileEntry:
+    return FileEntry(bytes=file.stat().st_size, sha256=file_sha256(file))
+
+
+def _verify(file: Path, entry: FileEntry) -> None:
+    what = None
+    if not file.is_file():
+        what = "a file of the model is missing"
+    elif file.stat().st_size < entry.bytes:
+        what = "a file of the model was truncated"
+    elif _entry(file) != entry:
+        what = "a file of the model was altered: its check sum differs"
+    if what is not None:
+        raise CheckpointError(
+            what,
+            where=str(file),
+            fix="load another copy; to change a graph, write it with to_json and build it with from_json",
+        )

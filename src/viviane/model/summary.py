@@ -1,0 +1,213 @@
+"""What a model is made of: layers, tables, shapes, parameters and bytes, as data and as tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
+
+from viviane.config import SGD, AdaGrad, Adam
+from viviane.embedding import TableSummary
+from viviane.model.graph import Plan, Shape, Tables, unused_message
+from viviane.model.nodes import Input, Node, SparseEmbedding
+from viviane.training.dense_state import collections_of, dense_parameters
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_BYTES_PER_NUMBER: Final = 4
+_FILE_WIDTH: Final = 120  # where the output is a file or a pipe, which has no width
+# Numbers of optimizer state beside each weight.
+_STATE_PER_WEIGHT: Final = {"sgd": 0, "adagrad": 1, "adam": 2}
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """A line about a node, or about a submodule of a torch module.
+
+    Args:
+        names: the node's; of an Input, those of its tensors.
+        shapes: of its outputs, without the batch; empty where they are not known.
+        num_parameters: dense weights; those of tables stand in the tables' lines.
+    """
+
+    names: tuple[str, ...]
+    type: str
+    bottoms: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """Everything `Model.summary` prints."""
+
+    name: str
+    layers: tuple[LayerSummary, ...]
+    tables: tuple[TableSummary, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def dense_parameters(self) -> int:
+        """Number of dense weights."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def table_parameters(self) -> int:
+        """Number of weights in tables."""
+        return sum(table.num_parameters for table in self.tables)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return _BYTES_PER_NUMBER * (self.dense_parameters + self.table_parameters)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the tables' optimizer state."""
+        return sum(table.state_bytes for table in self.tables)
+
+    def print(self, width: int | None = None) -> None:
+        """Print the summary as tables."""
+        from rich.console import Console
+
+        console = Console(width=width, highlight=False)
+        if width is None and not console.is_terminal:
+            console = Console(width=_FILE_WIDTH, highlight=False)
+        console.print(_layer_table(self))
+        if self.tables:
+            console.print(_table_table(self))
+        console.print(
+            f"{self.dense_parameters + self.table_parameters:,} parameters: {self.dense_parameters:,} dense, "
+            f"{self.table_parameters:,} in tables; {human_bytes(self.weight_bytes)} of weights, "
+            f"{human_bytes(self.state_bytes)} of table optimizer state"
+        )
+        for note in self.notes:
+            console.print(f"[yellow]note:[/yellow] {note}")
+
+
+def summarize(name: str, plan: Plan | None, module: nn.Module | None, optimizer: SGD | AdaGrad | Adam) -> ModelSummary:
+    """Describe a plan, whose tables need not exist yet, or a torch module.
+
+    Args:
+        optimizer: the rule of tables without their own, which decides the bytes of their state.
+    """
+    if plan is None:
+        assert module is not None
+        collections = collections_of(module)
+        tables = [
+            _renamed(line, f"{prefix}.{line.name}" if prefix else line.name)
+            for prefix, one in collections.items()
+            for line in one.summary()
+        ]
+        return ModelSummary(name, tuple(_submodules(module)), tuple(tables))
+    layers = tuple(_node(plan, node) for node in plan.nodes)
+    lines = [line for one in plan.tables.values() for line in _tables(one, optimizer)]
+    notes = (unused_message(plan.unused) + "; it is not computed",) if plan.unused else ()
+    return ModelSummary(name, layers, tuple(lines), notes)
+
+
+def human_bytes(count: int) -> str:
+    """Say a number of bytes with three digits.
+
+    Example:
+        >>> human_bytes(1536), human_bytes(12)
+        ('1.50 KiB', '12 B')
+    """
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{count} B" if units[0] == "B" else f"{size:.3g} {units[0]}" if size >= 10 else f"{size:.2f} {units[0]}"
+
+
+def _node(plan: Plan, node: Node) -> LayerSummary:
+    if isinstance(node, Input):
+        names = (*plan.label, *plan.dense, *plan.sparse)
+        shapes = tuple(plan.shapes.get(name, (len(plan.sparse.get(name, ())),)) for name in names)
+        return LayerSummary(names, "Input", (), shapes, 0)
+    if isinstance(node, SparseEmbedding):
+        return LayerSummary((node.name,), "SparseEmbedding", (node.bottom,), (plan.shapes[node.name],), 0)
+    layer = plan.layers.get(node.name)
+    count = 0 if layer is None else sum(one.numel() for one in layer.parameters())
+    shapes = tuple(plan.shapes[top] for top in node.top) if layer is not None else ()
+    return LayerSummary((node.name,), node.type, node.bottom, shapes, count)
+
+
+def _tables(one: Tables, optimizer: SGD | AdaGrad | Adam) -> list[TableSummary]:
+    lines = []
+    for table in one.tables:
+        rule = (table.optimizer or optimizer).type if table.trainable else "none"
+        size = _BYTES_PER_NUMBER * table.num_rows * table.dim
+        users = tuple(feature.name for feature in one.features if feature.table == table.name)
+        state = size * _STATE_PER_WEIGHT.get(rule, 0)
+        full = f"{one.node.name}.{table.name}"
+        lines.append(TableSummary(full, table.num_rows, table.dim, users, rule, table.trainable, size, state))
+    return lines
+
+
+def _renamed(line: TableSummary, name: str) -> TableSummary:
+    fields: dict[str, Any] = {**line.__dict__, "name": name}
+    return TableSummary(**fields)
+
+
+def _submodules(module: nn.Module) -> list[LayerSummary]:
+    counts: dict[str, int] = {}
+    for name, parameter in dense_parameters(module).items():
+        head = name.split(".", maxsplit=1)[0] if "." in name else ""
+        counts[head] = counts.get(head, 0) + parameter.numel()
+    children: dict[str, nn.Module] = dict(module.named_children())
+    lines = [LayerSummary((name,), type(one).__name__, (), (), counts.get(name, 0)) for name, one in children.items()]
+    own = [LayerSummary(("(own)",), type(module).__name__, (), (), counts[""])] if "" in counts else []
+    return own + lines
+
+
+def _layer_table(summary: ModelSummary) -> Table:
+    rows = [
+        (
+            "\n".join(layer.names),
+            layer.type,
+            "\n".join(layer.bottoms),
+            "\n".join("(" + ", ".join(["B", *map(str, shape)]) + ")" for shape in layer.shapes),
+            f"{layer.num_parameters:,}" if layer.num_parameters else "",
+            human_bytes(_BYTES_PER_NUMBER * layer.num_parameters) if layer.num_parameters else "",
+        )
+        for layer in summary.layers
+    ]
+    return _table(f"Model {summary.name}", ("layer", "type", "reads", "output", "parameters", "bytes"), rows, 4)
+
+
+def _table_table(summary: ModelSummary) -> Table:
+    rows = [
+        (
+            table.name,
+            ", ".join(table.features),
+            f"{table.num_rows:,}",
+            str(table.dim),
+            table.optimizer,
+            human_bytes(table.weight_bytes),
+            human_bytes(table.state_bytes),
+        )
+        for table in summary.tables
+    ]
+    return _table("Tables", ("table", "columns", "rows", "dim", "optimizer", "bytes", "state"), rows, 2)
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], first_number: int) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, heading in enumerate(headings):
+        is_number = index >= first_number and heading != "optimizer"
+        table.add_column(
+            heading,
+            justify="right" if is_number else "left",
+            no_wrap=heading not in ("type", "columns"),
+            overflow="fold",
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
