@@ -1,6 +1,7 @@
 """A small click model with everything that has state: tables of two optimizers, dropout, batch statistics."""
 
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,9 @@ LONG = Solver(
 )  # fmt: skip
 
 
-if __name__ == "__main__":  # a run in a process of its own, to be killed: click_model.py DATA RUN_FOLDER
+if __name__ == "__main__":  # a run in a process of its own, to be killed: click_model.py DATA RUN_FOLDER HIDDEN PAUSE
     data, run = Path(sys.argv[1]), Path(sys.argv[2])
     trainer = make_trainer(LONG, hidden=int(sys.argv[3]), run_folder=run)
+    pause_s = float(sys.argv[4])  # leaves the killer time on a busy machine; changes no number
+    trainer.module.register_forward_hook(lambda *_: time.sleep(pause_s))
     trainer.fit(Dataset(data / "train"), Dataset(data / "valid"), resume=True)

@@ -44,7 +44,7 @@ def test_a_loop_of_ones_own_gives_the_same_bits(train):
     by_fit = make_trainer(solver(epochs=2))
     by_fit.fit(train)
     by_hand = make_trainer(solver(epochs=2))
-    with train.reader(32, shuffle=True, seed=0) as reader:
+    with by_hand.switches(), train.reader(32, shuffle=True, seed=0) as reader:
         for _ in range(2):
             for batch in reader:
                 by_hand.train_step(batch)

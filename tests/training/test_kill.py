@@ -19,8 +19,8 @@ from viviane.training import read_manifest
 SCRIPT = Path(__file__).with_name("click_model.py")
 
 
-def start(data: Path, run: Path, hidden: int) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, str(SCRIPT), str(data), str(run), str(hidden)])
+def start(data: Path, run: Path, hidden: int, pause_s: float) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, str(SCRIPT), str(data), str(run), str(hidden), str(pause_s)])
 
 
 def finish(data: Path, run: Path, hidden: int):
@@ -43,7 +43,7 @@ def test_killed_while_training(data, tmp_path, straight):
     run = tmp_path / "run"
     chance = random.Random(4)
     for wanted in (7, 35):  # two kills: at a few steps past the first, and past a later, checkpoint
-        process = start(data, run, 8)
+        process = start(data, run, 8, 0.01)
         deadline = time.monotonic() + 60
         while not any(int(p.name[5:]) >= wanted for p in run.glob("checkpoints/step-*")):
             assert process.poll() is None, "the run ended before it was killed"
@@ -65,7 +65,7 @@ def test_killed_while_saving(data, tmp_path):
     hidden = 20_000  # about 1.4 MB of weights and 2.8 MB of state, so that a save can be caught at work
     run, caught = tmp_path / "run", 0
     for _ in range(3):
-        process = start(data, run, hidden)
+        process = start(data, run, hidden, 0.0)
         deadline = time.monotonic() + 60
         before = {p.name for p in run.glob("checkpoints/.step-*.tmp")}
         while process.poll() is None and time.monotonic() < deadline:

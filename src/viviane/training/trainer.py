@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,10 @@ class Trainer:
         self.step += 1
         return loss
 
+    def switches(self) -> AbstractContextManager[None]:
+        """Return the context in which fit runs: the solver's `deterministic` and `num_threads`, for a loop of your own."""
+        return torch_switches(self.solver, self.device)
+
     def choose_precision(self, batches: Sequence[Batch]) -> Precision:
         """Settle precision "auto" by timing forward and backward on these batches; weights are not touched."""
         if self.precision is None:
@@ -195,7 +200,7 @@ class Trainer:
         for data in (train, validation):
             if data is not None:
                 self._check_schema(data)
-        with torch_switches(self.solver, self.device), Interrupt().listening() as interrupt:
+        with self.switches(), Interrupt().listening() as interrupt:
             self.module.train()
             self.history = FitLoop(self, train, validation, interrupt).run(resume)
         return self.history
