@@ -62,7 +62,7 @@ def test_killed_while_training(data, tmp_path, straight):
 
 
 def test_killed_while_saving(data, tmp_path):
-    hidden = 20_000  # about 1.4 MB of weights and 2.8 MB of state, so that a save can be caught at work
+    hidden = 10_000  # about 0.7 MB of weights and 1.4 MB of state, so that a save can be caught at work
     run, caught = tmp_path / "run", 0
     for _ in range(3):
         process = start(data, run, hidden, 0.0)

@@ -162,7 +162,7 @@ class Trainer:
         return loss
 
     def switches(self) -> AbstractContextManager[None]:
-        """Return the context in which fit runs: the solver's `deterministic` and `num_threads`, for a loop of your own."""
+        """Return the context fit runs in: the solver's `deterministic` and `num_threads`; for a loop of your own."""
         return torch_switches(self.solver, self.device)
 
     def choose_precision(self, batches: Sequence[Batch]) -> Precision:
