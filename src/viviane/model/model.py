@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -242,12 +242,17 @@ class Model:
         """
         if isinstance(rows, Dataset) and not raw:
             return self.trainer.predict(rows)
-        batches = list(as_batches(rows, self.schema, self.etl if raw else None, raw=raw))
-        return np.concatenate(list(self.predict_batches(batches)))
+        parts = list(self.predict_batches(as_batches(rows, self.schema, self.etl, raw=raw)))
+        return np.concatenate(parts) if parts else np.empty((0, len(self.schema.labels)), dtype=np.float32)
 
-    def predict_batches(self, batches: Iterator[Batch] | Sequence[Batch]) -> Iterator[NDArray[np.float32]]:
+    def predict_batches(self, rows: Dataset | Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
         """Yield predictions (B, L) batch by batch, for input that does not fit into memory."""
-        return predict_rows(self.trainer, batches)
+        if not isinstance(rows, Dataset):
+            yield from predict_rows(self.trainer, rows)
+            return
+        self.trainer.check_schema(rows, with_labels=False)
+        with rows.reader(self.trainer.eval_batch_size()) as reader:
+            yield from predict_rows(self.trainer, reader)
 
     # Freezing ---------------------------------------------------------------------------------------------
 
@@ -314,17 +319,29 @@ class Model:
         Raises:
             CheckpointError: a file is missing, truncated or altered.
         """
+        model = cls.blueprint(folder, device=device, module=module)
+        model.compile(model.optimizer, model.embedding_optimizer, model.metrics)
+        load_weights(find_model(folder), model.module)
+        return model
+
+    @classmethod
+    def blueprint(cls, folder: str | Path, *, device: str = "auto", module: nn.Module | None = None) -> Self:
+        """Read a saved model without its weights: everything verified, nothing compiled; arguments as for `load`."""
         path = find_model(folder)
         content, schema = read_model(path)
         if (content.module is None) != (module is None):
             what = "the model is a graph" if content.module is None else "the model was made from a torch module"
-            fix = "load it without module=" if content.module is None else f"pass module={content.module}(...)"
+            fix = (
+                "load it without module="
+                if content.module is None
+                else f"Model.load(path, module={content.module}(...))"
+            )
             raise ConfigError(what, where=str(path), fix=fix)
         solver = Solver(**{**(content.solver or Solver()).model_dump(), "device": device})
         model = cls(solver, schema, name=content.name, module=module)
         model.nodes.extend(content.nodes)
-        model.compile(content.optimizer, content.embedding_optimizer, content.metrics)
-        load_weights(path, model.module)
+        model.optimizer, model.embedding_optimizer = content.optimizer, content.embedding_optimizer
+        model.metrics = content.metrics
         model.etl = path / ETL_FILE if (path / ETL_FILE).exists() else None
         return model
 

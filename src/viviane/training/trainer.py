@@ -199,7 +199,7 @@ class Trainer:
         """
         for data in (train, validation):
             if data is not None:
-                self._check_schema(data)
+                self.check_schema(data)
         with self.switches(), Interrupt().listening() as interrupt:
             self.module.train()
             self.history = FitLoop(self, train, validation, interrupt).run(resume)
@@ -217,14 +217,14 @@ class Trainer:
             batch_size: None takes the solver's eval_batch_size.
             max_batches: stop after so many batches.
         """
-        self._check_schema(dataset)
+        self.check_schema(dataset)
         return self.gather(dataset, batch_size, max_batches).compute()
 
     def gather(self, dataset: Dataset, batch_size: int | None = None, max_batches: int | None = None) -> Evaluation:
         """Run over a data set and return metrics and calibration bins, not yet computed."""
         precision = self._settled_precision()
         evaluation = Evaluation(self.schema, self.metrics)
-        with dataset.reader(self._eval_batch_size(batch_size), max_batches=max_batches) as reader:
+        with dataset.reader(self.eval_batch_size(batch_size), max_batches=max_batches) as reader:
             return evaluate(self.module, reader, self.objective, evaluation, precision, self.device)
 
     def predict(self, dataset: Dataset, batch_size: int | None = None) -> NDArray[np.float32]:
@@ -232,19 +232,21 @@ class Trainer:
 
         Probabilities of binary labels; the module's own output for regression labels.
         """
-        self._check_schema(dataset, with_labels=False)
+        self.check_schema(dataset, with_labels=False)
         precision = self._settled_precision()
-        with dataset.reader(self._eval_batch_size(batch_size)) as reader:
+        with dataset.reader(self.eval_batch_size(batch_size)) as reader:
             return predict(self.module, reader, len(dataset), self.objective, precision, self.device)
 
-    def _eval_batch_size(self, batch_size: int | None) -> int:
+    def eval_batch_size(self, batch_size: int | None = None) -> int:
+        """Return the rows of an evaluation or prediction batch."""
         return batch_size or self.solver.eval_batch_size or max(self.solver.batch_size, 8192)
 
     def _settled_precision(self) -> Precision:
         """Return the precision; before "auto" was settled by training, float32."""
         return self.precision or Precision("fp32")
 
-    def _check_schema(self, dataset: Dataset, *, with_labels: bool = True) -> None:
+    def check_schema(self, dataset: Dataset, *, with_labels: bool = True) -> None:
+        """Refuse a data set whose columns are not the model's; with_labels=False lets labels be absent."""
         lines = self.schema.difference(dataset.schema)
         if not with_labels:
             labels = {label.name for label in self.schema.labels}

@@ -1,0 +1,44 @@
+"""The rows that `evaluate` and `predict` read: a data set folder, or raw files that the model's ETL reads."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from viviane.core.errors import DataError
+from viviane.data import Dataset
+from viviane.model import Model
+from viviane.schema import SCHEMA_FILE
+
+
+@contextmanager
+def open_rows(path: Path, model: Model, *, with_labels: bool) -> Iterator[Dataset]:
+    """Yield the rows as a data set, every one of them, in their order.
+
+    Raw files go through the model's ETL into a temporary folder; its filters, which choose rows to train on, do
+    not apply. A malformed row is an error, not left out.
+
+    Raises:
+        DataError: raw files, and the model carries no ETL.
+    """
+    if not path.exists():
+        raise DataError("no such input", where=str(path), allowed="a data set folder, or raw files")
+    if path.is_dir() and (path / SCHEMA_FILE).exists():
+        yield Dataset(path)
+        return
+    if model.etl is None:
+        raise DataError(
+            "these are raw rows, and the model carries no ETL to read them",
+            where=str(path),
+            fix="give a data set folder with schema.json, or train on data that `viviane etl` wrote",
+        )
+    from viviane.etl import FittedEtl
+
+    fitted = FittedEtl.load(model.etl)
+    unfiltered = replace(fitted, config=fitted.config.model_copy(update={"filters": ()}))
+    with tempfile.TemporaryDirectory(prefix="viviane-rows-") as folder:
+        unfiltered.transform(path, Path(folder) / "rows", labels=True if with_labels else None)
+        yield Dataset(Path(folder) / "rows")

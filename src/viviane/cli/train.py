@@ -1,0 +1,79 @@
+"""`viviane train`: a JSON file to a trained, saved model and a report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from viviane.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from viviane.training import History
+
+_INTERRUPTED = 130
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="JSON file: data, solver, optimizer, model.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: solver.lr=0.01.")
+    ] = None,
+    run_folder: Annotated[Path | None, typer.Option(help="Where metrics, checkpoints and the model go.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
+) -> None:
+    """Train a model; writes a run folder with the saved model and report.html."""
+    from viviane.cli.train_config import read_train_config
+    from viviane.core.files import write_json_atomic
+    from viviane.data import Dataset
+    from viviane.report import write_report
+    from viviane.training import RunFolder
+
+    settings = read_train_config(config, changes or [])
+    folder = run_folder or Path(settings.run_folder or f"runs/{settings.name}")
+    if RunFolder(folder).holds_a_run and not resume:
+        fix = "continue it with --resume, or choose another with --run-folder"
+        raise ConfigError("the run folder already holds a run", where=str(folder), fix=fix)
+    train = Dataset(settings.data.train)
+    validation = None if settings.data.validation is None else Dataset(settings.data.validation)
+    model = settings.build(train.schema)
+    model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics)
+    model.summary()
+    write_json_atomic(folder / "train.json", settings.to_dict())
+    history = model.fit(train, validation, run_folder=folder, resume=resume)
+    if history.interrupted:
+        typer.echo(f"interrupted; go on with: viviane train {config} --run-folder {folder} --resume")
+        sys.exit(_INTERRUPTED)
+    saved = model.save(folder / "model")
+    report = write_report(folder)
+    _show(history)
+    best = train.info.get("best_auc")
+    if best is not None:
+        typer.echo(f"best reachable AUC of this synthetic data: {best:.4f}")
+    typer.echo(f"model:  {saved}\nreport: {report}")
+
+
+def _show(history: History) -> None:
+    """Print the last row of each split as a table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [row for row in (history.last("train"), history.last("valid")) if row is not None]
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("split", "epoch", "lr", "seconds")))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(row["split"], *(_number(row.get(name)) for name in names))
+    Console(highlight=False).print(table)
+    typer.echo(f"stopped by: {history.stopped}")
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5f}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,144 @@
+"""The file behind `viviane train`: data, solver, optimizers, model, metrics, run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from viviane.config import Adam, OptimizerSettings, Solver
+from viviane.config.base import Settings, load_json
+from viviane.core.errors import ConfigError, suggest
+from viviane.model import Model, ModelFile, read_model_file
+from viviane.model.nodes import Name
+from viviane.schema import Schema
+from viviane.zoo import ZOO, ZooModel
+
+_FORMS = ("zoo", "nodes", "file")
+
+
+class DataConfig(Settings):
+    """Folders of the data sets; `validation` may be left out."""
+
+    train: str = Field(min_length=1)
+    validation: str | None = None
+
+
+class TrainConfig(Settings):
+    """A run, as one JSON file.
+
+    Args:
+        name: of the model.
+        data: training and validation data sets.
+        solver, optimizer, embedding_optimizer: as in Python.
+        model: {"zoo": "dcn_v2", ...} with the model's own settings, {"nodes": [...]} with a whole graph, or
+            {"file": "model.json"}, a graph that `Model.to_json` wrote.
+        metrics: names; the first one leads. Left out: "auc" and "log_loss".
+        run_folder: where the run's files go; left out: runs/<name>.
+
+    Example:
+        >>> config = TrainConfig.from_dict({"data": {"train": "d"}, "model": {"zoo": "dlrm", "dim": 8}})
+        >>> config.recipe()
+        DLRM(dim=8, ...)
+    """
+
+    name: Name = "model"
+    data: DataConfig
+    solver: Solver = Solver()
+    optimizer: OptimizerSettings = Adam()
+    embedding_optimizer: OptimizerSettings | None = None
+    model: dict[str, Any]
+    metrics: tuple[str, ...] | None = None
+    run_folder: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        self.recipe()
+        return self
+
+    def recipe(self) -> ZooModel | ModelFile:
+        """Return the validated content of `model`.
+
+        Raises:
+            ConfigError: naming the key and the nearest known one.
+        """
+        forms = [form for form in _FORMS if form in self.model]
+        if len(forms) != 1:
+            unknown = next(iter(self.model.keys() - set(_FORMS)), "")
+            fix = suggest(unknown, _FORMS) if not forms and unknown else None
+            allowed = '{"zoo": name, ...}, {"nodes": [...]} or {"file": path}'
+            raise ConfigError("a model takes exactly one form", where="model", allowed=allowed, fix=fix)
+        rest = {key: value for key, value in self.model.items() if key != forms[0]}
+        if forms[0] == "zoo":
+            return ZOO[str(self.model["zoo"])].from_dict(rest, where="model")
+        if rest:
+            fix = "leave it out; parameters belong to the nodes"
+            raise ConfigError("unknown key beside the graph", where="model", value=next(iter(rest)), fix=fix)
+        if forms[0] == "file":
+            return read_model_file(str(self.model["file"]))
+        return ModelFile.from_dict({"nodes": self.model["nodes"]}, where="model")
+
+    def build(self, schema: Schema) -> Model:
+        """Return the model, not yet compiled."""
+        model = Model(self.solver, schema, name=self.name)
+        recipe = self.recipe()
+        if isinstance(recipe, ModelFile):
+            model.nodes.extend(recipe.nodes)
+        else:
+            model.add(recipe)
+        return model
+
+
+def read_train_config(path: Path, changes: Sequence[str] = ()) -> TrainConfig:
+    """Read a config file, after changes such as "solver.lr=0.01".
+
+    Raises:
+        ConfigError: the file, the key and the nearest known one.
+    """
+    data = load_json(path)
+    for change in changes:
+        _change(data, change)
+    return TrainConfig.from_dict(data, where=str(path))
+
+
+def _change(data: Any, change: str) -> None:
+    """Put one value into nested data; JSON where it is JSON, else text."""
+    path, equals, text = change.partition("=")
+    if not equals or not path.strip("."):
+        raise ConfigError("not a change", where="--set", value=change, allowed="path=value, such as solver.lr=0.01")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    *way, last = path.split(".")
+    place = data
+    for part in way:
+        place = _step(place, part, path)
+        if place is None:
+            raise ConfigError("there is nothing to change below this", where=f"--set {path}", value=part)
+    if isinstance(place, list):
+        place[_index(place, last, path)] = value
+    elif isinstance(place, dict):
+        place[last] = value
+    else:
+        raise ConfigError("there is nothing to change below this", where=f"--set {path}", value=place)
+
+
+def _step(place: Any, part: str, path: str) -> Any:
+    if isinstance(place, list):
+        return place[_index(place, part, path)]
+    if isinstance(place, dict):
+        if place.get(part) is None:
+            place[part] = {}
+        return place[part]
+    return None
+
+
+def _index(place: list[Any], part: str, path: str) -> int:
+    if not part.isdigit() or int(part) >= len(place):
+        allowed = f"a number below {len(place)}"
+        raise ConfigError("no such element of the list", where=f"--set {path}", value=part, allowed=allowed)
+    return int(part)
