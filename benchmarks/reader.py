@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.dataset
 import torch
-from record import record
 from torch.utils.data import DataLoader, IterableDataset
 
+from record import record
 from viviane.data import Dataset
 from viviane.data.synthetic import SyntheticConfig, generate
 

@@ -8,7 +8,7 @@
     smooth   sum over dense columns of sin(a x + b)
 
 Effects and vectors are hashes of (column, key), so that no table is kept whatever the cardinality; they fade
-with the rank of the key, (1 + rank / 1000)^-1/2, because what rare keys carry cannot be learned from a
+with the rank of the key, (1 + rank / 100)^-1/2, because what rare keys carry cannot be learned from a
 finite number of rows. Bags contribute the (weighted) mean over their ids. Chunk i of a part ("train",
 "valid") depends on (config, part, i) alone.
 Shapes: R rows of a chunk, nnz ids of a bag.
@@ -29,7 +29,7 @@ from viviane.schema import RESERVED
 
 CHUNK_ROWS: Final = 65_536
 SHARES: Final = {"linear": 0.5, "pairs": 0.3, "smooth": 0.2}
-_HEAD_RANKS: Final = 1000.0
+_HEAD_RANKS: Final = 100.0
 _MAX_PAIRS: Final = 8
 
 Floats = NDArray[np.float32]
