@@ -1,0 +1,181 @@
+"""Second pass: staged rows to rows of the data set, with what was learned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from viviane.core.errors import DataError
+from viviane.etl.cells import make_list
+from viviane.etl.config import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec
+from viviane.etl.engine import Build, Engine
+from viviane.etl.expressions import bucket, value_of
+from viviane.etl.learned import Learned
+from viviane.etl.operators import chain
+from viviane.etl.values import ListShape, combined, hash_values
+from viviane.schema import RESERVED
+
+
+class Applier:
+    """Turns staged tables into output tables, row by row and in order.
+
+    Numbers and computed values are the engine's; ids are looked up column by column, on several threads.
+    """
+
+    def __init__(self, fitted: Learned, engine: Engine, threads: int) -> None:
+        self.fitted, self.engine, self.threads = fitted, engine, threads
+        self.num_cut: dict[str, int] = {spec.name: 0 for spec in fitted.config.categorical if spec.max_length}
+        self._lock = threading.Lock()
+        self._builds: dict[Any, Build] = {}
+
+    def table(self, staged: pa.Table, *, keep_ignored: bool = True) -> pa.Table:
+        """Return the output columns: labels and sample weight where their source is there, dense, ids, weights, ignored.
+
+        Raises:
+            DataError: a number is still missing, or does not fit float32; names the column.
+        """
+        columns = self._numbers(staged)
+        specs = self.fitted.config.categorical
+        with ThreadPoolExecutor(self.threads) as pool:
+            for found in pool.map(lambda spec: self._ids(spec, staged), specs):
+                columns.update(found)
+        names = [name for name in self.fitted.schema.column_names if name in columns]
+        if keep_ignored:
+            for name in self.fitted.config.ignored:
+                if name in staged.column_names:
+                    columns[name] = staged.column(name)
+                    names.append(name)
+        table = pa.table({name: columns[name] for name in names})
+        fields = [pa.field(f.name, f.type, nullable=f.name in self.fitted.config.ignored) for f in table.schema]
+        return table.cast(pa.schema(fields))
+
+    def _numbers(self, staged: pa.Table) -> dict[str, Any]:
+        config = self.fitted.config
+        specs: list[LabelSpec | DenseSpec] = [*config.labels, *config.dense]
+        specs += [config.sample_weight] if config.sample_weight else []
+        specs = [spec for spec in specs if (spec.source or spec.name) in staged.column_names]
+        scalars = tuple(spec for spec in specs if not (isinstance(spec, DenseSpec) and spec.dim > 1))
+        columns: dict[str, Any] = {}
+        if scalars:
+            sources = list(dict.fromkeys(spec.source or spec.name for spec in scalars))
+            names = tuple(spec.name for spec in scalars)
+            build = self._build(names, lambda: partial(_scalars, scalars, self.fitted.states))
+            result = self._evaluate(staged.select(sources), build)
+            columns = {name: self._checked(name, combined(result.column(name))) for name in names}
+        for spec in specs:
+            if isinstance(spec, DenseSpec) and spec.dim > 1:
+                columns[spec.name] = self._vector(spec, combined(staged.column(spec.source or spec.name)))
+        return columns
+
+    def _vector(self, spec: DenseSpec, lists: Any) -> Any:
+        """A list column of dim numbers; a missing list is dim missing numbers."""
+        null = pc.is_null(lists).to_numpy(zero_copy_only=False)
+        places = np.repeat(np.cumsum(~null) - 1, spec.dim) * spec.dim + np.tile(np.arange(spec.dim), len(lists))
+        flat = pc.list_flatten(lists).take(pa.array(places, mask=np.repeat(null, spec.dim)))
+        build = self._build(("vector", spec.name), lambda: partial(_vector, spec, self.fitted.states))
+        values = combined(self._evaluate(pa.table({"value": flat}), build).column("value"))
+        return pa.FixedSizeListArray.from_arrays(self._checked(spec.name, values), spec.dim)
+
+    def _checked(self, name: str, values: Any) -> Any:
+        if values.null_count:
+            raise DataError(
+                "missing values remain in a column of numbers",
+                where=f"column {name!r}",
+                value=f"{values.null_count} of {len(values)}",
+                fix='begin its operators with {"type": "fill", "value": 0}',
+            )
+        numbers = values.to_numpy(zero_copy_only=False)
+        if len(numbers) and not np.isfinite(numbers).all():
+            raise DataError(
+                "a number does not fit float32", where=f"column {name!r}", fix="clip it, or take its logarithm"
+            )
+        return values
+
+    def _ids(self, spec: CategoricalSpec, staged: pa.Table) -> dict[str, Any]:
+        columns = [combined(staged.column(name)) for name in spec.sources]
+        if spec.kind == "one_hot":
+            return {spec.name: self._numbered(spec, columns)}
+        shape = ListShape(columns[0], spec.max_length, spec.keep)
+        if shape.num_cut:
+            with self._lock:
+                self.num_cut[spec.name] += shape.num_cut
+        ids = self._numbered(spec, [shape.flat(columns[0])])
+        found = {spec.name: make_list(shape.offsets, ids)}
+        if spec.weights:
+            flat = shape.flat(combined(staged.column(spec.weights)))
+            weights = pc.fill_null(flat.cast(pa.float64()), 1.0).cast(pa.float32(), safe=False)  # a missing bag: [1.0]
+            found[spec.weights] = make_list(shape.offsets, self._checked(spec.weights, weights))
+        return found
+
+    def _numbered(self, spec: CategoricalSpec, columns: list[Any]) -> Any:
+        """Ids of scalar values, (rows,)."""
+        values = columns[0]
+        if len(columns) > 1 or spec.operators:
+            names = [f"value{i}" for i in range(len(columns))]
+            build = self._build(("value", spec.name), lambda: partial(_value, spec, self.fitted.states))
+            values = combined(self._evaluate(pa.table(dict(zip(names, columns, strict=True))), build).column("value"))
+        dtype = np.int32 if spec.dtype == "int32" else np.int64
+        if isinstance(spec.encoding, HashTo):
+            codes = _filled(hash_values(values, _Locked(self)))
+            ids = codes % (spec.encoding.num_ids - RESERVED.first) + RESERVED.first
+        elif isinstance(spec.encoding, Bucketize):
+            build = self._build(("bucket", spec.name), lambda: partial(_bucket, self.fitted.borders[spec.table]))
+            codes = _filled(combined(self._evaluate(pa.table({"value": values}), build).column("bucket")))
+            ids = codes + RESERVED.first
+        else:
+            places = pc.index_in(values, value_set=self.fitted.vocabularies[spec.table].values)
+            ids = _filled(places, -1) + (RESERVED.first)
+            ids[ids < RESERVED.first] = RESERVED.unknown
+        if values.null_count:
+            ids[pc.is_null(values).to_numpy(zero_copy_only=False)] = RESERVED.missing
+        return pa.array(ids.astype(dtype, copy=False))
+
+    def _evaluate(self, table: pa.Table, build: Build) -> pa.Table:
+        with self._lock:
+            return self.engine.evaluate(table, build)
+
+    def _build(self, key: Any, make: Any) -> Build:
+        """One function object per use, so that the engine plans it once."""
+        with self._lock:
+            build: Build = self._builds.setdefault(key, make())
+            return build
+
+
+class _Locked:
+    """The engine of an Applier, as hash_values wants it, one thread at a time."""
+
+    def __init__(self, applier: Applier) -> None:
+        self.evaluate = applier._evaluate
+
+
+def _scalars(specs: tuple[LabelSpec | DenseSpec, ...], states: Mapping[str, Any], table: Any) -> dict[str, Any]:
+    return {
+        spec.name: chain(table[spec.source or spec.name], spec.operators, states.get(spec.name, {})).cast("float32")
+        for spec in specs
+    }
+
+
+def _vector(spec: DenseSpec, states: Mapping[str, Any], table: Any) -> dict[str, Any]:
+    return {"value": chain(table["value"], spec.operators, states.get(spec.name, {})).cast("float32")}
+
+
+def _value(spec: CategoricalSpec, states: Mapping[str, Any], table: Any) -> dict[str, Any]:
+    columns = [table[f"value{i}"] for i in range(len(spec.sources))]
+    return {"value": value_of(spec, columns, states.get(spec.name, {}))}
+
+
+def _bucket(borders: tuple[float, ...], table: Any) -> dict[str, Any]:
+    return {"bucket": bucket(table["value"], borders)}
+
+
+def _filled(codes: Any, missing: int = 0) -> NDArray[Any]:
+    filled = pc.fill_null(codes, missing) if codes.null_count else codes
+    return np.array(filled.to_numpy(zero_copy_only=False))

@@ -1,0 +1,177 @@
+"""Cells of raw columns to the types of the config; each cell that cannot be converted is named, not guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from viviane.etl.config import InputColumn
+
+SCALARS: Final = {
+    "float": pa.float64(),
+    "int": pa.int64(),
+    "string": pa.string(),
+    "hex": pa.uint64(),
+    "timestamp": pa.timestamp("us"),
+}
+_WANTED: Final = {
+    "float": "a finite number",
+    "int": "a whole number of 64 bits",
+    "string": "UTF-8 text",
+    "hex": "1 to 16 hexadecimal digits",
+    "timestamp": "a date and time such as 2014-05-31 23:59:59",
+}
+_NIBBLE: Final = np.full(256, 255, np.uint8)
+for _value, _digit in enumerate("0123456789abcdef"):
+    _NIBBLE[ord(_digit)] = _NIBBLE[ord(_digit.upper())] = _value
+
+
+@dataclass(frozen=True)
+class BadCell:
+    """A row that cannot be used, by its position in the table, and the reason."""
+
+    row: int
+    column: str
+    problem: str
+    value: str
+
+
+def staged_type(column: InputColumn) -> pa.DataType:
+    """The Arrow type that a raw column has from staging on."""
+    scalar = SCALARS[column.type]
+    return pa.list_(scalar) if column.is_list else scalar
+
+
+def convert(array: Any, column: InputColumn, missing: tuple[str, ...]) -> tuple[Any, list[BadCell]]:
+    """Convert one column of text, numbers or lists to its staged type.
+
+    Returns:
+        The column, missing where a cell is bad, and the bad cells.
+    """
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+        array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    if not column.is_list:
+        result, bad = _scalars(array, column.type)
+        return result, [BadCell(row, column.name, f"not {_WANTED[column.type]}", _text(array[row])) for row in bad]
+    if column.separator is not None and _is_text(array.type):
+        array = pc.split_pattern(array.cast(pa.string()), pattern=column.separator)
+    offsets, flat = list_parts(array)
+    elements = flat
+    if _is_text(flat.type) and missing:
+        elements = pc.if_else(pc.is_in(flat, value_set=pa.array(missing, flat.type)), pa.scalar(None, flat.type), flat)
+    values, bad = _scalars(elements, column.type)
+    rows = np.unique(np.searchsorted(offsets, np.array(bad, np.int64), side="right") - 1) if bad else []
+    problem = f"a list element is not {_WANTED[column.type]}"
+    cells = [BadCell(int(row), column.name, problem, _text(array[int(row)])) for row in rows]
+    return make_list(offsets, values, pc.is_null(array)), cells
+
+
+def list_parts(array: Any) -> tuple[NDArray[np.int64], Any]:
+    """Return offsets from 0, (B + 1,), and the flat values of a list array; a missing list counts as empty."""
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), pc.list_flatten(array)
+
+
+def make_list(offsets: NDArray[np.int64], values: Any, null: Any = None) -> Any:
+    """Build a list array from offsets and flat values; `null` marks missing lists."""
+    mask = null if null is not None and pc.any(null).as_py() else None
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, mask=mask)
+
+
+def cast_cells(array: Any, target: pa.DataType) -> tuple[Any, list[int]]:
+    """Cast without loss; cells that refuse become missing, found by halving, and their positions are returned."""
+    try:
+        return array.cast(target), []
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        if len(array) == 1:
+            return pa.nulls(1, target), [0]
+    half = len(array) // 2
+    left, bad_left = cast_cells(array.slice(0, half), target)
+    right, bad_right = cast_cells(array.slice(half), target)
+    return pa.concat_arrays([left, right]), bad_left + [half + row for row in bad_right]
+
+
+def _scalars(array: Any, kind: str) -> tuple[Any, list[int]]:
+    if kind == "hex":
+        return _hex(array)
+    bad: list[int] = []
+    if _is_text(array.type) and kind != "string":
+        text, bad = cast_cells(array, pa.string())
+        array = pc.ascii_trim_whitespace(text)
+    if array.type != SCALARS[kind]:
+        array, more = cast_cells(array, SCALARS[kind])
+        bad = sorted({*bad, *more})
+    if kind == "float" and len(array):
+        array, infinite = _finite(array)
+        bad = sorted({*bad, *infinite})
+    return array, bad
+
+
+def _finite(array: Any) -> tuple[Any, list[int]]:
+    """Turn NaN into missing and name infinite cells; -0.0 becomes 0.0, one value for one number."""
+    numbers = pc.fill_null(array, 0.0).to_numpy(zero_copy_only=False)
+    if np.isfinite(numbers.sum()) and not (np.signbit(numbers) & (numbers == 0)).any():
+        return array, []
+    nan, infinite = np.isnan(numbers), np.isinf(numbers)
+    mask = pc.is_null(array).to_numpy(zero_copy_only=False) | nan | infinite
+    return pa.array(numbers + 0.0, mask=mask), np.flatnonzero(infinite).tolist()
+
+
+def _hex(array: Any) -> tuple[Any, list[int]]:
+    if pa.types.is_integer(array.type):
+        return cast_cells(array, pa.uint64())
+    if pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type):
+        array = array.cast(pa.string())
+    fast = _eight_digits(array)
+    if fast is not None:
+        return fast, []
+    text, bad = cast_cells(array, pa.string())
+    good = pc.match_substring_regex(text, r"^[0-9a-fA-F]{1,16}$")
+    wrong = np.flatnonzero(pc.fill_null(pc.invert(good), False).to_numpy(zero_copy_only=False)).tolist()
+    prefixed = pc.binary_join_element_wise(pa.scalar("0x"), pc.if_else(good, text, pa.scalar(None, pa.string())), "")
+    return prefixed.cast(pa.uint64()), sorted({*bad, *wrong})
+
+
+def _eight_digits(array: Any) -> Any:
+    """Convert when every value has eight digits, as in Criteo: all digits of a value at once in one 64-bit word."""
+    _, offset_buffer, data_buffer = array.buffers()
+    if len(array) == 0 or data_buffer is None:
+        return None
+    offsets = np.frombuffer(offset_buffer, np.int32)[array.offset : array.offset + len(array) + 1]
+    present = np.diff(offsets) == 8
+    data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
+    num_present = int(np.count_nonzero(present))
+    if num_present != len(array) - array.null_count or len(data) != 8 * num_present:
+        return None
+    digits = _NIBBLE[data]
+    if digits.size and digits.max() > 15:
+        return None
+    word = digits.view(np.uint64).byteswap()  # 0x0h0g0f0e0d0c0b0a read as big-endian: the first digit is the highest
+    word = (word | (word >> np.uint64(4))) & np.uint64(0x00FF00FF00FF00FF)
+    word = (word | (word >> np.uint64(8))) & np.uint64(0x0000FFFF0000FFFF)
+    word = (word | (word >> np.uint64(16))) & np.uint64(0xFFFFFFFF)
+    if num_present == len(array):
+        return pa.array(word)
+    full = np.zeros(len(array), np.uint64)
+    full[present] = word
+    return pa.array(full, mask=~present)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+    )
+
+
+def _text(cell: Any) -> str:
+    value = cell.as_py()
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

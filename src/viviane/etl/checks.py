@@ -1,0 +1,63 @@
+"""Rows that parsed but cannot be used: a label that is none, lists whose lengths disagree, a split without its value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from viviane.etl.cells import BadCell
+from viviane.etl.config import EtlConfig
+
+
+def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) -> list[BadCell]:
+    """Return the rows of a staged table that cannot be used, with the reason; labels only where the table has them."""
+    bad: list[BadCell] = []
+    for label in config.labels:
+        source = label.source or label.name
+        if source in table.column_names:
+            column = table.column(source)
+            if not label.operators or label.operators[0].type != "fill":
+                bad += _where(pc.is_null(column), source, "the label is missing", column)
+            if label.task == "binary" and not label.operators:
+                wrong = pc.invert(pc.or_(pc.equal(column, 0), pc.equal(column, 1)))
+                bad += _where(pc.fill_null(wrong, False), source, "a binary label is neither 0 nor 1", column)
+    for dense in config.dense:
+        if dense.dim > 1:
+            column = table.column(dense.source or dense.name)
+            wrong = pc.fill_null(pc.not_equal(pc.list_value_length(column), dense.dim), False)
+            bad += _where(wrong, dense.source or dense.name, f"not {dense.dim} numbers", column)
+    for spec in config.categorical:
+        if spec.weights:
+            column = table.column(spec.weights)
+            lengths = [pc.fill_null(pc.list_value_length(one), -1) for one in (table.column(spec.sources[0]), column)]
+            problem = f"not one weight for each value of {spec.sources[0]!r}"
+            bad += _where(pc.not_equal(*lengths), spec.weights, problem, column)
+            bad += _null_weights(column, spec.weights)
+    weight = config.sample_weight
+    if weight is not None and not weight.operators:
+        column = table.column(weight.source or weight.name)
+        wrong = pc.fill_null(pc.less(column, 0), True)
+        bad += _where(wrong, weight.source or weight.name, "the sample weight is missing or negative", column)
+    if split_column is not None:
+        column = table.column(split_column)
+        bad += _where(pc.is_null(column), split_column, "the split's column is missing", column)
+    return bad
+
+
+def _null_weights(column: Any, name: str) -> list[BadCell]:
+    flat = pc.list_flatten(column)
+    if not flat.null_count:
+        return []
+    parents = pc.list_parent_indices(column).to_numpy()
+    rows = np.unique(parents[pc.is_null(flat).to_numpy()])
+    return [BadCell(int(row), name, "a weight is missing", str(column[int(row)].as_py())) for row in rows]
+
+
+def _where(mask: Any, name: str, problem: str, column: Any) -> list[BadCell]:
+    if not pc.any(mask).as_py():
+        return []
+    rows = np.flatnonzero(mask.to_numpy())
+    return [BadCell(int(row), name, problem, str(column[int(row)].as_py())) for row in rows]

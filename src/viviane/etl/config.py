@@ -1,0 +1,319 @@
+"""The declarative file: what the raw files hold, and what becomes of it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from viviane.config.base import Settings
+from viviane.core.errors import suggest
+from viviane.etl.operators import Operator
+
+RESERVED_PREFIX = "__"  # columns that staging adds
+
+
+class InputColumn(Settings):
+    """One column of the raw files.
+
+    Args:
+        name: its name, in the header or by position.
+        type: "hex" is a whole number written with 1 to 16 hexadecimal digits; a missing or NaN float is missing.
+        list: the column is a Parquet list.
+        separator: the column is text that holds a list, such as "Comedy|Drama".
+    """
+
+    name: str = Field(min_length=1)
+    type: Literal["float", "int", "string", "hex", "timestamp"] = "string"
+    list: bool = False
+    separator: str | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> InputColumn:
+        if self.name.startswith(RESERVED_PREFIX):
+            raise ValueError(f"column names must not begin with {RESERVED_PREFIX!r}: {self.name!r}")
+        if self.type == "timestamp" and self.is_list:
+            raise ValueError(f"column {self.name!r}: lists of timestamps are not read")
+        return self
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a row holds several values."""
+        return self.list or self.separator is not None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether operators on numbers apply."""
+        return self.type in ("float", "int")
+
+
+class Input(Settings):
+    """How to read the raw files; Parquet is recognised by its first bytes and needs only `columns`.
+
+    Args:
+        columns: for text without header, every column in order; otherwise those that are used.
+        delimiter: between values of a text line; several characters are allowed where quote is None.
+        header: the first line of each text file holds the names.
+        quote: character around values that contain the delimiter; None where quotes mean nothing.
+        encoding: of text files.
+        missing: texts that stand for a missing value.
+    """
+
+    columns: tuple[InputColumn, ...] = Field(min_length=1)
+    delimiter: str = Field(default=",", min_length=1)
+    header: bool = True
+    quote: str | None = Field(default=None, min_length=1, max_length=1)
+    encoding: str = "utf-8"
+    missing: tuple[str, ...] = ("",)
+
+    @model_validator(mode="after")
+    def _check(self) -> Input:
+        _once([column.name for column in self.columns], "input column")
+        if len(self.delimiter) > 1 and self.quote is not None:
+            raise ValueError("a delimiter of several characters cannot be combined with quote")
+        try:
+            plain = "a\n\t".encode(self.encoding) == b"a\n\t"
+        except LookupError:
+            raise ValueError(f"unknown encoding {self.encoding!r}") from None
+        if not plain:
+            raise ValueError(f"encoding {self.encoding!r} does not keep ASCII as it is; convert the files to UTF-8")
+        return self
+
+
+class LabelSpec(Settings):
+    """A label: a number, perhaps through operators such as threshold. A row without it is malformed."""
+
+    name: str = Field(min_length=1)
+    source: str | None = None
+    task: Literal["binary", "regression"] = "binary"
+    operators: tuple[Operator, ...] = ()
+
+
+class DenseSpec(Settings):
+    """A real number, or a vector of `dim` numbers from a list column; operators apply to every element."""
+
+    name: str = Field(min_length=1)
+    source: str | None = None
+    dim: int = Field(default=1, ge=1)
+    operators: tuple[Operator, ...] = ()
+
+
+class Categorify(Settings):
+    """Number the values seen in training: 3, 4, ... by falling count, ties by value.
+
+    Args:
+        min_count: a value seen fewer times becomes the unknown id.
+        max_values: keep only so many of the most frequent.
+    """
+
+    type: Literal["categorify"] = "categorify"
+    min_count: int = Field(default=1, ge=1)
+    max_values: int | None = Field(default=None, ge=1)
+
+
+class HashTo(Settings):
+    """3 + h mod (num_ids - 3), h the first 60 bits of the MD5 of the value's text: nothing is learned or stored."""
+
+    type: Literal["hash"] = "hash"
+    num_ids: int = Field(ge=4)
+
+
+class Bucketize(Settings):
+    """3 + the number of borders <= x; borders are given, or cut the training data into equal shares.
+
+    Args:
+        borders: rising numbers.
+        quantiles: number of shares; equal borders fall together, so there may be fewer buckets.
+    """
+
+    type: Literal["bucketize"] = "bucketize"
+    borders: tuple[float, ...] | None = Field(default=None, min_length=1, max_length=1000)
+    quantiles: int | None = Field(default=None, ge=2, le=1000)
+
+    @model_validator(mode="after")
+    def _check(self) -> Bucketize:
+        if (self.borders is None) == (self.quantiles is None):
+            raise ValueError("bucketize takes either borders or quantiles")
+        if self.borders is not None and any(a >= b for a, b in pairwise(self.borders)):
+            raise ValueError("borders must rise")
+        return self
+
+
+Encoding: TypeAlias = Annotated[Categorify | HashTo | Bucketize, Field(discriminator="type")]
+
+
+class CategoricalSpec(Settings):
+    """A column of ids.
+
+    Args:
+        source: the raw column; several names make a cross, whose value is the tuple of theirs.
+        encoding: how values become ids.
+        operators: applied first; for columns of numbers.
+        kind: "multi_hot" and "sequence" need a list column.
+        max_length: longer lists are cut (and counted); required for a sequence.
+        keep: which end of a list survives the cut.
+        weights: raw list column with one weight per value; kept under its own name.
+        vocabulary: columns that name the same vocabulary share values and ids.
+    """
+
+    name: str = Field(min_length=1)
+    source: str | tuple[str, ...] | None = None
+    encoding: Encoding = Categorify()
+    operators: tuple[Operator, ...] = ()
+    kind: Literal["one_hot", "multi_hot", "sequence"] = "one_hot"
+    max_length: int | None = Field(default=None, ge=1)
+    keep: Literal["first", "last"] = "last"
+    weights: str | None = None
+    vocabulary: str | None = None
+    dtype: Literal["int32", "int64"] = "int32"
+
+    @model_validator(mode="after")
+    def _check(self) -> CategoricalSpec:
+        if self.kind == "sequence" and self.max_length is None:
+            raise ValueError(f"the sequence {self.name!r} needs max_length")
+        if self.kind == "one_hot" and (self.max_length or self.weights):
+            raise ValueError(f"the one-hot column {self.name!r} takes neither max_length nor weights")
+        if self.kind == "sequence" and self.weights:
+            raise ValueError(f"the sequence {self.name!r} takes no weights")
+        if len(self.sources) > 1 and (self.kind != "one_hot" or self.operators or self.encoding.type == "bucketize"):
+            raise ValueError(f"the cross {self.name!r} must be one-hot, without operators, categorify or hash")
+        return self
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The raw columns, in order."""
+        if self.source is None:
+            return (self.name,)
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+    @property
+    def table(self) -> str:
+        """The vocabulary's name."""
+        return self.vocabulary or self.name
+
+
+class Filter(Settings):
+    """Keep rows whose column compares so; others are counted and left out. A missing value satisfies only "missing"."""
+
+    column: str
+    keep: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in", "present", "missing"]
+    value: float | str | tuple[float | str, ...] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Filter:
+        many, none = self.keep in ("in", "not in"), self.keep in ("present", "missing")
+        if none != (self.value is None) or many != isinstance(self.value, tuple):
+            raise ValueError(f"filter {self.keep!r} takes {'no value' if none else 'a list' if many else 'one value'}")
+        return self
+
+
+class EtlConfig(Settings):
+    """Everything `viviane etl` does to raw files, but where they are.
+
+    Example:
+        >>> config = EtlConfig(
+        ...     input={"columns": [{"name": "click", "type": "int"}, {"name": "item"}]},
+        ...     labels=[{"name": "click"}], categorical=[{"name": "item"}])
+        >>> config.categorical[0].encoding.type
+        'categorify'
+    """
+
+    format: Literal["viviane-etl"] = "viviane-etl"
+    version: Literal[1] = 1
+    input: Input
+    labels: tuple[LabelSpec, ...] = ()
+    dense: tuple[DenseSpec, ...] = ()
+    categorical: tuple[CategoricalSpec, ...] = ()
+    sample_weight: DenseSpec | None = None
+    ignored: tuple[str, ...] = ()
+    filters: tuple[Filter, ...] = ()
+
+    def column(self, name: str) -> InputColumn:
+        """Return a raw column."""
+        for column in self.input.columns:
+            if column.name == name:
+                return column
+        known = [column.name for column in self.input.columns]
+        raise ValueError(f"no input column {name!r}; {suggest(name, known)}")
+
+    @property
+    def label_sources(self) -> frozenset[str]:
+        """Raw columns that only labels need: they may be absent when predicting."""
+        return frozenset(spec.source or spec.name for spec in self.labels) - frozenset(self.feature_sources)
+
+    @property
+    def feature_sources(self) -> tuple[str, ...]:
+        """Raw columns that features need, each once."""
+        names = [spec.source or spec.name for spec in self.dense]
+        for spec in self.categorical:
+            names += [*spec.sources, *([spec.weights] if spec.weights else [])]
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def used(self) -> tuple[InputColumn, ...]:
+        """Raw columns that anything needs, in the order of the input."""
+        wanted = {*self.feature_sources, *self.label_sources, *self.ignored, *(one.column for one in self.filters)}
+        wanted |= {self.sample_weight.source or self.sample_weight.name} if self.sample_weight else set()
+        return tuple(column for column in self.input.columns if column.name in wanted)
+
+    @model_validator(mode="after")
+    def _check(self) -> EtlConfig:
+        specs: list[Any] = [*self.labels, *self.dense, *self.categorical]
+        specs += [self.sample_weight] if self.sample_weight else []
+        weights = [spec.weights for spec in self.categorical if spec.weights]
+        _once([spec.name for spec in specs] + weights + list(self.ignored), "output column")
+        if not self.dense and not self.categorical:
+            raise ValueError("nothing to write: give dense or categorical columns")
+        for number in [*self.labels, *self.dense, *([self.sample_weight] if self.sample_weight else [])]:
+            _check_number(number, self.column(number.source or number.name))
+        for spec in self.categorical:
+            _check_categorical(spec, [self.column(name) for name in spec.sources])
+            if spec.weights and not (self.column(spec.weights).is_list and self.column(spec.weights).is_number):
+                raise ValueError(f"weights {spec.weights!r} of {spec.name!r} must be a list of numbers")
+        for name in [*self.ignored, *(one.column for one in self.filters)]:
+            self.column(name)
+        _check_shared(self)
+        return self
+
+
+def _once(names: list[str], what: str) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} named twice: {', '.join(twice)}")
+
+
+def _check_number(spec: LabelSpec | DenseSpec, column: InputColumn) -> None:
+    dim = spec.dim if isinstance(spec, DenseSpec) else 1
+    if not column.is_number:
+        raise ValueError(f"{spec.name!r} needs numbers, but input column {column.name!r} is of type {column.type}")
+    if column.is_list != (dim > 1):
+        raise ValueError(f"{spec.name!r} has dim {dim}, but input column {column.name!r} is {_shape(column)}")
+
+
+def _check_categorical(spec: CategoricalSpec, columns: list[InputColumn]) -> None:
+    for column in columns:
+        if column.is_list != (spec.kind != "one_hot"):
+            raise ValueError(f"{spec.name!r} is {spec.kind}, but input column {column.name!r} is {_shape(column)}")
+        if column.type == "timestamp" or (len(columns) > 1 and column.type == "float"):
+            raise ValueError(f"{spec.name!r}: ids are not made from {column.type} column {column.name!r} this way")
+        if (spec.operators or spec.encoding.type == "bucketize") and not column.is_number:
+            raise ValueError(f"{spec.name!r} computes with column {column.name!r}, which is of type {column.type}")
+
+
+def _check_shared(config: EtlConfig) -> None:
+    first: dict[str, CategoricalSpec] = {}
+    for spec in config.categorical:
+        other = first.setdefault(spec.table, spec)
+        if other.encoding != spec.encoding or _value_type(config, other) != _value_type(config, spec):
+            raise ValueError(f"{other.name!r} and {spec.name!r} share a vocabulary but differ in type or encoding")
+
+
+def _value_type(config: EtlConfig, spec: CategoricalSpec) -> str:
+    if len(spec.sources) > 1:
+        return "string"
+    return "float" if spec.operators else config.column(spec.sources[0]).type
+
+
+def _shape(column: InputColumn) -> str:
+    return "a list" if column.is_list else "a single value"

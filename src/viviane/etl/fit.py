@@ -1,0 +1,180 @@
+"""Learn from staged training rows: statistics of numbers, borders, vocabularies. Every query is an ibis expression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from viviane.core.errors import DataError
+from viviane.etl.config import Bucketize, CategoricalSpec, Categorify, DenseSpec, EtlConfig, LabelSpec
+from viviane.etl.engine import Engine
+from viviane.etl.expressions import value_of
+from viviane.etl.learned import Learned, Vocabulary
+from viviane.etl.operators import State, chain
+
+_Spec = LabelSpec | DenseSpec | CategoricalSpec
+
+
+class Fitter:
+    """Learns what a config asks for.
+
+    Args:
+        rows: an ibis table of the training rows.
+        folder: finished vocabularies are kept here, so that an interrupted run goes on.
+        progress: called with the number of columns done.
+    """
+
+    def __init__(
+        self, config: EtlConfig, rows: Any, engine: Engine, folder: Path, progress: Callable[[int], None]
+    ) -> None:
+        self.config, self.rows, self.engine, self.folder, self.progress = config, rows, engine, folder, progress
+
+    def run(self) -> Learned:
+        """Learn everything.
+
+        Raises:
+            DataError: a column that statistics are wanted of has no value in the training rows.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        states = self._states()
+        borders: dict[str, tuple[float, ...]] = {}
+        vocabularies: dict[str, Vocabulary] = {}
+        tables = list(dict.fromkeys(spec.table for spec in self.config.categorical))
+        for number, table in enumerate(tables):
+            specs = [spec for spec in self.config.categorical if spec.table == table]
+            encoding = specs[0].encoding
+            if isinstance(encoding, Bucketize):
+                borders[table] = encoding.borders or self._quantiles(table, specs, encoding.quantiles or 0, states)
+            elif isinstance(encoding, Categorify):
+                vocabularies[table] = self._vocabulary(specs, encoding, states)
+            self.progress(number + 1)
+        return Learned(self.config, states, borders, vocabularies)
+
+    def _states(self) -> dict[str, dict[int, State]]:
+        """Statistics of operators, in rounds: an operator's come after those of the operators before it."""
+        specs: list[_Spec] = [*self.config.labels, *self.config.dense, *self.config.categorical]
+        specs += [self.config.sample_weight] if self.config.sample_weight else []
+        pending = {
+            spec.name: (spec, [at for at, one in enumerate(spec.operators) if one.wanted()])
+            for spec in specs
+            if any(one.wanted() for one in spec.operators)
+        }
+        states: dict[str, dict[int, State]] = {name: {} for name in pending}
+        while pending:
+            scalar = {name: one for name, one in pending.items() if not self._is_list(one[0])}
+            found = self._moments(self.rows, {name: (spec, left[0]) for name, (spec, left) in scalar.items()}, states)
+            for name, (spec, left) in pending.items():
+                if name not in scalar:
+                    rows = self.rows.select(**{_source(spec): self.rows[_source(spec)].unnest()})
+                    found |= self._moments(rows, {name: (spec, left[0])}, states)
+            for name, state in found.items():
+                states[name][pending[name][1].pop(0)] = state
+            pending = {name: one for name, one in pending.items() if one[1]}
+        return states
+
+    def _is_list(self, spec: _Spec) -> bool:
+        return self.config.column(_source(spec)).is_list
+
+    def _moments(
+        self, rows: Any, wanted: dict[str, tuple[_Spec, int]], states: dict[str, dict[int, State]]
+    ) -> dict[str, State]:
+        if not wanted:
+            return {}
+        names = list(wanted)
+        columns = rows.select(
+            **{
+                f"c{i}": chain(rows[_source(spec)], spec.operators[:at], states[name])
+                for i, (name, (spec, at)) in enumerate(wanted.items())
+            }
+        )
+        sums = {}
+        for i in range(len(names)):
+            x = columns[f"c{i}"]
+            sums |= {f"mean{i}": x.mean(), f"std{i}": x.std(how="pop"), f"min{i}": x.min(), f"max{i}": x.max()}
+        row = self.engine.run(columns.aggregate(**sums), in_order=True).to_pylist()[0]
+        found: dict[str, State] = {}
+        for i, (name, (spec, at)) in enumerate(wanted.items()):
+            if row[f"mean{i}"] is None:
+                raise DataError("no value in the training rows to learn from", where=f"column {name!r}")
+            state = {stat: row[f"{stat}{i}"] for stat in ("mean", "std", "min", "max")}
+            operator = spec.operators[at]
+            if "median" in operator.wanted():
+                state["median"] = order_statistics(self.engine, columns.select(value=columns[f"c{i}"]), [(1, 2)])[0]
+            found[name] = {stat: float(state[stat]) for stat in operator.wanted()}
+        return found
+
+    def _quantiles(
+        self, table: str, specs: Sequence[CategoricalSpec], shares: int, states: dict[str, dict[int, State]]
+    ) -> tuple[float, ...]:
+        values = order_statistics(self.engine, self._values(specs, states), [(i, shares) for i in range(shares)])
+        if not values:
+            raise DataError("no value in the training rows to learn borders from", where=f"column {table!r}")
+        lowest, *borders = dict.fromkeys(float(value) for value in values)
+        return tuple(borders) or (lowest,)
+
+    def _values(self, specs: Sequence[CategoricalSpec], states: dict[str, dict[int, State]]) -> Any:
+        """One ibis column `value` with the values of all columns of a vocabulary."""
+        parts = []
+        for spec in specs:
+            rows = self.rows.select(*spec.sources)
+            if spec.kind != "one_hot":
+                rows = rows.select(**{spec.sources[0]: rows[spec.sources[0]].unnest()})
+            value = value_of(spec, [rows[name] for name in spec.sources], states.get(spec.name, {}))
+            parts.append(rows.select(value=value))
+        total = parts[0]
+        for part in parts[1:]:
+            total = total.union(part)
+        return total.filter(total["value"].notnull())
+
+    def _vocabulary(
+        self, specs: Sequence[CategoricalSpec], encoding: Categorify, states: dict[str, dict[int, State]]
+    ) -> Vocabulary:
+        """Values by falling count, ties by value."""
+        import ibis
+
+        file = self.folder / f"{list(self.config.categorical).index(specs[0]):05}.parquet"
+        if not file.exists():
+            values = self._values(specs, states)
+            counts = values.group_by("value").aggregate(count=values.count())
+            if encoding.min_count > 1:
+                counts = counts.filter(counts["count"] >= encoding.min_count)
+            counts = counts.order_by([ibis.desc("count"), "value"])
+            counts = counts.limit(encoding.max_values) if encoding.max_values else counts
+            half = file.with_suffix(".tmp")
+            pq.write_table(self.engine.run(counts), half)
+            half.replace(file)
+        table = pq.read_table(file)
+        values, count = (_one(table.column(name)) for name in ("value", "count"))
+        return Vocabulary(values, count.cast(pa.int64()))
+
+
+def order_statistics(engine: Engine, values: Any, shares: list[tuple[int, int]]) -> list[Any]:
+    """Return the value at place floor(n i / k), from 0, of the n sorted values of an ibis column, for each (i, k).
+
+    Values are counted, and the counts summed up in order, so that memory depends on distinct values and can spill.
+    """
+    import ibis
+
+    values = values.filter(values["value"].notnull())
+    counts = values.group_by("value").aggregate(count=values.count())
+    window = ibis.cumulative_window(order_by="value")
+    upto = counts.mutate(upto=counts["count"].sum().over(window).cast("int64"))
+    total = engine.run(values.aggregate(n=values.count())).to_pylist()[0]["n"]
+    if not total:
+        return []
+    wanted = {f"q{i}": upto["value"].min(where=upto["upto"] > total * i0 // k) for i, (i0, k) in enumerate(shares)}
+    row = engine.run(upto.aggregate(**wanted)).to_pylist()[0]
+    return [row[f"q{i}"] for i in range(len(shares))]
+
+
+def _source(spec: _Spec) -> str:
+    return spec.sources[0] if isinstance(spec, CategoricalSpec) else spec.source or spec.name
+
+
+def _one(column: Any) -> Any:
+    column = column.combine_chunks()
+    return column.chunk(0) if isinstance(column, pa.ChunkedArray) and column.num_chunks else column

@@ -1,0 +1,106 @@
+"""A fitted ETL: one object, one file, applied to anything later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Self
+
+import pyarrow as pa
+
+from viviane.core.errors import DataError
+from viviane.etl.apply import Applier
+from viviane.etl.archive import load_learned, save_learned
+from viviane.etl.checks import unusable_rows
+from viviane.etl.engine import DuckDbEngine
+from viviane.etl.learned import Learned
+from viviane.etl.parquet import check_columns, typed_chunk
+from viviane.etl.pipeline import Summary, run_job
+
+
+class FittedEtl(Learned):
+    """A config with all that it learned from training data.
+
+    Example:
+        >>> import tempfile
+        >>> from viviane.etl import EtlConfig, fit
+        >>> raw = Path(tempfile.mkdtemp()) / "raw.csv"
+        >>> _ = raw.write_text("click,item\\n1,pen\\n0,ink\\n1,pen\\n")
+        >>> config = EtlConfig(
+        ...     input={"columns": [{"name": "click", "type": "int"}, {"name": "item"}]},
+        ...     labels=[{"name": "click"}], categorical=[{"name": "item"}])
+        >>> fitted = fit(config, raw)
+        >>> fitted.transform_table(pa.table({"item": ["ink", "pen", "cup", None]})).to_pydict()
+        {'item': [4, 3, 2, 1]}
+    """
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything into one file: a zip of JSON and Parquet with check sums; returns the file."""
+        return save_learned(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a saved ETL.
+
+        Raises:
+            DataError: the file is missing, truncated, altered, or of a later format; names the file.
+        """
+        return cls.of(load_learned(Path(path)))
+
+    def transform_table(self, raw: pa.Table) -> pa.Table:
+        """Apply to raw rows in memory, for prediction: every row comes out, in order.
+
+        Args:
+            raw: the input columns by name, typed or as text; columns that only labels need may be absent. Filters
+                do not apply and `ignored` columns are left out.
+
+        Returns:
+            The columns of the schema; without labels if any label's column is absent.
+
+        Raises:
+            DataError: a column is missing or of a wrong type, or a cell cannot be converted; names column and row.
+        """
+        config = self.config
+        sources = set(config.feature_sources) | config.label_sources
+        weight = config.sample_weight
+        extra = frozenset({weight.source or weight.name} if weight else set()) - set(config.feature_sources)
+        optional = config.label_sources | extra
+        wanted = tuple(column for column in config.input.columns if column.name in sources | extra)
+        where = "the raw table"
+        wanted = check_columns(raw.schema, wanted, where, optional, text_allowed=True)
+        chunk = typed_chunk(raw, wanted, 0, config.input.missing)
+        cells = chunk.bad + unusable_rows(chunk.table, config, None)
+        if cells:
+            cell = min(cells, key=lambda one: one.row)
+            place = f"{where}, row {cell.row}, column {cell.column!r}"
+            raise DataError(f"a malformed row: {cell.problem}", where=place, value=cell.value)
+        with self._lock:
+            return self._applier.table(chunk.table, keep_ignored=False)
+
+    def transform(
+        self, sources: str | Path | Sequence[str | Path], output: str | Path, **options: Any
+    ) -> Summary:
+        """Apply to raw files of any size and write a data set folder.
+
+        Args:
+            sources: files, folders or patterns.
+            output: the folder; with a split, one folder per part inside it.
+            options: split, memory_limit, threads, on_bad_row, resume, overwrite, labels, progress as in
+                `viviane.etl.run`.
+        """
+        return run_job(self, sources, Path(output), **options)
+
+    @classmethod
+    def of(cls, learned: Learned) -> Self:
+        """Give what was learned the methods of this class."""
+        return cls(learned.config, learned.states, learned.borders, learned.vocabularies)
+
+    @cached_property
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    @cached_property
+    def _applier(self) -> Applier:
+        return Applier(self, DuckDbEngine(), threads=1)

@@ -1,0 +1,32 @@
+"""Do work on several threads and take the results in order, with only a few in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+    """Yield work(item) in the order of items; at most threads + 1 items are under way.
+
+    Example:
+        >>> list(ordered_map(lambda x: x * x, range(4), 2))
+        [0, 1, 4, 9]
+    """
+    waiting: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

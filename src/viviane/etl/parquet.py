@@ -1,0 +1,151 @@
+"""Raw Parquet files: their columns checked before a row is read, their row groups in staged types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from viviane.core.errors import DataError, suggest
+from viviane.etl.cells import BadCell, convert
+from viviane.etl.config import InputColumn
+from viviane.etl.sources import Source
+from viviane.etl.text import Chunk
+
+ROWS_PER_CHUNK: Final = 65_536
+_ACCEPTED: Final = {
+    "float": "a float or integer column",
+    "int": "an integer column",
+    "string": "a string column",
+    "hex": "a string of hexadecimal digits, or an integer column",
+    "timestamp": "a timestamp column",
+}
+
+
+def check_parquet(
+    source: Source, wanted: tuple[InputColumn, ...], optional: frozenset[str]
+) -> tuple[InputColumn, ...]:
+    """Compare a file's columns with those wanted; returns the ones that it has.
+
+    Raises:
+        DataError: the file is truncated or no Parquet file, lacks a column, or has one of another type.
+    """
+    with _open(source) as file:
+        schema = file.schema_arrow
+    return check_columns(schema, wanted, str(source.path), optional)
+
+
+def check_columns(
+    schema: pa.Schema,
+    wanted: tuple[InputColumn, ...],
+    where: str,
+    optional: frozenset[str],
+    *,
+    text_allowed: bool = False,
+) -> tuple[InputColumn, ...]:
+    """Compare a table's columns with those wanted; `text_allowed` also takes the text that a delimited file holds."""
+    wanted = tuple(column for column in wanted if column.name in schema.names or column.name not in optional)
+    for column in wanted:
+        if column.name not in schema.names:
+            raise DataError(
+                "a column is missing", where=where, value=column.name, fix=suggest(column.name, schema.names)
+            )
+        kind = schema.field(column.name).type
+        if not (_fits(kind, column) or (text_allowed and pa.types.is_string(kind) and not column.list)):
+            allowed = ("a list column; each element: " if column.is_list else "") + _ACCEPTED[column.type]
+            raise DataError(
+                "a column has a type that the config does not expect",
+                where=f"{where}, column {column.name!r}",
+                value=str(kind),
+                allowed=allowed,
+                fix="correct the column's type in the config's `input.columns`, or the file",
+            )
+    return wanted
+
+
+def parquet_rows(
+    source: Source, wanted: tuple[InputColumn, ...], first_row: int = 0
+) -> Iterator[tuple[pa.Table, int]]:
+    """Yield a file's rows from `first_row` on, as raw tables with the number of their first row (from 0).
+
+    Raises:
+        DataError: a page is truncated or altered.
+    """
+    names = [column.name for column in wanted]
+    with _open(source) as file:
+        start = 0
+        for group in range(file.metadata.num_row_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            if start + num_rows <= first_row:
+                start += num_rows
+                continue
+            try:
+                for batch in file.iter_batches(ROWS_PER_CHUNK, row_groups=[group], columns=names, use_threads=False):
+                    skip = max(first_row - start, 0)
+                    if skip < batch.num_rows:
+                        yield pa.Table.from_batches([batch]).slice(skip), start + skip
+                    start += batch.num_rows
+            except (pa.ArrowException, OSError) as error:
+                raise _damaged(source, error, f", row group {group}") from error
+
+
+def typed_chunk(
+    table: pa.Table, wanted: tuple[InputColumn, ...], first_row: int, missing: tuple[str, ...] = ()
+) -> Chunk:
+    """Convert a table's columns to staged types."""
+    columns: dict[str, Any] = {}
+    bad: list[BadCell] = []
+    for column in wanted:
+        raw = table.column(column.name)
+        if pa.types.is_dictionary(raw.type):
+            raw = raw.cast(raw.type.value_type)
+        if pa.types.is_string(raw.type) and missing:
+            raw = _without_missing(raw, missing)
+        columns[column.name], cells = convert(raw, column, missing)
+        bad += cells
+    lines = np.arange(first_row + 1, first_row + table.num_rows + 1, dtype=np.int64)
+    return Chunk(pa.table(columns), lines, bad, [])
+
+
+def _without_missing(column: Any, missing: tuple[str, ...]) -> Any:
+    return pc.if_else(pc.is_in(column, value_set=pa.array(missing)), pa.scalar(None, pa.string()), column)
+
+
+def _open(source: Source) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(source.path)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(source, error) from error
+
+
+def _damaged(source: Source, error: Exception, place: str = "") -> DataError:
+    return DataError(
+        "the Parquet file is truncated, altered or no Parquet file",
+        where=f"{source.path}{place}",
+        value=(str(error).splitlines() or [type(error).__name__])[0],
+        fix="write or fetch the file again",
+    )
+
+
+def _fits(kind: pa.DataType, column: InputColumn) -> bool:
+    types = pa.types
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if column.is_list:
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            kind = kind.value_type
+        else:
+            return column.separator is not None and bool(types.is_string(kind) or types.is_large_string(kind))
+    text = types.is_string(kind) or types.is_large_string(kind)
+    accepted = {
+        "float": types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind),
+        "int": types.is_integer(kind) or types.is_boolean(kind),
+        "string": text,
+        "hex": text or types.is_integer(kind),
+        "timestamp": types.is_timestamp(kind),
+    }
+    return bool(accepted[column.type])

@@ -1,0 +1,127 @@
+"""Staged rows by part of the output: borders, counts and the training rows, once staging is complete."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from viviane.core.errors import ConfigError, DataError
+from viviane.etl.config import EtlConfig, Filter
+from viviane.etl.engine import Engine
+from viviane.etl.expressions import kept
+from viviane.etl.fit import order_statistics
+from viviane.etl.splits import KEY, FileSplit, HashSplit, RowSplit, Split, TimeSplit, cumulative, share_borders
+from viviane.etl.stage import Shard
+from viviane.etl.values import combined
+
+
+class Partition:
+    """Which staged row goes where. Parts are P, shards S.
+
+    Attributes:
+        counts: rows of each shard in each part, (S, P); `starts`: rows of each part before each shard, (S, P).
+        totals: rows of each part, (P,).
+        num_filtered: rows that a filter left out.
+    """
+
+    def __init__(
+        self, config: EtlConfig, split: Split | None, names: list[str], engine: Engine, shards: list[Shard]
+    ) -> None:
+        self.names, self.engine, self.split = names, engine, split
+        schema = pq.read_schema(shards[0].file)
+        self.rows = engine.open([shard.file for shard in shards], schema)
+        self.filters = tuple(one for one in config.filters if one.column in schema.names)
+        self._kept = partial(_kept, self.filters)
+        self.borders = self._borders(sum(shard.num_rows for shard in shards))
+        self.counts = np.zeros((len(shards), len(names)), np.int64)
+        needed = [*dict.fromkeys(one.column for one in self.filters), *([KEY] if split else [])]
+        for number, shard in enumerate(shards):
+            if needed:
+                places = self._places(pq.read_table(shard.file, columns=needed))
+                self.counts[number] = np.bincount(places[places >= 0], minlength=len(names))
+            else:
+                self.counts[number, 0] = shard.num_rows
+        self.totals = self.counts.sum(axis=0)
+        self.starts = np.cumsum(self.counts, axis=0) - self.counts
+        self.num_filtered = sum(shard.num_rows for shard in shards) - int(self.totals.sum())
+        if not self.totals[0]:
+            raise DataError(
+                "the first part of the split has no rows" if split else "no row is left after the filters",
+                value=names[0] or None,
+                fix="correct the split or the filters",
+            )
+
+    def training_rows(self) -> Any:
+        """The rows of the part named train, else of the first, as an ibis table."""
+        part = self.names.index("train") if "train" in self.names else 0
+        rows = self.rows
+        if self.split is not None:
+            if part > 0:
+                rows = rows.filter(rows[KEY] >= self.borders[part - 1])
+            if part < len(self.borders):
+                rows = rows.filter(rows[KEY] < self.borders[part])
+        return rows.filter(kept(self.filters, rows)) if self.filters else rows
+
+    def parts_of(self, staged: pa.Table) -> list[pa.Table]:
+        """Divide a staged table, keeping the order of rows."""
+        if self.split is None and not self.filters:
+            return [staged]
+        places = self._places(staged)
+        return [staged.filter(pa.array(places == part)) for part in range(len(self.names))]
+
+    def _places(self, staged: pa.Table) -> NDArray[np.int64]:
+        """The part of each row, -1 where a filter leaves it out."""
+        places = np.zeros(staged.num_rows, np.int64)
+        if self.split is not None:
+            keys = combined(staged.column(KEY)).to_numpy(zero_copy_only=False)
+            places = np.searchsorted(np.array(self.borders, np.int64), keys, side="right")
+        if self.filters:
+            columns = staged.select(list(dict.fromkeys(one.column for one in self.filters)))
+            good = combined(self.engine.evaluate(columns, self._kept).column("kept"))
+            places[~good.to_numpy(zero_copy_only=False)] = -1
+        return places
+
+    def _borders(self, num_rows: int) -> list[int]:
+        split = self.split
+        if isinstance(split, HashSplit):
+            return share_borders(split)
+        if isinstance(split, RowSplit):
+            return share_borders(split, num_rows)
+        if isinstance(split, FileSplit):
+            return list(range(1, len(self.names)))
+        if isinstance(split, TimeSplit):
+            return self._time_borders(split)
+        return []
+
+    def _time_borders(self, split: TimeSplit) -> list[int]:
+        if split.parts is not None:
+            whole = 1_000_000
+            shares = [(round(border * whole), whole) for border in cumulative(split.parts)]
+            return [int(value) for value in order_statistics(self.engine, self.rows.select(value=self.rows[KEY]), shares)]
+        borders = [_moment(value, split.column) for value in (split.starts or {}).values()]
+        if borders != sorted(set(borders)):
+            raise ConfigError("the starts of a time split must rise", value=str(split.starts))
+        return borders
+
+
+def _kept(filters: tuple[Filter, ...], table: Any) -> dict[str, Any]:
+    return {"kept": kept(filters, table)}
+
+
+def _moment(value: int | str, column: str) -> int:
+    """A start as the staged column has it: a whole number, or microseconds since 1970 for a written date."""
+    if isinstance(value, int):
+        return value
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        raise ConfigError(
+            "a start is neither a whole number nor a date", where=f"column {column!r}", value=value
+        ) from None
+    return int(np.datetime64(moment.replace(tzinfo=None), "us").astype(np.int64))

@@ -1,0 +1,129 @@
+"""The raw files: which they are, of what kind, and their text in blocks of whole lines."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final, Literal
+
+from viviane.core.errors import ConfigError, DataError
+
+BLOCK_BYTES: Final = 8 << 20
+_LONGEST_LINE_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One raw file."""
+
+    path: Path
+    kind: Literal["text", "gzip", "parquet"]
+    size_bytes: int
+    modified_ns: int
+
+    def stamp(self) -> list[object]:
+        """What tells this file from a changed one, cheaply."""
+        return [str(self.path), self.size_bytes, self.modified_ns]
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Whole lines of a text file, the last newline included where there is one."""
+
+    data: bytes
+    first_line: int  # counted from 1 in the file
+    num_lines: int
+
+
+def find_sources(paths: str | Path | Sequence[str | Path]) -> list[Source]:
+    """Return the files that paths, folders and patterns name, in the order given; within one, by name.
+
+    Raises:
+        ConfigError: nothing was named, or a file is named twice.
+        DataError: a path does not exist or cannot be read.
+    """
+    files: list[Path] = []
+    for item in [paths] if isinstance(paths, (str, Path)) else paths:
+        path = Path(item)
+        if path.is_dir():
+            found = sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith((".", "_")))
+        elif path.exists():
+            found = [path]
+        else:
+            found = [Path(one) for one in sorted(glob.glob(str(item)))]  # noqa: PTH207 - patterns may be absolute
+        if not found:
+            raise DataError("no such input file", where=str(item))
+        files += found
+    twice = sorted({str(file) for file in files if files.count(file) > 1})
+    if twice or not files:
+        raise ConfigError("the input files must be named, each once", value=", ".join(twice) or "none")
+    return [_source(file.resolve()) for file in files]
+
+
+def _source(path: Path) -> Source:
+    try:
+        stat = path.stat()
+        with path.open("rb") as file:
+            head = file.read(4)
+    except OSError as error:
+        raise DataError("cannot read the input file", where=str(path), value=str(error)) from error
+    kind: Literal["text", "gzip", "parquet"] = "text"
+    if head == b"PAR1" or path.suffix in (".parquet", ".pq"):
+        kind = "parquet"
+    elif head[:2] == b"\x1f\x8b":
+        kind = "gzip"
+    return Source(path, kind, stat.st_size, stat.st_mtime_ns)
+
+
+def text_blocks(
+    source: Source, *, skip_bytes: int = 0, first_line: int = 1, block_bytes: int = BLOCK_BYTES
+) -> Iterator[TextBlock]:
+    """Yield a file's lines in blocks, starting at a line that begins `skip_bytes` into its (unpacked) text.
+
+    Empty lines at the very end are no rows and are left out.
+
+    Raises:
+        DataError: the file is truncated or altered gzip, or has an endless line.
+    """
+    line, rest = first_line, b""
+    waiting: TextBlock | None = None  # the last block is held back until it is known to be the last
+    with _open(source) as file:
+        try:
+            file.seek(skip_bytes)
+            while piece := file.read(block_bytes):
+                rest += piece
+                cut = rest.rfind(b"\n") + 1
+                if cut == 0:
+                    if len(rest) > _LONGEST_LINE_BYTES:
+                        raise DataError("a line does not end", where=f"{source.path}, line {line}")
+                    continue
+                if waiting is not None:
+                    yield waiting
+                data, rest = rest[:cut], rest[cut:]
+                waiting = TextBlock(data, line, data.count(b"\n"))
+                line += waiting.num_lines
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(
+                "the gzip file is truncated or altered",
+                where=f"{source.path}, after line {line - 1}",
+                value=str(error),
+                fix="fetch the file again",
+            ) from error
+    if rest:
+        if waiting is not None:
+            yield waiting
+        waiting = TextBlock(rest, line, 1)
+    if waiting is not None:
+        data = waiting.data.rstrip(b"\r\n")
+        if data:
+            yield TextBlock(data + b"\n", waiting.first_line, data.count(b"\n") + 1)
+
+
+def _open(source: Source) -> IO[bytes]:
+    if source.kind == "gzip":
+        return gzip.open(source.path, "rb")
+    return source.path.open("rb")

@@ -1,0 +1,243 @@
+"""First pass: read raw files once into shards of typed Parquet, setting malformed rows aside.
+
+A shard and its note (a JSON file beside it, written last) are the unit of resuming: the note says where in the raw
+files the next shard begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from viviane.core.errors import DataError
+from viviane.core.files import write_bytes_atomic, write_json_atomic
+from viviane.etl.checks import unusable_rows
+from viviane.etl.config import EtlConfig, InputColumn
+from viviane.etl.engine import Engine
+from viviane.etl.parallel import ordered_map
+from viviane.etl.parquet import check_parquet, parquet_rows, typed_chunk
+from viviane.etl.sources import Source, TextBlock, text_blocks
+from viviane.etl.splits import KEY, FileSplit, HashSplit, Split, TimeSplit, part_of_file
+from viviane.etl.text import Chunk, parse_block, text_layout
+from viviane.etl.values import hash_values
+
+OnBadRow = Literal["error", "reject"]
+Position = dict[str, int]  # source, bytes and line (text) or row (Parquet) where reading goes on
+START: Final[Position] = {"source": 0, "bytes": 0, "line": 1, "row": 0}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Staged rows on disk."""
+
+    file: Path
+    num_rows: int
+    num_rejected: int
+    after: Position
+
+    @property
+    def rejects(self) -> Path:
+        """The rows set aside while this shard was read."""
+        return self.file.with_suffix(".rejects.jsonl")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A piece of a raw file: how to parse it, how to show one of its rows, and where the next one begins."""
+
+    source: Source
+    number: int
+    parse: Callable[[], Chunk]
+    show: Callable[[int], str]
+    after: Position
+
+
+class Stager:
+    """Reads sources into shards.
+
+    Args:
+        folder: where shards go; those that are complete are kept.
+        labels: False leaves labels out; None leaves them out where the first file has none.
+        shard_bytes: size of a shard in memory.
+        progress: called with the number of rows after each shard.
+    """
+
+    def __init__(
+        self,
+        config: EtlConfig,
+        sources: list[Source],
+        folder: Path,
+        engine: Engine,
+        *,
+        split: Split | None = None,
+        on_bad_row: OnBadRow = "error",
+        labels: bool | None = True,
+        threads: int = 1,
+        shard_bytes: int = 64 << 20,
+        progress: Callable[[int], None] = lambda rows: None,
+    ) -> None:
+        self.config, self.sources, self.folder, self.engine, self.split = config, sources, folder, engine, split
+        self.on_bad_row, self.threads, self.shard_bytes, self.progress = on_bad_row, threads, shard_bytes, progress
+        self.split_column = split.column if isinstance(split, (HashSplit, TimeSplit)) else None
+        used = {column.name for column in config.used} | ({self.split_column} if self.split_column else set())
+        self.wanted = tuple(column for column in config.input.columns if column.name in used)
+        self.optional = frozenset() if labels else config.label_sources
+        self.with_labels = labels is not False
+        self._settle_columns()
+
+    def _settle_columns(self) -> None:
+        """Look at every file before the long work begins; all of them have labels or none has."""
+        found: tuple[InputColumn, ...] | None = None
+        if not self.with_labels:
+            self.wanted = tuple(column for column in self.wanted if column.name not in self.optional)
+        for source in self.sources:
+            columns = self._columns_of(source)
+            if found is not None and columns != found:
+                odd = {column.name for column in set(found) ^ set(columns)}
+                raise DataError("some files have labels, others have none", where=str(source.path), value=sorted(odd))
+            found = columns
+        self.wanted = found or self.wanted
+        names = {column.name for column in self.wanted}
+        self.with_labels = all((label.source or label.name) in names for label in self.config.labels)
+
+    def _columns_of(self, source: Source) -> tuple[InputColumn, ...]:
+        if source.kind == "parquet":
+            return check_parquet(source, self.wanted, self.optional)
+        return text_layout(source, self.config.input, self.wanted, self.optional).wanted
+
+    def done(self) -> list[Shard]:
+        """Return the complete shards of an earlier run, in order."""
+        shards: list[Shard] = []
+        while (note := self.folder / f"shard-{len(shards):05}.json").exists():
+            data = json.loads(note.read_text())
+            shard = Shard(note.with_suffix(".parquet"), data["rows"], data["rejected"], data["after"])
+            if not shard.file.exists() or shard.file.stat().st_size != data["bytes"]:
+                break
+            shards.append(shard)
+        return shards
+
+    def run(self) -> list[Shard]:
+        """Stage what is not staged yet; returns all shards.
+
+        Raises:
+            DataError: a malformed row, with file, line and column, if on_bad_row is "error"; a damaged file.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shards = self.done()
+        position = shards[-1].after if shards else START
+        first_row = sum(shard.num_rows for shard in shards)
+        tables: list[pa.Table] = []
+        rejects: list[dict[str, Any]] = []
+        size = 0
+        for job, chunk in ordered_map(lambda job: (job, job.parse()), self._jobs(position), self.threads):
+            table, refused = self._sift(job, chunk)
+            rejects += refused
+            tables.append(table)
+            size += table.nbytes
+            position = job.after
+            if size >= self.shard_bytes:
+                shards.append(self._write(len(shards), tables, rejects, position, first_row))
+                first_row += shards[-1].num_rows
+                tables, rejects, size = [], [], 0
+                self.progress(first_row)
+        if tables:
+            shards.append(self._write(len(shards), tables, rejects, position, first_row))
+            self.progress(first_row + shards[-1].num_rows)
+        return shards
+
+    def _jobs(self, position: Position) -> Iterator[_Job]:
+        for number in range(position["source"], len(self.sources)):
+            at = position if number == position["source"] else {**START, "source": number}
+            source = self.sources[number]
+            yield from self._parquet_jobs(source, number, at) if source.kind == "parquet" else self._text_jobs(
+                source, number, at
+            )
+
+    def _text_jobs(self, source: Source, number: int, at: Position) -> Iterator[_Job]:
+        layout = text_layout(source, self.config.input, self.wanted, self.optional)
+        begin, line = (at["bytes"], at["line"]) if at["bytes"] else (layout.first_row_bytes, layout.first_line)
+        for block in text_blocks(source, skip_bytes=begin, first_line=line):
+            begin, line = begin + len(block.data), line + block.num_lines
+            after = {"source": number, "bytes": begin, "line": line, "row": 0}
+            yield _Job(source, number, partial(parse_block, block, layout), partial(_line_of, block), after)
+
+    def _parquet_jobs(self, source: Source, number: int, at: Position) -> Iterator[_Job]:
+        for table, row in parquet_rows(source, self.wanted, at["row"]):
+            after = {"source": number, "bytes": 0, "line": 1, "row": row + table.num_rows}
+            parse = partial(typed_chunk, table, self.wanted, row)
+            yield _Job(source, number, parse, partial(_row_of, table, row + 1), after)
+
+    def _sift(self, job: _Job, chunk: Chunk) -> tuple[pa.Table, list[dict[str, Any]]]:
+        """Separate usable rows from the others; the number of the source is kept for a split by file."""
+        cells = chunk.bad + unusable_rows(chunk.table, self.config, self.split_column)
+        found = [(line, "", problem, text) for line, problem, text in chunk.unparsed]
+        found += [(int(chunk.lines[cell.row]), cell.column, cell.problem, cell.value) for cell in cells]
+        table = chunk.table
+        if isinstance(self.split, FileSplit):
+            part = part_of_file(self.split, job.source.path)
+            table = table.append_column(KEY, pa.array(np.full(table.num_rows, part, np.int64)))
+        if not found:
+            return table, []
+        found.sort(key=lambda one: one[0])
+        unit = "row" if job.source.kind == "parquet" else "line"
+        if self.on_bad_row == "error":
+            line, column, problem, value = found[0]
+            place = f", column {column!r}" if column else ""
+            raise DataError(
+                f"a malformed row: {problem}",
+                where=f"{job.source.path}, {unit} {line}{place}",
+                value=value,
+                fix='correct it, or set malformed rows aside with on_bad_row="reject" (--on-bad-row reject)',
+            )
+        first = {line: (column, problem, value) for line, column, problem, value in reversed(found)}
+        good = np.ones(table.num_rows, bool)
+        good[[cell.row for cell in cells]] = False
+        entries = [
+            {"file": str(job.source.path), unit: line, "column": column, "problem": problem, "value": value}
+            | {"text": job.show(line)}
+            for line, (column, problem, value) in sorted(first.items())
+        ]
+        return table.filter(pa.array(good)), entries
+
+    def _write(
+        self, number: int, tables: list[pa.Table], rejects: list[dict[str, Any]], after: Position, first_row: int
+    ) -> Shard:
+        table = pa.concat_tables(tables)
+        tables.clear()
+        key = self._key(table, first_row)
+        if key is not None:
+            table = table.append_column(KEY, key)
+        shard = Shard(self.folder / f"shard-{number:05}.parquet", table.num_rows, len(rejects), after)
+        pq.write_table(table, shard.file, compression="lz4", row_group_size=131_072)
+        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in rejects)
+        write_bytes_atomic(shard.rejects, lines.encode())
+        size = shard.file.stat().st_size
+        note = {"rows": shard.num_rows, "rejected": shard.num_rejected, "bytes": size, "after": after}
+        write_json_atomic(shard.file.with_suffix(".json"), note)
+        return shard
+
+    def _key(self, table: pa.Table, first_row: int) -> Any:
+        """The number per row that the split compares with its borders."""
+        if self.split is None or isinstance(self.split, FileSplit):
+            return None
+        if isinstance(self.split, HashSplit):
+            return hash_values(table.column(self.split.column), self.engine)
+        if isinstance(self.split, TimeSplit):
+            return table.column(self.split.column).cast(pa.int64())
+        return pa.array(np.arange(first_row, first_row + table.num_rows, dtype=np.int64))
+
+
+def _line_of(block: TextBlock, line: int) -> str:
+    return block.data.split(b"\n")[line - block.first_line].decode("utf-8", "backslashreplace").rstrip("\r")
+
+
+def _row_of(table: pa.Table, first_row: int, row: int) -> str:
+    return json.dumps(table.slice(row - first_row, 1).to_pylist()[0], default=str, ensure_ascii=False)

@@ -1,0 +1,67 @@
+"""Columns of values: hashed by their distinct values, lists cut and made whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from viviane.etl.cells import list_parts
+from viviane.etl.engine import Engine
+from viviane.etl.expressions import hashed
+
+
+def hash_values(column: Any, engine: Engine) -> Any:
+    """Return the 60-bit hash of each value as int64, missing where the value is; each distinct value is hashed once."""
+    encoded = combined(column).dictionary_encode()
+    distinct = engine.evaluate(pa.table({"value": encoded.dictionary}), _hash_of_value)
+    return combined(distinct.column("hash")).take(encoded.indices)
+
+
+def _hash_of_value(table: Any) -> dict[str, Any]:
+    return {"hash": hashed(table["value"])}
+
+
+def combined(column: Any) -> Any:
+    """Return a column as one array."""
+    while isinstance(column, pa.ChunkedArray):
+        column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return column
+
+
+class ListShape:
+    """How the lists of a column are cut and filled: a missing list becomes one missing value, a long one is cut.
+
+    Args:
+        lists: a list array of B rows.
+        max_length: longest list kept; None keeps all.
+        keep: "last" keeps the end of a long list, "first" its beginning.
+
+    Example:
+        >>> shape = ListShape(pa.array([[1, 2, 3], None, []]), 2, "last")
+        >>> shape.offsets.tolist(), shape.flat(pa.array([[1, 2, 3], None, []])).to_pylist(), shape.num_cut
+        ([0, 2, 3, 3], [2, 3, None], 1)
+    """
+
+    def __init__(self, lists: Any, max_length: int | None, keep: str) -> None:
+        offsets, _ = list_parts(lists)
+        null = pc.is_null(lists).to_numpy(zero_copy_only=False)
+        lengths = np.diff(offsets)
+        kept = lengths if max_length is None else np.minimum(lengths, max_length)
+        self.num_cut = int(np.count_nonzero(kept < lengths))
+        self._changed = bool(self.num_cut or null.any())
+        kept = np.where(null, 1, kept)
+        self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(kept)])  # (B + 1,)
+        if self._changed:
+            starts = offsets[1:] - kept if keep == "last" else offsets[:-1]
+            starts = np.where(null, 0, starts)
+            inside = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], kept)
+            self._indices = pa.array(np.repeat(starts, kept) + inside, mask=np.repeat(null, kept))
+
+    def flat(self, lists: Any) -> Any:
+        """Return the flat values of a list array with the rows' lengths that this shape was made for."""
+        values = pc.list_flatten(lists)
+        return values.take(self._indices) if self._changed else values

@@ -1,0 +1,139 @@
+"""Write the parts of the output: row groups and files of fixed size, each file whole under its name or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from viviane.etl.values import combined
+from viviane.schema import RESERVED, CategoricalColumn, Schema
+
+ROWS_PER_GROUP: Final = 131_072
+ROWS_PER_FILE: Final = 8 * ROWS_PER_GROUP
+_COUNTED_IDS: Final = 1 << 20  # statistics count so many ids of a column one by one
+_TOP_COUNTS: Final = 1000
+
+
+class PartWriter:
+    """Writes one part (train, say) of the output.
+
+    Files that an interrupted run completed are kept: `done_rows` rows need not be added again.
+    """
+
+    def __init__(self, folder: Path, schema: Schema) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.schema = folder, schema
+        self.statistics = Statistics(schema)
+        self.num_files = len(list(folder.glob("part-*.parquet")))
+        self.done_rows = 0
+        for number in range(self.num_files):
+            table = pq.read_table(self._file(number), columns=[column.name for column in schema.categorical])
+            self.statistics.add(table)
+            self.done_rows += table.num_rows
+        self._waiting: list[pa.Table] = []
+        self._num_waiting = 0
+        self._writer: pq.ParquetWriter | None = None
+        self._rows_in_file = 0
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"part-{number:05}.parquet"
+
+    def add(self, table: pa.Table) -> None:
+        """Append rows."""
+        self.statistics.add(table)
+        start = 0
+        while table.num_rows - start >= ROWS_PER_GROUP - self._num_waiting:
+            end = start + ROWS_PER_GROUP - self._num_waiting
+            self._write(pa.concat_tables([*self._waiting, table.slice(start, end - start)]))
+            self._waiting, self._num_waiting, start = [], 0, end
+        if start < table.num_rows:
+            self._waiting.append(table.slice(start))
+            self._num_waiting += table.num_rows - start
+
+    def close(self, empty: pa.Table) -> None:
+        """Write what is left; a part without rows still gets a file, with the columns of `empty`."""
+        if self._num_waiting:
+            self._write(pa.concat_tables(self._waiting))
+            self._waiting = []
+        if self._writer is not None:
+            self._finish_file()
+        if self.num_files == 0:
+            self._write(empty)
+            self._finish_file()
+
+    def abandon(self) -> None:
+        """Close the file at work, which keeps its temporary name and is written anew by the next run."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, group: pa.Table) -> None:
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(
+                self._half(), group.schema, compression="lz4", use_dictionary=self._repeated(group.schema)
+            )
+        self._writer.write_table(group.combine_chunks(), row_group_size=ROWS_PER_GROUP)
+        self._rows_in_file += group.num_rows
+        if self._rows_in_file >= ROWS_PER_FILE:
+            self._finish_file()
+
+    def _finish_file(self) -> None:
+        assert self._writer is not None
+        self._writer.close()
+        self._half().replace(self._file(self.num_files))
+        self._writer, self._rows_in_file = None, 0
+        self.num_files += 1
+
+    def _half(self) -> Path:
+        return self.folder / f".part-{self.num_files:05}.tmp"
+
+    def _repeated(self, schema: pa.Schema) -> list[str]:
+        """Columns whose values repeat, so that dictionary pages shrink them; numbers rarely do."""
+        numbers = {column.name for column in self.schema.dense}
+        names = [field.name for field in schema if field.name not in numbers]
+        return [f"{name}.list.element" if pa.types.is_list(schema.field(name).type) else name for name in names]
+
+
+class Statistics:
+    """Counts of ids per categorical column, for info.json."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.columns = schema.categorical
+        self._counts = {column.name: np.zeros(min(column.num_ids, _COUNTED_IDS), np.int64) for column in self.columns}
+        self._above = {column.name: 0 for column in self.columns}
+
+    def add(self, table: pa.Table) -> None:
+        """Count the ids of a table."""
+        for column in self.columns:
+            ids = combined(table.column(column.name))
+            flat = (pc.list_flatten(ids) if column.kind != "one_hot" else ids).to_numpy(zero_copy_only=False)
+            counts = self._counts[column.name]
+            if column.num_ids > len(counts):
+                low = flat[flat < len(counts)]
+                self._above[column.name] += len(flat) - len(low)
+                flat = low
+            counts += np.bincount(flat, minlength=len(counts))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Per column: ids, missing, unknown, values, and counts by rank as [rank, count], ranks spaced evenly in log.
+
+        Ids from 2^20 on are counted together, so ranks beyond are left out.
+        """
+        return {column.name: self._of(column) for column in self.columns}
+
+    def _of(self, column: CategoricalColumn) -> dict[str, Any]:
+        counts = self._counts[column.name]
+        falling = -np.sort(-counts[RESERVED.first :])
+        falling = falling[falling > 0]
+        ranks = np.unique(np.geomspace(1, max(len(falling), 1), _TOP_COUNTS).round().astype(np.int64))
+        return {
+            "num_ids": column.num_ids,
+            "num_missing": int(counts[RESERVED.missing]) if len(counts) > RESERVED.missing else 0,
+            "num_unknown": int(counts[RESERVED.unknown]) if len(counts) > RESERVED.unknown else 0,
+            "num_values": int(counts.sum()) + self._above[column.name],
+            "top_counts": [[int(rank), int(falling[rank - 1])] for rank in ranks] if len(falling) else [],
+        }
