@@ -65,7 +65,7 @@ bench-tables: install
 	@$(BIN)/python benchmarks/tables.py
 
 quality: install
-	@$(BIN)/python benchmarks/quality.py
+	@$(BIN)/python benchmarks/quality/run.py
 
 docs: install-docs
 	@$(BIN)/python benchmarks/tables.py

@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
 # A value of 8 hexadecimal digits that the generator never writes: an id that nobody has seen.
 UNSEEN = "feedbeef"
 FIRST_CATEGORY = 14  # a line is: label, 13 numbers, 26 categories
@@ -35,7 +37,9 @@ def main() -> None:
     viviane("generate", folder / "raw", "--format", "criteo", "--rows", arguments.rows, "--valid-rows", valid_rows)
 
     step("2. Clean them: fill gaps, take logarithms, turn categories into ids by frequency; fit on the training rows")
-    viviane("etl", "criteo", folder / "raw" / "train.txt", folder / "data")
+    raw = [folder / "raw" / "train.txt", folder / "raw" / "valid.txt"]
+    split = "file:train=train.txt,valid=valid.txt"
+    viviane("etl", *raw, "--preset", "criteo", "--output", folder / "data", "--split", split)
 
     step("3. Train DCN v2")
     config = folder / "config.json"
@@ -43,13 +47,13 @@ def main() -> None:
     print(f"{config}:\n{config.read_text()}")
     viviane("train", config)
 
-    step("4. Evaluate the saved model")
+    step("4. Evaluate what training exported: a folder with graph, schema, weights and the fitted ETL")
     viviane("evaluate", folder / "run" / "model", folder / "data" / "valid")
 
     step("5. Predict on raw rows, some with ids that were never seen: they become id 2, unknown, and get a score too")
     num_rows = write_new_rows(folder / "raw" / "valid.txt", folder / "new_rows.txt")
     viviane("predict", folder / "run" / "model", folder / "new_rows.txt", "--output", folder / "scores.parquet")
-    print(f"{num_rows} rows scored, every other one with an unseen value in each of its 26 categories")
+    show_scores(folder / "scores.parquet", num_rows)
 
     report = (folder / "run" / "report.html").resolve()
     print(f"\nDone in {time.perf_counter() - start:.0f} s. Look at the report: {report}")
@@ -60,9 +64,9 @@ def settings(folder: Path) -> dict[str, object]:
     return {
         "name": "demo",
         "data": {"train": str(folder / "data" / "train"), "validation": str(folder / "data" / "valid")},
-        "solver": {"batch_size": 2048, "lr": 0.001, "epochs": 1},
+        "solver": {"batch_size": 2048, "lr": 0.001, "epochs": 1, "eval_every": 100, "device": "cpu"},
         "optimizer": {"type": "adam"},
-        "model": {"zoo": "dcn_v2"},
+        "model": {"zoo": "dcn_v2", "dim": 16, "num_cross_layers": 2, "deep_mlp": [128, 64]},
         "metrics": ["auc", "log_loss"],
         "run_folder": str(folder / "run"),
     }
@@ -79,6 +83,15 @@ def write_new_rows(source: Path, target: Path, num_rows: int = 1000) -> int:
             lines.append("\t".join(cells))
     target.write_text("\n".join(lines) + "\n")
     return len(lines)
+
+
+def show_scores(path: Path, num_rows: int) -> None:
+    """Print the first scores; rows with unseen values are scored by their numbers and by what id 2 has learned."""
+    scores = pq.read_table(path).column("prediction").to_pylist()
+    assert len(scores) == num_rows
+    for number, score in enumerate(scores[:6]):
+        kind = "26 unseen values" if number % 2 else "as it was logged"
+        print(f"row {number}, {kind}: click probability {score:.4f}")
 
 
 def step(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`import viviane` is quick and loads none of the libraries that only some commands need."""
+"""`import viviane`, and every name in it, is quick and loads none of the libraries that only some commands need."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 # Seconds of processor time above torch's own import; pyarrow and pydantic take most of it. Three times what was
 # measured when it was set, so that it fails for a new heavy import and not for a slow machine.
-BUDGET_SECONDS = 0.6
+BUDGET_SECONDS = 0.9
 NEVER = {
     *("duckdb", "ibis", "pandas", "rich", "typer", "tensorboard", "safetensors", "fsspec", "numba", "triton"),
     *("sklearn", "scipy", "matplotlib", "pyspark", "tensorflow", "redis", "rocksdict", "onnx", "onnxruntime", "polars"),
@@ -18,6 +18,8 @@ import torch
 before = set(sys.modules)
 start = time.process_time()
 import viviane
+for name in viviane.__all__:  # names are imported when they are first used
+    getattr(viviane, name)
 seconds = time.process_time() - start
 print(json.dumps({"seconds": seconds, "loaded": sorted(set(sys.modules) - before)}))
 """
@@ -36,4 +38,4 @@ def test_import_is_light() -> None:
 
 def test_import_is_quick() -> None:
     best = min(measure()["seconds"] for _ in range(3))
-    assert best < BUDGET_SECONDS, f"import viviane takes {best:.2f} s above torch: see python -X importtime"
+    assert best < BUDGET_SECONDS, f"viviane and its names take {best:.2f} s above torch: see python -X importtime"
