@@ -6,13 +6,13 @@ import hashlib
 import io
 import json
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import viviane
 from viviane.core.errors import ConfigError, DataError
 from viviane.core.files import write_bytes_atomic
 from viviane.etl.config import EtlConfig
@@ -42,7 +42,7 @@ def save_learned(fitted: Learned, path: Path) -> Path:
     manifest = {
         "format": FORMAT,
         "version": VERSION,
-        "viviane": getattr(viviane, "__version__", "0"),
+        "viviane": version("viviane"),
         "members": sums,
     }
     packed = io.BytesIO()
