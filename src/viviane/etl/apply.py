@@ -37,7 +37,7 @@ class Applier:
         self._builds: dict[Any, Build] = {}
 
     def table(self, staged: pa.Table, *, keep_ignored: bool = True) -> pa.Table:
-        """Return the output columns: labels and sample weight where their source is there, dense, ids, weights, ignored.
+        """Return the output columns; labels and the sample weight only where their source is there.
 
         Raises:
             DataError: a number is still missing, or does not fit float32; names the column.
@@ -124,7 +124,7 @@ class Applier:
             values = combined(self._evaluate(pa.table(dict(zip(names, columns, strict=True))), build).column("value"))
         dtype = np.int32 if spec.dtype == "int32" else np.int64
         if isinstance(spec.encoding, HashTo):
-            codes = _filled(hash_values(values, _Locked(self)))
+            codes = _filled(hash_values(values, self._evaluate))
             ids = codes % (spec.encoding.num_ids - RESERVED.first) + RESERVED.first
         elif isinstance(spec.encoding, Bucketize):
             build = self._build(("bucket", spec.name), lambda: partial(_bucket, self.fitted.borders[spec.table]))
@@ -132,7 +132,7 @@ class Applier:
             ids = codes + RESERVED.first
         else:
             places = pc.index_in(values, value_set=self.fitted.vocabularies[spec.table].values)
-            ids = _filled(places, -1) + (RESERVED.first)
+            ids = _filled(places, -1) + RESERVED.first
             ids[ids < RESERVED.first] = RESERVED.unknown
         if values.null_count:
             ids[pc.is_null(values).to_numpy(zero_copy_only=False)] = RESERVED.missing
@@ -147,13 +147,6 @@ class Applier:
         with self._lock:
             build: Build = self._builds.setdefault(key, make())
             return build
-
-
-class _Locked:
-    """The engine of an Applier, as hash_values wants it, one thread at a time."""
-
-    def __init__(self, applier: Applier) -> None:
-        self.evaluate = applier._evaluate
 
 
 def _scalars(specs: tuple[LabelSpec | DenseSpec, ...], states: Mapping[str, Any], table: Any) -> dict[str, Any]:

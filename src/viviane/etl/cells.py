@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from viviane.etl.config import InputColumn
 
-SCALARS: Final = {
+SCALARS: Final[dict[str, pa.DataType]] = {
     "float": pa.float64(),
     "int": pa.int64(),
     "string": pa.string(),
@@ -66,7 +66,7 @@ def convert(array: Any, column: InputColumn, missing: tuple[str, ...]) -> tuple[
     if _is_text(flat.type) and missing:
         elements = pc.if_else(pc.is_in(flat, value_set=pa.array(missing, flat.type)), pa.scalar(None, flat.type), flat)
     values, bad = _scalars(elements, column.type)
-    rows = np.unique(np.searchsorted(offsets, np.array(bad, np.int64), side="right") - 1) if bad else []
+    rows = np.unique(np.searchsorted(offsets, np.array(bad, np.int64), side="right") - 1)
     problem = f"a list element is not {_WANTED[column.type]}"
     cells = [BadCell(int(row), column.name, problem, _text(array[int(row)])) for row in rows]
     return make_list(offsets, values, pc.is_null(array)), cells
@@ -81,7 +81,8 @@ def list_parts(array: Any) -> tuple[NDArray[np.int64], Any]:
 def make_list(offsets: NDArray[np.int64], values: Any, null: Any = None) -> Any:
     """Build a list array from offsets and flat values; `null` marks missing lists."""
     mask = null if null is not None and pc.any(null).as_py() else None
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, mask=mask)
+    bounds: Any = pa.array(offsets.astype(np.int32))
+    return pa.ListArray.from_arrays(bounds, values, mask=mask)
 
 
 def cast_cells(array: Any, target: pa.DataType) -> tuple[Any, list[int]]:
@@ -90,7 +91,7 @@ def cast_cells(array: Any, target: pa.DataType) -> tuple[Any, list[int]]:
         return array.cast(target), []
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         if len(array) == 1:
-            return pa.nulls(1, target), [0]
+            return pa.array([None], target), [0]
     half = len(array) // 2
     left, bad_left = cast_cells(array.slice(0, half), target)
     right, bad_right = cast_cells(array.slice(half), target)

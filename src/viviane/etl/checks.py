@@ -1,4 +1,4 @@
-"""Rows that parsed but cannot be used: a label that is none, lists whose lengths disagree, a split without its value."""
+"""Rows that parsed but cannot be used: no label, lists whose lengths disagree, no value for the split."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) 
     for label in config.labels:
         source = label.source or label.name
         if source in table.column_names:
-            column = table.column(source)
+            column: Any = table.column(source)
             if not label.operators or label.operators[0].type != "fill":
                 bad += _where(pc.is_null(column), source, "the label is missing", column)
             if label.task == "binary" and not label.operators:
-                wrong = pc.invert(pc.or_(pc.equal(column, 0), pc.equal(column, 1)))
-                bad += _where(pc.fill_null(wrong, False), source, "a binary label is neither 0 nor 1", column)
+                wrong: Any = pc.invert(pc.is_in(pc.fill_null(column, 0), value_set=pa.array([0, 1], column.type)))
+                bad += _where(wrong, source, "a binary label is neither 0 nor 1", column)
     for dense in config.dense:
         if dense.dim > 1:
             column = table.column(dense.source or dense.name)
-            wrong = pc.fill_null(pc.not_equal(pc.list_value_length(column), dense.dim), False)
+            lengths = pc.fill_null(pc.list_value_length(column), dense.dim)
+            wrong = pc.not_equal(lengths, pa.scalar(dense.dim, lengths.type))
             bad += _where(wrong, dense.source or dense.name, f"not {dense.dim} numbers", column)
     for spec in config.categorical:
         if spec.weights:
@@ -39,7 +40,7 @@ def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) 
     weight = config.sample_weight
     if weight is not None and not weight.operators:
         column = table.column(weight.source or weight.name)
-        wrong = pc.fill_null(pc.less(column, 0), True)
+        wrong = pc.fill_null(pc.less(column, pa.scalar(0, column.type)), True)
         bad += _where(wrong, weight.source or weight.name, "the sample weight is missing or negative", column)
     if split_column is not None:
         column = table.column(split_column)

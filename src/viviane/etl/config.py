@@ -265,7 +265,8 @@ class EtlConfig(Settings):
         _once([spec.name for spec in specs] + weights + list(self.ignored), "output column")
         if not self.dense and not self.categorical:
             raise ValueError("nothing to write: give dense or categorical columns")
-        for number in [*self.labels, *self.dense, *([self.sample_weight] if self.sample_weight else [])]:
+        numbers: list[LabelSpec | DenseSpec] = [*self.labels, *self.dense]
+        for number in numbers + ([self.sample_weight] if self.sample_weight else []):
             _check_number(number, self.column(number.source or number.name))
         for spec in self.categorical:
             _check_categorical(spec, [self.column(name) for name in spec.sources])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from viviane.core.errors import ConfigError
-from viviane.etl.config import Categorify, CategoricalSpec, DenseSpec, EtlConfig, HashTo, Input, InputColumn, LabelSpec
+from viviane.etl.config import CategoricalSpec, Categorify, DenseSpec, EtlConfig, HashTo, Input, InputColumn, LabelSpec
 from viviane.etl.operators import Fill, Log
 
 

@@ -66,7 +66,11 @@ class DuckDbEngine:
         self._ibis = require("ibis", extra="etl", purpose="feature engineering")
         self._error = duckdb.Error
         self.memory_limit_bytes, self.threads = memory_limit_bytes, threads
-        settings = {"memory_limit": f"{memory_limit_bytes}B", "threads": str(threads), "preserve_insertion_order": "true"}
+        settings = {
+            "memory_limit": f"{memory_limit_bytes}B",
+            "threads": str(threads),
+            "preserve_insertion_order": "true",
+        }
         if spill_folder is not None:
             settings["temp_directory"] = str(spill_folder)
         self._connection = duckdb.connect(":memory:", config={**settings, "python_enable_replacements": "false"})
@@ -110,7 +114,8 @@ class DuckDbEngine:
 
     def _query(self, sql: str) -> pa.Table:
         try:
-            return self._connection.sql(sql).to_arrow_table()
+            table: pa.Table = self._connection.sql(sql).to_arrow_table()
+            return table
         except self._error as error:
             raise self._explain(error) from error
 

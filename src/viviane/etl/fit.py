@@ -91,7 +91,7 @@ class Fitter:
                 for i, (name, (spec, at)) in enumerate(wanted.items())
             }
         )
-        sums = {}
+        sums: dict[str, Any] = {}
         for i in range(len(names)):
             x = columns[f"c{i}"]
             sums |= {f"mean{i}": x.mean(), f"std{i}": x.std(how="pop"), f"min{i}": x.min(), f"max{i}": x.max()}

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -79,9 +79,7 @@ class FittedEtl(Learned):
         with self._lock:
             return self._applier.table(chunk.table, keep_ignored=False)
 
-    def transform(
-        self, sources: str | Path | Sequence[str | Path], output: str | Path, **options: Any
-    ) -> Summary:
+    def transform(self, sources: str | Path | Sequence[str | Path], output: str | Path, **options: Any) -> Summary:
         """Apply to raw files of any size and write a data set folder.
 
         Args:

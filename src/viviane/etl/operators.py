@@ -1,6 +1,6 @@
 """Operators on numbers, each one a formula over an ibis expression, so that any engine can run it.
 
-x is a column of numbers, possibly with missing values; an operator keeps missing values missing unless it says otherwise.
+x is a column of numbers, some perhaps missing; an operator keeps missing values missing unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Operator(Settings):
 
 
 class Fill(_Operator):
-    """Replace missing values by a number, or by the training data's mean or median (of an even number, the upper one)."""
+    """Replace missing values by a number, or by the training data's mean or (upper) median."""
 
     type: Literal["fill"] = "fill"
     value: float | Literal["mean", "median"] = 0.0

@@ -26,9 +26,7 @@ _ACCEPTED: Final = {
 }
 
 
-def check_parquet(
-    source: Source, wanted: tuple[InputColumn, ...], optional: frozenset[str]
-) -> tuple[InputColumn, ...]:
+def check_parquet(source: Source, wanted: tuple[InputColumn, ...], optional: frozenset[str]) -> tuple[InputColumn, ...]:
     """Compare a file's columns with those wanted; returns the ones that it has.
 
     Raises:
@@ -67,9 +65,7 @@ def check_columns(
     return wanted
 
 
-def parquet_rows(
-    source: Source, wanted: tuple[InputColumn, ...], first_row: int = 0
-) -> Iterator[tuple[pa.Table, int]]:
+def parquet_rows(source: Source, wanted: tuple[InputColumn, ...], first_row: int = 0) -> Iterator[tuple[pa.Table, int]]:
     """Yield a file's rows from `first_row` on, as raw tables with the number of their first row (from 0).
 
     Raises:

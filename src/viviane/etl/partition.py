@@ -103,7 +103,9 @@ class Partition:
         if split.parts is not None:
             whole = 1_000_000
             shares = [(round(border * whole), whole) for border in cumulative(split.parts)]
-            return [int(value) for value in order_statistics(self.engine, self.rows.select(value=self.rows[KEY]), shares)]
+            return [
+                int(value) for value in order_statistics(self.engine, self.rows.select(value=self.rows[KEY]), shares)
+            ]
         borders = [_moment(value, split.column) for value in (split.starts or {}).values()]
         if borders != sorted(set(borders)):
             raise ConfigError("the starts of a time split must rise", value=str(split.starts))

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import IO, Final, Literal, cast
 
 from viviane.core.errors import ConfigError, DataError
 
@@ -125,5 +125,5 @@ def text_blocks(
 
 def _open(source: Source) -> IO[bytes]:
     if source.kind == "gzip":
-        return gzip.open(source.path, "rb")
+        return cast(IO[bytes], gzip.open(source.path, "rb"))
     return source.path.open("rb")

@@ -20,17 +20,21 @@ from viviane.etl.expressions import HASH_BITS
 
 KEY: Final = "__part"
 _NAME: Final = r"^[A-Za-z0-9_-]+$"
+_FORMS: Final = (
+    "hash:COLUMN:NAME=SHARE,...  time:COLUMN:NAME=SHARE,...  time:COLUMN:NAME@START,...  "
+    "file:NAME=PATTERN,...  rows:NAME=SHARE,..."
+)
 PartName: TypeAlias = Annotated[str, Field(pattern=_NAME)]
 
 
 class _Fractions(Settings):
+    parts: dict[PartName, float] | None = None
+
     @model_validator(mode="after")
     def _check_sum(self) -> _Fractions:
-        shares = list(getattr(self, "parts", None) or {})
-        if shares:
-            values = list(getattr(self, "parts").values())
-            if any(value <= 0 for value in values) or abs(sum(values) - 1) > 1e-9:
-                raise ValueError(f"the shares must be above 0 and sum to 1, not {sum(values):g}")
+        values = list((self.parts or {}).values())
+        if values and (any(value <= 0 for value in values) or abs(sum(values) - 1) > 1e-9):
+            raise ValueError(f"the shares must be above 0 and sum to 1, not {sum(values):g}")
         return self
 
 
@@ -102,10 +106,9 @@ def parse_split(text: str) -> HashSplit | TimeSplit | FileSplit | RowSplit:
     if kind in ("hash", "time"):
         data["column"], _, rest = rest.rpartition(":") if "@" not in rest else rest.partition(":")
     pairs = [part for part in rest.split(",") if part]
-    forms = "hash:COLUMN:NAME=SHARE,... time:COLUMN:NAME=SHARE,... time:COLUMN:NAME@START,... file:NAME=PATTERN,... rows:NAME=SHARE,..."
     sign = "@" if kind == "time" and all("@" in pair for pair in pairs) else "="
     if kind not in ("hash", "time", "file", "rows") or not pairs or not all(sign in pair for pair in pairs):
-        raise ConfigError("not a split", value=text, allowed=forms)
+        raise ConfigError("not a split", value=text, allowed=_FORMS)
     items = [pair.split(sign, 1) for pair in pairs]
     if kind == "file":
         data["parts"] = {name: tuple(value for key, value in items if key == name) for name, _ in items}

@@ -157,8 +157,10 @@ class Stager:
         for number in range(position["source"], len(self.sources)):
             at = position if number == position["source"] else {**START, "source": number}
             source = self.sources[number]
-            yield from self._parquet_jobs(source, number, at) if source.kind == "parquet" else self._text_jobs(
-                source, number, at
+            yield from (
+                self._parquet_jobs(source, number, at)
+                if source.kind == "parquet"
+                else self._text_jobs(source, number, at)
             )
 
     def _text_jobs(self, source: Source, number: int, at: Position) -> Iterator[_Job]:
@@ -229,7 +231,7 @@ class Stager:
         if self.split is None or isinstance(self.split, FileSplit):
             return None
         if isinstance(self.split, HashSplit):
-            return hash_values(table.column(self.split.column), self.engine)
+            return hash_values(table.column(self.split.column), self.engine.evaluate)
         if isinstance(self.split, TimeSplit):
             return table.column(self.split.column).cast(pa.int64())
         return pa.array(np.arange(first_row, first_row + table.num_rows, dtype=np.int64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -135,7 +135,7 @@ def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
 
     A quote that is left open joins lines, so as many rows as lines prove that there is none.
     """
-    types = {
+    types: dict[str, pa.DataType] = {
         column.name: SCALARS["string"] if column.is_list or column.type == "hex" else SCALARS[column.type]
         for column in layout.wanted
     }
@@ -157,7 +157,7 @@ def _parse_slow(
         data, lines, open_quotes = _without(data, lines, lambda line: _open_quote(line, layout.input))
         unparsed = unparsed + open_quotes
     refused: list[Any] = []
-    types = {column.name: pa.binary() for column in layout.wanted}
+    types: dict[str, pa.DataType] = {column.name: pa.binary() for column in layout.wanted}
     raw = _read_csv(data, layout, types, refused) if data else _empty(layout)
     width = len(layout.names)
     for row in refused:
@@ -200,12 +200,12 @@ def _empty(layout: TextLayout) -> pa.Table:
 
 
 def _read_csv(data: bytes, layout: TextLayout, types: dict[str, pa.DataType], refused: list[Any]) -> pa.Table:
-    def refuse(row: Any) -> str:
+    def refuse(row: Any) -> Literal["skip"]:
         refused.append(row)
         return "skip"
 
     return pa_csv.read_csv(
-        io.BytesIO(data) if not data else pa.py_buffer(data),
+        io.BytesIO(data),
         pa_csv.ReadOptions(use_threads=False, column_names=list(layout.names), block_size=max(len(data), 1)),
         pa_csv.ParseOptions(
             delimiter=layout.delimiter,

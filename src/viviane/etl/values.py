@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from viviane.etl.cells import list_parts
-from viviane.etl.engine import Engine
+from viviane.etl.engine import Build
 from viviane.etl.expressions import hashed
 
 
-def hash_values(column: Any, engine: Engine) -> Any:
+def hash_values(column: Any, evaluate: Callable[[pa.Table, Build], pa.Table]) -> Any:
     """Return the 60-bit hash of each value as int64, missing where the value is; each distinct value is hashed once."""
     encoded = combined(column).dictionary_encode()
-    distinct = engine.evaluate(pa.table({"value": encoded.dictionary}), _hash_of_value)
+    distinct = evaluate(pa.table({"value": encoded.dictionary}), _hash_of_value)
     return combined(distinct.column("hash")).take(encoded.indices)
 
 

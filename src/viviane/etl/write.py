@@ -91,7 +91,7 @@ class PartWriter:
     def _half(self) -> Path:
         return self.folder / f".part-{self.num_files:05}.tmp"
 
-    def _repeated(self, schema: pa.Schema) -> list[str]:
+    def _repeated(self, schema: pa.Schema) -> Any:
         """Columns whose values repeat, so that dictionary pages shrink them; numbers rarely do."""
         numbers = {column.name for column in self.schema.dense}
         names = [field.name for field in schema if field.name not in numbers]
