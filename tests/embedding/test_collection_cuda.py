@@ -75,12 +75,13 @@ def test_a_key_out_of_range_is_raised_later_and_moves_nothing(ask):
     assert torch.equal(emb.export_table("x").weight, before)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_forward_does_not_wait_for_the_device():
     emb = build("cuda")
     batch = keys("cuda")
     emb(batch)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         emb(batch).flat.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -166,8 +166,9 @@ class RowMap:
         wrong = (bad & self._raising).flatten()
         if keys.numel() == 0:
             return
-        place = wrong.to(torch.uint8).argmax()
-        record = torch.stack([wrong.any().to(torch.int64), place, keys.flatten()[place].to(torch.int64)])
+        place = wrong.to(torch.uint8).argmax().view(1)
+        key = keys.flatten().index_select(0, place)  # indexing by a 0-dim tensor would wait for a GPU
+        record = torch.cat([wrong.any().view(1).to(torch.int64), place, key.to(torch.int64)])
         violation = Violation(record, self.features, self.tables, offsets, origin)
         if keys.device.type == "cpu":
             raise_first([violation])

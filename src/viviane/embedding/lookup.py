@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,12 +127,18 @@ def _entries(part: Part, gradients: Tensor, per_row: int, blocks: list[int]) -> 
     rows, weights = part.rows, part.weights
     if part.places is not None:
         blocks = [blocks[place] for place in part.places]
-        live = torch.tensor(part.places, device=device)
+        live = _constant(part.places, device)
         rows = rows[:, live]
         weights = None if weights is None else weights[:, live]
     picked: Tensor | None = None
     if blocks != list(range(per_row)):
         first = torch.arange(size, device=device).unsqueeze(1) * per_row
-        picked = (first + torch.tensor(blocks, device=device)).view(-1)
+        picked = (first + _constant(tuple(blocks), device)).view(-1)
     flat_weights = None if weights is None else weights.reshape(-1)
     return RowGradients(rows.reshape(-1), gradients, picked, flat_weights, part.tables)
+
+
+@lru_cache(maxsize=256)
+def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a few numbers on a device; kept, since copying them to a GPU would wait for it."""
+    return torch.tensor(values, device=device)

@@ -99,7 +99,7 @@ class BagPlan:
         target = torch.where(position < length, bags * length + position, size * length)
         spread = rows.new_full((size * length + 1,), self.storage.null_row).index_copy_(0, target, rows)
         mask = torch.zeros(size * length + 1, dtype=torch.bool, device=rows.device)
-        mask[target] = True if counted is None else counted
+        mask.index_copy_(0, target, torch.ones_like(target, dtype=torch.bool) if counted is None else counted)
         laid = None
         if weights is not None:
             laid = weights.new_zeros(size * length + 1).index_copy_(0, target, weights)[:-1].view(size, length)
