@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any, Final
 
 from viviane.model.graph import Plan, Shape, plan_graph
@@ -17,9 +18,9 @@ _CHARACTER: Final = 6.9  # pixels of a character at 12 px
 _LINE: Final = 16.0
 _PADDING: Final = 10.0
 
-# A page that shows the drawing may set these colours; alone it brings its own, light and dark.
+# Its own colours, light and dark: the drawing stands alone or inside a page.
 _STYLE: Final = """
-.graph { --ink: var(--page-ink, #1d2433); --soft: #5c6579; --card: #ffffff; --edge: #b9c0cf;
+.graph { --ink: #1d2433; --soft: #5c6579; --card: #ffffff; --edge: #b9c0cf;
   --input: #1f8a70; --table: #d9702b; --layer: #2f62c9; --loss: #a63d7d; }
 @media (prefers-color-scheme: dark) { .graph { --ink: #e6e9f0; --soft: #9aa3b5; --card: #1b1f29; --edge: #4a5163;
   --input: #5fc9ac; --table: #f0a066; --layer: #7aa2f7; --loss: #df86bb; } }
@@ -67,10 +68,10 @@ def graph_svg(graph: Mapping[str, Any], schema: Schema) -> str:
         return ""
     plan = plan_graph(content.nodes, schema)
     boxes = _boxes(plan)
-    edges = _edges(plan)
-    places, width, height = lay_out({name: box.size for name, box in boxes.items()}, edges)
-    wires = "".join(_wire(places[a], places[b]) for a, b in edges)
-    drawn = "".join(_draw(boxes[name], place) for name, place in places.items())
+    layout = lay_out({name: box.size for name, box in boxes.items()}, _edges(plan))
+    width, height = layout.width, layout.height
+    wires = "".join(_wire(stations) for stations in layout.wires.values())
+    drawn = "".join(_draw(boxes[name], place) for name, place in layout.boxes.items())
     title = escape(f"graph of the model {content.name}", quote=True)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="graph" viewBox="0 0 {width:.0f} {height:.0f}" '
@@ -145,10 +146,15 @@ def _draw(box: Box, place: Placed) -> str:
     return "<g>" + "".join(parts) + "</g>"
 
 
-def _wire(above: Placed, below: Placed) -> str:
-    x0, y0, x1, y1 = above.middle, above.y + above.height, below.middle, below.y
-    bend = max(18.0, (y1 - y0) / 2)
-    return (
-        f'<path class="wire" marker-end="url(#tip)" d="M{x0:.1f} {y0:.1f} C{x0:.1f} {y0 + bend:.1f} '
-        f'{x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1:.1f}"/>'
-    )
+def _wire(stations: Sequence[Placed]) -> str:
+    """Draw a wire through its stations: a bend between rows, straight down where it passes one."""
+    parts = [f"M{stations[0].middle:.1f} {stations[0].bottom:.1f}"]
+    for upper, lower in pairwise(stations):
+        bend = (lower.y - upper.bottom) / 2
+        parts.append(
+            f"C{upper.middle:.1f} {upper.bottom + bend:.1f} {lower.middle:.1f} {lower.y - bend:.1f} "
+            f"{lower.middle:.1f} {lower.y:.1f}"
+        )
+        if lower is not stations[-1]:
+            parts.append(f"V{lower.bottom:.1f}")
+    return f'<path class="wire" marker-end="url(#tip)" d="{" ".join(parts)}"/>'

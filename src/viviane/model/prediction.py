@@ -68,7 +68,10 @@ def _as_table(rows: Any, wanted: str) -> pa.Table:
     if isinstance(rows, pa.Table):
         return rows
     if type(rows).__name__ == "DataFrame" and type(rows).__module__.startswith("pandas"):
-        return pa.Table.from_pandas(rows, preserve_index=False)
+        table = pa.Table.from_pandas(rows, preserve_index=False)
+        # pandas 3 gives text with 64-bit offsets, for columns beyond 2 GiB; the ETL reads text with 32-bit ones
+        fields = [f.with_type(pa.string()) if pa.types.is_large_string(f.type) else f for f in table.schema]
+        return table.cast(pa.schema(fields))
     raise ConfigError(wanted, value=type(rows).__name__)
 
 

@@ -17,7 +17,7 @@ class _CrossModel(ZooModel):
 
     def _start(self, schema: Schema) -> tuple[list[Node], str]:
         """Return the nodes up to x_0 = [embeddings, dense], (B, n), and its name."""
-        vectors = self.vectors(schema)
+        vectors = self.vectors()
         dense = ["dense"] if schema.num_dense else []
         together, top = join("x0", [vectors.flat, *dense])
         return [begin(schema), *vectors.nodes, *together], top

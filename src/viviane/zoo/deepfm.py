@@ -34,12 +34,12 @@ class DeepFM(ZooModel):
 
     def nodes(self, schema: Schema) -> list[Node]:
         """Return the graph."""
-        vectors = self.vectors(schema)
-        columns, numbers = len(schema.categorical), schema.num_dense
+        vectors = self.vectors()
+        numbers = schema.num_dense
         nodes: list[Node] = [
             begin(schema),
             self.embedding("first_weights", "cats", 1),  # (B, S, 1): w[id] of each column
-            DenseLayer("first_flat", "Reshape", bottom="first_weights", leading_dim=columns),
+            DenseLayer("first_flat", "Reshape", bottom="first_weights", shape=[-1]),
             DenseLayer("first_sum", "ReduceSum", bottom="first_flat"),
             *vectors.nodes,
         ]

@@ -37,7 +37,7 @@ class DLRM(ZooModel):
 
     def nodes(self, schema: Schema) -> list[Node]:
         """Return the graph."""
-        vectors = self.vectors(schema)
+        vectors = self.vectors()
         dense: list[str] = []
         nodes: list[Node] = [begin(schema)]
         if schema.num_dense:

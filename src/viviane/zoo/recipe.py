@@ -47,15 +47,14 @@ class ZooModel(Settings):
             name, bottom, dim, combiner=self.combiner, init=self.init, out_of_range=self.out_of_range
         )
 
-    def vectors(self, schema: Schema, bottom: str = "cats", num_columns: int | None = None) -> Vectors:
+    def vectors(self, bottom: str = "cats") -> Vectors:
         """Return the nodes that look up `bottom` and, where asked for, thin it: (B, S, dim), and (B, S * dim)."""
-        count = len(schema.categorical) if num_columns is None else num_columns
         nodes: list[Node] = [self.embedding("emb", bottom, self.dim)]
         top = "emb"
         if self.embedding_dropout:
             nodes.append(DenseLayer("emb_drop", "Dropout", bottom=top, dropout_rate=self.embedding_dropout))
             top = "emb_drop"
-        nodes.append(DenseLayer("emb_flat", "Reshape", bottom=top, leading_dim=count * self.dim))
+        nodes.append(DenseLayer("emb_flat", "Reshape", bottom=top, shape=[-1]))
         return Vectors(nodes, top, "emb_flat")
 
     def mlp(self, name: str, bottom: str, widths: Sequence[int]) -> DenseLayer:

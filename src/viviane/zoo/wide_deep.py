@@ -41,13 +41,13 @@ class WideDeep(ZooModel):
     def nodes(self, schema: Schema) -> list[Node]:
         """Return the graph."""
         wide, deep = self._columns(schema)
-        vectors = self.vectors(schema, "deep_cats", len(deep))
+        vectors = self.vectors("deep_cats")
         dense = ["dense"] if schema.num_dense else []
         together, deep_input = join("deep_input", [vectors.flat, *dense])
         return [
             begin(schema, {"wide_cats": wide, "deep_cats": deep}),
             self.embedding("wide_weights", "wide_cats", 1),  # (B, S, 1): w[id] of each column
-            DenseLayer("wide_flat", "Reshape", bottom="wide_weights", leading_dim=len(wide)),
+            DenseLayer("wide_flat", "Reshape", bottom="wide_weights", shape=[-1]),
             DenseLayer("wide_sum", "ReduceSum", bottom="wide_flat"),
             *([linear("wide_dense", "dense")] if dense else []),
             *vectors.nodes,

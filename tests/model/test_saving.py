@@ -1,0 +1,176 @@
+"""Save and load: equal bits, and no file that was touched gets through."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from viviane.config import AdaGrad, Adam, Solver
+from viviane.core.errors import CheckpointError, ConfigError, DataError, VivianeError
+from viviane.data import Dataset
+from viviane.etl import EtlConfig, run
+from viviane.model import Model, SparseEmbedding, read_model_file
+from viviane.zoo import DLRM
+
+
+@pytest.fixture
+def trained(build, data) -> Model:
+    model = build()
+    model.compile(Adam(lr=0.01), embedding_optimizer=AdaGrad(lr=0.1), metrics=["auc"])
+    model.fit(data)
+    return model
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    return trained.save(tmp_path / "saved")
+
+
+def test_a_loaded_model_predicts_the_same_bits(trained, folder, valid) -> None:
+    again = Model.load(folder, device="cpu")
+    assert np.array_equal(again.predict(valid), trained.predict(valid))
+    assert again.evaluate(valid) == trained.evaluate(valid)
+    assert (again.name, again.metrics) == ("small", ("auc",))
+    assert (again.optimizer, again.embedding_optimizer) == (trained.optimizer, trained.embedding_optimizer)
+    assert again.nodes == trained.nodes
+
+
+def test_a_loaded_model_trains_on_and_saves_over_itself(folder, data, valid) -> None:
+    model = Model.load(folder, device="cpu")
+    before = model.predict(valid)
+    model.fit(data)
+    model.save(folder)
+    again = Model.load(folder, device="cpu").predict(valid)
+    assert np.array_equal(again, model.predict(valid))
+    assert not np.array_equal(again, before)
+
+
+def test_frozen_and_untrainable_tables_are_saved_too(build, data, valid, tmp_path) -> None:
+    model = build()
+    model.nodes[1] = SparseEmbedding("emb", "cats", 4, tables={"user": {"trainable": False}})
+    model.compile()
+    model.freeze_embedding()
+    model.fit(data)
+    model.save(tmp_path / "m")
+    assert np.array_equal(Model.load(tmp_path / "m", device="cpu").predict(valid), model.predict(valid))
+
+
+def files_of(folder) -> list:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def test_every_file_that_is_altered_truncated_or_missing_is_named(folder, tmp_path) -> None:
+    names = files_of(folder)
+    assert {"model.json", "schema.json", "files.json", "weights/manifest.json"} < set(names)
+    for name in names:
+        for harm in ("alter", "cut", "remove"):
+            copy = tmp_path / "copy"
+            shutil.copytree(folder, copy)
+            file = copy / name
+            content = file.read_bytes()
+            if harm == "remove":
+                file.unlink()
+            else:
+                middle = len(content) // 2
+                changed = bytes([content[middle] ^ 1])
+                file.write_bytes(content[:middle] + (changed + content[middle + 1 :] if harm == "alter" else b""))
+            with pytest.raises(VivianeError) as caught:
+                Model.load(copy, device="cpu")
+            # files.json that was altered in one place accuses the file it speaks of; all others name themselves
+            told = str(caught.value)
+            assert name in told or (name == "files.json" and harm == "alter"), f"{harm} {name}: {told}"
+            shutil.rmtree(copy)
+
+
+def test_a_file_that_the_list_does_not_know_is_refused(folder) -> None:
+    listed = json.loads((folder / "files.json").read_text())
+    del listed["files"]["schema.json"]
+    (folder / "files.json").write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match=r"list of files lacks schema\.json"):
+        Model.load(folder)
+
+
+def test_a_folder_that_is_no_model_is_neither_loaded_nor_replaced(model, tmp_path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="no saved model here"):
+        Model.load(tmp_path)
+    model.compile()
+    with pytest.raises(ConfigError, match="not a saved model, so it is not replaced"):
+        model.save(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_that_did_not_finish_says_how_to_go_on(tmp_path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="--resume"):
+        Model.load(tmp_path)
+
+
+def test_the_graph_as_json_builds_the_same_model(build, data, valid, tmp_path) -> None:
+    model = build()
+    text = model.to_json(tmp_path / "graph.json")
+    assert (tmp_path / "graph.json").read_text() == text
+    again = Model.from_json(tmp_path / "graph.json", build().solver, data)
+    assert again.nodes == model.nodes
+    assert again.name == "small"
+    for one in (model, again):
+        one.compile()
+        one.fit(data)
+    assert np.array_equal(again.predict(valid), model.predict(valid))
+    assert again.to_json() == text
+    assert Model.from_json(json.loads(text), Solver(), data).nodes == model.nodes
+
+
+def test_json_mistakes_are_named(build, tmp_path) -> None:
+    good = json.loads(build().to_json())
+    file = tmp_path / "graph.json"
+
+    def read(**changes):
+        file.write_text(json.dumps({**good, **changes}))
+        return read_model_file(file)
+
+    with pytest.raises(ConfigError, match=r"(?s)graph\.json, nodse.*did you mean 'nodes'"):
+        read(nodse=[])
+    with pytest.raises(ConfigError, match=r"(?s)graph\.json, version"):
+        read(version=2)
+    with pytest.raises(ConfigError, match=r"(?s)graph\.json, format"):
+        read(format="other")
+    with pytest.raises(ConfigError, match=r"(?s)graph\.json, nodes\.1\.SparseEmbedding\.dim"):
+        read(nodes=[good["nodes"][0], {**good["nodes"][1], "dim": 0}])
+    with pytest.raises(ConfigError, match=r"(?s)unknown layer.*'deep'.*did you mean 'MLP'"):
+        read(nodes=[{**good["nodes"][4], "type": "MPL"}])
+    file.write_text('{"nodes": [')
+    with pytest.raises(ConfigError, match=r"graph\.json, line 1"):
+        read_model_file(file)
+
+
+def test_the_etl_travels_with_the_model(tmp_path) -> None:
+    raw = tmp_path / "raw.csv"
+    lines = [f"{i % 2},{'ab'[i % 2]},{i}" for i in range(200)]
+    raw.write_text("click,item,price\n" + "\n".join(lines) + "\n")
+    config = EtlConfig(
+        input={"columns": [{"name": "click", "type": "int"}, {"name": "item"}, {"name": "price", "type": "float"}]},
+        labels=[{"name": "click"}],
+        dense=[{"name": "price"}],
+        categorical=[{"name": "item"}],
+    )
+    run(config, raw, tmp_path / "data")
+    data = Dataset(tmp_path / "data" / "train")
+    model = Model(Solver(batch_size=50, lr=0.1, device="cpu"), data)
+    model.add(DLRM(dim=2, bottom_mlp=[], top_mlp=[4]))
+    model.compile()
+    model.fit(data)
+    table = pa.table({"price": ["3", "4"], "item": ["b", "never seen"]})  # no label, text, another order
+    expected = model.predict({"price": [3.0, 4.0], "item": [int(data.head(2).one_hot[1, 0]), 2]})
+    assert np.array_equal(model.predict(table, raw=True), expected)
+    model.save(tmp_path / "model")
+    shutil.rmtree(tmp_path / "data")
+    again = Model.load(tmp_path / "model", device="cpu")
+    assert np.array_equal(again.predict(table, raw=True), expected)
+    assert np.array_equal(again.predict(table.to_pandas(), raw=True), expected)
+    again.save(tmp_path / "second")
+    assert (tmp_path / "second" / "etl.zip").exists()
+    with pytest.raises(DataError, match=r"(?s)ETL of the model's data is gone.*etl\.zip"):
+        model.save(tmp_path / "third")
