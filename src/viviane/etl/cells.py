@@ -56,6 +56,8 @@ def convert(array: Any, column: InputColumn, missing: tuple[str, ...]) -> tuple[
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
         array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    if pa.types.is_null(array.type):  # every value is missing
+        return array.cast(staged_type(column)), []
     if not column.is_list:
         result, bad = _scalars(array, column.type)
         return result, [BadCell(row, column.name, f"not {_WANTED[column.type]}", _text(array[row])) for row in bad]

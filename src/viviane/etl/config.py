@@ -57,7 +57,7 @@ class Input(Settings):
         header: the first line of each text file holds the names.
         quote: character around values that contain the delimiter; None where quotes mean nothing.
         encoding: of text files.
-        missing: texts that stand for a missing value.
+        missing: texts that stand for a missing value, in string columns of Parquet too.
     """
 
     columns: tuple[InputColumn, ...] = Field(min_length=1)

@@ -53,7 +53,7 @@ def value_of(spec: CategoricalSpec, columns: Sequence[Any], states: dict[int, St
 
 def bucket(x: Any, borders: Sequence[float]) -> Any:
     """The number of borders <= x, missing where x is missing."""
-    total = x.cast("int64") * 0  # carries missing values along
+    total: Any = 0
     for border in borders:
         total = total + (x >= border).cast("int64")
     return total

@@ -89,9 +89,7 @@ def parquet_rows(source: Source, wanted: tuple[InputColumn, ...], first_row: int
                 raise _damaged(source, error, f", row group {group}") from error
 
 
-def typed_chunk(
-    table: pa.Table, wanted: tuple[InputColumn, ...], first_row: int, missing: tuple[str, ...] = ()
-) -> Chunk:
+def typed_chunk(table: pa.Table, wanted: tuple[InputColumn, ...], first_row: int, missing: tuple[str, ...]) -> Chunk:
     """Convert a table's columns to staged types."""
     columns: dict[str, Any] = {}
     bad: list[BadCell] = []
@@ -131,6 +129,8 @@ def _fits(kind: pa.DataType, column: InputColumn) -> bool:
     types = pa.types
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
+    if types.is_null(kind):  # every value is missing
+        return True
     if column.is_list:
         if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
             kind = kind.value_type
@@ -144,4 +144,4 @@ def _fits(kind: pa.DataType, column: InputColumn) -> bool:
         "hex": text or types.is_integer(kind),
         "timestamp": types.is_timestamp(kind),
     }
-    return bool(accepted[column.type])
+    return bool(accepted[column.type] or types.is_null(kind))

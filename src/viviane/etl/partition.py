@@ -15,7 +15,7 @@ from viviane.core.errors import ConfigError, DataError
 from viviane.etl.config import EtlConfig, Filter
 from viviane.etl.engine import Engine
 from viviane.etl.expressions import kept
-from viviane.etl.fit import order_statistics
+from viviane.etl.fitting import order_statistics
 from viviane.etl.splits import KEY, FileSplit, HashSplit, RowSplit, Split, TimeSplit, cumulative, share_borders
 from viviane.etl.stage import Shard
 from viviane.etl.values import combined

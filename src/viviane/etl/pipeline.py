@@ -20,7 +20,7 @@ from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned, save_learned
 from viviane.etl.config import EtlConfig
 from viviane.etl.engine import DuckDbEngine
-from viviane.etl.fit import Fitter
+from viviane.etl.fitting import Fitter
 from viviane.etl.learned import Learned
 from viviane.etl.parallel import ordered_map
 from viviane.etl.partition import Partition

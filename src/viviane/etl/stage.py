@@ -174,7 +174,7 @@ class Stager:
     def _parquet_jobs(self, source: Source, number: int, at: Position) -> Iterator[_Job]:
         for table, row in parquet_rows(source, self.wanted, at["row"]):
             after = {"source": number, "bytes": 0, "line": 1, "row": row + table.num_rows}
-            parse = partial(typed_chunk, table, self.wanted, row)
+            parse = partial(typed_chunk, table, self.wanted, row, self.config.input.missing)
             yield _Job(source, number, parse, partial(_row_of, table, row + 1), after)
 
     def _sift(self, job: _Job, chunk: Chunk) -> tuple[pa.Table, list[dict[str, Any]]]:

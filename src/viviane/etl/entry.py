@@ -11,9 +11,9 @@ from viviane.core.errors import ConfigError
 from viviane.core.registry import Registry
 from viviane.etl.archive import load_learned
 from viviane.etl.config import EtlConfig
-from viviane.etl.criteo import criteo
 from viviane.etl.fitted import FittedEtl
 from viviane.etl.pipeline import ETL_FILE, Summary, run_job
+from viviane.etl.presets import criteo
 
 PRESETS: Final[Registry[Any]] = Registry("preset")
 PRESETS.register("criteo")(criteo)
