@@ -5,7 +5,7 @@ import torch
 
 from viviane.batch import Bag
 from viviane.config import SGD, AdaGrad, Adam
-from viviane.core.errors import KeyRangeError
+from viviane.core.errors import DataError, KeyRangeError
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -73,6 +73,17 @@ def test_a_key_out_of_range_is_raised_later_and_moves_nothing(ask):
     with pytest.raises(KeyRangeError, match=r"feature 'a', table 'x', row 3 of the batch\n  value:   50"):
         emb.check() if ask == "check" else emb.step(0.1)
     assert torch.equal(emb.export_table("x").weight, before)
+
+
+def test_a_bag_longer_than_its_concat_is_raised_later_and_names_its_row():
+    tables, features = (
+        [TableConfig(name="t", num_rows=9, dim=2)],
+        [FeatureConfig(name="h", table="t", combiner="concat", max_length=2)],
+    )
+    emb = EmbeddingCollection(tables, features, SGD(), device="cuda")
+    emb({"h": Bag.from_lists([[1], [2, 3, 4], [5]]).to("cuda")}).flat.sum().backward()
+    with pytest.raises(DataError, match=r"feature 'h', row 1 of the batch\n  value:   3\n  allowed: at most 2 ids"):
+        emb.check()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from viviane.core.errors import DataError, KeyRangeError
+from viviane.core.errors import DataError, KeyRangeError, VivianeError
 from viviane.embedding.config import TableConfig
 
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -53,38 +53,77 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Violation:
-    """A key out of range on a GPU, still on the device: [any, place in the keys, key]."""
+    """What broke a rule on a GPU, still on the device: record is [any, place, value]."""
 
     record: Tensor
+    origin: str
+
+    def error(self, place: int, value: int) -> VivianeError:
+        """Return the error of the first offender, once the record was read."""
+        raise TypeError(f"{type(self).__name__} does not define error")
+
+    def where(self, what: str, row: int) -> str:
+        """Name the place for the message."""
+        return f"{what}, row {row} of the batch" + (f", {self.origin}" if self.origin else "")
+
+
+@dataclass(frozen=True)
+class KeyOutOfRange(Violation):
+    """A key outside its table; place counts the flattened keys (N, F)."""
+
     features: tuple[str, ...]
     tables: tuple[TableConfig, ...]
     offsets: Tensor | None
-    origin: str
 
-    def raise_at(self, place: int, key: int) -> None:
-        """Raise the error of the key at `place` of the flattened keys."""
+    def error(self, place: int, value: int) -> VivianeError:
+        """Return the error of the key at `place`."""
         row, column = divmod(place, len(self.features))
         if self.offsets is not None:
             row = int(torch.searchsorted(self.offsets, row, right=True)) - 1
         table = self.tables[column]
-        source = f", {self.origin}" if self.origin else ""
-        raise KeyRangeError(
+        return KeyRangeError(
             "key out of range",
-            where=f"feature {self.features[column]!r}, table {table.name!r}, row {row} of the batch{source}",
-            value=key,
+            where=self.where(f"feature {self.features[column]!r}, table {table.name!r}", row),
+            value=value,
             allowed=f"0 <= key < {table.num_rows}",
             fix="raise the table's num_rows, or set its out_of_range to 'default', 'hash' or 'ignore'",
         )
 
 
+@dataclass(frozen=True)
+class BagTooLong(Violation):
+    """A bag with more ids than a "concat" has places; place is the row of the batch."""
+
+    feature: str
+    max_length: int
+
+    def error(self, place: int, value: int) -> VivianeError:
+        """Return the error of the bag at `place`."""
+        return DataError(
+            "a bag is longer than its feature's max_length",
+            where=self.where(f"feature {self.feature!r}", place),
+            value=value,
+            allowed=f"at most {self.max_length} ids",
+            fix="raise the feature's max_length, or cut the bags when the data is prepared",
+        )
+
+
 def raise_first(violations: Sequence[Violation]) -> None:
-    """Wait once for the device, and raise the first key out of range among the records, if there is one."""
+    """Wait once for the device, and raise the first violation among the records, if there is one."""
     if not violations:
         return
     records = torch.stack([one.record for one in violations]).tolist()
-    for violation, (found, place, key) in zip(violations, records, strict=True):
+    for violation, (found, place, value) in zip(violations, records, strict=True):
         if found:
-            violation.raise_at(place, key)
+            raise violation.error(place, value)
+
+
+def report(violation: Violation, violations: deque[Violation]) -> None:
+    """Raise at once on the CPU; on a GPU leave the record for the next check, so that nothing waits."""
+    if violation.record.device.type == "cpu":
+        raise_first([violation])
+    else:
+        violations.append(violation)
 
 
 class RowMap:
@@ -110,7 +149,7 @@ class RowMap:
         self.features = tuple(features)
         self.tables = tuple(tables)
         self.null_row = null_row
-        self._violations = violations
+        self.violations = violations
         self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
         self._sizes = torch.tensor([table.num_rows for table in tables], dtype=torch.int64, device=device)
         raising = [table.out_of_range == "raise" for table in tables]
@@ -169,8 +208,4 @@ class RowMap:
         place = wrong.to(torch.uint8).argmax().view(1)
         key = keys.flatten().index_select(0, place)  # indexing by a 0-dim tensor would wait for a GPU
         record = torch.cat([wrong.any().view(1).to(torch.int64), place, key.to(torch.int64)])
-        violation = Violation(record, self.features, self.tables, offsets, origin)
-        if keys.device.type == "cpu":
-            raise_first([violation])
-        else:
-            self._violations.append(violation)
+        report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations)

@@ -15,7 +15,7 @@ from torch import Tensor
 from viviane.batch import Bag, Batch
 from viviane.core.errors import DataError, suggest
 from viviane.embedding.config import FeatureConfig, TableConfig
-from viviane.embedding.keys import RowMap, Violation
+from viviane.embedding.keys import BagTooLong, RowMap, Violation, report
 from viviane.embedding.lookup import Part, Run
 from viviane.embedding.output import Place
 from viviane.embedding.storage import Storage
@@ -85,15 +85,11 @@ class BagPlan:
         """Lay bags out as (B, L) rows, weights and mask, with the zero row in empty places."""
         size, length = len(offsets) - 1, self.place.num_places
         lengths = offsets.diff()
-        if rows.device.type == "cpu" and size and int(lengths.max()) > length:
-            row = int(lengths.argmax())
-            raise DataError(
-                "a bag is longer than its feature's max_length",
-                where=f"feature {self.feature.name!r}, row {row} of the batch" + (f", {origin}" if origin else ""),
-                value=int(lengths[row]),
-                allowed=f"at most {length} ids",
-                fix="raise the feature's max_length, or cut the bags when the data is prepared",
-            )
+        if size:
+            longest = lengths.argmax().view(1)
+            excess = lengths.index_select(0, longest)  # indexing by a 0-dim tensor would wait for a GPU
+            record = torch.cat([(excess > length).to(torch.int64), longest, excess])
+            report(BagTooLong(record, origin, self.feature.name, length), self.row_map.violations)
         bags = entry_bags(offsets, len(rows))
         position = torch.arange(len(rows), device=rows.device) - offsets[bags]
         target = torch.where(position < length, bags * length + position, size * length)
