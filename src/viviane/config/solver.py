@@ -70,6 +70,9 @@ class Solver(Settings):
     """Weights of negative and positive samples in the loss, such as (1.0, 3.0)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Move binary labels y to y (1 - s) + s / 2 in the training loss."""
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Evaluate, predict and save with a running mean of the weights, a = d a + (1 - d) w after each step, where
+    d = min(ema_decay, t / (t + 10)) at step t. Steadies small data sets; takes one more copy of the weights."""
     nan_guard: bool = True
     """Refuse a NaN or infinite loss or gradient before it reaches the weights; names batch and feature."""
     deterministic: bool = True

@@ -12,7 +12,9 @@ from viviane.embedding.config import (
 )
 from viviane.embedding.keys import hash_keys
 from viviane.embedding.output import EmbeddingOutput
+from viviane.embedding.row_mean import RowMean
 from viviane.embedding.state import TableState, TableSummary
+from viviane.embedding.storage import Storage
 
 __all__ = [
     "ConstantInit",
@@ -20,6 +22,8 @@ __all__ = [
     "EmbeddingOutput",
     "FeatureConfig",
     "NormalInit",
+    "RowMean",
+    "Storage",
     "TableConfig",
     "TableState",
     "TableSummary",

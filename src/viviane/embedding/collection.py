@@ -110,7 +110,8 @@ class EmbeddingCollection(nn.Module):
         assert isinstance(storage, Storage)
         return storage
 
-    def _all_storages(self) -> list[Storage]:
+    def all_storages(self) -> list[Storage]:
+        """Return the storages, one for each width."""
         return [storage for storage in self.storages if isinstance(storage, Storage)]
 
     # Lookup -------------------------------------------------------------------------------------------------
@@ -147,9 +148,7 @@ class EmbeddingCollection(nn.Module):
     def _plan(self, one_hot: tuple[str, ...]) -> Plan:
         key = (one_hot, self.device)
         if key not in self._plans:
-            make = Planner(
-                self.features, self.tables, self._all_storages(), self._places, self._violations, self.device
-            )
+            make = Planner(self.features, self.tables, self.all_storages(), self._places, self._violations, self.device)
             self._plans[key] = make.plan(one_hot)
         return self._plans[key]
 
@@ -171,18 +170,18 @@ class EmbeddingCollection(nn.Module):
             factor: the schedule's factor, by which an optimizer's own rate (`settings.lr`) is multiplied.
         """
         self.check()
-        for storage in self._all_storages():
+        for storage in self.all_storages():
             storage.step(lr, factor, scale)
 
     def discard_gradients(self) -> None:
         """Drop the gradients that wait for a step."""
-        for storage in self._all_storages():
+        for storage in self.all_storages():
             storage.discard_gradients()
 
     def grad_norm_squared(self) -> Tensor:
         """Return the sum of squares of the waiting gradients, those of equal rows summed first; 0-dim, float32."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for storage in self._all_storages():
+        for storage in self.all_storages():
             if storage.has_gradients:
                 total += torch.linalg.vector_norm(storage.summed_gradients()[1], dtype=torch.float64).square()
         return total.to(torch.float32)
@@ -190,7 +189,7 @@ class EmbeddingCollection(nn.Module):
     def nonfinite_gradients(self) -> list[str]:
         """Return the features whose tables have NaN or infinite gradients waiting."""
         bad: set[str] = set()
-        for storage in self._all_storages():
+        for storage in self.all_storages():
             if not storage.has_gradients:
                 continue
             rows, sums = storage.summed_gradients()

@@ -16,6 +16,7 @@ from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.errors import ConfigError
 from viviane.embedding.config import TableConfig
 from viviane.embedding.initializers import fill_initial
+from viviane.embedding.row_mean import RowMean
 from viviane.ops.sparse_update import adagrad_update, adam_update, sgd_update, sum_duplicates
 
 Optimizer = SGD | AdaGrad | Adam
@@ -86,6 +87,7 @@ class Storage(nn.Module):
         self._allocate(device, seed)
         self._pending: list[RowGradients] = []
         self._summed: tuple[Tensor, Tensor] | None = None
+        self.row_mean: RowMean | None = None
 
     def _allocate(self, device: torch.device, seed: int) -> None:
         self.register_buffer(
@@ -171,11 +173,14 @@ class Storage(nn.Module):
             sums = sums * scale
         bounds = torch.tensor([segment.stop for segment in self.segments], device=rows.device)
         cuts = [0, *torch.searchsorted(rows, bounds).tolist()]
+        before = None if self.row_mean is None else self.weight.index_select(0, rows)
         for i, segment in enumerate(self.segments):
             a, b = cuts[i], cuts[i + 1]
             if segment.optimizer is not None and a < b:
                 rate = lr if segment.optimizer.lr is None else segment.optimizer.lr * factor
                 self._update(i, rows[a:b] - segment.start if segment.start else rows[a:b], sums[a:b], rate)
+        if self.row_mean is not None and before is not None:
+            self.row_mean.visit(rows, before, self.weight.index_select(0, rows))
         self.discard_gradients()
 
     def _update(self, index: int, rows: Tensor, sums: Tensor, lr: float) -> None:

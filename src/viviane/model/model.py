@@ -305,7 +305,9 @@ class Model:
 
     def save(self, folder: str | Path) -> Path:
         """Write graph, schema, weights and the data's ETL into a folder, whole or not at all."""
-        return write_model(folder, self._content(), self.schema, self.module, self.etl)
+        module = self.module
+        with self.trainer.averaged():
+            return write_model(folder, self._content(), self.schema, module, self.etl)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "auto", module: nn.Module | None = None) -> Self:

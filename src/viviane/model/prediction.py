@@ -24,7 +24,9 @@ def predict_rows(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[NDArray
     """Yield a trained module's predictions, (B, L), batch by batch."""
     precision = trainer.precision or Precision("fp32")
     for batch in batches:
-        yield predict(trainer.module, [batch], batch.size, trainer.objective, precision, trainer.device)
+        with trainer.averaged():
+            scores = predict(trainer.module, [batch], batch.size, trainer.objective, precision, trainer.device)
+        yield scores
 
 
 def as_batches(rows: Any, schema: Schema, etl: Path | None, *, raw: bool) -> Iterator[Batch]:

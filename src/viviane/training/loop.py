@@ -325,5 +325,6 @@ class FitLoop:
         path = None if self.store is None else self.store.best_path()
         if path is None:
             raise VivianeError("no evaluation gave a defined metric, so there are no best weights to restore")
-        load_checkpoint(path, self.trainer.module, optimizer=self.trainer.stepper.optimizer)
+        place = load_checkpoint(path, self.trainer.module, optimizer=self.trainer.stepper.optimizer)
+        self.trainer.take_mean(place)
         _log.info("restored the weights of %s", path.name)

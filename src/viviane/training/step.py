@@ -11,6 +11,7 @@ from viviane.batch import Batch
 from viviane.config import SGD, AdaGrad, Adam, Solver
 from viviane.core.errors import ConfigError
 from viviane.optim import DenseOptimizer, LearningRateSchedule, build_dense_optimizer
+from viviane.training.average import WeightMean
 from viviane.training.dense_state import collections_of, dense_parameters
 from viviane.training.guard import NanGuard
 from viviane.training.objective import Objective
@@ -53,6 +54,10 @@ class TrainStep:
             raise ConfigError("the module has neither parameters nor embedding tables", value=type(module).__name__)
         self.guard = NanGuard(module, self.collections) if solver.nan_guard else None
         self.stages = StageTimes()
+        self.mean: WeightMean | None = None
+        for collection in self.collections.values():
+            for storage in collection.all_storages():
+                storage.row_mean = None  # of an earlier trainer
 
     def __call__(self, batch: Batch, step: int, precision: Precision, lr: float | None = None) -> Tensor:
         """Train on one batch and return its loss, detached, on the device.
@@ -124,6 +129,10 @@ class TrainStep:
     def _update(self, scale: float | Tensor, step: int, lr: float | None) -> None:
         rate = self.schedule.lr(step) if lr is None else lr
         factor = rate / self.solver.lr
+        if self.solver.ema_decay is not None and self.mean is None:
+            self.mean = WeightMean(self.module, self.solver.ema_decay)
+        if self.mean is not None:
+            self.mean.advance()
         if self.optimizer is not None:
             if isinstance(scale, Tensor) or scale != 1.0:
                 gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -132,6 +141,8 @@ class TrainStep:
             self.optimizer.step()
         for collection in self.collections.values():
             collection.step(rate, scale, factor)
+        if self.mean is not None:
+            self.mean.follow()
         self.module.zero_grad(set_to_none=True)
 
     def _discard(self) -> None:

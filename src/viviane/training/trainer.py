@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from viviane.core.errors import ConfigError, SchemaError, suggest
 from viviane.core.seeds import seed_everything
 from viviane.data import Dataset
 from viviane.schema import Schema
+from viviane.training.average import WeightMean
 from viviane.training.callbacks import Callback, StopAtTarget, StopWithoutGain
 from viviane.training.checkpoint import Progress, load_checkpoint, write_checkpoint
 from viviane.training.environment import Interrupt, torch_switches
@@ -224,7 +225,7 @@ class Trainer:
         """Run over a data set and return metrics and calibration bins, not yet computed."""
         precision = self._settled_precision()
         evaluation = Evaluation(self.schema, self.metrics)
-        with dataset.reader(self.eval_batch_size(batch_size), max_batches=max_batches) as reader:
+        with self.averaged(), dataset.reader(self.eval_batch_size(batch_size), max_batches=max_batches) as reader:
             return evaluate(self.module, reader, self.objective, evaluation, precision, self.device)
 
     def predict(self, dataset: Dataset, batch_size: int | None = None) -> NDArray[np.float32]:
@@ -234,8 +235,13 @@ class Trainer:
         """
         self.check_schema(dataset, with_labels=False)
         precision = self._settled_precision()
-        with dataset.reader(self.eval_batch_size(batch_size)) as reader:
+        with self.averaged(), dataset.reader(self.eval_batch_size(batch_size)) as reader:
             return predict(self.module, reader, len(dataset), self.objective, precision, self.device)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the module hold the running mean of its weights for a block, where solver.ema_decay keeps one."""
+        mean = self.stepper.mean
+        return nullcontext() if mean is None else mean.in_place()
 
     def eval_batch_size(self, batch_size: int | None = None) -> int:
         """Return the rows of an evaluation or prediction batch."""
@@ -263,7 +269,11 @@ class Trainer:
         arrays, values = random_state(self.device)
         precision = None if self.precision is None else self.precision.name
         rows = [finite_or_none(row) for row in self.history.rows]
-        return Progress(self.step, self.epoch, {"precision": precision, "random": values}, arrays, rows)
+        place = Progress(self.step, self.epoch, {"precision": precision, "random": values}, arrays, rows)
+        if self.stepper.mean is not None:
+            place.tensors |= self.stepper.mean.tensors()
+            place.values["mean_steps"] = self.stepper.mean.num_steps
+        return place
 
     def take_place(self, place: Progress) -> None:
         """Go to where `place` stood."""
@@ -274,19 +284,30 @@ class Trainer:
             self.precision = Precision(name)
         if place.tensors:
             restore_random_state(place.tensors, place.values["random"], self.device)
+        self.take_mean(place)
+
+    def take_mean(self, place: Progress) -> None:
+        """Take over the running mean of weights of `place`; without one it starts at the weights as they are."""
+        self.stepper.mean = None
+        if self.solver.ema_decay is not None and "mean_steps" in place.values:
+            self.stepper.mean = WeightMean(self.module, self.solver.ema_decay)
+            self.stepper.mean.restore(place.tensors, place.values["mean_steps"])
 
     def save_checkpoint(self, folder: str | Path, *, optimizer_state: bool = True) -> None:
         """Write weights, optimizer state and the place in training to a folder, atomically.
 
         Args:
             folder: an existing checkpoint there is replaced when the new one is whole.
-            optimizer_state: False writes weights only.
+            optimizer_state: False writes weights only: those that the model predicts with.
 
         Raises:
             CheckpointError: the disk is full or not writable; an older checkpoint stays whole.
         """
-        optimizer, place = (self.stepper.optimizer, self.place()) if optimizer_state else (None, None)
-        write_checkpoint(folder, self.module, optimizer=optimizer, optimizer_state=optimizer_state, progress=place)
+        if optimizer_state:
+            write_checkpoint(folder, self.module, optimizer=self.stepper.optimizer, progress=self.place())
+            return
+        with self.averaged():
+            write_checkpoint(folder, self.module, optimizer_state=False)
 
     def load_checkpoint(self, folder: str | Path, *, weights_only: bool = False) -> None:
         """Verify a checkpoint and load it into the module, the optimizers and the counts.

@@ -1,0 +1,70 @@
+"""The running mean of a storage's rows, kept up to date only where a step moves them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_CHUNK_ROWS = 1 << 18
+
+
+class RowMean:
+    """Exponential mean a_t = d_t a_{t-1} + (1 - d_t) w_t of rows w, exact and lazy.
+
+    While a row rests its weight w does not change, so over steps s + 1 to t its mean moves to
+
+        a_t = w + (d_{s+1} ... d_t) (a_s - w)
+
+    A row therefore needs no visit until a step moves it, and a step costs the rows of its batch alone. Each row
+    keeps the logarithm of the product of all decays at its last visit.
+
+    Args:
+        weight: (R, D), the rows at the start.
+
+    Example:
+        >>> weight = torch.zeros(2, 1)
+        >>> mean = RowMean(weight)
+        >>> before = weight[:1].clone()
+        >>> weight[0] = 1.0
+        >>> mean.advance(0.5)
+        >>> mean.visit(torch.tensor([0]), before, weight[:1])
+        >>> mean.advance(0.5)
+        >>> mean.catch_up(weight).mean.flatten().tolist()
+        [0.75, 0.0]
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.mean = weight.clone()
+        self._log_decay = 0.0
+        self._step_log = 0.0
+        self._visited = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
+
+    def advance(self, decay: float) -> None:
+        """Begin a step whose decay is 0 < decay < 1."""
+        self._step_log = math.log(decay)
+        self._log_decay += self._step_log
+
+    def visit(self, rows: Tensor, before: Tensor, after: Tensor) -> None:
+        """Follow distinct rows (U,) that this step moved from `before` to `after`, both (U, D)."""
+        rested = self._log_decay - self._step_log - self._visited.index_select(0, rows)
+        mean = before + rested.exp().to(torch.float32).unsqueeze(1) * (self.mean.index_select(0, rows) - before)
+        self.mean.index_copy_(0, rows, torch.lerp(after, mean, math.exp(self._step_log)))
+        self._visited.index_fill_(0, rows, self._log_decay)
+
+    def catch_up(self, weight: Tensor) -> RowMean:
+        """Bring all rows up to the present step."""
+        for start in range(0, len(weight), _CHUNK_ROWS):
+            chunk = slice(start, start + _CHUNK_ROWS)
+            factor = (self._log_decay - self._visited[chunk]).exp().to(torch.float32).unsqueeze(1)
+            self.mean[chunk].copy_(weight[chunk] + factor * (self.mean[chunk] - weight[chunk]))
+        self._log_decay = 0.0  # from here on counted anew, so that the sum never grows large
+        self._visited.zero_()
+        return self
+
+    def restart(self, mean: Tensor) -> None:
+        """Take over a mean that is up to date."""
+        self.mean.copy_(mean)
+        self._log_decay = 0.0
+        self._visited.zero_()
