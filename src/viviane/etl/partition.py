@@ -73,7 +73,14 @@ class Partition:
         if self.split is None and not self.filters:
             return [staged]
         places = self._places(staged)
-        return [staged.filter(pa.array(places == part)) for part in range(len(self.names))]
+        parts = []
+        for part in range(len(self.names)):
+            inside = places == part
+            num_inside = int(np.count_nonzero(inside))
+            # A shard often lies in one part: it is then handed on as it is, not copied.
+            whole = num_inside in (0, len(places))
+            parts.append(staged.slice(0, num_inside) if whole else staged.filter(pa.array(inside)))
+        return parts
 
     def _places(self, staged: pa.Table) -> NDArray[np.int64]:
         """The part of each row, -1 where a filter leaves it out."""

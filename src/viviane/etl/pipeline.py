@@ -32,7 +32,7 @@ from viviane.etl.write import PartWriter
 
 ETL_FILE: Final = "etl.zip"
 REJECTS_FILE: Final = "rejects.jsonl"
-_LEAST_MEMORY_BYTES: Final = 256 << 20
+_LEAST_MEMORY_BYTES: Final = 10**9
 _LAYOUT: Final = 1  # of the work folder; raised when it changes, so that old unfinished work is not taken up
 _logger = get_logger("etl")
 
@@ -82,7 +82,7 @@ def run_job(
         raise ConfigError("unknown on_bad_row", value=on_bad_row, allowed="error, reject")
     limit = parse_bytes(memory_limit)
     if limit < _LEAST_MEMORY_BYTES:
-        raise ConfigError("too little memory to work with", value=memory_limit, allowed="256MiB or more")
+        raise ConfigError("too little memory to work with", value=memory_limit, allowed="1GB or more")
     split = parse_split(split) if isinstance(split, str) else split
     config = what if isinstance(what, EtlConfig) else what.config
     check_split(split, config)
@@ -100,7 +100,7 @@ def run_job(
         with workplace(output, job, resume=resume, overwrite=overwrite) as work, run.engine(work):
             stager = Stager(
                 config, files, work / "staged", run.duckdb,
-                split=split, on_bad_row=on_bad_row, threads=run.threads, shard_bytes=run.shard_bytes,
+                split=split, on_bad_row=on_bad_row, threads=run.parse_threads, shard_bytes=run.shard_bytes,
                 labels=labels if isinstance(what, Learned) else True,
                 progress=lambda rows: progress("read", rows, 0),
             )  # fmt: skip
@@ -142,7 +142,8 @@ class _Run:
         self.what, self.config, self.split, self.threads, self.progress = what, config, split, threads, progress
         # Half for the engine; of the rest, a staged shard and its output are held about six times at the worst.
         self.engine_bytes = limit_bytes // 2
-        self.shard_bytes = max(8 << 20, min(96 << 20, limit_bytes // 24))
+        self.shard_bytes = max(8 << 20, min(64 << 20, limit_bytes // 24))
+        self.parse_threads = max(1, min(threads, limit_bytes >> 27))  # each holds a few blocks of text
         self.seconds: dict[str, float] = {}
         self.duckdb: DuckDbEngine
 
@@ -211,7 +212,8 @@ class _Run:
         todo = [n for n in range(len(shards)) if (partition.starts[n] + partition.counts[n] > done).any()]
 
         def transform(number: int) -> tuple[int, list[pa.Table]]:
-            return number, [applier.table(part) for part in partition.parts_of(pq.read_table(shards[number].file))]
+            staged = pq.ParquetFile(shards[number].file).read(use_threads=False)
+            return number, [applier.table(part) for part in partition.parts_of(staged)]
 
         try:
             for number, tables in ordered_map(transform, todo, min(2, self.threads)):

@@ -96,7 +96,7 @@ def parse_block(block: TextBlock, layout: TextLayout) -> Chunk:
 def _clean(block: TextBlock, layout: TextLayout) -> tuple[bytes, NDArray[np.int64], list[tuple[int, str, str]]]:
     """Bring a block to UTF-8, plain newlines and one delimiter character; take out what is no row at all."""
     data = block.data.removeprefix(_BOM) if block.first_line == 1 else block.data
-    if b"\r\n" in data:
+    if b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
     unparsed: list[tuple[int, str, str]] = []
     lines = np.arange(block.first_line, block.first_line + block.num_lines, dtype=np.int64)
@@ -107,9 +107,6 @@ def _clean(block: TextBlock, layout: TextLayout) -> tuple[bytes, NDArray[np.int6
         except UnicodeDecodeError:
             data, lines, unparsed = _without(data, lines, lambda line: _undecodable(line, encoding))
             data = data.decode(encoding).encode()
-    if len(layout.names) > 1 and (data.startswith(b"\n") or b"\n\n" in data):
-        data, lines, empty = _without(data, lines, lambda line: None if line else "an empty line")
-        unparsed += empty
     if len(layout.input.delimiter) > 1:
         data = data.replace(layout.input.delimiter.encode(), _UNIT)
     return data, lines, unparsed
@@ -133,7 +130,8 @@ def _without(data: bytes, lines: NDArray[np.int64], problem_of: Any) -> tuple[by
 def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Chunk | None:
     """Parse with types at once; None when any row is out of the ordinary.
 
-    A quote that is left open joins lines, so as many rows as lines prove that there is none.
+    Empty lines are skipped by the parser and a quote left open joins lines, so as many rows as lines prove that
+    there is neither.
     """
     types: dict[str, pa.DataType] = {
         column.name: SCALARS["string"] if column.is_list or column.type == "hex" else SCALARS[column.type]
@@ -142,7 +140,7 @@ def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
     refused: list[Any] = []
     try:
         raw = _read_csv(data, layout, types, refused)
-    except (pa.ArrowInvalid, pa.ArrowKeyError):
+    except pa.ArrowInvalid:
         return None
     if refused or raw.num_rows != len(lines):
         return None
@@ -153,6 +151,9 @@ def _parse_slow(
     data: bytes, lines: NDArray[np.int64], unparsed: list[tuple[int, str, str]], layout: TextLayout
 ) -> Chunk:
     """Parse as bytes, take out rows of another width, and convert cell by cell where a column refuses."""
+    if len(layout.names) > 1:
+        data, lines, empty = _without(data, lines, lambda line: None if line else "an empty line")
+        unparsed = unparsed + empty
     if layout.input.quote is not None:
         data, lines, open_quotes = _without(data, lines, lambda line: _open_quote(line, layout.input))
         unparsed = unparsed + open_quotes
@@ -211,7 +212,7 @@ def _read_csv(data: bytes, layout: TextLayout, types: dict[str, pa.DataType], re
             delimiter=layout.delimiter,
             quote_char=layout.input.quote or False,
             double_quote=layout.input.quote is not None,
-            ignore_empty_lines=False,
+            ignore_empty_lines=len(layout.names) > 1,  # the only column of a file may be missing
             invalid_row_handler=refuse,
         ),
         pa_csv.ConvertOptions(
