@@ -19,14 +19,18 @@ def cross(*names: str, min_count: int = 1) -> Json:
     return {"name": "_x_".join(names), "source": list(names), "encoding": encoding}
 
 
+def bucket(name: str, quantiles: int) -> Json:
+    return {"name": f"{name}_bucket", "source": name, "encoding": {"type": "bucketize", "quantiles": quantiles}}
+
+
 # Criteo ------------------------------------------------------------------------------------------------------
 
 NUMBERS = [f"i{n}" for n in range(1, 14)]
 CATEGORIES = [f"c{n}" for n in range(1, 27)]
 
 
-def criteo_etl(min_count: int, *, text: bool) -> Json:
-    """Numbers twice, as log-standardised values and as discretised categories; frequent categories only."""
+def criteo_etl(*, min_count: int, quantiles: int, text: bool) -> Json:
+    """Numbers twice, as log-standardised values and as the share of the training data they fall into."""
     numbers = [{"name": name, "type": "int"} for name in NUMBERS]
     kind = "hex" if text else "int"
     return {
@@ -36,18 +40,7 @@ def criteo_etl(min_count: int, *, text: bool) -> Json:
         },
         "labels": [{"name": "label"}],
         "dense": [{"name": name, "operators": list(STANDARD)} for name in NUMBERS],
-        "categorical": [
-            *(
-                {
-                    "name": f"{name}_bucket",
-                    "source": name,
-                    "operators": [{"type": "log_square"}],
-                    "encoding": {"type": "categorify", "min_count": min_count},
-                }
-                for name in NUMBERS
-            ),
-            *categorical(CATEGORIES, min_count),
-        ],
+        "categorical": [*(bucket(name, quantiles) for name in NUMBERS), *categorical(CATEGORIES, min_count)],
     }
 
 
@@ -56,33 +49,26 @@ def criteo_etl(min_count: int, *, text: bool) -> Json:
 PEOPLE = ["user_id", "movie_id", "gender", "age", "occupation", "zip"]
 
 
-def movielens_etl(*, movie_fields: bool) -> Json:
-    """The six fields of the papers; with `movie_fields` the movie's year and genres besides."""
-    columns = [{"name": "rating", "type": "int"}, *({"name": name} for name in PEOPLE)]
-    features = categorical(PEOPLE)
-    if movie_fields:
-        columns += [{"name": "year"}, {"name": "genres", "separator": "|"}]
-        features += [*categorical(["year"]), {"name": "genres", "kind": "multi_hot"}]
+def movielens_etl() -> Json:
+    """The six fields of the papers."""
     return {
-        "input": {"columns": columns},
+        "input": {"columns": [{"name": "rating", "type": "int"}, *({"name": name} for name in PEOPLE)]},
         "labels": [{"name": "liked", "source": "rating", "operators": [{"type": "threshold", "at": 4}]}],
-        "categorical": features,
+        "categorical": categorical(PEOPLE),
     }
 
 
 # Frappe ------------------------------------------------------------------------------------------------------
 
 CONTEXT = ["user", "item", "daytime", "weekday", "isweekend", "homework", "cost", "weather", "country", "city"]
-APP = ["category", "downloads", "developer", "language", "price", "stars"]
 
 
-def frappe_etl(*, app_fields: bool) -> Json:
-    """The ten fields of the papers; with `app_fields` what the set says about the app besides."""
-    names = CONTEXT + (APP if app_fields else [])
+def frappe_etl() -> Json:
+    """The ten fields of the papers."""
     return {
-        "input": {"columns": [{"name": "label", "type": "int"}, *({"name": name} for name in names)]},
+        "input": {"columns": [{"name": "label", "type": "int"}, *({"name": name} for name in CONTEXT)]},
         "labels": [{"name": "label"}],
-        "categorical": categorical(names),
+        "categorical": categorical(CONTEXT),
     }
 
 
@@ -94,14 +80,14 @@ TRAITS = [
 AMOUNTS = ["age", "educational_num", "capital_gain", "capital_loss", "hours_per_week"]
 
 
+CROSSES = [
+    ("education", "relationship"), ("marital_status", "occupation"), ("workclass", "relationship"),
+    ("education", "occupation"), ("marital_status", "relationship"), ("age", "relationship"),
+]  # fmt: skip
+
+
 def adult_etl() -> Json:
-    """Numbers as values, as exact categories and in coarse buckets; crosses for the wide part."""
-    crosses = [
-        ("education", "occupation"), ("marital_status", "occupation"), ("relationship", "occupation"),
-        ("marital_status", "education"), ("workclass", "occupation"), ("gender", "marital_status"),
-        ("native_country", "education"), ("occupation", "hours_per_week"), ("age", "marital_status"),
-        ("age", "occupation"), ("capital_gain", "marital_status"), ("education", "hours_per_week"),
-    ]  # fmt: skip
+    """Numbers as values, as exact categories (which matters most) and in percentiles; crosses for the wide part."""
     return {
         "input": {
             "columns": [
@@ -113,15 +99,13 @@ def adult_etl() -> Json:
         "labels": [{"name": "income"}],
         "dense": [{"name": name, "operators": list(STANDARD)} for name in AMOUNTS],
         "categorical": [
-            *categorical(TRAITS),
-            *(
-                {"name": f"{name}_value", "source": name, "encoding": {"type": "categorify", "min_count": 3}}
-                for name in AMOUNTS
-            ),
-            *(
-                {"name": f"{name}_bucket", "source": name, "encoding": {"type": "bucketize", "quantiles": 10}}
-                for name in ("age", "hours_per_week")
-            ),
-            *(cross(*pair, min_count=5) for pair in crosses),
+            *categorical(TRAITS, 3),
+            *({**cross(name, min_count=3), "name": f"{name}_value"} for name in AMOUNTS),
+            *(bucket(name, 100) for name in AMOUNTS),
+            *(cross(*pair, min_count=3) for pair in CROSSES),
         ],
     }
+
+
+ADULT_DEEP = [*TRAITS, *(f"{name}_{form}" for form in ("value", "bucket") for name in AMOUNTS)]
+ADULT_WIDE = [*ADULT_DEEP, *("_x_".join(pair) for pair in CROSSES)]

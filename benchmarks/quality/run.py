@@ -54,7 +54,6 @@ def train_once(case: Case, data: Path, seed: int, folder: Path) -> dict[str, flo
         "name": case.train["model"].get("zoo", "model"),
         "data": {"train": str(data / "train"), "validation": str(data / "valid")},
         "solver": {**case.train["solver"], "seed": seed, "device": "cpu"},
-        "metrics": ["auc", "log_loss"],
     }
     folder.mkdir(parents=True)
     file = folder / "train.json"

@@ -190,6 +190,30 @@ def test_dlrm_formula() -> None:
     close(module(batch), line(w, "logit", mlp(w, "top", torch.cat([bottom, dots], 1))))
 
 
+def test_dlrm_with_concatenated_embeddings() -> None:
+    batch = batch_of(SCHEMA)
+    module = module_of(DLRM(dim=4, bottom_mlp=[6], top_mlp=[8, 5], concat_embeddings=True), SCHEMA)
+    w = weights(module)
+    bottom = mlp(w, "bottom", batch.dense)
+    a, b = rows_of(w, "emb.a", batch, 0), rows_of(w, "emb.b", batch, 1)
+    dots = torch.stack([(a * bottom).sum(1), (b * bottom).sum(1), (b * a).sum(1)], 1)
+    close(module(batch), line(w, "logit", mlp(w, "top", torch.cat([bottom, dots, a, b], 1))))
+
+
+@pytest.mark.parametrize("model", [DeepFM, WideDeep])
+def test_linear_tables_begin_at_zero_and_have_their_own_rule(model) -> None:
+    rule = {"type": "sgd", "lr": 0.5, "weight_decay": 0.01}
+    nodes = model(dim=4, init="normal", linear_optimizer=rule).nodes(SCHEMA)
+    linear, vectors = (node for node in nodes if node.node == "SparseEmbedding")
+    assert (linear.dim, linear.init.type, linear.optimizer) == (1, "zero", SGD(lr=0.5, weight_decay=0.01))
+    assert (vectors.dim, vectors.init.type, vectors.optimizer) == (4, "normal", None)
+
+
+def test_layer_norm_reaches_the_hidden_layers() -> None:
+    module = module_of(DCN(dim=4, deep_mlp=[8, 6], layer_norm=True), SCHEMA)
+    assert [part.normalized_shape for part in module.modules() if isinstance(part, torch.nn.LayerNorm)] == [(8,), (6,)]
+
+
 def test_dlrm_without_bottom_layers_has_one_to_the_width_of_a_vector() -> None:
     (bottom,) = (
         node for node in DLRM(dim=4, bottom_mlp=[]).nodes(SCHEMA) if node.node == "DenseLayer" and node.name == "bottom"

@@ -38,7 +38,7 @@ class DeepFM(ZooModel):
         numbers = schema.num_dense
         nodes: list[Node] = [
             begin(schema),
-            self.embedding("first_weights", "cats", 1),  # (B, S, 1): w[id] of each column
+            self.weights("first_weights", "cats"),  # (B, S, 1): w[id] of each column
             DenseLayer("first_flat", "Reshape", bottom="first_weights", shape=[-1]),
             DenseLayer("first_sum", "ReduceSum", bottom="first_flat"),
             *vectors.nodes,

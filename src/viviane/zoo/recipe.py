@@ -7,10 +7,11 @@ from typing import Any, Final, Literal
 
 from pydantic import Field
 
+from viviane.config import OptimizerSettings
 from viviane.config.base import Settings
 from viviane.core.errors import SchemaError
 from viviane.core.registry import Registry
-from viviane.embedding import UniformInit
+from viviane.embedding import UniformInit, ZeroInit
 from viviane.embedding.config import InitSettings, OutOfRange
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
 from viviane.schema import Schema
@@ -26,7 +27,9 @@ class ZooModel(Settings):
         out_of_range: what an id outside its table does.
         embedding_dropout: share of embedding numbers set to zero while training.
         dropout: share of activations set to zero after each hidden layer while training.
-        batch_norm: normalise each hidden layer over the batch.
+        batch_norm, layer_norm: normalise each hidden layer over the batch, or over its own numbers.
+        linear_optimizer: rule of the tables of dim 1, where the model has them; None takes the tables' rule. They
+            bear much less weight decay than vectors do.
     """
 
     dim: int = Field(default=16, ge=1)
@@ -36,6 +39,8 @@ class ZooModel(Settings):
     embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     batch_norm: bool = False
+    layer_norm: bool = False
+    linear_optimizer: OptimizerSettings | None = None
 
     def nodes(self, schema: Schema) -> list[Node]:
         """Return the graph for a schema: an Input, the layers, the loss."""
@@ -46,6 +51,13 @@ class ZooModel(Settings):
         return SparseEmbedding(
             name, bottom, dim, combiner=self.combiner, init=self.init, out_of_range=self.out_of_range
         )
+
+    def weights(self, name: str, bottom: str) -> SparseEmbedding:
+        """Return the node of one number per id, (B, S, 1), that begins at 0."""
+        return SparseEmbedding(
+            name, bottom, 1, combiner=self.combiner, init=ZeroInit(), out_of_range=self.out_of_range,
+            optimizer=self.linear_optimizer,
+        )  # fmt: skip
 
     def vectors(self, bottom: str = "cats") -> Vectors:
         """Return the nodes that look up `bottom` and, where asked for, thin it: (B, S, dim), and (B, S * dim)."""
@@ -59,7 +71,8 @@ class ZooModel(Settings):
 
     def mlp(self, name: str, bottom: str, widths: Sequence[int]) -> DenseLayer:
         """Return hidden layers with ReLU and the shared options."""
-        more: dict[str, Any] = {key: getattr(self, key) for key in ("dropout", "batch_norm") if getattr(self, key)}
+        options = ("dropout", "batch_norm", "layer_norm")
+        more: dict[str, Any] = {key: getattr(self, key) for key in options if getattr(self, key)}
         return DenseLayer(name, "MLP", bottom=bottom, num_outputs=list(widths), **more)
 
 

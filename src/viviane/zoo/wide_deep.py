@@ -46,7 +46,7 @@ class WideDeep(ZooModel):
         together, deep_input = join("deep_input", [vectors.flat, *dense])
         return [
             begin(schema, {"wide_cats": wide, "deep_cats": deep}),
-            self.embedding("wide_weights", "wide_cats", 1),  # (B, S, 1): w[id] of each column
+            self.weights("wide_weights", "wide_cats"),  # (B, S, 1): w[id] of each column
             DenseLayer("wide_flat", "Reshape", bottom="wide_weights", shape=[-1]),
             DenseLayer("wide_sum", "ReduceSum", bottom="wide_flat"),
             *([linear("wide_dense", "dense")] if dense else []),
