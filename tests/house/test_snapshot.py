@@ -50,7 +50,8 @@ def describe(value: Any) -> Any:
                 continue
             if isinstance(member, classmethod | staticmethod):
                 members[name] = type(member).__name__ + " " + signature(member.__func__)
-            elif inspect.isfunction(member):
+            elif inspect.isfunction(member) and member.__qualname__.startswith(f"{value.__qualname__}."):
+                # Others were put there by a library: torch wraps an optimizer's inherited step on its first use.
                 members[name] = signature(member)
             elif isinstance(member, property) or type(member).__name__ == "cached_property":
                 members[name] = "property"
