@@ -1,122 +1,108 @@
-"""Embedding tables: lookup alone, and lookup + backward + update, beside nn.EmbeddingBag(sparse=True).
+"""Embedding tables: lookup alone, and lookup + backward + update, beside the peers that are installed.
 
-    python benchmarks/embedding.py [--small]
+    python benchmarks/embedding.py [--small] [--dims 16,128] [--sizes 2048,16384] [--only ours,fbgemm,...]
 
-26 one-hot tables of the Criteo-Kaggle sizes with the largest capped, ids from a power law of exponent 1.1. The
-peer gets its ids as int64 columns laid out beforehand, so that only its tables are timed. Ours and the peer
-take turns batch by batch, so that a disturbance of the machine strikes both.
+26 one-hot tables of Criteo-Kaggle's sizes, capped at a million rows from dim 128 on; ids from a power law of exponent
+1.1; a fixed gradient. One object at a time fits into memory, so that the objects of a case run one after another,
+several rounds each; on a noisy machine the fastest round is the fair one, and it is the figure for all of them.
+
+    ours         viviane.EmbeddingCollection
+    operations   key_rows, gather_rows, update_rows: what the collection is made of
+    torch        nn.EmbeddingBag(sparse=True) for each table and a sparse optimizer of torch
+    fbgemm       SplitTableBatchedEmbeddingBagsCodegen in host memory (no Adam on the CPU)
+    torchrec     FusedEmbeddingBagCollection
+    keras        keras.layers.Embedding for each table and a Keras optimizer, on TensorFlow
+
+A peer gets its ids as it wants them, prepared outside the clock.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import gc
+import statistics
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
+from embedding_peers import PEERS, Case, Steps, power_law_ids
 from record import record
-from viviane.batch import Batch, Layout
-from viviane.config import SGD, AdaGrad, Adam
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from train import CRITEO_KAGGLE
 
-SMALL = "--small" in sys.argv
-CAP = 20_000 if SMALL else 1_000_000
-CRITEO = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194]
-CRITEO += [27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
-SIZES = [min(rows, CAP) for rows in CRITEO]
-NAMES = tuple(f"c{i}" for i in range(len(SIZES)))
-LAYOUT = Layout((), (), NAMES, ())
-NUM_BATCHES = 8
+RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 LR = 0.01
+NUM_BATCHES = 8
 
 
-def power_law_ids(size: int, rng: np.random.Generator, exponent: float = 1.1) -> Tensor:
-    """Draw (size, tables) ids, P(id) ~ (id + 1)^-exponent, by inverting the continuous law."""
-    u, power = rng.random((size, len(SIZES))), 1 - exponent
-    limit = np.array(SIZES, dtype=np.float64) + 1
-    ids = np.floor((1 + u * (limit**power - 1)) ** (1 / power)) - 1
-    return torch.from_numpy(np.clip(ids, 0, limit - 2).astype(np.int32))
+def milliseconds(step: Callable[[int], object], rounds: int) -> tuple[float, float, float]:
+    """Return the fastest, the median and the 80th percentile round, per batch; the first round warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        for i in range(NUM_BATCHES):
+            step(i)
+        times.append((time.perf_counter() - start) * 1e3 / NUM_BATCHES)
+    kept = sorted(times[1:])
+    return kept[0], statistics.median(kept), kept[int(0.8 * (len(kept) - 1))]
 
 
-class Peer(nn.Module):
-    """What one writes by hand in PyTorch."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum", sparse=True) for rows in SIZES)
-
-    def forward(self, columns: list[Tensor], offsets: Tensor) -> Tensor:
-        return torch.cat([table(ids, offsets) for table, ids in zip(self.tables, columns, strict=True)], 1)
-
-
-def compare(ours: Callable[[int], object], peers: Callable[[int], object]) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of each repetition, taking turns; the first of each batch warms up."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for repetition in range(NUM_BATCHES if SMALL else 4 * NUM_BATCHES):
-        for run, kept in zip((ours, peers), times, strict=True):
-            start = time.perf_counter()
-            run(repetition % NUM_BATCHES)
-            if SMALL or repetition >= NUM_BATCHES:
-                kept.append((time.perf_counter() - start) * 1e3)
+def measure(name: str, case: Case, rounds: int) -> dict[str, tuple[float, float, float]] | None:
+    """Return the times of one object: "lookup" and "update", or None where it is not there."""
+    try:
+        steps: Steps | None = PEERS[name](case)
+    except ImportError as error:
+        print(f"{name} is left out: {error}", flush=True)
+        return None
+    if steps is None:
+        print(f"{name} has no {case.rule} on the CPU", flush=True)
+        return None
+    times = {"update": milliseconds(steps.train, rounds)}
+    if case.rule == "sgd":
+        times["lookup"] = milliseconds(steps.forward, rounds)
+    del steps
+    gc.collect()
     return times
 
 
-def report(case: str, size: int, dim: int, times: tuple[list[float], list[float]]) -> None:
-    low, median, high = np.percentile(times[0], [20, 50, 80])
-    record(
-        bench="embedding",
-        case=case,
-        metric="time",
-        value=float(median),
-        unit="ms",
-        better="lower",
-        goal=float(np.median(times[1])),
-        peer="nn.EmbeddingBag(sparse=True)",
-        peer_value=float(np.median(times[1])),
-        spread=(float(low), float(high)),
-        shape={"batch": size, "dim": dim, "tables": len(SIZES), "rows": sum(SIZES), "threads": torch.get_num_threads()},
-    )
+def compare(case: Case, names: list[str], rounds: int) -> None:
+    found = {name: times for name in names if (times := measure(name, case, rounds)) is not None}
+    for kind in ("lookup", "update"):
+        cells = {name: times[kind] for name, times in found.items() if kind in times}
+        what = "lookup" if kind == "lookup" else f"lookup + backward + {case.rule}"
+        print(what, case.size, case.dim, {name: [round(t, 3) for t in times] for name, times in cells.items()})
+        peers = {name: times[0] for name, times in cells.items() if name not in ("ours", "operations")}
+        best = min(peers, key=lambda name: peers[name], default=None)
+        for name in ("ours", "operations"):
+            if name in cells:
+                low, _, high = cells[name]
+                record(
+                    bench="embedding", case=f"{what}, {name}", metric="time", value=low, unit="ms", better="lower",
+                    goal=None if best is None else peers[best], peer=best,
+                    peer_value=None if best is None else peers[best], spread=(low, high),
+                    shape={"batch": case.size, "dim": case.dim, "tables": len(case.sizes), "rows": sum(case.sizes),
+                           "threads": torch.get_num_threads()},
+                )  # fmt: skip
 
 
-def run(size: int, dim: int) -> None:
-    rng = np.random.default_rng(0)
-    ids = [power_law_ids(size, rng) for _ in range(NUM_BATCHES)]
-    nothing = torch.zeros(size, 0)
-    batches = [Batch(LAYOUT, nothing, nothing, one) for one in ids]
-    columns = [list(one.long().t().contiguous().unbind()) for one in ids]
-    offsets = torch.arange(size)
-    gradient = torch.randn(size, len(SIZES) * dim)
-    tables = [TableConfig(name=name, num_rows=rows, dim=dim) for name, rows in zip(NAMES, SIZES, strict=True)]
-    features = [FeatureConfig(name=name, table=name) for name in NAMES]
-    rules = {
-        "sgd": (SGD(), lambda params: torch.optim.SGD(params, lr=LR)),
-        "adagrad": (AdaGrad(), lambda params: torch.optim.Adagrad(params, lr=LR)),
-        "adam": (Adam(), lambda params: torch.optim.SparseAdam(params, lr=LR)),
-    }
-    for name, (settings, build) in rules.items():
-        ours, peer = EmbeddingCollection(tables, features, settings), Peer(dim)
-        optimizer = build(list(peer.parameters()))
-
-        def train_ours(i: int, ours: EmbeddingCollection = ours) -> None:
-            ours(batches[i]).flat.backward(gradient)
-            ours.step(LR)
-
-        def train_peer(i: int, peer: Peer = peer, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.zero_grad(set_to_none=True)
-            peer(columns[i], offsets).backward(gradient)
-            optimizer.step()
-
-        if name == "sgd":
-            with torch.no_grad():
-                times = compare(lambda i, m=ours: m(batches[i]), lambda i, m=peer: m(columns[i], offsets))
-            report("lookup", size, dim, times)
-        report(f"lookup + backward + {name}", size, dim, compare(train_ours, train_peer))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="tables of at most 20,000 rows, few rounds")
+    parser.add_argument("--dims", default="16,128")
+    parser.add_argument("--sizes", default="2048,16384")
+    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--only", default=",".join(PEERS), help="the objects to measure")
+    options = parser.parse_args()
+    for dim in map(int, options.dims.split(",")):
+        cap = 20_000 if options.small else 1_000_000 if dim >= 128 else max(CRITEO_KAGGLE)
+        tables = [min(rows, cap) for rows in CRITEO_KAGGLE]
+        for size in map(int, options.sizes.split(",")):
+            for rule in options.rules.split(","):
+                ids = power_law_ids(tables, size, NUM_BATCHES)
+                gradient = torch.randn(size, len(tables) * dim) * 1e-3
+                case = Case(dim, size, rule, LR, tables, ids, gradient)
+                compare(case, options.only.split(","), rounds=3 if options.small else 15)
 
 
 if __name__ == "__main__":
-    for dim in (16,) if SMALL else (16, 128):
-        for size in (256,) if SMALL else (2048, 16384):
-            run(size, dim)
+    main()

@@ -29,6 +29,7 @@ def record(
     floor: float | None = None,
     peer: str | None = None,
     peer_value: float | None = None,
+    peer_published: str | None = None,
     spread: tuple[float, float] | None = None,
     shape: dict[str, Any] | str | None = None,
 ) -> dict[str, Any]:
@@ -41,6 +42,7 @@ def record(
         better: whether higher or lower is better.
         goal, floor: what is aimed at, and the limit that the hardware or theory sets, in the same unit.
         peer, peer_value: the other library measured in the same run, and its figure.
+        peer_published: a peer's figure of another run or machine, with its name and hardware.
         spread: 20th and 80th percentile of the repetitions.
         shape: sizes of the case, such as {"rows": 1_000_000, "dim": 16}.
     """
@@ -57,6 +59,7 @@ def record(
         "floor": floor,
         "peer": peer,
         "peer_value": peer_value,
+        "peer_published": peer_published,
         "spread": None if spread is None else list(spread),
         "shape": shape,
         "machine": machine.describe(),
@@ -65,6 +68,7 @@ def record(
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
     beside = "" if peer_value is None else f"   {peer}: {peer_value:.4g}"
+    beside += "" if peer_published is None else f"   ({peer_published})"
     print(f"{bench} | {case} | {metric}: {value:.4g} {unit}{beside}", flush=True)
     if "--small" not in sys.argv:
         RESULTS.mkdir(parents=True, exist_ok=True)

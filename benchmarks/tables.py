@@ -74,12 +74,13 @@ def row(figure: Figure) -> list[str]:
         goal_text,
         number(figure.get("floor")),
         peer,
+        figure.get("peer_published") or "",
     ]
 
 
 def table(figures: list[Figure]) -> str:
     """Return one benchmark's figures as Markdown, a table for each machine, empty columns left out."""
-    headings = ["case", "figure", "value", "goal", "limit", "peer, same run"]
+    headings = ["case", "figure", "value", "goal", "limit", "peer, same run", "peer, another run"]
     parts = []
     for machine in dict.fromkeys(figure["machine"] for figure in figures):
         here = [figure for figure in figures if figure["machine"] == machine]

@@ -29,8 +29,14 @@ NUMBERS = [f"i{n}" for n in range(1, 14)]
 CATEGORIES = [f"c{n}" for n in range(1, 27)]
 
 
-def criteo_etl(*, min_count: int, quantiles: int, text: bool) -> Json:
-    """Numbers twice, as log-standardised values and as the share of the training data they fall into."""
+def squares(name: str) -> Json:
+    """floor(ln(x)^2) as a category: narrow classes for small numbers, wide ones for large."""
+    encoding = {"type": "categorify", "min_count": 10}
+    return {"name": f"{name}_bucket", "source": name, "operators": [{"type": "log_square"}], "encoding": encoding}
+
+
+def criteo_etl(*, min_count: int, quantiles: int | None, text: bool) -> Json:
+    """Numbers twice: log-standardised, and as a category, by shares of the training data or by `squares`."""
     numbers = [{"name": name, "type": "int"} for name in NUMBERS]
     kind = "hex" if text else "int"
     return {
@@ -40,7 +46,10 @@ def criteo_etl(*, min_count: int, quantiles: int, text: bool) -> Json:
         },
         "labels": [{"name": "label"}],
         "dense": [{"name": name, "operators": list(STANDARD)} for name in NUMBERS],
-        "categorical": [*(bucket(name, quantiles) for name in NUMBERS), *categorical(CATEGORIES, min_count)],
+        "categorical": [
+            *(bucket(name, quantiles) if quantiles else squares(name) for name in NUMBERS),
+            *categorical(CATEGORIES, min_count),
+        ],
     }
 
 

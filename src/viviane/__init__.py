@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from viviane import nn, optim, zoo
     from viviane.batch import Bag, Batch
-    from viviane.config import SGD, AdaGrad, Adam, Solver
+    from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp, Solver
     from viviane.core.errors import VivianeError
     from viviane.data import Dataset, write_dataset
     from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
@@ -43,10 +43,12 @@ __all__ = [
     "DenseLayer",
     "EmbeddingCollection",
     "FeatureConfig",
+    "Ftrl",
     "History",
     "Input",
     "LabelColumn",
     "Model",
+    "RMSProp",
     "Schema",
     "Solver",
     "SparseEmbedding",
@@ -61,7 +63,7 @@ __all__ = [
 
 _HOMES: Final = {
     "viviane.batch": ("Bag", "Batch"),
-    "viviane.config": ("SGD", "AdaGrad", "Adam", "Solver"),
+    "viviane.config": ("SGD", "AdaGrad", "Adam", "Ftrl", "RMSProp", "Solver"),
     "viviane.core.errors": ("VivianeError",),
     "viviane.data": ("Dataset", "write_dataset"),
     "viviane.embedding": ("EmbeddingCollection", "FeatureConfig", "TableConfig"),

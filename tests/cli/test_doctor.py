@@ -18,7 +18,7 @@ def test_this_machine_is_healthy() -> None:
     found = json.loads(done.output)
     assert found["healthy"]
     assert found["versions"]["torch"]
-    assert {operation["name"] for operation in found["operations"]} >= {"embedding_bag", "sparse_update"}
+    assert {operation["name"] for operation in found["operations"]} >= {"embedding_bag", "key_rows", "row_update"}
     assert {check["name"] for check in found["checks"]} == set(diagnosis.CHECKS)
 
 

@@ -1,10 +1,9 @@
 """A float64 collection with dense tables and autograd, one bag at a time: what the real one must equal."""
 
-import math
-
 import torch
 
 from viviane.batch import Bag
+from viviane.ops.row_update.reference import move
 
 
 class DenseTruth:
@@ -54,20 +53,14 @@ class DenseTruth:
                 continue
             self.steps[name] += 1
             grad = self.leaves[name].grad
-            for row in self.touched[name]:
+            everything = getattr(rule, "update", "local") == "global"
+            for row in range(len(grad)) if everything else sorted(self.touched[name]):
                 self._row(name, row, grad[row], lr, rule)
 
     def _row(self, name, row, grad, lr, rule):
-        w, state = self.weight[name], self.state[name]
-        g = grad + rule.weight_decay * w[row]
-        if rule.type == "sgd":
-            w[row] -= lr * g
-        elif rule.type == "adagrad":
-            state["accumulator"][row] += g * g
-            w[row] -= lr * g / (state["accumulator"][row].sqrt() + rule.epsilon)
-        else:
-            t = self.steps[name]
-            state["m"][row] = rule.beta1 * state["m"][row] + (1 - rule.beta1) * g
-            state["v"][row] = rule.beta2 * state["v"][row] + (1 - rule.beta2) * g * g
-            alpha = lr * math.sqrt(1 - rule.beta2**t) / (1 - rule.beta1**t)
-            w[row] -= alpha * state["m"][row] / (state["v"][row].sqrt() + rule.epsilon)
+        """One row by the reference's arithmetic, which has tests of its own with numbers worked out by hand."""
+        w, own = self.weight[name], {part: state[row : row + 1] for part, state in self.state[name].items()}
+        g = grad * min(1.0, rule.clip_row_norm / float(grad.norm())) if rule.clip_row_norm and grad.any() else grad
+        w[row] = move(w[row : row + 1], (g + rule.weight_decay * w[row]).unsqueeze(0), own, rule, lr, self.steps[name])
+        for part, state in own.items():
+            self.state[name][part][row] = state[0]

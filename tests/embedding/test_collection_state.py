@@ -160,7 +160,7 @@ def test_copies_and_pickles_are_independent():
 def test_no_parameter_and_no_conversion_of_rows():
     emb = build()
     assert list(emb.parameters()) == []
-    with pytest.raises(ConfigError, match="embedding tables are float32 and cannot be converted"):
+    with pytest.raises(ConfigError, match="embedding tables keep their type and cannot be converted"):
         torch.nn.Sequential(emb).half()
     emb({f"f{n}": torch.tensor([1]) for n in "xyz"}).flat.sum().backward()
     with pytest.raises(ConfigError, match="gradients wait for a step"):
@@ -180,8 +180,8 @@ def test_summary():
 def test_tables_share_one_storage_with_state_where_it_is_needed():
     emb = build()
     shapes = sorted(tuple(buffer.shape) for buffer in emb.buffers() if buffer.dim() == 2)
-    # width 4: 50 + 7 rows and the zero row, Adam's state for 50, AdaGrad's for 7; width 2: 9 rows and the zero row
-    assert shapes == [(7, 4), (10, 2), (50, 4), (50, 4), (58, 4)]
+    # width 4: 50 + 7 rows and two zero rows, Adam's state for 50, AdaGrad's for 7; width 2: 9 rows and two zero rows
+    assert shapes == [(7, 4), (11, 2), (50, 4), (50, 4), (59, 4)]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_tables_share_one_storage_with_state_where_it_is_needed():
         ({"default_id": 1}, "default_id needs out_of_range='default'"),
         ({"init": {"type": "uniform", "low": 1.0}}, "takes both low and high, or neither"),
         ({"init": {"type": "uniform", "low": 1.0, "high": 0.0}}, "needs low < high"),
-        ({"dtype": "float16"}, "'float32'"),
+        ({"dtype": "float64"}, "'float32', 'float16' or 'bfloat16'"),
         ({"num_rows": 0}, "greater than or equal to 1"),
     ],
 )

@@ -124,9 +124,19 @@ def test_no_import_cycles() -> None:
         visit(module, ())
 
 
+# Modules that are loaded with the first kernel, never by `import viviane`: test_import_time.py watches that.
+KERNELS = {
+    ".native": {"numba", "llvmlite"},
+    ".cpu": {"numba", "llvmlite"},
+    ".triton_parts": {"triton"},
+    ".gpu": {"triton"},
+}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_heavy_libraries_are_imported_where_they_are_used(module: str) -> None:
     allowed = LIGHT | LIGHT_IN_ROOM.get(room(module), set()) | {"viviane"} | sys.stdlib_module_names
+    allowed |= {library for part, libraries in KERNELS.items() if part in module for library in libraries}
     heavy = {name for name in load_time_imports(module) if name.split(".")[0] not in allowed}
     assert not heavy, f"{module} loads {sorted(heavy)} at import: import it inside the function that uses it"
 

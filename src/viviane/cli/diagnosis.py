@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import pkgutil
 import platform
 import re
 import sys
@@ -16,8 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from viviane import ops
 from viviane.core import machine
+from viviane.ops import dispatch
 
 # What each extra of pyproject.toml opens; True where the door is open today, False where it is planned.
 DOORS: Final[dict[str, tuple[str, bool]]] = {
@@ -121,9 +120,12 @@ def doors() -> list[Door]:
 
 def operations() -> list[Operation]:
     """Return the implementation that each operation uses on each device of this machine."""
-    devices = ["cpu", *(f"cuda:{index}" for index in range(len(machine.gpus())))]
-    names = [found.name for found in pkgutil.iter_modules(ops.__path__)]
-    return [Operation(name, device, "torch", "the only one so far") for name in names for device in devices]
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(len(machine.gpus())))]
+    return [
+        Operation(name, str(device), dispatch.choose(device), dispatch.reason(device))
+        for name in dispatch.operations()
+        for device in devices
+    ]
 
 
 def _requirements(extra: str | None) -> list[str]:

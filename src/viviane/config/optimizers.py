@@ -1,36 +1,58 @@
 """Optimizer settings; one object drives the dense weights and the embedding tables.
 
-The arithmetic, with g the gradient, t the step from 1 and epsilon outside the root:
+The arithmetic, with g the gradient, t the step from 1, and epsilon outside the root:
 
-    SGD      w -= lr g
-    AdaGrad  s += g^2;  w -= lr g / (sqrt(s) + epsilon)                      s starts at initial_accumulator
-    Adam     m, v: running means of g, g^2;  a = lr sqrt(1 - beta2^t) / (1 - beta1^t);  w -= a m / (sqrt(v) + epsilon)
+    SGD           w -= lr g
+      momentum    a = momentum a - lr g;  w += a
+      nesterov    b = momentum a - lr g;  w += (1 + momentum) b - momentum a;  a = b
+    AdaGrad       s += g^2;  w -= lr g / (sqrt(s) + epsilon)               s starts at initial_accumulator
+      row_wise    s += mean of g^2 over the row, one number per row of a table
+    RMSProp       s = decay s + (1 - decay) g^2;  w -= lr g / (sqrt(s) + epsilon)
+    Adam          m, v: running means of g, g^2
+                  a = lr sqrt(1 - beta2^t) / (1 - beta1^t);  w -= a m / (sqrt(v) + epsilon)
+    Ftrl          n' = n + g^2;  z += g + (sqrt(n + e) - sqrt(n' + e)) w / lr
+                  w = 0 where |z| <= lambda1
+                  w = (sign(z) lambda1 - z) / (sqrt(n' + e) / lr + lambda2 + beta / lr) elsewhere;  e = 2^-23
 
-Embedding tables use the lazy forms: gradients of a key that stands several times in a batch are summed
-first, then only the rows of the batch and their state move (`update="local"`). Bias correction counts the
+With `epsilon_inside_root` the denominator is sqrt(s + epsilon).
+
+Embedding tables: gradients of a key that stands several times in a batch are summed first. By `update`
+
+    "local"        only rows of the batch and their state move
+    "global"       every row of the table decays and moves each step, as a dense parameter would
+    "lazy_global"  Adam only: a row that rested k steps makes up for them when it is touched, before its step:
+                   w -= a m beta1 (1 - beta1^k) / (1 - beta1) / (sqrt(v) + epsilon);  m *= beta1^k;  v *= beta2^k
+                   which is "global" with a and v as they were held still over the k steps
+
+For SGD without momentum, AdaGrad and Ftrl a row without gradient rests anyway. Bias correction counts the
 table's steps.
 
-Source: Kingma and Ba 2015 (Adam); Duchi et al. 2011 (AdaGrad); HugeCTR's update rules.
+Sources: Kingma and Ba 2015 (Adam); Duchi et al. 2011 (AdaGrad); McMahan et al. 2013 (FTRL); Tieleman and Hinton
+2012 (RMSProp); HugeCTR's update rules.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from viviane.config.base import Settings, validate
+
+Update = Literal["local", "global"]
 
 
 class _Optimizer(Settings):
     lr: float | None = Field(default=None, gt=0)
     """Learning rate; None takes the solver's, with its schedule. A value is scaled by the same schedule."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """L2: adds weight_decay * w to the gradient; on tables, of the rows of the batch only."""
+    """L2: adds weight_decay * w to the gradient; on tables, of the rows that move only."""
+    clip_row_norm: float | None = Field(default=None, gt=0)
+    """Tables only: scale the summed gradient of a row so that its L2 norm stays below this, before weight decay."""
 
 
 class SGD(_Optimizer):
-    """Stochastic gradient descent: w -= lr g.
+    """Stochastic gradient descent: w -= lr g, with momentum or Nesterov's where asked for.
 
     Example:
         >>> SGD(lr=0.1).lr
@@ -38,6 +60,17 @@ class SGD(_Optimizer):
     """
 
     type: Literal["sgd"] = "sgd"
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    nesterov: bool = False
+    update: Update = "local"
+
+    @model_validator(mode="after")
+    def _check(self) -> SGD:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        if self.update == "global" and not self.momentum:
+            raise ValueError("update='global' needs a momentum: without it a row without gradient rests anyway")
+        return self
 
 
 class AdaGrad(_Optimizer):
@@ -46,6 +79,18 @@ class AdaGrad(_Optimizer):
     type: Literal["adagrad"] = "adagrad"
     initial_accumulator: float = Field(default=0.0, ge=0)
     epsilon: float = Field(default=1e-7, gt=0)
+    epsilon_inside_root: bool = False
+    row_wise: bool = False
+    """Tables only: one accumulator per row, the mean of g^2 over the row."""
+
+
+class RMSProp(_Optimizer):
+    """RMSProp: s = decay s + (1 - decay) g^2; w -= lr g / (sqrt(s) + epsilon)."""
+
+    type: Literal["rmsprop"] = "rmsprop"
+    decay: float = Field(default=0.9, ge=0, lt=1)
+    epsilon: float = Field(default=1e-7, gt=0)
+    epsilon_inside_root: bool = False
 
 
 class Adam(_Optimizer):
@@ -55,12 +100,24 @@ class Adam(_Optimizer):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
     epsilon: float = Field(default=1e-7, gt=0)
+    epsilon_inside_root: bool = False
+    update: Literal["local", "global", "lazy_global"] = "local"
 
 
-OptimizerSettings = Annotated[SGD | AdaGrad | Adam, Field(discriminator="type")]
+class Ftrl(_Optimizer):
+    """Follow the regularized leader, proximal: weights that matter little become exactly zero (lambda1)."""
+
+    type: Literal["ftrl"] = "ftrl"
+    beta: float = Field(default=0.0, ge=0)
+    lambda1: float = Field(default=0.0, ge=0)
+    lambda2: float = Field(default=0.0, ge=0)
 
 
-def optimizer_from_dict(data: Any, where: str | None = None) -> SGD | AdaGrad | Adam:
+AnyOptimizer = SGD | AdaGrad | RMSProp | Adam | Ftrl
+OptimizerSettings = Annotated[AnyOptimizer, Field(discriminator="type")]
+
+
+def optimizer_from_dict(data: Any, where: str | None = None) -> AnyOptimizer:
     """Build optimizer settings from plain data such as {"type": "adam", "lr": 0.001}."""
-    result: SGD | AdaGrad | Adam = validate(OptimizerSettings, data, where)
+    result: AnyOptimizer = validate(OptimizerSettings, data, where)
     return result

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from viviane.batch import Bag, Batch
-from viviane.config import SGD, AdaGrad, Adam
+from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
+from viviane.embedding.buffers import Buffers
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.keys import Violation, raise_first
-from viviane.embedding.lookup import Lookup, Part, gather
+from viviane.embedding.lookup import Lookup, gather
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import Plan, Planner, place_features, read_keys
 from viviane.embedding.state import (
@@ -34,7 +35,7 @@ _MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread
 class EmbeddingCollection(nn.Module):
     """Embedding tables, their features and their optimizer.
 
-    All tables of one width lie in one storage, and one lookup serves all its one-hot features. Backward keeps
+    All tables of one width and type lie in one storage, and one lookup serves all its one-hot features. Backward keeps
     the gradients of the touched rows; `step` sums those of equal rows and moves rows and state in place. No
     `nn.Parameter` and no dense gradient exist.
 
@@ -46,6 +47,7 @@ class EmbeddingCollection(nn.Module):
         optimizer: the rule of tables that have none of their own.
         device: "cpu", "cuda", ...
         seed: of the initial values, which depend besides on each table's name and shape alone.
+        output_dtype: of the output: float32, float16 or bfloat16, whatever the tables are of.
 
     Example:
         >>> from viviane.config import SGD
@@ -63,10 +65,11 @@ class EmbeddingCollection(nn.Module):
         self,
         tables: Sequence[TableConfig],
         features: Sequence[FeatureConfig],
-        optimizer: SGD | AdaGrad | Adam,
+        optimizer: AnyOptimizer,
         *,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        output_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.tables = _by_name("table", tables)
@@ -82,14 +85,16 @@ class EmbeddingCollection(nn.Module):
             raise ConfigError("an embedding collection needs at least one feature")
         self._places = place_features(features, self.tables)
         self._width = max(place.stop for place in self._places.values())
-        dims = list(dict.fromkeys(table.dim for table in tables))
+        kinds = list(dict.fromkeys((table.dim, table.dtype) for table in tables))
         where_to = resolve_device(str(device))
         self.storages = nn.ModuleList(
-            Storage([table for table in tables if table.dim == dim], optimizer, where_to, seed) for dim in dims
+            Storage([table for table in tables if (table.dim, table.dtype) == kind], optimizer, where_to, seed)
+            for kind in kinds
         )
         self._storage_of = {name: i for i, s in enumerate(self.storages) for name in s.tables}  # type: ignore[union-attr]
         self._frozen = frozenset(table.name for table in tables if not table.trainable)
         self._violations: deque[Violation] = deque()
+        self._memory = Buffers(_output_dtype(output_dtype))
         self._plans: dict[tuple[tuple[str, ...], torch.device], Plan] = {}
 
     @property
@@ -128,19 +133,13 @@ class EmbeddingCollection(nn.Module):
         """
         keys = read_keys(batch, self.features, self.device)
         plan = self._plan(keys.one_hot_names)
-        parts: list[Part] = [one.part(keys.one_hot, self._frozen, keys.origin) for one in plan.one_hot]
-        masks: dict[str, Tensor] = {}
-        for one in plan.bags:
-            part, mask = one.part(keys.bags[one.feature.name], self._frozen, keys.origin)
-            parts.append(part)
-            if mask is not None:
-                masks[one.feature.name] = mask
+        parts, masks = plan.parts(keys, self._frozen)
         if self.training and torch.is_grad_enabled() and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
-            flat: Tensor = Lookup.apply(anchor, parts, keys.size, self._width)  # type: ignore[no-untyped-call]
+            flat: Tensor = Lookup.apply(anchor, parts, keys.size, self._width, self._memory)  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
-                flat = gather(parts, keys.size, self._width)
+                flat = gather(parts, keys.size, self._width, self._memory)
         if len(self._violations) >= _MOST_UNCHECKED:
             self.check()
         return EmbeddingOutput(flat, self._places, masks)
@@ -190,11 +189,10 @@ class EmbeddingCollection(nn.Module):
         """Return the features whose tables have NaN or infinite gradients waiting."""
         bad: set[str] = set()
         for storage in self.all_storages():
-            if not storage.has_gradients:
+            # One pass over what waits; only where that finds something are gradients summed by row.
+            if all(bool(torch.isfinite(one.sum())) for one in storage.waiting_gradients()):
                 continue
             rows, sums = storage.summed_gradients()
-            if bool(torch.isfinite(sums.sum())):
-                continue
             wrong = rows[~torch.isfinite(sums).all(1)]
             for name, base in storage.bases.items():
                 if bool(((wrong >= base) & (wrong < base + storage.tables[name].num_rows)).any()):
@@ -257,10 +255,11 @@ class EmbeddingCollection(nn.Module):
             state = storage.table_state(name)
             rule = (table.optimizer or self.optimizer).type if table.trainable else "none"
             users = tuple(feature.name for feature in self.features.values() if feature.table == name)
-            sizes = 4 * table.num_rows * table.dim
+            weight_bytes = table.num_rows * table.dim * table.torch_dtype.itemsize
+            state_bytes = sum(part.numel() * part.element_size() for part in state.values())
             trainable = name not in self._frozen
             lines.append(
-                TableSummary(name, table.num_rows, table.dim, users, rule, trainable, sizes, sizes * len(state))
+                TableSummary(name, table.num_rows, table.dim, users, rule, trainable, weight_bytes, state_bytes)
             )
         return lines
 
@@ -272,3 +271,9 @@ def _by_name(kind: str, items: Sequence[Any]) -> dict[str, Any]:
             raise ConfigError(f"two {kind}s of one name", value=item.name)
         result[item.name] = item
     return result
+
+
+def _output_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ConfigError("no such output type", value=str(dtype), allowed="float32, float16, bfloat16")
+    return dtype

@@ -30,7 +30,8 @@ def fill_initial(weight: Tensor, table: TableConfig, seed: int) -> None:
         generator = torch.Generator().manual_seed(derive_seed(seed, "table", table.name))
         for start in range(0, flat.numel(), _PIECE_ELEMENTS):
             piece = flat[start : start + _PIECE_ELEMENTS]
-            target = piece if piece.device.type == "cpu" else torch.empty(piece.shape, dtype=piece.dtype)
+            in_place = piece.device.type == "cpu" and piece.dtype == torch.float32
+            target = piece if in_place else torch.empty(piece.shape)
             if isinstance(init, NormalInit):
                 target.normal_(init.mean, init.std, generator=generator)
             else:

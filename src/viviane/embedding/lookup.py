@@ -14,21 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from viviane.embedding.buffers import Buffers
 from viviane.embedding.storage import RowGradients, Storage
-from viviane.ops.embedding_bag import embedding_bag, embedding_lookup, entry_bags
+from viviane.ops.embedding_bag import entry_bags, gather_rows, pool_rows
+from viviane.ops.row_update import Entries
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
-
-
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring places of a part that are neighbours in the output too."""
-
-    first: int
-    last: int
-    start: int
-    """Column of the output where place `first` begins."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +28,10 @@ class Part:
     """Lookups in one storage.
 
     Args:
-        rows: (B, S) without offsets, each place one row; (N,) with offsets, bags of rows, and S is 1.
+        rows: (B, S) without offsets, each place one row; (N,) with offsets, S bags for each row of the batch.
+        offsets: (S * B + 1,), the bags of the first place, then of the second, ...
         weights: shaped as rows, or None.
-        runs: where the S places stand in the output.
-        places: which places have a trainable table; None means all.
+        columns: S columns of the output, where the places begin.
         tables: names of the trainable tables among them.
     """
 
@@ -47,33 +39,20 @@ class Part:
     rows: Tensor
     offsets: Tensor | None
     weights: Tensor | None
-    runs: tuple[Run, ...]
-    places: tuple[int, ...] | None
+    columns: tuple[int, ...]
     tables: frozenset[str]
 
 
-def gather(parts: Sequence[Part], size: int, width: int) -> Tensor:
+def gather(parts: Sequence[Part], size: int, width: int, buffers: Buffers) -> Tensor:
     """Look everything up: (B, W)."""
-    if len(parts) == 1 and len(parts[0].runs) == 1:
-        return _values(parts[0], size).view(size, width)
-    out = parts[0].storage.weight.new_empty(size, width)
+    out = buffers.take(size, width, parts[0].storage.weight.device)
     for part in parts:
-        values = _values(part, size)
-        dim = part.storage.dim
-        for run in part.runs:
-            stop = run.start + (run.last - run.first) * dim
-            out[:, run.start : stop] = values[:, run.first * dim : run.last * dim]
+        weight = part.storage.weight
+        if part.offsets is None:
+            gather_rows(weight, part.rows, out, part.columns, part.weights)
+        else:
+            pool_rows(weight, part.rows, part.offsets, out, part.columns, part.weights)
     return out
-
-
-def _values(part: Part, size: int) -> Tensor:
-    weight = part.storage.weight
-    if part.offsets is not None:
-        return embedding_bag(weight, part.rows, part.offsets, part.weights)
-    values = embedding_lookup(weight, part.rows.view(-1))
-    if part.weights is not None:
-        values *= part.weights.reshape(-1, 1)
-    return values.view(size, part.rows.shape[1] * part.storage.dim)
 
 
 class Lookup(torch.autograd.Function):
@@ -84,10 +63,12 @@ class Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, anchor: Tensor, parts: Sequence[Part], size: int, width: int) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, anchor: Tensor, parts: Sequence[Part], size: int, width: int, buffers: Buffers
+    ) -> Tensor:
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]
-        return gather(parts, size, width)
+        return gather(parts, size, width, buffers)
 
     @staticmethod
     @once_differentiable
@@ -96,49 +77,29 @@ class Lookup(torch.autograd.Function):
         gradient = grad_outputs[0].contiguous()
         for part in ctx.parts:
             if part.tables:
-                for one in _row_gradients(part, gradient):
-                    part.storage.add_gradients(one)
-        return None, None, None, None
+                part.storage.add_gradients(RowGradients(_entries(part, gradient), part.tables))
+        return None, None, None, None, None
 
 
-def _row_gradients(part: Part, gradient: Tensor) -> list[RowGradients]:
+def _entries(part: Part, gradient: Tensor) -> Entries:
     size, width = gradient.shape
-    dim = part.storage.dim
-    if width % dim == 0 and all(run.start % dim == 0 for run in part.runs):
-        # The whole gradient seen as vectors of D: no copy, each entry says which vector is its own.
-        per_row = width // dim
-        blocks = [run.start // dim + i for run in part.runs for i in range(run.last - run.first)]
-        return [_entries(part, gradient.view(size * per_row, dim), per_row, blocks)]
-    columns = [gradient[:, run.start : run.start + (run.last - run.first) * dim] for run in part.runs]
-    matrix = columns[0] if len(columns) == 1 else torch.cat(columns, 1)
-    per_row = matrix.shape[1] // dim
-    return [_entries(part, matrix.reshape(size * per_row, dim), per_row, list(range(per_row)))]
+    if part.offsets is None:
+        sources = _sources(size, width, part.columns, gradient.device)
+    else:
+        bags = entry_bags(part.offsets, len(part.rows))
+        sources = _sources(size, width, part.columns, gradient.device, by_row=False)[bags]
+    weights = None if part.weights is None else part.weights.reshape(-1)
+    return Entries(part.rows.reshape(-1), gradient.view(-1), sources, weights)
 
 
-def _entries(part: Part, gradients: Tensor, per_row: int, blocks: list[int]) -> RowGradients:
-    """Say for each entry which of the gradient vectors is its own: row b's block k is vector b * per_row + k."""
-    size = len(gradients) // per_row if per_row else 0
-    device = gradients.device
-    if part.offsets is not None:
-        sources = entry_bags(part.offsets, len(part.rows))
-        if per_row != 1:
-            sources = sources * per_row + blocks[0]
-        return RowGradients(part.rows, gradients, sources, part.weights, part.tables)
-    rows, weights = part.rows, part.weights
-    if part.places is not None:
-        blocks = [blocks[place] for place in part.places]
-        live = _constant(part.places, device)
-        rows = rows[:, live]
-        weights = None if weights is None else weights[:, live]
-    picked: Tensor | None = None
-    if blocks != list(range(per_row)):
-        first = torch.arange(size, device=device).unsqueeze(1) * per_row
-        picked = (first + _constant(tuple(blocks), device)).view(-1)
-    flat_weights = None if weights is None else weights.reshape(-1)
-    return RowGradients(rows.reshape(-1), gradients, picked, flat_weights, part.tables)
+@lru_cache(maxsize=32)
+def _sources(size: int, width: int, columns: tuple[int, ...], device: torch.device, *, by_row: bool = True) -> Tensor:
+    """Return where each vector begins in a flat gradient (B * W): by row and place, or by place and row.
 
-
-@lru_cache(maxsize=256)
-def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a few numbers on a device; kept, since copying them to a GPU would wait for it."""
-    return torch.tensor(values, device=device)
+    Kept, since batches of one size follow one another.
+    """
+    dtype = torch.int32 if size * width < 2**31 else torch.int64
+    starts = torch.arange(size, dtype=dtype, device=device) * width
+    places = torch.tensor(columns, dtype=dtype).to(device)
+    both = starts.unsqueeze(1) + places if by_row else places.unsqueeze(1) + starts
+    return both.reshape(-1)

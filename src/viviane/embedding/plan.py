@@ -16,7 +16,7 @@ from viviane.batch import Bag, Batch
 from viviane.core.errors import DataError, suggest
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.keys import BagTooLong, RowMap, Violation, report
-from viviane.embedding.lookup import Part, Run
+from viviane.embedding.lookup import Part
 from viviane.embedding.output import Place
 from viviane.embedding.storage import Storage
 from viviane.ops.embedding_bag import entry_bags, mean_weights
@@ -38,20 +38,15 @@ class OneHotPlan:
     """All features of one storage with one id a row: columns of the batch's ids, looked up at once."""
 
     storage: Storage
-    features: tuple[FeatureConfig, ...]
-    columns: Tensor | None
-    """Columns of the batch's ids; None where they are all of them, in order."""
+    tables: tuple[str, ...]
     row_map: RowMap
-    runs: tuple[Run, ...]
+    places: tuple[int, ...]
+    """Column of the output where each feature begins."""
 
     def part(self, one_hot: Tensor, frozen: frozenset[str], origin: str) -> Part:
         """Resolve a batch's ids (B, F)."""
-        keys = one_hot if self.columns is None else one_hot.index_select(1, self.columns)
-        rows, _ = self.row_map(keys, origin=origin)
-        tables = [feature.table for feature in self.features]
-        live = [i for i, table in enumerate(tables) if table not in frozen]
-        places = None if len(live) == len(tables) else tuple(live)
-        return Part(self.storage, rows, None, None, self.runs, places, frozenset(tables[i] for i in live))
+        rows = self.row_map(one_hot, origin=origin)
+        return Part(self.storage, rows, None, None, self.places, frozenset(self.tables) - frozen)
 
 
 @dataclass(frozen=True)
@@ -63,24 +58,28 @@ class BagPlan:
     row_map: RowMap
     place: Place
 
-    def part(self, bag: Bag, frozen: frozenset[str], origin: str) -> tuple[Part, Tensor | None]:
-        """Resolve a bag; a "concat" gives its mask (B, L) too."""
-        keys, offsets = bag.values, bag.offsets
-        rows, bad = self.row_map(keys.unsqueeze(1), offsets, origin)
-        rows = rows.view(-1)
-        counted = self.row_map.counted(keys, bad)
-        tables = frozenset([self.feature.table]) - frozen
-        runs = (Run(0, self.place.num_places, self.place.start),)
-        weights = bag.weights
-        if self.feature.combiner == "concat":
-            rows, weights, mask = self._spread(rows, offsets, weights, counted, origin)
-            return Part(self.storage, rows, None, weights, runs, None, tables), mask
-        if self.feature.combiner == "mean":
-            weights = mean_weights(offsets, counted, weights, len(keys))
-        return Part(self.storage, rows, offsets, weights, runs, None, tables), None
+    def entries(self, bag: Bag, origin: str) -> tuple[Tensor, Tensor | None]:
+        """Resolve a bag that is summed: rows and weights, (N,) each."""
+        rows = self.row_map(bag.values.unsqueeze(1), bag.offsets, origin).view(-1)
+        if self.feature.combiner != "mean":
+            return rows, bag.weights
+        return rows, mean_weights(bag.offsets, self._counted(rows), bag.weights, len(rows))
+
+    def concat(self, bag: Bag, frozen: frozenset[str], origin: str) -> tuple[Part, Tensor]:
+        """Resolve a bag whose vectors stand side by side, and its mask (B, L)."""
+        rows = self.row_map(bag.values.unsqueeze(1), bag.offsets, origin).view(-1)
+        laid, weights, mask = self._spread(rows, bag.offsets, bag.weights, origin)
+        columns = tuple(self.place.start + i * self.place.dim for i in range(self.place.num_places))
+        return Part(self.storage, laid, None, weights, columns, frozenset([self.feature.table]) - frozen), mask
+
+    def _counted(self, rows: Tensor) -> Tensor | None:
+        """Which entries count in a mean or mask, (N,), bool; None where all do."""
+        (table,) = self.row_map.tables
+        leaves_out = table.padding_id is not None or table.out_of_range in ("ignore", "raise")
+        return rows != self.row_map.null_row if leaves_out else None
 
     def _spread(
-        self, rows: Tensor, offsets: Tensor, weights: Tensor | None, counted: Tensor | None, origin: str
+        self, rows: Tensor, offsets: Tensor, weights: Tensor | None, origin: str
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Lay bags out as (B, L) rows, weights and mask, with the zero row in empty places."""
         size, length = len(offsets) - 1, self.place.num_places
@@ -93,21 +92,50 @@ class BagPlan:
         bags = entry_bags(offsets, len(rows))
         position = torch.arange(len(rows), device=rows.device) - offsets[bags]
         target = torch.where(position < length, bags * length + position, size * length)
-        spread = rows.new_full((size * length + 1,), self.storage.null_row).index_copy_(0, target, rows)
-        mask = torch.zeros(size * length + 1, dtype=torch.bool, device=rows.device)
-        mask.index_copy_(0, target, torch.ones_like(target, dtype=torch.bool) if counted is None else counted)
+        spread = rows.new_full((size * length + 1,), self.storage.null_row).index_copy_(0, target, rows)[:-1]
         laid = None
         if weights is not None:
             laid = weights.new_zeros(size * length + 1).index_copy_(0, target, weights)[:-1].view(size, length)
-        return spread[:-1].view(size, length), laid, mask[:-1].view(size, length)
+        return spread.view(size, length), laid, (spread != self.storage.null_row).view(size, length)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a kind of batch looks up."""
+    """Everything that a kind of batch looks up: one-hot features and summed bags by storage, and "concat" bags."""
 
     one_hot: tuple[OneHotPlan, ...]
-    bags: tuple[BagPlan, ...]
+    pooled: tuple[tuple[BagPlan, ...], ...]
+    concat: tuple[BagPlan, ...]
+
+    def parts(self, keys: Keys, frozen: frozenset[str]) -> tuple[list[Part], dict[str, Tensor]]:
+        """Resolve a batch: its parts, and the masks of "concat" features."""
+        parts = [one.part(keys.one_hot, frozen, keys.origin) for one in self.one_hot]
+        parts += [_pooled(group, keys, frozen) for group in self.pooled]
+        masks = {}
+        for one in self.concat:
+            part, masks[one.feature.name] = one.concat(keys.bags[one.feature.name], frozen, keys.origin)
+            parts.append(part)
+        return parts, masks
+
+
+def _pooled(group: Sequence[BagPlan], keys: Keys, frozen: frozenset[str]) -> Part:
+    """Put the bags of one storage behind one another, so that one lookup serves them all."""
+    bags = [keys.bags[one.feature.name] for one in group]
+    resolved = [one.entries(bag, keys.origin) for one, bag in zip(group, bags, strict=True)]
+    columns = tuple(one.place.start for one in group)
+    tables = frozenset(one.feature.table for one in group) - frozen
+    if len(group) == 1:
+        rows, weights = resolved[0]
+        return Part(group[0].storage, rows, bags[0].offsets, weights, columns, tables)
+    offsets, start = [bags[0].offsets[:1]], 0
+    for bag in bags:
+        offsets.append(bag.offsets[1:] + start)
+        start += len(bag.values)
+    weights = None
+    if any(one is not None for _, one in resolved):
+        weights = torch.cat([torch.ones(len(r), device=r.device) if w is None else w for r, w in resolved])
+    rows = torch.cat([rows for rows, _ in resolved])
+    return Part(group[0].storage, rows, torch.cat(offsets), weights, columns, tables)
 
 
 @dataclass(frozen=True)
@@ -125,37 +153,36 @@ class Planner:
         """Plan batches whose columns `one_hot` have one id a row; a "concat" is laid out as a bag all the same."""
         index = {name: i for i, name in enumerate(one_hot)}
         features = self.features.values()
-        singles = [f for f in features if f.name in index and f.combiner != "concat"]
-        bags = [f for f in features if f.name not in index or f.combiner == "concat"]
-        plans = []
+        concat = tuple(self._bag(f) for f in features if f.combiner == "concat")
+        singles, pooled = [], []
         for storage in self.storages:
-            own = [f for f in singles if f.table in storage.tables]
+            summed = [f for f in features if f.table in storage.tables and f.combiner != "concat"]
+            own = [f for f in summed if f.name in index]
             if own:
-                plans.append(self._one_hot(storage, own, index))
-        return Plan(tuple(plans), tuple(self._bag(feature) for feature in bags))
+                singles.append(self._one_hot(storage, own, index))
+            group = tuple(self._bag(f) for f in summed if f.name not in index)
+            if group:
+                pooled.append(group)
+        return Plan(tuple(singles), tuple(pooled), concat)
 
     def _one_hot(self, storage: Storage, features: Sequence[FeatureConfig], index: Mapping[str, int]) -> OneHotPlan:
         columns = [index[feature.name] for feature in features]
-        picked = None if columns == list(range(len(index))) else torch.tensor(columns, device=self.device)
-        runs: list[Run] = []
-        for i, feature in enumerate(features):
-            start = self.places[feature.name].start
-            last = runs[-1] if runs else None
-            if last is not None and last.start + (last.last - last.first) * storage.dim == start:
-                runs[-1] = Run(last.first, i + 1, last.start)
-            else:
-                runs.append(Run(i, i + 1, start))
-        return OneHotPlan(storage, tuple(features), picked, self._row_map(storage, features), tuple(runs))
+        picked = None if columns == list(range(len(index))) else columns
+        places = tuple(self.places[feature.name].start for feature in features)
+        tables = tuple(feature.table for feature in features)
+        return OneHotPlan(storage, tables, self._row_map(storage, features, picked), places)
 
     def _bag(self, feature: FeatureConfig) -> BagPlan:
         storage = next(one for one in self.storages if feature.table in one.tables)
         return BagPlan(storage, feature, self._row_map(storage, [feature]), self.places[feature.name])
 
-    def _row_map(self, storage: Storage, features: Sequence[FeatureConfig]) -> RowMap:
+    def _row_map(
+        self, storage: Storage, features: Sequence[FeatureConfig], columns: Sequence[int] | None = None
+    ) -> RowMap:
         tables = [self.tables[feature.table] for feature in features]
         names = [feature.name for feature in features]
         bases = [storage.bases[table.name] for table in tables]
-        return RowMap(names, tables, bases, storage.null_row, self.violations, self.device)
+        return RowMap(names, tables, bases, storage.null_row, self.violations, self.device, columns)
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,39 @@
-"""One storage for all tables of one width: rows, optimizer state, and the gradients that wait for a step.
+"""One storage for all tables of one width and type: rows, optimizer state, and the gradients that wait for a step.
 
-Shapes: R rows of all tables together, D their width, N entries, M gradient vectors, U distinct rows.
+Shapes: R rows of all tables together, D their width, N entries, U distinct rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from viviane.config import SGD, AdaGrad, Adam
+from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
+from viviane.core.seeds import derive_seed
 from viviane.embedding.config import TableConfig
 from viviane.embedding.initializers import fill_initial
 from viviane.embedding.row_mean import RowMean
-from viviane.ops.sparse_update import adagrad_update, adam_update, sgd_update, sum_duplicates
+from viviane.ops.native.pages import advise_huge_pages
+from viviane.ops.row_update import Entries, Scratch, initial_state, state_shape, sum_rows, update_rows
 
-Optimizer = SGD | AdaGrad | Adam
+_ZERO_ROWS = 2  # see viviane.ops.key_rows
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """Gradients of one backward pass: entry n of row rows[n] has weights[n] * gradients[sources[n]].
+    """Gradients of one backward pass.
 
     Args:
-        rows: (N,), int64, rows of the storage.
-        gradients: (M, D).
-        sources: (N,), int64, or None where entry n has gradient n.
-        weights: (N,), float32, or None for ones.
-        tables: names of the tables that took part.
+        entries: looked-up rows of the storage and their gradients.
+        tables: names of the tables whose rows they may move.
     """
 
-    rows: Tensor
-    gradients: Tensor
-    sources: Tensor | None
-    weights: Tensor | None
+    entries: Entries
     tables: frozenset[str]
 
 
@@ -47,28 +43,29 @@ class Segment:
 
     start: int
     stop: int
-    optimizer: Optimizer | None
+    optimizer: AnyOptimizer | None
     tables: tuple[str, ...]
 
 
 class Storage(nn.Module):
-    """The rows of all tables of one width, with a last row that is always zero.
+    """The rows of all tables of one width and type, with two last rows that are always zero.
 
     Args:
-        tables: all of one dim.
+        tables: all of one dim and dtype.
         optimizer: the rule of tables without their own.
-        seed: of the initial values.
+        device: where the rows are.
+        seed: of the initial values and of stochastic rounding.
     """
 
     weight: Tensor
-    still_rows: Tensor
 
-    def __init__(self, tables: Sequence[TableConfig], optimizer: Optimizer, device: torch.device, seed: int) -> None:
+    def __init__(self, tables: Sequence[TableConfig], optimizer: AnyOptimizer, device: torch.device, seed: int) -> None:
         super().__init__()
         rules = [table.optimizer or optimizer if table.trainable else None for table in tables]
         order = sorted(range(len(tables)), key=lambda i: rules.index(rules[i]))  # tables of one rule are neighbours
         self.tables = {tables[i].name: tables[i] for i in order}
         self.dim = tables[0].dim
+        self.dtype = tables[0].torch_dtype
         self.bases: dict[str, int] = {}
         self.segments: list[Segment] = []
         self.steps = dict.fromkeys(self.tables, 0)
@@ -85,25 +82,26 @@ class Storage(nn.Module):
             start = stop
         self.null_row = start
         self._allocate(device, seed)
+        self._seed = derive_seed(seed, "rounding", *self.tables) % 2**32
         self._pending: list[RowGradients] = []
         self._summed: tuple[Tensor, Tensor] | None = None
+        self._scratch = Scratch()
         self.row_mean: RowMean | None = None
 
     def _allocate(self, device: torch.device, seed: int) -> None:
-        self.register_buffer(
-            "weight", torch.empty(self.null_row + 1, self.dim, dtype=torch.float32, device=device), persistent=False
-        )
-        self.weight[self.null_row] = 0.0
+        weight = torch.empty(self.null_row + _ZERO_ROWS, self.dim, dtype=self.dtype, device=device)
+        advise_huge_pages(weight)
+        self.register_buffer("weight", weight, persistent=False)
+        self.weight[self.null_row :] = 0.0
         for name, table in self.tables.items():
             fill_initial(self.table_rows(name), table, seed)
         for i, segment in enumerate(self.segments):
-            for state_name, value in _initial_state(segment.optimizer).items():
-                shape = (segment.stop - segment.start, self.dim)
-                state = torch.full(shape, value, dtype=torch.float32, device=device)
-                self.register_buffer(f"{state_name}_{i}", state, persistent=False)
-        still = [self.bases[name] + t.padding_id for name, t in self.tables.items() if t.padding_id is not None]
-        # Rows that are zero for ever; sorted, as searchsorted wants them beside the sorted touched rows.
-        self.register_buffer("still_rows", torch.tensor(sorted(still), dtype=torch.int64, device=device), False)
+            for name, value in initial_state(segment.optimizer).items():
+                assert segment.optimizer is not None
+                shape = state_shape(name, self.weight[segment.start : segment.stop], segment.optimizer)
+                state = torch.empty(shape, dtype=torch.float32, device=device)
+                advise_huge_pages(state)
+                self.register_buffer(f"{name}_{i}", state.fill_(value), persistent=False)
 
     def table_rows(self, name: str) -> Tensor:
         """Return the view (num_rows, dim) of a table."""
@@ -111,16 +109,19 @@ class Storage(nn.Module):
         return self.weight[start : start + self.tables[name].num_rows]
 
     def table_state(self, name: str) -> dict[str, Tensor]:
-        """Return the views (num_rows, dim) of a table's optimizer state."""
-        i, segment = next((i, one) for i, one in enumerate(self.segments) if name in one.tables)
-        start = self.bases[name] - segment.start
-        stop = start + self.tables[name].num_rows
-        return {state: self._state(i, state)[start:stop] for state in _initial_state(segment.optimizer)}
+        """Return the views of a table's optimizer state, each (num_rows, dim), or (num_rows,)."""
+        i = next(i for i, one in enumerate(self.segments) if name in one.tables)
+        return self._state(i, self.bases[name], self.bases[name] + self.tables[name].num_rows)
+
+    def _state(self, index: int, start: int, stop: int) -> dict[str, Tensor]:
+        segment = self.segments[index]
+        inside = slice(start - segment.start, stop - segment.start)
+        return {name: self.get_buffer(f"{name}_{index}")[inside] for name in initial_state(segment.optimizer)}
 
     def reset_table_state(self, name: str) -> None:
         """Put a table's optimizer state back to its beginning."""
         segment = next(one for one in self.segments if name in one.tables)
-        initial = _initial_state(segment.optimizer)
+        initial = initial_state(segment.optimizer)
         for state_name, state in self.table_state(name).items():
             state.fill_(initial[state_name])
         self.steps[name] = 0
@@ -130,10 +131,6 @@ class Storage(nn.Module):
         padding = self.tables[name].padding_id
         if padding is not None:
             self.table_rows(name)[padding] = 0.0
-
-    def _state(self, segment: int, name: str) -> Tensor:
-        state: Tensor = self.get_buffer(f"{name}_{segment}")
-        return state
 
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
@@ -145,6 +142,14 @@ class Storage(nn.Module):
         """Whether gradients wait for a step."""
         return bool(self._pending)
 
+    def waiting_gradients(self) -> Iterator[Tensor]:
+        """Give each flat gradient that waits, once."""
+        seen: set[int] = set()
+        for one in self._pending:
+            if id(one.entries.gradients) not in seen:
+                seen.add(id(one.entries.gradients))
+                yield one.entries.gradients
+
     def discard_gradients(self) -> None:
         """Drop the gradients that wait."""
         self._pending.clear()
@@ -153,111 +158,79 @@ class Storage(nn.Module):
     def summed_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the touched rows, (U,), rising, and their gradients summed over all that waits, (U, D)."""
         if self._summed is None:
-            rows, sums = sum_duplicates(*_joined(self._pending), num_rows=self.null_row + 1)
-            if len(self.still_rows) and len(rows):
-                places = torch.searchsorted(rows, self.still_rows).clamp_(max=len(rows) - 1)
-                sums[places[rows[places] == self.still_rows]] = 0.0
-            stop = torch.searchsorted(rows, self.null_row)
-            self._summed = rows[:stop], sums[:stop]
+            entries = _joined([one.entries for one in self._pending])
+            self._summed = sum_rows(entries, self.dim, num_rows=self.null_row, scratch=self._scratch)
         return self._summed
 
     def step(self, lr: float, factor: float, scale: float | Tensor) -> None:
-        """Apply each segment's rule to the touched rows, and drop the gradients."""
+        """Apply each table's rule to the touched rows, and drop the gradients."""
         if not self._pending:
             return
         active = frozenset().union(*(one.tables for one in self._pending))
         for name in active:
             self.steps[name] += 1
-        rows, sums = self.summed_gradients()
-        if not (isinstance(scale, float | int) and scale == 1.0):
-            sums = sums * scale
-        bounds = torch.tensor([segment.stop for segment in self.segments], device=rows.device)
-        cuts = [0, *torch.searchsorted(rows, bounds).tolist()]
-        before = None if self.row_mean is None else self.weight.index_select(0, rows)
-        for i, segment in enumerate(self.segments):
-            a, b = cuts[i], cuts[i + 1]
-            if segment.optimizer is not None and a < b:
-                rate = lr if segment.optimizer.lr is None else segment.optimizer.lr * factor
-                self._update(i, rows[a:b] - segment.start if segment.start else rows[a:b], sums[a:b], rate)
+        before = None
+        if self._summed is not None or self.row_mean is not None:
+            rows, sums = self.summed_gradients()
+            entries = Entries(rows, sums.view(-1))
+            before = None if self.row_mean is None else self.weight.index_select(0, rows)
+        else:
+            entries = _joined([one.entries for one in self._pending])
+        for index, start, stop, step in self._ranges(active):
+            rule = self.segments[index].optimizer
+            assert rule is not None
+            update_rows(
+                self.weight[start:stop], self._state(index, start, stop), entries, rule,
+                lr=lr if rule.lr is None else rule.lr * factor, step=step, scale=scale, first_row=start,
+                seed=self._seed + start, scratch=self._scratch,
+            )  # fmt: skip
         if self.row_mean is not None and before is not None:
             self.row_mean.visit(rows, before, self.weight.index_select(0, rows))
         self.discard_gradients()
 
-    def _update(self, index: int, rows: Tensor, sums: Tensor, lr: float) -> None:
-        segment = self.segments[index]
-        rule = segment.optimizer
-        weight = self.weight[segment.start : segment.stop]
-        if isinstance(rule, SGD):
-            sgd_update(weight, rows, sums, lr=lr, weight_decay=rule.weight_decay)
-        elif isinstance(rule, AdaGrad):
-            adagrad_update(
-                weight,
-                self._state(index, "accumulator"),
-                rows,
-                sums,
-                lr=lr,
-                epsilon=rule.epsilon,
-                weight_decay=rule.weight_decay,
-            )
-        elif isinstance(rule, Adam):
-            adam_update(
-                weight,
-                self._state(index, "m"),
-                self._state(index, "v"),
-                rows,
-                sums,
-                lr=lr,
-                beta1=rule.beta1,
-                beta2=rule.beta2,
-                epsilon=rule.epsilon,
-                step=self._ages(segment, rows),
-                weight_decay=rule.weight_decay,
-            )
-
-    def _ages(self, segment: Segment, rows: Tensor) -> int | Tensor:
-        steps = [self.steps[name] for name in segment.tables]
-        if len(set(steps)) == 1:
-            return steps[0]
-        starts = torch.tensor([self.bases[name] - segment.start for name in segment.tables], device=rows.device)
-        table = torch.searchsorted(starts, rows, right=True) - 1
-        return torch.tensor(steps, device=rows.device)[table]
+    def _ranges(self, active: frozenset[str]) -> Iterator[tuple[int, int, int, int]]:
+        """Give runs of neighbouring tables that move by one rule at one age: segment, start, stop, step."""
+        for index, segment in enumerate(self.segments):
+            start, step = segment.start, 0
+            for name in segment.tables:
+                base = self.bases[name]
+                age = self.steps[name] if name in active else 0
+                if age != step:
+                    if step:
+                        yield index, start, base, step
+                    start, step = base, age
+            if step:
+                yield index, start, segment.stop, step
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if fn(torch.zeros(1)).dtype != torch.float32:
             raise ConfigError(
-                "embedding tables are float32 and cannot be converted",
-                allowed="float32",
+                "embedding tables keep their type and cannot be converted",
+                allowed="TableConfig(dtype='float32'), 'float16' or 'bfloat16' when they are built",
                 fix="convert the dense layers alone, or train under torch.autocast",
             )
         if self._pending:
             raise ConfigError("gradients wait for a step", fix="call step() or discard_gradients() before moving")
+        self._scratch = Scratch()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
-def _initial_state(optimizer: Optimizer | None) -> dict[str, float]:
-    if isinstance(optimizer, AdaGrad):
-        return {"accumulator": optimizer.initial_accumulator}
-    return {"m": 0.0, "v": 0.0} if isinstance(optimizer, Adam) else {}
-
-
-def _joined(pending: Sequence[RowGradients]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Join passes and parts into one list of entries; a gradient matrix that parts share stays one."""
-    if len(pending) == 1:
-        one = pending[0]
-        return one.rows, one.gradients, one.sources, one.weights
-    matrices: list[Tensor] = []
+def _joined(waiting: Sequence[Entries]) -> Entries:
+    """Join passes and parts into one list of entries; a gradient that parts share stays one."""
+    if len(waiting) == 1:
+        return waiting[0]
+    gradients: list[Tensor] = []
     sources: list[Tensor] = []
     start = 0
-    for one in pending:
-        if not matrices or one.gradients is not matrices[-1]:
-            start += len(matrices[-1]) if matrices else 0
-            matrices.append(one.gradients)
-        entries = torch.arange(len(one.rows), device=one.rows.device) if one.sources is None else one.sources
-        sources.append(entries + start)
+    for one in waiting:
+        if not gradients or one.gradients is not gradients[-1]:
+            start += len(gradients[-1]) if gradients else 0
+            gradients.append(one.gradients)
+        assert one.sources is not None
+        sources.append(one.sources.to(torch.int64) + start)
     weights = None
-    if any(one.weights is not None for one in pending):
-        weights = torch.cat(
-            [torch.ones(len(p.rows), device=p.rows.device) if p.weights is None else p.weights for p in pending]
-        )
-    gradients = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-    return torch.cat([one.rows for one in pending]), gradients, torch.cat(sources), weights
+    if any(one.weights is not None for one in waiting):
+        ones = (torch.ones(len(e.rows), device=e.rows.device) if e.weights is None else e.weights for e in waiting)
+        weights = torch.cat(list(ones))
+    flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+    return Entries(torch.cat([one.rows for one in waiting]), flat, torch.cat(sources), weights)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from viviane.batch import Batch
-from viviane.config import SGD, AdaGrad, Adam, Solver
+from viviane.config import Adam, AnyOptimizer, Solver
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.files import write_bytes_atomic
@@ -67,8 +67,8 @@ class Model:
         self.schema = schema.schema if isinstance(schema, Dataset) else schema
         self.name = ModelFile(name=name).name
         self.nodes: list[Node] = []
-        self.optimizer: SGD | AdaGrad | Adam | None = None
-        self.embedding_optimizer: SGD | AdaGrad | Adam | None = None
+        self.optimizer: AnyOptimizer | None = None
+        self.embedding_optimizer: AnyOptimizer | None = None
         self.metrics: tuple[str, ...] | None = None
         self.etl: Path | None = None
         """The fitted ETL of the data, where it is known: `save` takes it along, `predict(raw=True)` uses it."""
@@ -104,8 +104,8 @@ class Model:
 
     def compile(
         self,
-        optimizer: SGD | AdaGrad | Adam | None = None,
-        embedding_optimizer: SGD | AdaGrad | Adam | None = None,
+        optimizer: AnyOptimizer | None = None,
+        embedding_optimizer: AnyOptimizer | None = None,
         metrics: Sequence[str] | None = None,
     ) -> None:
         """Check the graph, make its weights, and settle how they are trained.

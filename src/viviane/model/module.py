@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.config import SGD, AdaGrad, Adam
+from viviane.config import AnyOptimizer
 from viviane.core.seeds import derive_seed
 from viviane.embedding import EmbeddingCollection
 from viviane.model.graph import Plan
@@ -32,7 +32,7 @@ class GraphModule(nn.Module):
     """
 
     def __init__(
-        self, plan: Plan, optimizer: SGD | AdaGrad | Adam, *, device: torch.device | str = "cpu", seed: int = 0
+        self, plan: Plan, optimizer: AnyOptimizer, *, device: torch.device | str = "cpu", seed: int = 0
     ) -> None:
         super().__init__()
         needed = _needed(plan)

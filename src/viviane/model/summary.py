@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from viviane.config import SGD, AdaGrad, Adam
+from viviane.config import AnyOptimizer
 from viviane.embedding import TableSummary
 from viviane.model.graph import Plan, Shape, Tables, unused_message
 from viviane.model.nodes import Input, Node, SparseEmbedding
@@ -88,7 +88,7 @@ class ModelSummary:
             console.print(f"[yellow]note:[/yellow] {note}")
 
 
-def summarize(name: str, plan: Plan | None, module: nn.Module | None, optimizer: SGD | AdaGrad | Adam) -> ModelSummary:
+def summarize(name: str, plan: Plan | None, module: nn.Module | None, optimizer: AnyOptimizer) -> ModelSummary:
     """Describe a plan, whose tables need not exist yet, or a torch module.
 
     Args:
@@ -136,7 +136,7 @@ def _node(plan: Plan, node: Node) -> LayerSummary:
     return LayerSummary((node.name,), node.type, node.bottom, shapes, count)
 
 
-def _tables(one: Tables, optimizer: SGD | AdaGrad | Adam) -> list[TableSummary]:
+def _tables(one: Tables, optimizer: AnyOptimizer) -> list[TableSummary]:
     lines = []
     for table in one.tables:
         rule = (table.optimizer or optimizer).type if table.trainable else "none"

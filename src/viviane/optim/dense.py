@@ -1,4 +1,4 @@
-"""SGD, AdaGrad and Adam for dense parameters, all parameters of a device moved by a few calls.
+"""SGD, AdaGrad, RMSProp, Adam and FTRL for dense parameters, all parameters of a device moved by a few calls.
 
 They are ordinary `torch.optim.Optimizer` classes. Two formulas differ from torch.optim: epsilon is added to
 the plain root, and Adam's bias correction stands in the learning rate, so that dense weights and embedding
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from viviane import config
 from viviane.core.errors import ConfigError, NumericsError
+
+_FTRL_EPSILON = 2.0**-23
 
 
 class DenseOptimizer(torch.optim.Optimizer):
@@ -91,12 +93,25 @@ class DenseOptimizer(torch.optim.Optimizer):
 
 
 class Sgd(DenseOptimizer):
-    """w -= lr (g + weight_decay w)."""
+    """w -= lr (g + weight_decay w); with momentum or Nesterov's as `viviane.config.optimizers` writes them."""
+
+    def __init__(self, params: Iterable[Any], lr: float, own_lr: bool, **defaults: Any) -> None:
+        self.state_names = ("momentum",) if defaults.get("momentum") else ()
+        super().__init__(params, lr, own_lr, **defaults)
 
     def _rule(
         self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
     ) -> None:
-        torch._foreach_add_(params, gradients, alpha=-group["lr"])
+        mu = group.get("momentum", 0.0)
+        if not mu:
+            torch._foreach_add_(params, gradients, alpha=-group["lr"])
+            return
+        (velocities,) = states
+        if group["nesterov"]:
+            torch._foreach_add_(params, velocities, alpha=-mu)
+        torch._foreach_mul_(velocities, mu)
+        torch._foreach_add_(velocities, gradients, alpha=-group["lr"])
+        torch._foreach_add_(params, velocities, alpha=1 + mu if group["nesterov"] else 1.0)
 
 
 class AdaGrad(DenseOptimizer):
@@ -109,9 +124,21 @@ class AdaGrad(DenseOptimizer):
     ) -> None:
         (accumulators,) = states
         torch._foreach_addcmul_(accumulators, gradients, gradients)
-        denominators = torch._foreach_sqrt(accumulators)
-        torch._foreach_add_(denominators, group["epsilon"])
-        torch._foreach_addcdiv_(params, gradients, denominators, value=-group["lr"])
+        torch._foreach_addcdiv_(params, gradients, _roots(accumulators, group), value=-group["lr"])
+
+
+class RMSProp(DenseOptimizer):
+    """s = decay s + (1 - decay) g^2; w -= lr g / (sqrt(s) + epsilon)."""
+
+    state_names = ("accumulator",)
+
+    def _rule(
+        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        (accumulators,) = states
+        torch._foreach_mul_(accumulators, group["decay"])
+        torch._foreach_addcmul_(accumulators, gradients, gradients, value=1 - group["decay"])
+        torch._foreach_addcdiv_(params, gradients, _roots(accumulators, group), value=-group["lr"])
 
 
 class Adam(DenseOptimizer):
@@ -127,15 +154,36 @@ class Adam(DenseOptimizer):
         torch._foreach_lerp_(m, gradients, 1 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
-        denominators = torch._foreach_sqrt(v)
-        torch._foreach_add_(denominators, group["epsilon"])
         alpha = group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        torch._foreach_addcdiv_(params, m, denominators, value=-alpha)
+        torch._foreach_addcdiv_(params, m, _roots(v, group), value=-alpha)
 
 
-def build_dense_optimizer(
-    settings: config.SGD | config.AdaGrad | config.Adam, params: Iterable[Any], lr: float
-) -> DenseOptimizer:
+class Ftrl(DenseOptimizer):
+    """Follow the regularized leader; the arithmetic stands in `viviane.config.optimizers`."""
+
+    state_names = ("n", "z")
+
+    def _rule(
+        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        lr, lambda1 = group["lr"], group["lambda1"]
+        for w, g, n, z in zip(params, gradients, *states, strict=True):
+            before = (n + _FTRL_EPSILON).sqrt_()
+            root = n.addcmul_(g, g).add(_FTRL_EPSILON).sqrt_()
+            z.add_(g).add_((before - root) * w, alpha=1 / lr)
+            moved = (z.sign() * lambda1 - z) / (root / lr + (group["lambda2"] + group["beta"] / lr))
+            w.copy_(torch.where(z.abs() <= lambda1, torch.zeros_like(w), moved))
+
+
+def _roots(squares: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    if group["epsilon_inside_root"]:
+        return list(torch._foreach_sqrt(torch._foreach_add(squares, group["epsilon"])))
+    roots = list(torch._foreach_sqrt(squares))
+    torch._foreach_add_(roots, group["epsilon"])
+    return roots
+
+
+def build_dense_optimizer(settings: config.AnyOptimizer, params: Iterable[Any], lr: float) -> DenseOptimizer:
     """Build the optimizer of dense parameters from its settings.
 
     Args:
@@ -152,9 +200,18 @@ def build_dense_optimizer(
         [0.5, 0.5]
     """
     options = settings.to_dict()
+    for name in ("clip_row_norm", "row_wise"):
+        if options.pop(name, None):
+            raise ConfigError(
+                f"{name} is for embedding tables", where="the dense optimizer", value=settings.type,
+                fix="give this rule as the embedding_optimizer, and another one to the dense layers",
+            )  # fmt: skip
+    options.pop("update", None)  # dense parameters always move as a whole
     kind = options.pop("type")
     own = options.pop("lr")
-    kinds: dict[str, type[DenseOptimizer]] = {"sgd": Sgd, "adagrad": AdaGrad, "adam": Adam}
+    kinds: dict[str, type[DenseOptimizer]] = {
+        "sgd": Sgd, "adagrad": AdaGrad, "rmsprop": RMSProp, "adam": Adam, "ftrl": Ftrl
+    }  # fmt: skip
     return kinds[kind](params, lr=lr if own is None else own, own_lr=own is not None, **options)
 
 

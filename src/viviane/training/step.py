@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.config import SGD, AdaGrad, Adam, Solver
+from viviane.config import AnyOptimizer, Solver
 from viviane.core.errors import ConfigError
 from viviane.optim import DenseOptimizer, LearningRateSchedule, build_dense_optimizer
 from viviane.training.average import WeightMean
@@ -37,7 +37,7 @@ class TrainStep:
         module: nn.Module,
         objective: Objective,
         solver: Solver,
-        optimizer: SGD | AdaGrad | Adam,
+        optimizer: AnyOptimizer,
         device: torch.device,
     ) -> None:
         self.module = module

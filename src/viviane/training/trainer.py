@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.config import SGD, AdaGrad, Adam, Solver
+from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, SchemaError, suggest
 from viviane.core.seeds import seed_everything
@@ -58,6 +58,7 @@ class Trainer:
         ConfigError: settings that contradict each other, an unknown metric, a device that is not there.
 
     Example:
+        >>> from viviane.config import SGD
         >>> schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x", "dim": 2}])
         >>> class Linear(nn.Module):
         ...     def __init__(self):
@@ -77,7 +78,7 @@ class Trainer:
         module: nn.Module,
         schema: Schema,
         solver: Solver,
-        optimizer: SGD | AdaGrad | Adam,
+        optimizer: AnyOptimizer,
         *,
         metrics: Sequence[str] | None = None,
         callbacks: Sequence[Callback] = (),

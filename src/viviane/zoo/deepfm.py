@@ -6,7 +6,7 @@ from pydantic import Field
 
 from viviane.model.nodes import DenseLayer, Node
 from viviane.schema import Schema
-from viviane.zoo.recipe import ZOO, ZooModel, begin, finish, join, linear
+from viviane.zoo.recipe import ZOO, ZooModel, begin, finish, join, linear, linear_dense
 
 
 @ZOO.register("deepfm")
@@ -45,7 +45,7 @@ class DeepFM(ZooModel):
         ]
         fields = [vectors.flat]
         if numbers:
-            nodes.append(linear("first_dense", "dense"))
+            nodes.append(linear_dense("first_dense"))
             # Small at first, as the tables are; else the pairs of dense vectors drown the rest.
             vectors_of = {"weight_dims": [numbers, self.dim], "weight_init_type": "uniform"}
             nodes.append(DenseLayer("dense_vectors", "WeightMultiply", bottom="dense", params=vectors_of))

@@ -112,9 +112,17 @@ def join(name: str, bottoms: Sequence[str]) -> tuple[list[Node], str]:
     return [DenseLayer(name, "Concat", bottom=list(bottoms))], name
 
 
-def linear(name: str, bottom: str) -> DenseLayer:
+def linear(name: str, bottom: str, **options: Any) -> DenseLayer:
     """Return w . x + b, (B, n) -> (B, 1), that begins with b = 0."""
-    return DenseLayer(name, "InnerProduct", bottom=bottom, num_output=1, bias_init_type="zero")
+    return DenseLayer(name, "InnerProduct", bottom=bottom, num_output=1, bias_init_type="zero", **options)
+
+
+def linear_dense(name: str) -> DenseLayer:
+    """Return the linear part of dense columns, which begins at 0 as that of ids does.
+
+    Random weights on a few inputs would be far larger than what small data sets move them by.
+    """
+    return linear(name, "dense", weight_init_type="zero")
 
 
 def finish(logits: Sequence[str]) -> list[Node]:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from viviane.model.nodes import DenseLayer, Node
 from viviane.schema import Schema
-from viviane.zoo.recipe import ZOO, ZooModel, begin, finish, join, linear
+from viviane.zoo.recipe import ZOO, ZooModel, begin, finish, join, linear, linear_dense
 
 
 @ZOO.register("wide_deep")
@@ -49,7 +49,7 @@ class WideDeep(ZooModel):
             self.weights("wide_weights", "wide_cats"),  # (B, S, 1): w[id] of each column
             DenseLayer("wide_flat", "Reshape", bottom="wide_weights", shape=[-1]),
             DenseLayer("wide_sum", "ReduceSum", bottom="wide_flat"),
-            *([linear("wide_dense", "dense")] if dense else []),
+            *([linear_dense("wide_dense")] if dense else []),
             *vectors.nodes,
             *together,
             self.mlp("deep", deep_input, self.deep_mlp),

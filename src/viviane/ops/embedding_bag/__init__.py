@@ -1,67 +1,84 @@
-"""Look rows up in a table and pool them into bags.
+"""Look rows up in a table, and pool them into bags.
 
-Shapes: R rows of the storage, D its width, N entries (one row looked up once each), B bags.
+Shapes: R rows of the storage, D its width, N entries (one row looked up once each), B rows of the batch, F features,
+W columns of the output.
+
+Rows are float32, float16 or bfloat16; sums are made in float32 and rounded once, to nearest, into the output, which
+may be of another of these types. Row numbers are int32 or int64; the caller has checked that 0 <= row < R.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from viviane.core.errors import VivianeError
+from viviane.ops.dispatch import implementation
+from viviane.ops.row_update import check_table
 
-__all__ = ["embedding_bag", "embedding_lookup", "entry_bags", "mean_weights"]
+__all__ = ["entry_bags", "gather_rows", "mean_weights", "pool_rows"]
 
 
-def embedding_lookup(storage: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows out of the storage: out[n] = storage[rows[n]].
+def gather_rows(
+    storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None = None
+) -> None:
+    """Copy one row for each feature of each sample: out[b, columns[f] : + D] = weights[b, f] * storage[rows[b, f]].
+
+    Other columns of `out` stay as they are.
 
     Args:
-        storage: (R, D), float32.
-        rows: (N,), int64, 0 <= row < R; the caller has checked them.
-
-    Returns:
-        (N, D), contiguous.
+        storage: (R, D), contiguous.
+        rows: (B, F), int32 or int64, contiguous.
+        out: (B, W), contiguous.
+        columns: F columns of `out`, each followed by room for D.
+        weights: (B, F), float32, or None for ones.
 
     Example:
-        >>> embedding_lookup(torch.eye(3), torch.tensor([2, 0])).tolist()
-        [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+        >>> out = torch.zeros(1, 6)
+        >>> gather_rows(torch.eye(3), torch.tensor([[2, 0]]), out, [3, 0])
+        >>> out.tolist()
+        [[1.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
     """
-    _check_storage(storage)
-    _check_vector("rows", rows, torch.int64)
-    return storage.index_select(0, rows)
+    _check("rows", rows, (out.shape[0], len(columns)))
+    _check_call(storage, rows, out, columns, weights)
+    implementation("embedding_bag", storage.device).gather_rows(storage, rows, out, tuple(columns), weights)
 
 
-def embedding_bag(storage: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum rows by bag: out[b] = sum of weights[n] * storage[rows[n]] over offsets[b] <= n < offsets[b + 1].
+def pool_rows(
+    storage: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    columns: Sequence[int],
+    weights: Tensor | None = None,
+) -> None:
+    """Sum rows by bag: out[b, columns[f] : + D] = sum of weights[n] * storage[rows[n]] over bag f * B + b.
 
-    Every combiner is this sum with its own weights: 1 for "sum", `mean_weights` for "mean". An empty bag
-    gives zeros. The entries of a bag are added in their order, so that the result does not depend on the
-    number of threads.
+    Bag k has the entries offsets[k] <= n < offsets[k + 1]; an empty bag gives zeros. Every combiner is this sum with
+    its own weights: ones for "sum", `mean_weights` for "mean". The entries of a bag are added in a fixed order.
+    Other columns of `out` stay as they are.
 
     Args:
-        storage: (R, D), float32.
-        rows: (N,), int64, 0 <= row < R; the caller has checked them.
-        offsets: (B + 1,), int64, rising from 0 to N.
+        storage: (R, D), contiguous.
+        rows: (N,), int32 or int64, contiguous.
+        offsets: (F * B + 1,), int64, rising from 0 to N: the bags of the first feature, then of the second, ...
+        out: (B, W), contiguous.
+        columns: F columns of `out`, each followed by room for D.
         weights: (N,), float32, or None for ones.
 
-    Returns:
-        (B, D), contiguous.
-
     Example:
-        >>> rows, offsets = torch.tensor([0, 1, 2]), torch.tensor([0, 2, 2, 3])
-        >>> embedding_bag(torch.eye(3), rows, offsets).tolist()
+        >>> out = torch.empty(3, 3)
+        >>> pool_rows(torch.eye(3), torch.tensor([0, 1, 2]), torch.tensor([0, 2, 2, 3]), out, [0])
+        >>> out.tolist()
         [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
     """
-    _check_storage(storage)
-    _check_vector("rows", rows, torch.int64)
-    _check_vector("offsets", offsets, torch.int64)
-    if weights is not None:
-        _check_vector("weights", weights, storage.dtype)
-    if len(rows) == 0:
-        return storage.new_zeros(len(offsets) - 1, storage.shape[1])
-    return F.embedding_bag(rows, storage, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
+    _check("offsets", offsets, (len(columns) * out.shape[0] + 1,))
+    _check("rows", rows, (len(rows),))
+    _check_call(storage, rows, out, columns, weights)
+    implementation("embedding_bag", storage.device).pool_rows(storage, rows, offsets, out, tuple(columns), weights)
 
 
 def mean_weights(offsets: Tensor, counted: Tensor | None, weights: Tensor | None, num_entries: int) -> Tensor:
@@ -87,7 +104,10 @@ def mean_weights(offsets: Tensor, counted: Tensor | None, weights: Tensor | None
         share = counted.to(torch.float32)
     else:
         share = weights if counted is None else weights * counted
-        totals = embedding_bag(share.unsqueeze(1), torch.arange(num_entries, device=share.device), offsets).squeeze(1)
+        entries = torch.arange(num_entries, device=share.device)
+        totals = share.new_empty(len(offsets) - 1, 1)
+        pool_rows(share.unsqueeze(1).contiguous(), entries, offsets, totals, [0])
+        totals = totals.squeeze(1)
     return share * torch.where(totals == 0, 0.0, totals.reciprocal())[bags]
 
 
@@ -102,11 +122,20 @@ def entry_bags(offsets: Tensor, num_entries: int) -> Tensor:
     return torch.repeat_interleave(bags, offsets.diff(), output_size=num_entries)
 
 
-def _check_storage(storage: Tensor) -> None:
-    if storage.dim() != 2 or not storage.is_contiguous():
-        raise VivianeError("the storage must be a contiguous matrix (R, D)", value=tuple(storage.shape))
+def _check_call(storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None) -> None:
+    check_table(storage)
+    if out.dim() != 2 or not out.is_contiguous():
+        raise VivianeError("the output must be a contiguous matrix (B, W)", value=tuple(out.shape))
+    last = out.shape[1] - storage.shape[1]
+    if any(not 0 <= column <= last for column in columns):
+        raise VivianeError("a feature does not fit into the output", value=list(columns), allowed=f"0 to {last}")
+    if weights is not None and (weights.shape != rows.shape or weights.dtype != torch.float32):
+        raise VivianeError("weights must be float32, one per entry", value=f"{tuple(weights.shape)} of {weights.dtype}")
 
 
-def _check_vector(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dim() != 1 or tensor.dtype != dtype:
-        raise VivianeError(f"{name} must be a vector of {dtype}", value=f"{tuple(tensor.shape)} of {tensor.dtype}")
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    whole = tensor.dtype in (torch.int32, torch.int64)
+    if tuple(tensor.shape) != shape or not whole or not tensor.is_contiguous():
+        raise VivianeError(
+            f"{name} must be contiguous {shape} of int32 or int64", value=f"{tuple(tensor.shape)} of {tensor.dtype}"
+        )

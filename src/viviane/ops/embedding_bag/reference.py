@@ -1,38 +1,37 @@
-"""The plain truth of lookup and pooling: one entry at a time."""
+"""The plain truth of lookup and pooling: one bag at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-def embedding_lookup(storage: Tensor, rows: Tensor) -> Tensor:
-    """out[n] = storage[rows[n]]."""
-    out = torch.zeros(len(rows), storage.shape[1], dtype=storage.dtype)
-    for n, row in enumerate(rows.tolist()):
-        out[n] = storage[row]
-    return out
+def gather_rows(storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None) -> None:
+    """out[b, columns[f] : + D] = weights[b, f] * storage[rows[b, f]]."""
+    dim = storage.shape[1]
+    for f, column in enumerate(columns):
+        vectors = storage[rows[:, f].to(torch.int64)].to(_wide(storage))
+        if weights is not None:
+            vectors = vectors * weights[:, f].unsqueeze(1).to(vectors.dtype)
+        out[:, column : column + dim] = vectors.to(out.dtype)
 
 
-def embedding_bag(storage: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """out[b] = sum of weights[n] * storage[rows[n]] over the entries n of bag b, in order."""
-    out = torch.zeros(len(offsets) - 1, storage.shape[1], dtype=storage.dtype)
-    for b in range(len(offsets) - 1):
-        for n in range(int(offsets[b]), int(offsets[b + 1])):
-            out[b] += storage[rows[n]] * (1.0 if weights is None else weights[n])
-    return out
+def pool_rows(
+    storage: Tensor, rows: Tensor, offsets: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None
+) -> None:
+    """out[b, columns[f] : + D] = sum of weights[n] * storage[rows[n]] over bag f * B + b."""
+    size, dim = out.shape[0], storage.shape[1]
+    ends = offsets.tolist()
+    for f, column in enumerate(columns):
+        for b in range(size):
+            entries = slice(ends[f * size + b], ends[f * size + b + 1])
+            vectors = storage[rows[entries].to(torch.int64)].to(_wide(storage))
+            if weights is not None:
+                vectors = vectors * weights[entries].unsqueeze(1).to(vectors.dtype)
+            out[b, column : column + dim] = vectors.sum(0).to(out.dtype)
 
 
-def mean_weights(offsets: Tensor, counted: Tensor | None, weights: Tensor | None, num_entries: int) -> Tensor:
-    """c w / (sum of c w over the bag), zero where that sum is zero."""
-    out = torch.zeros(num_entries)
-    for b in range(len(offsets) - 1):
-        entries = range(int(offsets[b]), int(offsets[b + 1]))
-        shares = {
-            n: (1.0 if weights is None else float(weights[n])) * (1.0 if counted is None else float(counted[n]))
-            for n in entries
-        }
-        total = sum(shares.values())
-        for n in entries:
-            out[n] = shares[n] / total if total != 0 else 0.0
-    return out
+def _wide(storage: Tensor) -> torch.dtype:
+    return torch.float64 if storage.dtype == torch.float64 else torch.float32

@@ -1,0 +1,68 @@
+"""Output memory that is used again: touching fresh pages costs more than the lookup that fills them."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SMALL_BYTES = 1 << 20  # below, the allocator hands out warm memory by itself
+_MOST = 4
+
+
+class Buffers:
+    """Hands out matrices (B, W) whose memory comes back when nothing refers to it any more.
+
+    On a GPU torch's allocator does that already. On the CPU it returns large blocks to the system, which clears
+    their pages for the next use; here a NumPy array owns the memory, and as long as a tensor, a view of it or the
+    autograd graph is alive, it counts as a reference to that array.
+
+    Args:
+        dtype: of the matrices.
+
+    Example:
+        >>> buffers = Buffers(torch.float32)
+        >>> first = buffers.take(1024, 512, torch.device("cpu"))
+        >>> place, view = first.data_ptr(), first[:1]
+        >>> del first
+        >>> buffers.take(1024, 512, torch.device("cpu")).data_ptr() == place    # a view is alive
+        False
+        >>> del view
+        >>> buffers.take(1024, 512, torch.device("cpu")).data_ptr() == place
+        True
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._arrays: list[np.ndarray] = []
+
+    def take(self, size: int, width: int, device: torch.device) -> Tensor:
+        """Return a matrix (size, width) with any content."""
+        num_bytes = size * width * self.dtype.itemsize
+        if device.type != "cpu" or num_bytes < _SMALL_BYTES:
+            return torch.empty(size, width, dtype=self.dtype, device=device)
+        array = self._free(num_bytes)
+        flat = torch.from_numpy(array)[:num_bytes].view(self.dtype)
+        return flat.view(size, width)
+
+    def _free(self, num_bytes: int) -> np.ndarray:
+        for i in range(len(self._arrays)):
+            # Two references: the list's and the call's argument. A tensor over the array would be a third.
+            if num_bytes <= self._arrays[i].nbytes <= 2 * num_bytes and sys.getrefcount(self._arrays[i]) == _IDLE:
+                return self._arrays[i]
+        array = np.empty(num_bytes, dtype=np.uint8)
+        self._arrays.append(array)
+        if len(self._arrays) > _MOST:  # memory in use lives on with the tensors over it
+            self._arrays.pop(0)
+        return array
+
+
+def _idle_count() -> int:
+    """Count what `sys.getrefcount` says of an array that only a list holds; it differs between versions of Python."""
+    arrays = [np.empty(1, dtype=np.uint8)]
+    return sys.getrefcount(arrays[0])
+
+
+_IDLE = _idle_count()

@@ -1,0 +1,111 @@
+"""Which implementation serves an operation: chosen by device, or by the user.
+
+Every folder beside this file is an operation with up to three implementations of one contract:
+
+    reference   plain torch, any device: the readable truth, slow
+    cpu         Numba
+    gpu         Triton
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from viviane.core.errors import ConfigError, MissingExtraError
+
+CHOICES = ("auto", "reference", "cpu", "gpu")
+VARIABLE = "VIVIANE_OPS"
+_LIBRARY = {"cpu": "numba", "gpu": "triton"}
+_chosen: ContextVar[str | None] = ContextVar("viviane_ops", default=None)
+
+
+@contextmanager
+def use_implementation(name: str) -> Iterator[None]:
+    """Serve operations by one implementation inside a `with` block, whatever the device.
+
+    Args:
+        name: "auto", "reference", "cpu" or "gpu".
+
+    Example:
+        >>> with use_implementation("reference"):
+        ...     choose(torch.device("cpu"))
+        'reference'
+    """
+    token = _chosen.set(_known(name, "use_implementation"))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def choose(device: torch.device) -> str:
+    """Return the implementation for tensors on a device: the user's choice, else "cpu" or "gpu".
+
+    The choice is that of `use_implementation`, else of the environment variable VIVIANE_OPS.
+
+    Raises:
+        ConfigError: the choice does not run on that device.
+    """
+    name = _chosen.get() or _known(os.environ.get(VARIABLE, "auto"), f"the variable {VARIABLE}")
+    own = "gpu" if device.type == "cuda" else "cpu"
+    if name == "auto":
+        return own
+    if name not in ("reference", own) and not (name == "gpu" and interpreted()):
+        raise ConfigError(
+            f"the implementation {name!r} does not run on {device.type}",
+            value=name,
+            allowed=f"auto, reference, {own}",
+            fix=f"unset {VARIABLE}, or move the tables to another device",
+        )
+    return name
+
+
+def reason(device: torch.device) -> str:
+    """Say why `choose` gives what it gives."""
+    chosen = _chosen.get() or os.environ.get(VARIABLE, "auto")
+    if chosen == "auto":
+        return "Triton, for GPUs" if device.type == "cuda" else "Numba, for CPUs"
+    return f"chosen by {VARIABLE}" if _chosen.get() is None else "chosen by use_implementation"
+
+
+def operations() -> list[str]:
+    """Return the names of the operations."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/reference.py"))
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter, on CPU tensors: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def implementation(operation: str, device: torch.device) -> ModuleType:
+    """Return the module that serves an operation, such as "embedding_bag", on a device."""
+    return _load(operation, choose(device))
+
+
+@cache
+def _load(operation: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"viviane.ops.{operation}.{name}")
+    except ImportError as error:
+        library = _LIBRARY.get(name, "torch")
+        raise MissingExtraError(
+            f"embedding tables on the {name.upper()} need the library {library!r}, which could not be imported",
+            value=str(error),
+            fix=f"pip install {library}, or set {VARIABLE}=reference for the slow implementation in plain torch",
+        ) from error
+
+
+def _known(name: str, where: str) -> str:
+    if name not in CHOICES:
+        raise ConfigError("no such implementation", where=where, value=name, allowed=", ".join(CHOICES))
+    return name

@@ -1,0 +1,88 @@
+"""Lookup and pooling on a GPU: tiles of several rows, all of whose loads are in flight together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from viviane.ops.embedding_bag.gpu_kernels import gather_kernel, pool_kernel
+from viviane.ops.triton_parts.launch import WARP, ceil_div, find_columns, on_device, power_of_two, warps_for
+
+_LONG_BAGS = 16
+_SHORT_BAGS = 2
+
+
+class GatherShape(NamedTuple):
+    """What one program of the lookup does: rows it copies, its warps, and the caches' hint for table rows."""
+
+    rows: int
+    warps: int
+    keep: str
+
+
+class PoolShape(NamedTuple):
+    """What one program of the pooling does: bags it sums, entries of each in flight at once, its warps."""
+
+    bags: int
+    ahead: int
+    warps: int
+
+
+def gather_shape(dim: int, item_bytes: int) -> GatherShape:
+    """Choose the lookup's shape: 4 KiB of rows in flight a warp.
+
+    Example:
+        >>> gather_shape(128, 4)
+        GatherShape(rows=32, warps=4, keep='evict_last')
+    """
+    per_warp = max(1, 4096 // (power_of_two(dim) * item_bytes))
+    warps = max(4, warps_for(dim))
+    return GatherShape(min(256, per_warp * warps), warps, "evict_last")
+
+
+def pool_shape(dim: int, mean_length: float) -> PoolShape:
+    """Choose the pooling's shape: 64 numbers a thread in flight, spread over bags or along them by their length.
+
+    Example:
+        >>> pool_shape(128, 8.2)
+        PoolShape(bags=4, ahead=4, warps=1)
+    """
+    warps = warps_for(dim)
+    together = max(1, min(64, 64 * WARP * warps // power_of_two(dim)))
+    wanted = 8 if mean_length >= _LONG_BAGS else 4 if mean_length >= _SHORT_BAGS else 1
+    ahead = min(wanted, together)
+    return PoolShape(together // ahead, ahead, warps)
+
+
+def gather_rows(storage: Tensor, rows: Tensor, out: Tensor, columns: tuple[int, ...], weights: Tensor | None) -> None:
+    """out[b, columns[f] : + D] = weights[b, f] * storage[rows[b, f]]."""
+    dim, width = storage.shape[1], out.shape[1]
+    if not rows.numel() or not dim:
+        return
+    shape = gather_shape(dim, storage.element_size())
+    places = find_columns(columns, width, out.device)
+    with on_device(storage):
+        gather_kernel[(ceil_div(rows.numel(), shape.rows),)](
+            storage, rows, weights, places.places, out, rows.numel(), len(columns), width, places.first, places.step,
+            dim=dim, block=power_of_two(dim), aligned=places.aligned, num_rows=shape.rows, keep=shape.keep,
+            num_warps=shape.warps,
+        )  # fmt: skip
+
+
+def pool_rows(
+    storage: Tensor, rows: Tensor, offsets: Tensor, out: Tensor, columns: tuple[int, ...], weights: Tensor | None
+) -> None:
+    """out[b, columns[f] : + D] = sum of weights[n] * storage[rows[n]] over bag f * B + b."""
+    dim, (size, width) = storage.shape[1], out.shape
+    bags = size * len(columns)
+    if not bags or not dim:
+        return
+    shape = pool_shape(dim, len(rows) / bags)
+    places = find_columns(columns, width, out.device)
+    with on_device(storage):
+        pool_kernel[(ceil_div(bags, shape.bags),)](
+            storage, rows, offsets, weights, places.places, out, bags, size, width, places.first, places.step,
+            dim=dim, block=power_of_two(dim), aligned=places.aligned, num_bags=shape.bags, ahead=shape.ahead,
+            num_warps=shape.warps,
+        )  # fmt: skip

@@ -1,0 +1,104 @@
+"""The Triton kernels of lookup and pooling.
+
+D numbers of a row lie in a block of the next power of two; a table may hold more than 2^31 numbers, so that every
+offset into one is of 64 bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place_of(b, f, columns, width, first_column, step, aligned: tl.constexpr):
+    """Return where the output of row b of the batch and feature f begins."""
+    if columns is None:
+        place = b.to(tl.int64) * width + (first_column + f * step)
+    else:
+        place = b.to(tl.int64) * width + tl.load(columns + f)
+    return tl.multiple_of(place, [aligned])
+
+
+@triton.jit(do_not_specialize=["count", "features"])
+def gather_kernel(
+    storage,
+    rows,
+    weights,
+    columns,
+    out,
+    count,
+    features,
+    width,
+    first_column,
+    step,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    aligned: tl.constexpr,
+    num_rows: tl.constexpr,
+    keep: tl.constexpr,
+):
+    """Copy `num_rows` rows to their places."""
+    n = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    cols = tl.arange(0, block)[None, :]
+    inside = n < count
+    row = tl.load(rows + n, mask=inside, other=0).to(tl.int64)
+    here = inside[:, None] & (cols < dim)
+    vectors = tl.load(storage + (row * dim)[:, None] + cols, mask=here, other=0.0, eviction_policy=keep)
+    if weights is not None:
+        factor = tl.load(weights + n, mask=inside, other=0.0)
+        vectors = vectors.to(tl.float32) * factor[:, None]
+    b = n // features
+    place = place_of(b, n - b * features, columns, width, first_column, step, aligned)
+    # The output is read by another kernel at the earliest: it shall not push rows out of the cache.
+    target = out + place[:, None] + cols
+    tl.store(target, vectors.to(out.dtype.element_ty), mask=here, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["count", "size"])
+def pool_kernel(
+    storage,
+    rows,
+    offsets,
+    weights,
+    columns,
+    out,
+    count,
+    size,
+    width,
+    first_column,
+    step,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    aligned: tl.constexpr,
+    num_bags: tl.constexpr,
+    ahead: tl.constexpr,
+):
+    """Sum `num_bags` bags, `ahead` entries of each at a time."""
+    k = tl.program_id(0) * num_bags + tl.arange(0, num_bags)
+    cols = tl.arange(0, block)
+    inside = k < count
+    start = tl.load(offsets + k, mask=inside, other=0)
+    length = (tl.load(offsets + k + 1, mask=inside, other=0) - start).to(tl.int32)
+    longest = tl.max(length, 0)
+    total = tl.zeros([num_bags, block], dtype=tl.float32)
+    j = tl.arange(0, ahead)
+    entry = start[:, None] + j[None, :]
+    here = j[None, :] < length[:, None]
+    row = tl.load(rows + entry, mask=here, other=0).to(tl.int64)
+    for done in range(0, longest, ahead):
+        place = (row * dim)[:, :, None] + cols[None, None, :]
+        vectors = tl.load(storage + place, mask=here[:, :, None] & (cols < dim)[None, None, :], other=0.0)
+        vectors = vectors.to(tl.float32)
+        if weights is not None:
+            vectors *= tl.load(weights + entry, mask=here, other=0.0)[:, :, None]
+        # The next rows' numbers are on their way while this tile's vectors are.
+        entry += ahead
+        here = (j + (done + ahead))[None, :] < length[:, None]
+        row = tl.load(rows + entry, mask=here, other=0).to(tl.int64)
+        total += tl.sum(vectors, 1)
+    f = k // size
+    place = place_of(k - f * size, f, columns, width, first_column, step, aligned)
+    target = out + place[:, None] + cols[None, :]
+    mask = inside[:, None] & (cols < dim)[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")

@@ -1,0 +1,120 @@
+"""From keys to rows of a storage: range check, its policies, padding, in one pass.
+
+Shapes: N keys of a column, F columns, each of one feature. The storage has R rows and after them two that are
+always zero: row R stands for "nothing here", row R + 1 for a missing value that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import VivianeError
+from viviane.ops.dispatch import implementation
+
+__all__ = ["HASH", "RAISE", "REPLACE", "SKIP", "ColumnRule", "KeyRules", "hashed", "key_rows", "mix"]
+
+RAISE: Final = 0
+REPLACE: Final = 1
+HASH: Final = 2
+SKIP: Final = 3
+
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+@dataclass(frozen=True)
+class ColumnRule:
+    """How the keys of one column become rows.
+
+    Args:
+        base: storage row of the table's key 0.
+        num_rows: the table's; keys 0 <= key < num_rows are in range.
+        policy: of keys out of range: RAISE reports them and takes row R; REPLACE takes `replacement`; HASH takes
+            base + the hash of `viviane.embedding.hash_keys`; SKIP takes row R.
+        replacement: storage row.
+        padding: key whose row is R, or -1.
+    """
+
+    base: int
+    num_rows: int
+    policy: int
+    replacement: int = 0
+    padding: int = -1
+
+
+class KeyRules:
+    """The rules of F columns, as tensors on a device.
+
+    Args:
+        columns: a rule each.
+        null_row: R.
+        device: of the keys.
+    """
+
+    def __init__(self, columns: Sequence[ColumnRule], null_row: int, device: torch.device) -> None:
+        self.columns = tuple(columns)
+        self.null_row = null_row
+        names = ("base", "num_rows", "policy", "replacement", "padding")
+        table = [[getattr(column, name) for name in names] for column in columns]
+        self.table = torch.tensor(table, dtype=torch.int64, device=device).view(-1, len(names))
+        """(F, 5), int64: base, num_rows, policy, replacement, padding."""
+        self.row_dtype = torch.int32 if null_row + 1 < 2**31 else torch.int64
+
+
+def key_rows(keys: Tensor, rules: KeyRules, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the storage rows of keys, (N, F), and the record of the first key out of range under RAISE.
+
+    Args:
+        keys: (N, C), int32 or int64, any strides.
+        rules: of F columns.
+        columns: (F,), int64: column of `keys` that each rule is for; None: they are all, in order.
+
+    Returns:
+        rows, (N, F), contiguous, int32 where the storage allows it, else int64; and (3,), int64, on the keys'
+        device: whether a key was out of range, its place n * F + f, the key. The first in that order is reported.
+
+    Example:
+        >>> rules = KeyRules([ColumnRule(base=10, num_rows=5, policy=SKIP)], null_row=99, device=torch.device("cpu"))
+        >>> key_rows(torch.tensor([[4], [5]]), rules)[0].tolist()
+        [[14], [99]]
+    """
+    width = keys.shape[1] if columns is None else len(columns)
+    if keys.dim() != 2 or width != len(rules.columns):
+        raise VivianeError("one rule per column", value=f"{tuple(keys.shape)}", allowed=f"(N, {len(rules.columns)})")
+    if keys.dtype not in (torch.int32, torch.int64):
+        raise VivianeError("keys must be whole numbers", value=str(keys.dtype), allowed="int32, int64")
+    rows, record = implementation("key_rows", keys.device).key_rows(keys, rules, columns)
+    return rows, record
+
+
+def mix(keys: Tensor) -> Tensor:
+    """Mix 64 bits; with >> shifting in zeros and arithmetic modulo 2^64:
+
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        x = (x ^ (x >> 31)) >> 1
+
+    Source: the finaliser of SplitMix64 (Steele, Lea and Flood 2014).
+    """
+    x = keys.to(torch.int64)
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return _shift(x ^ _shift(x, 31), 1)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def hashed(keys: Tensor, num_rows: int, padding: int) -> Tensor:
+    """Map keys evenly into a table: mix(key) mod num_rows, or into the rows beside the padding row."""
+    x = mix(keys)
+    if padding < 0:
+        return x % num_rows
+    x = x % (num_rows - 1)
+    return x + (x >= padding)

@@ -1,0 +1,141 @@
+"""Compile kernels to machine code that is kept on disk, and run them on torch's own threads.
+
+A kernel is a function of one argument, `call`: a pointer to int64. call[0] counts the tickets taken, call[1] is their
+number, the rest are the kernel's operands: addresses and whole numbers. Each thread takes tickets until none is left,
+so that a kernel is right for any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numba
+import torch
+from llvmlite import ir
+from numba import types
+
+from viviane.ops.native.memory import primitive
+
+OPERANDS: Final = 2
+"""Index in `call` of the first operand."""
+
+_SIGNATURE = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
+_config: Any = numba.config
+_WORK_PER_THREAD = 16_384
+_one_at_a_time = threading.Lock()
+_one_compiler = threading.RLock()
+
+
+@lru_cache(maxsize=1)
+def sources() -> str:
+    """Return a digest of the kernels' source files.
+
+    Numba looks at the file of a kernel alone when it decides whether machine code on disk is stale; a kernel that has
+    this text in its closure is compiled anew when any of these files changes.
+    """
+    here = Path(__file__).resolve().parent
+    files = sorted([*here.glob("*.py"), *here.parent.glob("*/cpu*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def kernel(function: Callable[..., None]) -> Kernel:
+    """Compile a kernel, or load it from the disk."""
+    with _one_compiler:
+        # Short loops of constant length are unrolled first; this pass then puts their steps side by side again.
+        before, _config.SLP_VECTORIZE = _config.SLP_VECTORIZE, 1
+        try:
+            # Contraction alone: a product and a sum may become one instruction, but no sum changes its order.
+            compiled = numba.cfunc(_SIGNATURE, cache=True, error_model="numpy", fastmath={"contract"})(function)
+        finally:
+            _config.SLP_VECTORIZE = before
+    return Kernel(compiled)
+
+
+class Kernel:
+    """A compiled kernel.
+
+    Args:
+        compiled: by Numba, from a function of `call`.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        self._address: int = compiled.address
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+
+    def __call__(self, operands: Sequence[int], *, tickets: int, threads: int) -> None:
+        """Run until all tickets are taken, without the interpreter's lock."""
+        call = (ctypes.c_int64 * (OPERANDS + len(operands)))(0, tickets, *operands)
+        threads = min(threads, tickets)
+        parallel = _torch_threads()
+        if threads <= 1:
+            self._call(ctypes.addressof(call))
+        elif parallel is not None:
+            parallel(self._address, ctypes.addressof(call), threads, 0)
+        else:
+            run_on_numba_threads(self._address, ctypes.addressof(call), threads)
+
+
+def num_threads(work: int) -> int:
+    """Return how many threads some work is worth: of torch's threads, one for each 16,384 numbers."""
+    return max(1, min(torch.get_num_threads(), work // _WORK_PER_THREAD))
+
+
+@lru_cache(maxsize=1)
+def _torch_threads() -> Any:
+    """Return GOMP_parallel of the OpenMP library that torch runs on, or None where there is none.
+
+    With threads of its own, Numba would compete for the cores with those of torch, which stay awake for a while after
+    each operation.
+    """
+    try:
+        # A library handle finds the functions of the libraries that it was linked with.
+        torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        function = torch_library.GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    function.restype = None
+    return function
+
+
+def run_on_numba_threads(address: int, call: int, threads: int) -> None:
+    """Run a kernel on Numba's threads, where torch's are out of reach."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(threads, _config.NUMBA_NUM_THREADS))
+    try:
+        run = _numba_driver()
+        # Numba's own thread pool ends the process when two threads enter it.
+        with _one_at_a_time:
+            run(address, call, threads)
+    finally:
+        numba.set_num_threads(before)
+
+
+@primitive
+def invoke(typing: Any, address: types.Type, call: types.Type) -> Any:
+    """Call the kernel at an address."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        function = ir.FunctionType(ir.VoidType(), [byte]).as_pointer()
+        builder.call(builder.inttoptr(args[0], function), [builder.inttoptr(args[1], byte)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), build
+
+
+@lru_cache(maxsize=1)
+def _numba_driver() -> Any:
+    @numba.njit(parallel=True, nogil=True, cache=True)
+    def run(address: int, call: int, threads: int) -> None:
+        for _ in numba.prange(threads):
+            invoke(address, call)
+
+    return run

@@ -1,0 +1,150 @@
+"""Move rows of a table by an optimizer's rule, straight from the gradients of a batch's lookups.
+
+Shapes: R rows of the table, D its width, N entries (one row looked up once each), U distinct rows.
+
+Gradients of equal rows are summed in a fixed order: the same input gives the same bits, run after run, whatever
+the number of threads. Nothing of the table's size is made but `Scratch`, 4 bytes a row on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from viviane.config.optimizers import SGD, AdaGrad, Adam, AnyOptimizer, Ftrl, RMSProp
+from viviane.core.errors import VivianeError
+from viviane.ops.dispatch import implementation
+from viviane.ops.row_update.entries import Entries
+
+__all__ = ["Entries", "Scratch", "initial_state", "state_shape", "sum_rows", "update_rows"]
+
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Scratch:
+    """Working memory of a table that stays between calls; give the same object with the same table."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.num_calls = 0
+        self.sorted: tuple[Tensor, int, Any] | None = None
+        """Rows that were sorted last, their version, and what came of it; see `viviane.ops.row_update.gpu`."""
+
+
+def update_rows(
+    weight: Tensor,
+    state: Mapping[str, Tensor],
+    entries: Entries,
+    rule: AnyOptimizer,
+    *,
+    lr: float,
+    step: int,
+    scale: float | Tensor = 1.0,
+    first_row: int = 0,
+    seed: int = 0,
+    scratch: Scratch | None = None,
+) -> None:
+    """Sum the gradients of equal rows, and move rows and state in place.
+
+    For each distinct row r of the entries, in float32:
+
+        g = scale * sum of weights[n] * gradient n over the entries n of row r
+        g *= min(1, clip_row_norm / |g|)        where the rule has clip_row_norm
+        g += weight_decay * w                   where it has weight_decay
+        w, state = the rule's arithmetic        see `viviane.config.optimizers`
+
+    Rows of 16 bits are rounded stochastically: up or down with odds that keep the mean, by a hash of seed, step,
+    row and column, so that small steps are not lost.
+
+    Args:
+        weight: (R, D), contiguous; float32, float16 or bfloat16.
+        state: by name, as `initial_state` lists it; float32.
+        entries: gradients; rows outside first_row <= row < first_row + R are left out.
+        rule: optimizer settings; its own `lr` is not read here.
+        lr: learning rate of this step.
+        step: of the table, from 1: bias correction, and clocks of "lazy_global".
+        scale: number, or 0-dim tensor on the device.
+        first_row: what is subtracted from the entries' rows.
+        seed: of stochastic rounding.
+        scratch: kept from call to call; None makes its own.
+
+    Example:
+        >>> weight = torch.ones(3, 2)
+        >>> entries = Entries(torch.tensor([2, 0, 2]), torch.arange(6.0))
+        >>> update_rows(weight, {}, entries, SGD(), lr=0.1, step=1)
+        >>> weight.tolist()
+        [[0.800000011920929, 0.699999988079071], [1.0, 1.0], [0.6000000238418579, 0.3999999761581421]]
+    """
+    check_table(weight)
+    expected = initial_state(rule)
+    if state.keys() != expected.keys():
+        raise VivianeError("the state is not this rule's", value=", ".join(state), allowed=", ".join(expected))
+    for name, part in state.items():
+        shape = state_shape(name, weight, rule)
+        if part.shape != shape or not part.is_contiguous():
+            raise VivianeError(f"state {name!r} must be contiguous {shape}", value=tuple(part.shape))
+    module = implementation("row_update", weight.device)
+    module.update_rows(
+        weight, state, entries, rule, lr=lr, step=step, scale=scale, first_row=first_row, seed=seed,
+        scratch=scratch or Scratch(),
+    )  # fmt: skip
+
+
+def sum_rows(
+    entries: Entries, dim: int, *, first_row: int = 0, num_rows: int, scratch: Scratch | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum gradients by row: the distinct rows in rising order, (U,), int64, and their sums, (U, dim), float32.
+
+    Args:
+        entries: gradients; rows outside first_row <= row < first_row + num_rows are left out.
+        dim: D.
+        first_row: what is subtracted from the entries' rows.
+        num_rows: R.
+        scratch: kept from call to call; None makes its own.
+
+    Example:
+        >>> rows, sums = sum_rows(Entries(torch.tensor([7, 2, 7]), torch.tensor([1.0, 2.0, 4.0])), 1, num_rows=8)
+        >>> rows.tolist(), sums.tolist()
+        ([2, 7], [[2.0], [5.0]])
+    """
+    module = implementation("row_update", entries.rows.device)
+    rows, sums = module.sum_rows(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch or Scratch())
+    return rows, sums
+
+
+def initial_state(rule: AnyOptimizer | None) -> dict[str, float]:
+    """Return the names of a rule's state and the value each begins with.
+
+    Example:
+        >>> initial_state(Adam(update="lazy_global"))
+        {'m': 0.0, 'v': 0.0, 'last_step': 0.0}
+    """
+    if isinstance(rule, SGD):
+        return {"momentum": 0.0} if rule.momentum else {}
+    if isinstance(rule, AdaGrad):
+        return {"accumulator": rule.initial_accumulator}
+    if isinstance(rule, RMSProp):
+        return {"accumulator": 0.0}
+    if isinstance(rule, Adam):
+        clock = {"last_step": 0.0} if rule.update == "lazy_global" else {}
+        return {"m": 0.0, "v": 0.0, **clock}
+    return {"n": 0.0, "z": 0.0} if isinstance(rule, Ftrl) else {}
+
+
+def state_shape(name: str, weight: Tensor, rule: AnyOptimizer) -> tuple[int, ...]:
+    """Return the shape of a state of a table (R, D): (R, D), or (R,) where a row has one number."""
+    one_per_row = name == "last_step" or (isinstance(rule, AdaGrad) and rule.row_wise)
+    return (weight.shape[0],) if one_per_row else tuple(weight.shape)
+
+
+def check_table(weight: Tensor) -> None:
+    """Refuse what is not a table: contiguous (R, D) of a type that kernels know."""
+    if weight.dim() != 2 or not weight.is_contiguous() or weight.dtype not in WEIGHT_DTYPES:
+        raise VivianeError(
+            "a table must be a contiguous matrix (R, D)",
+            value=f"{tuple(weight.shape)} of {weight.dtype}",
+            allowed="float32, float16, bfloat16",
+        )

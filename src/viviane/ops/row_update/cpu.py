@@ -1,0 +1,93 @@
+"""Row updates on the CPU: give equal rows of a batch one slot, sum gradients by slot, move the rows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import VivianeError
+from viviane.ops.native.kernels import num_threads, sources
+from viviane.ops.native.numbers import KINDS
+from viviane.ops.row_update.cpu_kernels import move_kernel, sum_kernel
+from viviane.ops.row_update.cpu_rules import rule_kind, settings
+from viviane.ops.row_update.cpu_slots import find_slots, room
+
+if TYPE_CHECKING:
+    from viviane.ops.row_update import Entries, Scratch
+
+_SLICES_PER_THREAD = 8
+_LOW = 0xFFFFFFFF
+
+
+def sum_rows(
+    entries: Entries, dim: int, *, first_row: int = 0, num_rows: int, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """Sum gradients by row: distinct rows, rising, (U,), int64, and their sums, (U, dim), float32."""
+    rows, sums = _summed(entries, dim, first_row, num_rows, scratch)
+    order = torch.from_numpy(np.argsort(rows.numpy()))
+    return rows[order], sums.index_select(0, order)
+
+
+def update_rows(
+    weight: Tensor,
+    state: Mapping[str, Tensor],
+    entries: Entries,
+    rule: AnyOptimizer,
+    *,
+    lr: float,
+    step: int,
+    scale: float | Tensor = 1.0,
+    first_row: int = 0,
+    seed: int = 0,
+    scratch: Scratch,
+) -> None:
+    """Sum the gradients of equal rows, and move rows and state in place."""
+    num_rows, dim = weight.shape
+    whole = getattr(rule, "update", "local") == "global"
+    rows, sums = (sum_rows if whole else _summed)(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch)
+    moved = num_rows if whole else len(rows)
+    if not moved or not dim:
+        return
+    values = settings(rule, lr, step, float(scale))
+    numbers = (ctypes.c_double * len(values))(*values)
+    states = [part.data_ptr() for name, part in state.items() if name != "last_step"]
+    clock = state["last_step"].data_ptr() if "last_step" in state else 0
+    threads = num_threads(moved * dim)
+    move_kernel(rule_kind(rule), dim, KINDS[weight.dtype], sources())(
+        (rows.data_ptr(), sums.data_ptr(), len(rows), num_rows if whole else 0, weight.data_ptr(),
+         *states, *[0] * (2 - len(states)), clock, ctypes.addressof(numbers), (seed + step * 0x9E3779B1) & _LOW),
+        tickets=threads * _SLICES_PER_THREAD, threads=threads,
+    )  # fmt: skip
+
+
+def _summed(entries: Entries, dim: int, first_row: int, num_rows: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Return distinct rows, (U,), int64, and their sums, (U, dim), in memory of the scratch."""
+    gradients, weights = entries.gradients, entries.weights
+    for name, part in (("rows", entries.rows), ("sources", entries.sources)):
+        if part is not None and (part.dtype not in (torch.int32, torch.int64) or not part.is_contiguous()):
+            raise VivianeError(f"{name} must be contiguous, of int32 or int64", value=str(part.dtype))
+    if gradients.dtype not in KINDS or not gradients.is_contiguous():
+        raise VivianeError("gradients must be contiguous, of a type that kernels know", value=str(gradients.dtype))
+    threads = num_threads(len(entries.rows) * dim)
+    slots = find_slots(entries.rows, first_row, num_rows, scratch, threads)
+    count = slots.num_rows
+    rows = room(scratch, "rows", count, torch.int64)[:count]
+    sums = room(scratch, "sums", count * dim, torch.float32)[: count * dim].view(count, dim)
+    source_place, source_size = (0, 0) if entries.sources is None else _place(entries.sources)
+    sum_kernel(dim, KINDS[gradients.dtype], sources())(
+        (gradients.data_ptr(), source_place, source_size, 0 if weights is None else weights.data_ptr(),
+         slots.met.data_ptr(), slots.touched.data_ptr(), slots.counts.data_ptr(), slots.stride,
+         rows.data_ptr(), sums.data_ptr()),
+        tickets=slots.owners, threads=threads,
+    )  # fmt: skip
+    return rows, sums
+
+
+def _place(part: Tensor) -> tuple[int, int]:
+    return part.data_ptr(), part.element_size()

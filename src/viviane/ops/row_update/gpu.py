@@ -1,0 +1,244 @@
+"""Row updates on a GPU: sort the entries by row, then sum and move in one pass; nothing waits for the device.
+
+Sorting needs the rows alone, not their gradients: `sort_entries` runs it ahead, on a stream of its own if one likes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import VivianeError
+from viviane.ops.row_update.gpu_kernels import rest_kernel, span_kernel
+from viviane.ops.row_update.gpu_rules import SUM, Rule, rule_of
+from viviane.ops.triton_parts.launch import WARP, ceil_div, devices_agree, on_device, power_of_two, warps_for
+
+if TYPE_CHECKING:
+    from viviane.ops.row_update import Entries, Scratch
+
+_SPAN = 64
+_SLOT_SPAN = 64
+_WIDEST_TILE = 64
+_LOW = 0xFFFFFFFF
+_SORTED = ("sorted_of", "sorted_rows", "sorted_order")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class SpanShape(NamedTuple):
+    """What one program of an update does: entries in flight at once, entries in all, its warps."""
+
+    tile: int
+    span: int
+    warps: int
+
+
+def span_shape(dim: int) -> SpanShape:
+    """Choose the update's shape: 16 numbers of each operand a thread.
+
+    Example:
+        >>> span_shape(128)
+        SpanShape(tile=4, span=64, warps=1)
+    """
+    warps = warps_for(dim)
+    tile = max(2, min(_WIDEST_TILE, 512 * warps // power_of_two(dim)))
+    return SpanShape(tile, _SPAN, warps)
+
+
+def slot_shape(dim: int) -> SpanShape:
+    """Choose the shape for the partial sums of the spans: few of them, so that more are in flight together.
+
+    Example:
+        >>> slot_shape(128)
+        SpanShape(tile=8, span=64, warps=1)
+    """
+    shape = span_shape(dim)
+    return SpanShape(min(2 * shape.tile, _SLOT_SPAN), _SLOT_SPAN, shape.warps)
+
+
+def sort_entries(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Sort rows, those of equal rows in the order of the entries; kept in the scratch until other rows come.
+
+    A later `update_rows` or `sum_rows` with this scratch and the same tensor takes what is kept.
+
+    Args:
+        rows: (N,), int32 or int64.
+        scratch: of the table.
+
+    Returns:
+        rows in rising order, and the entry that each came from, int64; (N,) each.
+
+    Example:
+        >>> from viviane.ops.row_update import Scratch
+        >>> [part.tolist() for part in sort_entries(torch.tensor([7, 2, 7]), Scratch())]
+        [[2, 7, 7], [1, 0, 2]]
+    """
+    kept = scratch.tensors.get(_SORTED[0])
+    if kept is None or not _same(kept, rows):
+        found, order = torch.sort(rows, stable=True)
+        scratch.tensors.update(zip(_SORTED, (rows, found, order), strict=True))
+    return scratch.tensors[_SORTED[1]], scratch.tensors[_SORTED[2]]
+
+
+def _same(kept: Tensor, rows: Tensor) -> bool:
+    """Whether two tensors are views of the same unchanged numbers; the kept one holds its memory, so no other has."""
+    if kept.is_inference() or rows.is_inference():
+        return False
+    places = [(one.data_ptr(), one.dtype, one.shape, one.device, one._version) for one in (kept, rows)]
+    return places[0] == places[1]
+
+
+def sum_rows(
+    entries: Entries, dim: int, *, first_row: int = 0, num_rows: int, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """Sum gradients by row: distinct rows, rising, (U,), int64, and their sums, (U, dim), float32.
+
+    Waits for the device once, to learn U.
+    """
+    _check(entries)
+    device = entries.rows.device
+    if not len(entries.rows):
+        return torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dim, device=device)
+    rows, order = sort_entries(entries.rows, scratch)
+    inside = (rows >= first_row) & (rows < first_row + num_rows)
+    starts = inside.clone()
+    starts[1:] &= rows[1:] != rows[:-1]
+    distinct = rows[starts].to(torch.int64) - first_row
+    # Each row's number among the distinct ones takes the row's place; others go before the first or past the last.
+    rank = torch.where(inside, starts.cumsum(0, dtype=torch.int32) - 1, -1)
+    rank = torch.where(rows >= first_row + num_rows, len(distinct), rank)
+    sums = torch.empty(len(distinct), dim, dtype=torch.float32, device=device)
+    if sums.numel():
+        target = _Target(sums, Rule(SUM, False, ()), 0, len(distinct))
+        _take_spans(target, rank, order, entries)
+    return distinct, sums
+
+
+def update_rows(
+    weight: Tensor,
+    state: Mapping[str, Tensor],
+    entries: Entries,
+    rule: AnyOptimizer,
+    *,
+    lr: float,
+    step: int,
+    scale: float | Tensor = 1.0,
+    first_row: int = 0,
+    seed: int = 0,
+    scratch: Scratch,
+) -> None:
+    """Sum the gradients of equal rows, and move rows and state in place."""
+    _check(entries, weight, scale if isinstance(scale, Tensor) else None, *state.values())
+    if not weight.numel():
+        return
+    whole = getattr(rule, "update", "local") == "global"
+    touched = torch.zeros(len(weight), dtype=torch.int8, device=weight.device) if whole else None
+    own = [part for part in state.values() if part.dim() == 1]
+    wide = [part for part in state.values() if part.dim() == 2]
+    target = _Target(
+        weight, rule_of(rule, lr, step), first_row, len(weight),
+        first=wide[0] if wide else None,
+        second=wide[1] if len(wide) > 1 else None,
+        own=own[0] if own else None,
+        touched=touched,
+        scale=None if isinstance(scale, Tensor) or scale == 1 else float(scale),
+        scale_at=scale if isinstance(scale, Tensor) else None,
+        clip=rule.clip_row_norm,
+        decay=rule.weight_decay or None,
+        dither=_signed(seed + step * 0x9E3779B1),
+    )  # fmt: skip
+    if len(entries.rows):
+        _take_spans(target, *sort_entries(entries.rows, scratch), entries)
+    if whole:
+        _move_rest(target)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The table that moves, or the sums, and all that does not change from one launch to the next."""
+
+    table: Tensor
+    rule: Rule
+    first_row: int
+    num_rows: int
+    first: Tensor | None = None
+    second: Tensor | None = None
+    own: Tensor | None = None
+    touched: Tensor | None = None
+    scale: float | None = None
+    scale_at: Tensor | None = None
+    clip: float | None = None
+    decay: float | None = None
+    dither: int = 0
+
+
+def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) -> None:
+    """Launch until one span takes all: first the entries, then the partial sums of runs that crossed an edge."""
+    dim = target.table.shape[1]
+    shape = span_shape(dim)
+    count, aligned = len(rows), min(entries.aligned, _vector(dim))
+    parts: tuple[Tensor | None, ...] = (order, entries.sources, entries.weights, entries.gradients)
+    with on_device(rows):
+        while True:
+            spans = ceil_div(count, shape.span)
+            slot_rows = slot_sums = None
+            if spans > 1:
+                slot_rows = rows.new_empty(2 * spans)
+                slot_sums = torch.empty(2 * spans, dim, dtype=torch.float32, device=rows.device)
+            span_kernel[(spans,)](
+                rows, *parts, slot_rows, slot_sums, target.table, target.first, target.second, target.own,
+                target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
+                target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned, tile=shape.tile,
+                span=shape.span, num_warps=shape.warps, enable_fp_fusion=False,
+            )  # fmt: skip
+            if slot_rows is None:
+                return
+            rows, parts, count = slot_rows, (None, None, None, slot_sums), 2 * spans
+            shape, aligned = slot_shape(dim), _vector(dim)
+
+
+def _move_rest(target: _Target) -> None:
+    """Move the rows that stand in no entry."""
+    shape = span_shape(target.table.shape[1])
+    with on_device(target.table):
+        rest_kernel[(ceil_div(target.num_rows, shape.tile),)](
+            target.table, target.first, target.second, target.own, target.touched, target.decay, target.rule.numbers,
+            target.num_rows, target.dither, **_fixed(target), tile=shape.tile, num_warps=shape.warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _fixed(target: _Target) -> dict[str, Any]:
+    dim = target.table.shape[1]
+    return {
+        "kind": target.rule.kind, "inside": target.rule.inside, "dim": dim, "block": power_of_two(dim),
+        "vector": _vector(dim),
+    }  # fmt: skip
+
+
+def _vector(dim: int) -> int:
+    """Return how many numbers of a row a thread loads at once; narrow rows share a warp."""
+    block = power_of_two(dim)
+    wanted = 4 if block < WARP else min(4, block // WARP)
+    return math.gcd(wanted, dim)
+
+
+def _signed(number: int) -> int:
+    """Return the signed whole number of the same lowest 32 bits, the type of all small numbers in a kernel."""
+    low = number & _LOW
+    return low - (1 << 32) if low >= 1 << 31 else low
+
+
+def _check(entries: Entries, *others: Tensor | None) -> None:
+    for name, part in (("rows", entries.rows), ("sources", entries.sources)):
+        if part is not None and (part.dtype not in (torch.int32, torch.int64) or not part.is_contiguous()):
+            raise VivianeError(f"{name} must be contiguous, of int32 or int64", value=str(part.dtype))
+    if entries.gradients.dtype not in _FLOATS or not entries.gradients.is_contiguous():
+        raise VivianeError("gradients must be contiguous, of a type that kernels know", value=entries.gradients.dtype)
+    if not devices_agree([entries.rows, entries.gradients, entries.sources, entries.weights, *others]):
+        raise VivianeError("a table, its state, its entries and the scale must be on one device")

@@ -1,0 +1,264 @@
+"""The Triton kernels of row updates.
+
+Entries come sorted by row. A program takes a span of neighbouring entries in tiles of T, sums runs of equal rows by a
+segmented scan, and moves a row once its run ends. A run that crosses the edge of a span leaves partial sums: slot 2p
+holds what span p has of a run that began before it, slot 2p + 1 what it has of a run that goes on behind it. Slots in
+their order are again entries sorted by row, empty ones with row -1, and go through the same kernel, until one span
+takes all. So the work of a program does not depend on how often a row stands in the batch, and the order of every sum
+is fixed by the sorted list alone.
+
+A row of D numbers lies across a warp, `vector` numbers a thread, so that the scan along entries stays within threads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from viviane.ops.row_update.gpu_rules import SUM, move
+from viviane.ops.triton_parts.rounding import rounded
+
+_sum = tl.constexpr(SUM)
+
+
+@triton.jit
+def _segmented(starts, sums, next_starts, next_sums):
+    return starts | next_starts, tl.where(next_starts != 0, next_sums, sums + next_sums)
+
+
+@triton.jit
+def _summed(starts, sums, carry):
+    """Return for each entry the sum of its run so far; the first entry's run may bring a sum along."""
+    lane = tl.arange(0, starts.shape[0])
+    sums = tl.where(((lane == 0) & (starts == 0))[:, None], sums + carry[None, :], sums)
+    wide = tl.broadcast_to(starts[:, None], sums.shape)
+    _, sums = tl.associative_scan((wide, sums), 0, _segmented)
+    return sums
+
+
+@triton.jit
+def _scaled(g, w, scale, scale_at, clip, decay):
+    """Return the gradient of rows by scale, a number or on the device, clipping of its norm, and weight decay."""
+    if scale is not None:
+        g *= scale
+    if scale_at is not None:
+        g *= tl.load(scale_at).to(tl.float32)
+    if clip is not None:
+        norm = tl.sqrt_rn(tl.sum(g * g, 1))
+        # Not a maximum: NaN stays NaN.
+        g *= tl.div_rn(clip, tl.where(norm < clip, clip, norm))[:, None]
+    if decay is not None:
+        g += decay * w
+    return g
+
+
+@triton.jit
+def _load(base, place, cols, here, dim: tl.constexpr, block: tl.constexpr, hint: tl.constexpr):
+    """Load vectors (T, D) as float32. Those left out hold anything; only columns past D are zero, for sums over D."""
+    at = base + place[:, None] + cols[None, :]
+    if dim == block:
+        vectors = tl.load(at, mask=here[:, None], eviction_policy=hint)
+    else:
+        vectors = tl.load(at, mask=here[:, None] & (cols < dim)[None, :], other=0.0, eviction_policy=hint)
+    return vectors.to(tl.float32)
+
+
+@triton.jit
+def _load_rows(
+    table,
+    first,
+    second,
+    own,
+    row,
+    cols,
+    here,
+    kind: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+):
+    """Load rows and their state; what a rule lacks is zero."""
+    place = tl.multiple_of(row * dim, [vector])
+    w = tl.zeros([row.shape[0], block], dtype=tl.float32)
+    one, two, per_row = w, w, tl.zeros([row.shape[0]], dtype=tl.float32)
+    if kind != _sum:
+        w = _load(table, place, cols, here, dim, block, "")
+    if first is not None:
+        one = _load(first, place, cols, here, dim, block, "")
+    if second is not None:
+        two = _load(second, place, cols, here, dim, block, "")
+    if own is not None:
+        per_row = tl.load(own + row, mask=here, other=0.0)
+    return w, one, two, per_row
+
+
+@triton.jit
+def _store_rows(
+    table,
+    first,
+    second,
+    own,
+    touched,
+    w,
+    one,
+    two,
+    per_row,
+    row,
+    cols,
+    here,
+    dim: tl.constexpr,
+    vector: tl.constexpr,
+    dither,
+):
+    """Store rows, rounded to their type, and their state."""
+    place = tl.multiple_of(row * dim, [vector])[:, None] + cols[None, :]
+    mask = here[:, None] & (cols < dim)[None, :]
+    tl.store(table + place, rounded(w, table.dtype.element_ty, dither, row, cols), mask=mask)
+    if first is not None:
+        tl.store(first + place, one, mask=mask)
+    if second is not None:
+        tl.store(second + place, two, mask=mask)
+    if own is not None:
+        tl.store(own + row, per_row, mask=here)
+    if touched is not None:
+        tl.store(touched + row, tl.full([row.shape[0]], 1, tl.int8), mask=here)
+
+
+@triton.jit
+def _find_entries(rows, order, sources, n, stop, dim: tl.constexpr, aligned: tl.constexpr):
+    """Return the rows of the sorted entries n, which entries they are, and where their gradients begin."""
+    row = tl.load(rows + n, mask=n < stop, other=-1)
+    entry = n.to(tl.int64)
+    if order is not None:
+        entry = tl.load(order + n, mask=n < stop, other=0)
+    source = entry * dim
+    if sources is not None:
+        source = tl.load(sources + entry, mask=n < stop, other=0).to(tl.int64)
+    return row, entry, tl.multiple_of(source, [aligned])
+
+
+@triton.jit
+def _store_slots(
+    slot_rows, slot_sums, carry, p, head, last, before, behind, first_row, num_rows, cols, dim: tl.constexpr
+):
+    """Store the rows of a span's two slots, and the sum of the run that goes on behind it."""
+    goes_on = (last == behind) & (last >= first_row) & (last < first_row + num_rows)
+    came_in = (head == before) & (head >= first_row) & (head < first_row + num_rows)
+    tl.store(slot_rows + 2 * p, tl.where(came_in, head, -1))
+    tl.store(slot_rows + 2 * p + 1, tl.where(goes_on, last, -1))
+    if goes_on:
+        at = slot_sums + (2 * p).to(tl.int64) * dim + cols
+        through = last == before  # the span lies within one run: the first slot takes all
+        tl.store(at + dim, tl.where(through, 0.0, carry), mask=cols < dim)
+        tl.store(at, carry, mask=(cols < dim) & through)
+
+
+@triton.jit(do_not_specialize=["count", "first_row", "num_rows", "dither"])
+def span_kernel(
+    rows,
+    order,
+    sources,
+    weights,
+    gradients,
+    slot_rows,
+    slot_sums,
+    table,
+    first,
+    second,
+    own,
+    touched,
+    scale,
+    scale_at,
+    clip,
+    decay,
+    numbers,
+    count,
+    first_row,
+    num_rows,
+    dither,
+    kind: tl.constexpr,
+    inside: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+    aligned: tl.constexpr,
+    tile: tl.constexpr,
+    span: tl.constexpr,
+):
+    """Sum the runs of a span of entries, and move the rows whose runs it holds whole; without order, of slots."""
+    p = tl.program_id(0)
+    start = p * span
+    end = tl.minimum(start + span, count)
+    stop = end
+    lane = tl.arange(0, tile)
+    cols = tl.arange(0, block)
+    before = tl.load(rows + start - 1, mask=start > 0, other=-1)
+    head = tl.load(rows + start)
+    last = tl.load(rows + end - 1)
+    behind = tl.load(rows + end, mask=end < count, other=-1)
+    if order is not None:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
+        if (last < first_row) | (head >= first_row + num_rows):  # the span has no row of this table
+            stop = start
+    carry = tl.zeros([block], dtype=tl.float32)
+    row, entry, source = _find_entries(rows, order, sources, start + lane, stop, dim, aligned)
+    for at in range(start, stop, tile):
+        n = at + lane
+        here = (n < stop) & (row >= first_row) & (row < first_row + num_rows)
+        g = _load(gradients, source, cols, here, dim, block, "evict_first")
+        if weights is not None:
+            g *= tl.load(weights + entry, mask=here, other=0.0)[:, None]
+        next_row = tl.load(rows + n + 1, mask=n + 1 < count, other=-1)
+        starts = (row != tl.load(rows + n - 1, mask=(n > 0) & (n < stop), other=-1)).to(tl.int32)
+        ends = here & (row != next_row)
+        done = ends & (row != before)
+        came_in = ends & (row == before)
+        goes_on = (lane == tile - 1) & here & (row == next_row)
+        place = (row - first_row).to(tl.int64)
+        w, one, two, per_row = _load_rows(table, first, second, own, place, cols, done, kind, dim, block, vector)
+        # The next tile's places are on their way while this tile's vectors are.
+        row, entry, source = _find_entries(rows, order, sources, n + tile, stop, dim, aligned)
+        g = _summed(starts, g, carry)
+        carry = tl.sum(tl.where(goes_on[:, None], g, 0.0), 0)
+        if tl.max(done.to(tl.int32)) > 0:
+            if kind != _sum:
+                moved = _scaled(g, w, scale, scale_at, clip, decay)
+                w, one, two, per_row = move(kind, inside, dim, w, moved, one, two, per_row, numbers)
+            else:
+                w = g
+            _store_rows(
+                table, first, second, own, touched, w, one, two, per_row, place, cols, done, dim, vector, dither
+            )
+        if slot_sums is not None:  # noqa: SIM102
+            if tl.max(came_in.to(tl.int32)) > 0:
+                total = tl.sum(tl.where(came_in[:, None], g, 0.0), 0)
+                tl.store(slot_sums + (2 * p).to(tl.int64) * dim + cols, total, mask=cols < dim)
+    if slot_sums is not None:
+        _store_slots(slot_rows, slot_sums, carry, p, head, last, before, behind, first_row, num_rows, cols, dim)
+
+
+@triton.jit(do_not_specialize=["num_rows", "dither"])
+def rest_kernel(
+    table,
+    first,
+    second,
+    own,
+    touched,
+    decay,
+    numbers,
+    num_rows,
+    dither,
+    kind: tl.constexpr,
+    inside: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Move the rows that no entry touched, whose gradient is zero, for the "global" rules."""
+    row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
+    cols = tl.arange(0, block)
+    here = (row < num_rows) & (tl.load(touched + row, mask=row < num_rows, other=1) == 0)
+    w, one, two, per_row = _load_rows(table, first, second, own, row, cols, here, kind, dim, block, vector)
+    g = _scaled(tl.zeros_like(w), w, None, None, None, decay)
+    w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
+    _store_rows(table, first, second, own, None, w, one, two, per_row, row, cols, here, dim, vector, dither)

@@ -1,0 +1,95 @@
+"""Launch Triton kernels: on the right device, with a tile's shape, and with the columns of an output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WARP = 32
+_ALIGNED = 16  # elements; kernels profit from no more
+
+
+class Columns(NamedTuple):
+    """Where a kernel finds the columns of an output.
+
+    Args:
+        places: (F,), int64, on the device, or None where they are first + f * step.
+        first, step: see `places`.
+        aligned: a power of two, at most 16, that divides every column and the output's width.
+    """
+
+    places: Tensor | None
+    first: int
+    step: int
+    aligned: int
+
+
+@lru_cache(maxsize=256)
+def find_columns(columns: tuple[int, ...], width: int, device: torch.device) -> Columns:
+    """Describe columns; those with one distance between them need no list. Kept: the list is copied just once.
+
+    Example:
+        >>> find_columns((0, 8, 16), 24, torch.device("cpu"))
+        Columns(places=None, first=0, step=8, aligned=8)
+    """
+    aligned = math.gcd(_ALIGNED, width, *columns)
+    step = columns[1] - columns[0] if len(columns) > 1 else 0
+    if all(column == columns[0] + f * step for f, column in enumerate(columns)):
+        return Columns(None, columns[0], step, aligned)
+    return Columns(torch.tensor(columns, dtype=torch.int64).to(device), 0, 0, aligned)
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make a tensor's GPU the current one, on which Triton launches; nothing to do for the interpreter.
+
+    Example:
+        >>> with on_device(torch.ones(1)):
+        ...     pass
+    """
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def power_of_two(count: int) -> int:
+    """Return the least power of two that is not less.
+
+    Example:
+        >>> [power_of_two(count) for count in (1, 3, 8)]
+        [1, 4, 8]
+    """
+    return 1 << (count - 1).bit_length()
+
+
+def warps_for(dim: int) -> int:
+    """Return how many warps hold one row of D numbers, sixteen of them a thread at most.
+
+    Example:
+        >>> warps_for(128), warps_for(4096)
+        (1, 8)
+    """
+    return min(8, max(1, power_of_two(dim) // (16 * WARP)))
+
+
+def ceil_div(count: int, size: int) -> int:
+    """Return how many blocks of a size cover a count.
+
+    Example:
+        >>> ceil_div(9, 4)
+        3
+    """
+    return -(-count // size)
+
+
+def devices_agree(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether all tensors are on one device.
+
+    Example:
+        >>> devices_agree([torch.ones(1), None])
+        True
+    """
+    return len({tensor.device for tensor in tensors if tensor is not None}) == 1

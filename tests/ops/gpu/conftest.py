@@ -1,0 +1,46 @@
+"""The GPU's kernels: run for real where there is a GPU, else in Triton's interpreter on CPU tensors.
+
+Triton must be told to interpret before anything imports it: TRITON_INTERPRET=1 python -m pytest tests/ops/gpu.
+Without that variable the tests here are left out; tests/ops/test_gpu_interpreted.py runs them in a process with it.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+
+if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore_glob = ["test_*.py"]
+elif not ON_GPU:
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patched(tensor, scope):
+        # Triton 3.6 asks NumPy for the number in an array of one, which NumPy 2.4 refuses.
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def _scan(self, parts):
+        """Scan a whole slice at a time, where the interpreter takes one number after another."""
+        slices = [np.moveaxis(part.handle.data, self.axis, 0) for part in parts]
+        kinds = [part.dtype for part in parts]
+        running = [[one[0]] for one in slices]
+        for i in range(1, len(slices[0])):
+            arguments = [values[-1] for values in running] + [one[i] for one in slices]
+            result = self.combine_fn.fn(*(self.to_tensor(a, k) for a, k in zip(arguments, kinds * 2, strict=True)))
+            for values, value in zip(running, result, strict=True):
+                values.append(value.handle.data)
+        whole = [np.stack(values, self.axis) for values in running]
+        return [self.to_tensor(values, kind) for values, kind in zip(whole, kinds, strict=True)]
+
+    interpreter._patch_lang_tensor = _patched
+    interpreter.ScanOps.generic_scan = _scan
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if ON_GPU else "cpu")

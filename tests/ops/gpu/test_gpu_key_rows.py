@@ -1,0 +1,73 @@
+"""From keys to rows on a GPU, equal to the plain truth in every number."""
+
+import pytest
+import torch
+
+from viviane.ops.key_rows import HASH, RAISE, REPLACE, SKIP, ColumnRule, KeyRules, gpu, reference
+
+NULL = 5000
+RULES = [
+    ColumnRule(base=0, num_rows=10, policy=RAISE),
+    ColumnRule(base=10, num_rows=1, policy=HASH),
+    ColumnRule(base=11, num_rows=7, policy=HASH, padding=3),
+    ColumnRule(base=20, num_rows=2, policy=HASH, padding=1),
+    ColumnRule(base=30, num_rows=100, policy=REPLACE, replacement=33, padding=0),
+    ColumnRule(base=200, num_rows=9, policy=SKIP),
+    ColumnRule(base=300, num_rows=5, policy=RAISE, padding=0),
+]
+EDGES = {torch.int32: (-(2**31), 2**31 - 1), torch.int64: (-(2**63), 2**63 - 1)}
+
+
+def both(keys, rules, columns=None):
+    made = KeyRules(rules, NULL, keys.device)
+    found, truth = gpu.key_rows(keys, made, columns), reference.key_rows(keys, made, columns)
+    assert found[0].dtype == truth[0].dtype
+    assert torch.equal(found[0], truth[0])
+    assert found[1].tolist() == truth[1].tolist()
+    return found
+
+
+def keys_of(size, rules, dtype, wild, device):
+    generator = torch.Generator().manual_seed(size)
+    keys = torch.stack([torch.randint(rule.num_rows, (size,), generator=generator, dtype=dtype) for rule in rules], 1)
+    if wild:
+        strange = torch.tensor([*EDGES[dtype], -1, 10, 11], dtype=dtype)
+        where = torch.rand(keys.shape, generator=generator) < 0.2
+        keys[where] = strange[torch.randint(5, (int(where.sum()),), generator=generator)]
+    return keys.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("size", [1, 3, 300])
+@pytest.mark.parametrize("wild", [False, True])
+def test_every_policy(device, dtype, size, wild):
+    both(keys_of(size, RULES, dtype, wild, device), RULES)
+
+
+def test_the_first_offender_is_reported_whatever_the_order_of_the_programs(device):
+    keys = torch.zeros(5000, len(RULES), dtype=torch.int64, device=device)
+    keys[4999, 0], keys[700, 6], keys[700, 0], keys[3, 5] = -1, 5, 12, 99
+    _, record = both(keys, RULES)
+    assert record.tolist() == [1, 700 * len(RULES), 12]
+
+
+def test_columns_strides_and_more_columns_than_a_tile(device):
+    many = [RULES[i % len(RULES)] for i in range(70)]
+    keys = keys_of(9, many, torch.int64, True, device)
+    both(keys, many)
+    both(keys.t().contiguous().t(), many)
+    picked = torch.tensor([69, 0, 35], device=device)
+    both(keys, [many[i] for i in picked.tolist()], picked)
+
+
+def test_no_keys_and_no_columns(device):
+    both(torch.zeros(0, len(RULES), dtype=torch.int32, device=device), RULES)
+    both(torch.zeros(4, 0, dtype=torch.int32, device=device), [])
+
+
+def test_rows_past_two_to_the_31(device):
+    rules = KeyRules([ColumnRule(base=2**33, num_rows=2**34, policy=RAISE)], 2**35, device)
+    keys = torch.tensor([[0], [2**34 - 1]], device=device)
+    rows, record = gpu.key_rows(keys, rules)
+    assert rows.tolist() == [[2**33], [2**33 + 2**34 - 1]]
+    assert record.tolist() == [0, 0, 0]

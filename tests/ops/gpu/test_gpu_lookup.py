@@ -1,0 +1,135 @@
+"""Lookup and pooling on a GPU against the plain truth."""
+
+import pytest
+import torch
+
+from viviane.ops.embedding_bag import gpu, reference
+
+ON_GPU = torch.cuda.is_available()
+# Sums of some dozens of float32 numbers near 1, added in another order than the truth's: 2^-24 for each addition.
+SUMS = {"rtol": 1e-5, "atol": 1e-5}
+# The sum in float32 and the truth in float64 may round to neighbouring numbers of 16 bits.
+HALF = {torch.float32: SUMS, torch.float16: {"rtol": 2e-3, "atol": 1e-3}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
+
+
+def table(device, num_rows, dim, dtype=torch.float32):
+    return torch.randn(num_rows, dim, generator=torch.Generator().manual_seed(dim)).to(dtype).to(device)
+
+
+def poisoned(device, size, width, dtype=torch.float32):
+    return torch.full((size, width), -777.0, dtype=dtype, device=device)
+
+
+def ids(device, shape, high, dtype=torch.int32):
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(1), dtype=dtype).to(device)
+
+
+def factors(device, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 7, 16, 33, 100, 128])
+@pytest.mark.parametrize("regular", [True, False])
+def test_rows_are_copied_to_their_columns_and_nowhere_else(device, dim, regular):
+    storage, size = table(device, 11, dim), 5
+    columns = (0, dim, 2 * dim) if regular else (2 * dim + 3, 0, dim + 1)
+    rows = ids(device, (size, 3), 11, torch.int64 if regular else torch.int32)
+    rows[0, 0], rows[1, 1] = 0, 10
+    out = poisoned(device, size, 3 * dim + 4)
+    expected = out.clone()
+    gpu.gather_rows(storage, rows, out, columns, None)
+    reference.gather_rows(storage, rows, expected, columns, None)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_types_and_weights(device, dtype, out_dtype):
+    storage, rows = table(device, 9, 8, dtype), ids(device, (4, 2), 9)
+    for weights in (None, factors(device, (4, 2))):
+        out = poisoned(device, 4, 16, out_dtype)
+        expected = out.clone()
+        gpu.gather_rows(storage, rows, out, (0, 8), weights)
+        reference.gather_rows(storage, rows, expected, (0, 8), weights)
+        if ON_GPU or out_dtype != torch.bfloat16:
+            assert torch.equal(out, expected)  # one product in float32, one rounding: nothing may differ
+        else:  # the interpreter of Triton 3.6 cuts where a GPU rounds to nearest: one unit of 2^-7
+            torch.testing.assert_close(out, expected, rtol=2**-7, atol=0)
+
+
+def bags(device, lengths, num_rows, dtype=torch.int32):
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device)
+    return ids(device, (sum(lengths),), num_rows, dtype), offsets
+
+
+@pytest.mark.parametrize("dim", [1, 3, 7, 16, 33, 100, 128])
+@pytest.mark.parametrize("lengths", [[1] * 6, [0, 3, 0, 0, 7, 1], [20, 0, 40, 5, 1, 0], [0] * 6], ids=str)
+def test_bags_are_summed(device, dim, lengths):
+    storage = table(device, 13, dim)
+    rows, offsets = bags(device, lengths, 13)
+    for weights in (None, factors(device, rows.shape)):
+        out = poisoned(device, 3, 2 * dim + 1)
+        truth = out.double()
+        gpu.pool_rows(storage, rows, offsets, out, (dim + 1, 0), weights)
+        reference.pool_rows(storage.double(), rows, offsets, truth, (dim + 1, 0), weights)
+        torch.testing.assert_close(out.double(), truth, **SUMS)
+        assert (out[:, dim] == -777).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sums_of_other_types(device, dtype, out_dtype):
+    storage, lengths = table(device, 9, 8, dtype), [2, 0, 5, 1]
+    rows, offsets = bags(device, lengths, 9, torch.int64)
+    out = poisoned(device, 4, 8, out_dtype)
+    truth = out.double()
+    gpu.pool_rows(storage, rows, offsets, out, (0,), None)
+    reference.pool_rows(storage.double(), rows, offsets, truth, (0,), None)
+    torch.testing.assert_close(out.double(), truth, **HALF[out_dtype])
+
+
+def test_nothing_to_do(device):
+    none, out = torch.zeros(0, dtype=torch.int32, device=device), poisoned(device, 0, 4)
+    storage = table(device, 3, 4)
+    gpu.gather_rows(storage, none.view(0, 1), out, (0,), None)
+    gpu.pool_rows(storage, none, torch.zeros(1, dtype=torch.int64, device=device), out, (0,), None)
+    out = poisoned(device, 2, 4)
+    gpu.pool_rows(storage, none, torch.zeros(3, dtype=torch.int64, device=device), out, (0,), None)
+    assert (out == 0).all()
+
+
+def test_not_a_number_stays_in_its_bag(device):
+    storage = table(device, 4, 3)
+    storage[3, 1] = float("nan")
+    rows, offsets = torch.tensor([0, 3, 1, 2]).to(device), torch.tensor([0, 1, 2, 4]).to(device)
+    out = poisoned(device, 3, 3)
+    gpu.pool_rows(storage, rows, offsets, out, (0,), None)
+    assert out.isnan().nonzero().tolist() == [[1, 1]]
+
+
+def test_a_long_bag_gives_the_same_bits_again(device):
+    storage, lengths = table(device, 50, 4), [1, 3000, 0, 2]
+    rows, offsets = bags(device, lengths, 50)
+    rows[5:2000] = 7
+    found = []
+    for _ in range(2):
+        out = poisoned(device, 4, 4)
+        gpu.pool_rows(storage, rows, offsets, out, (0,), None)
+        found.append(out)
+    assert torch.equal(*found)
+    truth = poisoned(device, 4, 4).double()
+    reference.pool_rows(storage.double(), rows, offsets, truth, (0,), None)
+    # 3000 additions, each rounded by up to 2^-24 of a running sum of up to 5000.
+    torch.testing.assert_close(found[0].double(), truth, rtol=1e-4, atol=0.02)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_a_table_of_more_than_two_to_the_31_numbers(device):
+    storage = torch.empty(2**24 + 2**20, 128, dtype=torch.float16, device=device)
+    storage[-1] = 3.0
+    rows = torch.full((2, 1), len(storage) - 1, dtype=torch.int32, device=device)
+    out = poisoned(device, 2, 128)
+    gpu.gather_rows(storage, rows, out, (0,), None)
+    assert (out == 3).all()
+    gpu.pool_rows(storage, rows.view(-1), torch.tensor([0, 2, 2]).to(device), out, (0,), None)
+    assert out[:, 0].tolist() == [6.0, 0.0]

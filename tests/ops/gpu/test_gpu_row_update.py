@@ -1,0 +1,275 @@
+"""Row updates on a GPU against the plain truth in float64."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
+from viviane.core.errors import VivianeError
+from viviane.ops.row_update import Entries, Scratch, gpu, initial_state, reference, rounding, state_shape
+from viviane.ops.triton_parts.rounding import rounded
+
+ON_GPU = torch.cuda.is_available()
+# Sums of some dozens of float32 numbers near 1, quotients and roots within 2 units in the last place, three steps.
+# The rules have an epsilon of 0.01: a smaller one would multiply errors of sums that cancel.
+CLOSE = {"rtol": 2e-5, "atol": 1e-5}
+RULES = {
+    "sgd": SGD(),
+    "clip and decay": SGD(clip_row_norm=0.5, weight_decay=0.1),
+    "momentum": SGD(momentum=0.9),
+    "nesterov, global": SGD(momentum=0.9, nesterov=True, update="global", weight_decay=0.1),
+    "adagrad": AdaGrad(epsilon=0.01, initial_accumulator=0.1, clip_row_norm=2.0),
+    "adagrad, epsilon inside": AdaGrad(epsilon=0.01, epsilon_inside_root=True),
+    "row-wise adagrad": AdaGrad(row_wise=True, epsilon=0.01, weight_decay=0.1),
+    "rmsprop": RMSProp(epsilon=0.01),
+    "adam": Adam(epsilon=0.01),
+    "adam, beta 0": Adam(beta1=0.0, epsilon=0.01, epsilon_inside_root=True, update="lazy_global"),
+    "adam, global": Adam(epsilon=0.01, update="global"),
+    "adam, lazy": Adam(epsilon=0.01, update="lazy_global"),
+    "ftrl": Ftrl(lambda1=0.01, lambda2=0.1, beta=1.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_spans(monkeypatch):
+    """Spans of 16 entries, so that few entries make several levels of partial sums."""
+    monkeypatch.setattr(gpu, "span_shape", lambda dim: gpu.SpanShape(4, 16, 1))
+    monkeypatch.setattr(gpu, "slot_shape", lambda dim: gpu.SpanShape(4, 8, 1))
+
+
+def random(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def make_entries(device, count, num_rows, dim, *, seed=0, hot=0.3, weighted=True, spread=True, dtype=torch.float32):
+    g = random(seed)
+    rows = torch.randint(-2, num_rows + 3, (count,), generator=g, dtype=torch.int32)
+    rows[torch.rand(count, generator=g) < hot] = 4
+    gradients = torch.randn(count * dim, generator=g).to(dtype)
+    sources = (torch.randperm(count, generator=g) * dim).to(torch.int32) if spread else None
+    weights = torch.rand(count, generator=g) if weighted else None
+    parts = [None if part is None else part.to(device) for part in (rows, gradients, sources, weights)]
+    return Entries(*parts, aligned=dim & -dim)
+
+
+def double(entries):
+    return Entries(entries.rows, entries.gradients.double(), entries.sources, entries.weights)
+
+
+def new_state(weight, rule):
+    return {
+        name: torch.full(state_shape(name, weight, rule), start, device=weight.device)
+        for name, start in initial_state(rule).items()
+    }
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule(device, name):
+    rule, num_rows, dim = RULES[name], 12, 5
+    weight = torch.randn(num_rows, dim, generator=random(1)).to(device)
+    state, scratch = new_state(weight, rule), Scratch()
+    truth, true_state = weight.double(), {k: s.double() for k, s in state.items()}
+    # The second step leaves rows untouched, which the third makes up for where the rule does that.
+    for step, count in ((1, 70), (3, 5), (7, 40)):
+        entries = make_entries(device, count, num_rows, dim, seed=step)
+        settings = {"lr": 0.1, "step": step, "scale": 0.5, "first_row": 2}
+        gpu.update_rows(weight, state, entries, rule, scratch=scratch, **settings)
+        reference.update_rows(truth, true_state, double(entries), rule, **settings)
+    torch.testing.assert_close(weight.double(), truth, **CLOSE)
+    for part, values in state.items():
+        torch.testing.assert_close(values.double(), true_state[part], **CLOSE)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 7, 16, 33, 100])
+@pytest.mark.parametrize(
+    "rule", [SGD(clip_row_norm=0.5), AdaGrad(row_wise=True, epsilon=0.01)], ids=["sgd", "row-wise"]
+)
+def test_widths(device, dim, rule, monkeypatch):
+    monkeypatch.setattr(gpu, "span_shape", lambda dim: gpu.SpanShape(4, 8, 1))
+    weight = torch.randn(6, dim, generator=random(1)).to(device)
+    state = new_state(weight, rule)
+    truth, true_state = weight.double(), {k: s.double() for k, s in state.items()}
+    entries = make_entries(device, 30, 6, dim, weighted=False)
+    gpu.update_rows(weight, state, entries, rule, lr=0.1, step=1, scratch=Scratch())
+    reference.update_rows(truth, true_state, double(entries), rule, lr=0.1, step=1)
+    torch.testing.assert_close(weight.double(), truth, **CLOSE)
+
+
+def exact_entries(device, count, num_rows, dim, dtype=torch.float32):
+    """Gradients whose sums and products float32 holds exactly, so that the order of sums does not matter."""
+    g = random(3)
+    rows = torch.randint(num_rows, (count,), generator=g)
+    gradients = torch.randint(-8, 9, (count * dim,), generator=g).to(dtype) / 64
+    return Entries(rows.to(device), gradients.to(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_of_16_bits_are_rounded_bit_by_bit_as_written(device, dtype, gradient_dtype):
+    weight = torch.randn(9, 12, generator=random(1)).to(dtype).to(device)
+    truth = weight.clone()
+    entries = exact_entries(device, 40, 9, 12, gradient_dtype)
+    for step in (1, 2**20):
+        settings = {"lr": 0.125, "step": step, "seed": 2**32 - 5}
+        gpu.update_rows(weight, {}, entries, SGD(), scratch=Scratch(), **settings)
+        reference.update_rows(truth, {}, Entries(entries.rows, entries.gradients.float()), SGD(), **settings)
+    assert torch.equal(weight, truth)
+
+
+@triton.jit
+def round_kernel(values, out, start, rows: tl.constexpr, dim: tl.constexpr):
+    row, column = tl.arange(0, rows), tl.arange(0, dim)
+    at = row[:, None] * dim + column[None, :]
+    tl.store(out + at, rounded(tl.load(values + at), out.dtype.element_ty, start, row.to(tl.int64), column))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows that are meant
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_of_every_kind_of_number(device, dtype):
+    values = torch.randint(-(2**31), 2**31 - 1, (64, 64), generator=random(0), dtype=torch.int32).view(torch.float32)
+    near = torch.randn(64, 64, generator=random(1)) * 2.0 ** torch.randint(-30, 18, (64, 64), generator=random(2))
+    values[::2] = near[::2]
+    limits = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65504.0, 65520.0, -65536.0, 3.4e38, 2.0**-14]
+    values[0, :10] = torch.tensor(limits)
+    out = torch.zeros(64, 64, dtype=dtype, device=device)
+    round_kernel[(1,)](values.to(device), out, 12345, 64, 64)
+    random_bits = rounding.noise(12345, 0, torch.arange(64), 64)
+    truth = (rounding.round_float16 if dtype == torch.float16 else rounding.round_bfloat16)(values, random_bits)
+    same = (out.cpu() == truth) | (out.cpu().isnan() & truth.isnan())
+    assert same.all(), values[~same]
+    assert torch.equal(out.cpu().signbit()[0, :2], truth.signbit()[0, :2])
+
+
+def test_the_scale_may_be_on_the_device(device):
+    found = []
+    for scale in (0.3, torch.tensor(0.3).to(device)):
+        weight = torch.ones(12, 5, device=device)
+        entries = make_entries(device, 20, 12, 5)
+        gpu.update_rows(weight, {}, entries, SGD(), lr=0.1, step=1, scale=scale, scratch=Scratch())
+        found.append(weight)
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], torch.ones_like(found[0]))
+
+
+@pytest.mark.parametrize("dim", [1, 128] if ON_GPU else [1])
+def test_one_row_a_hundred_thousand_times(device, dim, monkeypatch):
+    monkeypatch.undo()
+    if not ON_GPU:
+        monkeypatch.setattr(gpu, "span_shape", lambda dim: gpu.SpanShape(64, 512, 1))
+        monkeypatch.setattr(gpu, "slot_shape", lambda dim: gpu.SpanShape(4, 8, 1))
+    rows = torch.full((100_007 if ON_GPU else 4_007,), 3, dtype=torch.int32)  # the interpreter is slow
+    rows[5], rows[-7], rows[-1] = 2, 4, 0
+    entries = Entries(rows.to(device), torch.randn(len(rows) * dim, generator=random(0)).to(device))
+    weights = [torch.zeros(5, dim, device=device) for _ in range(2)]
+    for weight in weights:
+        gpu.update_rows(weight, {}, entries, SGD(), lr=1.0, step=1, scratch=Scratch())
+    assert torch.equal(*weights)
+    truth = torch.zeros(5, dim, dtype=torch.float64, device=device)
+    reference.update_rows(truth, {}, double(entries), SGD(), lr=1.0, step=1)
+    # Sums of up to 100,000 numbers near 1, each addition rounded by 2^-24 of a sum below 1000.
+    torch.testing.assert_close(weights[0].double(), truth, rtol=1e-4, atol=1e-2)
+
+
+def test_sums_by_row(device):
+    entries = make_entries(device, 90, 10, 5)
+    rows, sums = gpu.sum_rows(entries, 5, first_row=1, num_rows=10, scratch=Scratch())
+    true_rows, truth = reference.sum_rows(double(entries), 5, first_row=1, num_rows=10)
+    assert torch.equal(rows, true_rows)
+    torch.testing.assert_close(sums.double(), truth, **CLOSE)
+    outside = gpu.sum_rows(entries, 5, first_row=1000, num_rows=10, scratch=Scratch())
+    assert [part.shape for part in outside] == [(0,), (0, 5)]
+
+
+def test_no_entries(device):
+    none = Entries(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device))
+    weight = torch.ones(3, 2, device=device)
+    gpu.update_rows(weight, {}, none, SGD(), lr=0.1, step=1, scratch=Scratch())
+    assert (weight == 1).all()
+    rule = SGD(momentum=0.5, update="global")
+    state = {"momentum": torch.ones(3, 2, device=device)}
+    gpu.update_rows(weight, state, none, rule, lr=0.1, step=1, scratch=Scratch())
+    assert (weight == 1.5).all()
+    rows, sums = gpu.sum_rows(none, 2, num_rows=3, scratch=Scratch())
+    assert (rows.shape, sums.shape) == ((0,), (0, 2))
+
+
+def test_not_a_number_stays_in_its_row(device):
+    entries = make_entries(device, 60, 12, 5, weighted=False, spread=False)
+    place = int((entries.rows == 4).nonzero()[3])
+    entries.gradients[place * 5 + 2] = float("nan")
+    weight = torch.zeros(12, 5, device=device)
+    gpu.update_rows(weight, {}, entries, SGD(), lr=0.1, step=1, scratch=Scratch())
+    assert weight.isnan().nonzero().tolist() == [[4, 2]]
+
+
+def test_rows_sorted_ahead_are_taken_until_they_change(device):
+    scratch, rows = Scratch(), torch.tensor([5, 1, 5, 0], dtype=torch.int32, device=device)
+    first = gpu.sort_entries(rows, scratch)
+    assert gpu.sort_entries(rows.view(2, 2).view(-1), scratch)[0] is first[0]
+    assert gpu.sort_entries(rows.clone(), scratch)[0] is not first[0]
+    rows[0] = 0
+    found, order = gpu.sort_entries(rows, scratch)
+    assert (found.tolist(), order.tolist()) == ([0, 0, 1, 5], [0, 3, 1, 2])
+
+
+def test_malformed_entries_are_named(device):
+    weight, rows = torch.ones(3, 2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    for entries, message in (
+        (Entries(rows.float(), torch.zeros(4, device=device)), "rows must be"),
+        (Entries(rows, torch.zeros(4, dtype=torch.float64, device=device)), "gradients must be"),
+        (Entries(rows.to("meta"), torch.zeros(4, device=device)), "one device"),
+    ):
+        with pytest.raises(VivianeError, match=message):
+            gpu.update_rows(weight, {}, entries, SGD(), lr=0.1, step=1, scratch=Scratch())
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("name", ["sgd", "row-wise adagrad", "adam, global", "adam, lazy"])
+def test_a_captured_update_replays_to_the_same_bits(device, name, monkeypatch):
+    monkeypatch.undo()
+    rule = RULES[name]
+    entries = make_entries(device, 50_000, 3000, 64)
+    tables = [torch.ones(3000, 64, device=device) for _ in range(2)]
+    states = [new_state(table, rule) for table in tables]
+
+    def update(i):
+        gpu.update_rows(tables[i], states[i], entries, rule, lr=0.1, step=1, scratch=Scratch())
+
+    update(0)
+    update(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        update(1)
+    graph.replay()
+    graph.replay()
+    assert torch.equal(*tables)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 64, 128, 100])
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "row-wise adagrad", "adam, lazy", "ftrl"])
+def test_large_inputs_with_the_shapes_in_use(device, name, dim, dtype, monkeypatch):
+    monkeypatch.undo()
+    rule, num_rows = RULES[name], 20_000
+    weight = torch.randn(num_rows, dim, generator=random(1)).to(dtype).to(device)
+    state = new_state(weight, rule)
+    truth, true_state = weight.double(), {k: s.double() for k, s in state.items()}
+    entries = make_entries(device, 200_000, num_rows, dim, hot=0.2)
+    gpu.update_rows(weight, state, entries, rule, lr=0.1, step=1, scratch=Scratch())
+    reference.update_rows(truth, true_state, double(entries), rule, lr=0.1, step=1)
+    # 40,000 entries of one row; bfloat16 is rounded up or down by 2^-7 of a number at most.
+    close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(weight.double(), truth, **close)
+    for part, values in state.items():
+        torch.testing.assert_close(values.double(), true_state[part], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_a_table_of_more_than_two_to_the_31_numbers(device):
+    weight = torch.zeros(2**24 + 2**20, 128, dtype=torch.float16, device=device)
+    rows = torch.full((2,), len(weight) - 1, dtype=torch.int32, device=device)
+    gpu.update_rows(weight, {}, Entries(rows, torch.ones(256, device=device)), SGD(), lr=1.0, step=1, scratch=Scratch())
+    assert (weight[-1] == -2).all()
+    assert (weight[0] == 0).all()
