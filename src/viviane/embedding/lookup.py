@@ -5,6 +5,7 @@ Shapes: B rows of the batch, S places (columns of D in the output) of a part, N 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,7 +69,12 @@ class Lookup(torch.autograd.Function):
     ) -> Tensor:
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]
-        return gather(parts, size, width, buffers)
+        out = gather(parts, size, width, buffers)
+        for part in parts:
+            # Rows of several parts are joined before an update; there is nothing to prepare for one of them.
+            if part.tables and sum(one.storage is part.storage for one in parts) == 1:
+                part.storage.prepare(part.rows.reshape(-1))
+        return out
 
     @staticmethod
     @once_differentiable
@@ -89,7 +95,8 @@ def _entries(part: Part, gradient: Tensor) -> Entries:
         bags = entry_bags(part.offsets, len(part.rows))
         sources = _sources(size, width, part.columns, gradient.device, by_row=False)[bags]
     weights = None if part.weights is None else part.weights.reshape(-1)
-    return Entries(part.rows.reshape(-1), gradient.view(-1), sources, weights)
+    aligned = math.gcd(16, width, *part.columns)
+    return Entries(part.rows.reshape(-1), gradient.view(-1), sources, weights, aligned)
 
 
 @lru_cache(maxsize=32)

@@ -5,6 +5,7 @@ Shapes: R rows of all tables together, D their width, N entries, U distinct rows
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,15 @@ from viviane.embedding.config import TableConfig
 from viviane.embedding.initializers import fill_initial
 from viviane.embedding.row_mean import RowMean
 from viviane.ops.native.pages import advise_huge_pages
-from viviane.ops.row_update import Entries, Scratch, initial_state, state_shape, sum_rows, update_rows
+from viviane.ops.row_update import (
+    Entries,
+    Scratch,
+    initial_state,
+    prepare_rows,
+    state_shape,
+    sum_rows,
+    update_rows,
+)
 
 _ZERO_ROWS = 2  # see viviane.ops.key_rows
 
@@ -132,6 +141,11 @@ class Storage(nn.Module):
         if padding is not None:
             self.table_rows(name)[padding] = 0.0
 
+    def prepare(self, rows: Tensor) -> None:
+        """Begin the part of an update that needs no gradients, for the rows of a lookup that will be trained."""
+        if not self._pending:
+            prepare_rows(rows, self._scratch)
+
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
         self._pending.append(gradients)
@@ -221,16 +235,17 @@ def _joined(waiting: Sequence[Entries]) -> Entries:
         return waiting[0]
     gradients: list[Tensor] = []
     sources: list[Tensor] = []
-    start = 0
+    start, aligned = 0, waiting[0].aligned
     for one in waiting:
         if not gradients or one.gradients is not gradients[-1]:
             start += len(gradients[-1]) if gradients else 0
             gradients.append(one.gradients)
         assert one.sources is not None
         sources.append(one.sources.to(torch.int64) + start)
+        aligned = math.gcd(aligned, one.aligned, start)
     weights = None
     if any(one.weights is not None for one in waiting):
         ones = (torch.ones(len(e.rows), device=e.rows.device) if e.weights is None else e.weights for e in waiting)
         weights = torch.cat(list(ones))
     flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-    return Entries(torch.cat([one.rows for one in waiting]), flat, torch.cat(sources), weights)
+    return Entries(torch.cat([one.rows for one in waiting]), flat, torch.cat(sources), weights, aligned)

@@ -34,7 +34,7 @@ RULES = {
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch):
     """Spans of 16 entries, so that few entries make several levels of partial sums."""
-    monkeypatch.setattr(gpu, "span_shape", lambda dim: gpu.SpanShape(4, 16, 1))
+    monkeypatch.setattr(gpu, "span_shape", lambda dim, num_states=0: gpu.SpanShape(4, 16, 1))
     monkeypatch.setattr(gpu, "slot_shape", lambda dim: gpu.SpanShape(4, 8, 1))
 
 
@@ -86,7 +86,7 @@ def test_every_rule(device, name):
     "rule", [SGD(clip_row_norm=0.5), AdaGrad(row_wise=True, epsilon=0.01)], ids=["sgd", "row-wise"]
 )
 def test_widths(device, dim, rule, monkeypatch):
-    monkeypatch.setattr(gpu, "span_shape", lambda dim: gpu.SpanShape(4, 8, 1))
+    monkeypatch.setattr(gpu, "span_shape", lambda dim, num_states=0: gpu.SpanShape(4, 8, 1))
     weight = torch.randn(6, dim, generator=random(1)).to(device)
     state = new_state(weight, rule)
     truth, true_state = weight.double(), {k: s.double() for k, s in state.items()}
@@ -156,7 +156,7 @@ def test_the_scale_may_be_on_the_device(device):
 def test_one_row_a_hundred_thousand_times(device, dim, monkeypatch):
     monkeypatch.undo()
     if not ON_GPU:
-        monkeypatch.setattr(gpu, "span_shape", lambda dim: gpu.SpanShape(64, 512, 1))
+        monkeypatch.setattr(gpu, "span_shape", lambda dim, num_states=0: gpu.SpanShape(64, 512, 1))
         monkeypatch.setattr(gpu, "slot_shape", lambda dim: gpu.SpanShape(4, 8, 1))
     rows = torch.full((100_007 if ON_GPU else 4_007,), 3, dtype=torch.int32)  # the interpreter is slow
     rows[5], rows[-7], rows[-1] = 2, 4, 0

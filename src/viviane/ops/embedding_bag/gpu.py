@@ -30,27 +30,27 @@ class PoolShape(NamedTuple):
 
 
 def gather_shape(dim: int, item_bytes: int) -> GatherShape:
-    """Choose the lookup's shape: 4 KiB of rows in flight a warp.
+    """Choose the lookup's shape: 2 KiB of rows in flight a warp, each warp a program of its own.
 
     Example:
         >>> gather_shape(128, 4)
-        GatherShape(rows=32, warps=4, keep='evict_last')
+        GatherShape(rows=4, warps=1, keep='evict_last')
     """
-    per_warp = max(1, 4096 // (power_of_two(dim) * item_bytes))
-    warps = max(4, warps_for(dim))
-    return GatherShape(min(256, per_warp * warps), warps, "evict_last")
+    warps = warps_for(dim)
+    together = 2048 * warps // (power_of_two(dim) * item_bytes)
+    return GatherShape(max(1, min(256, together)), warps, "evict_last")
 
 
 def pool_shape(dim: int, mean_length: float) -> PoolShape:
-    """Choose the pooling's shape: 64 numbers a thread in flight, spread over bags or along them by their length.
+    """Choose the pooling's shape: 32 numbers a thread in flight, spread over bags or along them by their length.
 
     Example:
         >>> pool_shape(128, 8.2)
-        PoolShape(bags=4, ahead=4, warps=1)
+        PoolShape(bags=4, ahead=2, warps=1)
     """
     warps = warps_for(dim)
-    together = max(1, min(64, 64 * WARP * warps // power_of_two(dim)))
-    wanted = 8 if mean_length >= _LONG_BAGS else 4 if mean_length >= _SHORT_BAGS else 1
+    together = max(1, min(64, 32 * WARP * warps // power_of_two(dim)))
+    wanted = 8 if mean_length >= _LONG_BAGS else 2 if mean_length >= _SHORT_BAGS else 1
     ahead = min(wanted, together)
     return PoolShape(together // ahead, ahead, warps)
 

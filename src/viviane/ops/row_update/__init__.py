@@ -9,17 +9,16 @@ the number of threads. Nothing of the table's size is made but `Scratch`, 4 byte
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from viviane.config.optimizers import SGD, AdaGrad, Adam, AnyOptimizer, Ftrl, RMSProp
 from viviane.core.errors import VivianeError
-from viviane.ops.dispatch import implementation
+from viviane.ops.dispatch import choose, implementation
 from viviane.ops.row_update.entries import Entries
 
-__all__ = ["Entries", "Scratch", "initial_state", "state_shape", "sum_rows", "update_rows"]
+__all__ = ["Entries", "Scratch", "initial_state", "prepare_rows", "state_shape", "sum_rows", "update_rows"]
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -29,9 +28,8 @@ class Scratch:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.num_calls = 0
-        self.sorted: tuple[Tensor, int, Any] | None = None
-        """Rows that were sorted last, their version, and what came of it; see `viviane.ops.row_update.gpu`."""
+        self.ready: torch.cuda.Event | None = None
+        """What the next update on a GPU waits for: the end of `prepare_rows`."""
 
 
 def update_rows(
@@ -91,6 +89,23 @@ def update_rows(
         weight, state, entries, rule, lr=lr, step=step, scale=scale, first_row=first_row, seed=seed,
         scratch=scratch or Scratch(),
     )  # fmt: skip
+
+
+def prepare_rows(rows: Tensor, scratch: Scratch) -> None:
+    """Begin what an update needs to know of the rows alone, while the forward and backward pass go on.
+
+    On a GPU that is their sorting, on a stream of its own; the next `update_rows` or `sum_rows` with this scratch and
+    these rows waits for it there. On the CPU there is nothing to prepare.
+
+    Args:
+        rows: (N,), int32 or int64, contiguous; what they hold must not change before the update.
+        scratch: of the table.
+
+    Example:
+        >>> prepare_rows(torch.tensor([2, 0, 2]), Scratch())
+    """
+    if rows.is_cuda and len(rows) and choose(rows.device) == "gpu":
+        implementation("row_update", rows.device).prepare_rows(rows, scratch)
 
 
 def sum_rows(

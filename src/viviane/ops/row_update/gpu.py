@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
+from viviane.ops.row_update import initial_state
 from viviane.ops.row_update.gpu_kernels import rest_kernel, span_kernel
 from viviane.ops.row_update.gpu_rules import SUM, Rule, rule_of
 from viviane.ops.triton_parts.launch import WARP, ceil_div, devices_agree, on_device, power_of_two, warps_for
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from viviane.ops.row_update import Entries, Scratch
 
 _SPAN = 64
-_SLOT_SPAN = 64
+_SLOT_SPAN = 32
 _WIDEST_TILE = 64
 _LOW = 0xFFFFFFFF
 _SORTED = ("sorted_of", "sorted_rows", "sorted_order")
@@ -38,33 +40,61 @@ class SpanShape(NamedTuple):
     warps: int
 
 
-def span_shape(dim: int) -> SpanShape:
-    """Choose the update's shape: 16 numbers of each operand a thread.
+def span_shape(dim: int, num_states: int = 0) -> SpanShape:
+    """Choose the update's shape: 16 numbers of each operand a thread, 8 where state of the table's size has to fit too.
 
     Example:
-        >>> span_shape(128)
-        SpanShape(tile=4, span=64, warps=1)
+        >>> span_shape(128), span_shape(128, num_states=1)
+        (SpanShape(tile=4, span=64, warps=1), SpanShape(tile=2, span=64, warps=1))
     """
     warps = warps_for(dim)
-    tile = max(2, min(_WIDEST_TILE, 512 * warps // power_of_two(dim)))
-    return SpanShape(tile, _SPAN, warps)
+    wanted = (256 if num_states else 512) * warps // power_of_two(dim)
+    return SpanShape(max(2, min(_WIDEST_TILE, wanted)), _SPAN, warps)
 
 
 def slot_shape(dim: int) -> SpanShape:
-    """Choose the shape for the partial sums of the spans: few of them, so that more are in flight together.
+    """Choose the shape for the partial sums of the spans: few of them, so short spans, which are many programs.
 
     Example:
         >>> slot_shape(128)
-        SpanShape(tile=8, span=64, warps=1)
+        SpanShape(tile=4, span=32, warps=1)
     """
     shape = span_shape(dim)
-    return SpanShape(min(2 * shape.tile, _SLOT_SPAN), _SLOT_SPAN, shape.warps)
+    return SpanShape(min(shape.tile, _SLOT_SPAN), _SLOT_SPAN, shape.warps)
+
+
+def prepare_rows(rows: Tensor, scratch: Scratch) -> None:
+    """Sort rows on a stream of its own, after all that the current stream was given so far."""
+    stream = _side_stream(rows.device)
+    stream.wait_stream(torch.cuda.current_stream(rows.device))
+    with torch.cuda.stream(stream):
+        sort_entries(rows, scratch)
+        scratch.ready = stream.record_event()
+    rows.record_stream(stream)  # a forward pass without a step lets go of them at once
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _sorted(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Take what `prepare_rows` made, or sort now.
+
+    What it made lies in the side stream's memory. That is used again only after `wait_stream` of a later call, which
+    comes after every use here.
+    """
+    if scratch.ready is not None:
+        torch.cuda.current_stream(rows.device).wait_event(scratch.ready)
+        scratch.ready = None
+    return sort_entries(rows, scratch)
 
 
 def sort_entries(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Sort rows, those of equal rows in the order of the entries; kept in the scratch until other rows come.
 
-    A later `update_rows` or `sum_rows` with this scratch and the same tensor takes what is kept.
+    A later `update_rows` or `sum_rows` with this scratch and the same tensor takes what is kept. Where it runs on a
+    stream of its own, the stream of the update has to wait for it.
 
     Args:
         rows: (N,), int32 or int64.
@@ -104,7 +134,7 @@ def sum_rows(
     device = entries.rows.device
     if not len(entries.rows):
         return torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dim, device=device)
-    rows, order = sort_entries(entries.rows, scratch)
+    rows, order = _sorted(entries.rows, scratch)
     inside = (rows >= first_row) & (rows < first_row + num_rows)
     starts = inside.clone()
     starts[1:] &= rows[1:] != rows[:-1]
@@ -138,10 +168,11 @@ def update_rows(
         return
     whole = getattr(rule, "update", "local") == "global"
     touched = torch.zeros(len(weight), dtype=torch.int8, device=weight.device) if whole else None
-    own = [part for part in state.values() if part.dim() == 1]
-    wide = [part for part in state.values() if part.dim() == 2]
+    parts = [state[name] for name in initial_state(rule)]
+    own = [part for part in parts if part.dim() == 1]
+    wide = [part for part in parts if part.dim() == 2]
     target = _Target(
-        weight, rule_of(rule, lr, step), first_row, len(weight),
+        weight, rule_of(rule, float(lr), step), first_row, len(weight),
         first=wide[0] if wide else None,
         second=wide[1] if len(wide) > 1 else None,
         own=own[0] if own else None,
@@ -153,7 +184,7 @@ def update_rows(
         dither=_signed(seed + step * 0x9E3779B1),
     )  # fmt: skip
     if len(entries.rows):
-        _take_spans(target, *sort_entries(entries.rows, scratch), entries)
+        _take_spans(target, *_sorted(entries.rows, scratch), entries)
     if whole:
         _move_rest(target)
 
@@ -180,7 +211,7 @@ class _Target:
 def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) -> None:
     """Launch until one span takes all: first the entries, then the partial sums of runs that crossed an edge."""
     dim = target.table.shape[1]
-    shape = span_shape(dim)
+    shape = span_shape(dim, sum(part is not None for part in (target.first, target.second)))
     count, aligned = len(rows), min(entries.aligned, _vector(dim))
     parts: tuple[Tensor | None, ...] = (order, entries.sources, entries.weights, entries.gradients)
     with on_device(rows):

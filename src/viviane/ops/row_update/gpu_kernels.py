@@ -150,7 +150,7 @@ def _store_slots(
         at = slot_sums + (2 * p).to(tl.int64) * dim + cols
         through = last == before  # the span lies within one run: the first slot takes all
         tl.store(at + dim, tl.where(through, 0.0, carry), mask=cols < dim)
-        tl.store(at, carry, mask=(cols < dim) & through)
+        tl.store(at, carry, mask=cols < tl.where(through, dim, 0))
 
 
 @triton.jit(do_not_specialize=["count", "first_row", "num_rows", "dither"])
