@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,15 +39,22 @@ class Buffers:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._arrays: list[np.ndarray] = []
+        self._lock = threading.Lock()  # between finding an array idle and laying a tensor over it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dtype": self.dtype}  # a copy of a model has memory of its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def take(self, size: int, width: int, device: torch.device) -> Tensor:
         """Return a matrix (size, width) with any content."""
         num_bytes = size * width * self.dtype.itemsize
         if device.type != "cpu" or num_bytes < _SMALL_BYTES:
             return torch.empty(size, width, dtype=self.dtype, device=device)
-        array = self._free(num_bytes)
-        flat = torch.from_numpy(array)[:num_bytes].view(self.dtype)
-        return flat.view(size, width)
+        with self._lock:
+            flat = torch.from_numpy(self._free(num_bytes))
+        return flat[:num_bytes].view(self.dtype).view(size, width)
 
     def _free(self, num_bytes: int) -> np.ndarray:
         for i in range(len(self._arrays)):

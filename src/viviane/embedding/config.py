@@ -11,6 +11,7 @@ from viviane.config import OptimizerSettings
 from viviane.config.base import Settings
 
 OutOfRange = Literal["raise", "default", "hash", "ignore"]
+RowType = Literal["float32", "float16", "bfloat16"]
 Combiner = Literal["sum", "mean", "concat"]
 
 
@@ -96,7 +97,7 @@ class TableConfig(Settings):
     name: str = Field(min_length=1)
     num_rows: int = Field(ge=1)
     dim: int = Field(ge=1)
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    dtype: RowType = "float32"
     init: InitSettings = UniformInit()
     out_of_range: OutOfRange = "raise"
     default_id: int | None = Field(default=None, ge=0)

@@ -169,7 +169,7 @@ def _add_embedding(plan: Plan, node: SparseEmbedding, schema: Schema) -> None:
 
 def _table(node: SparseEmbedding, name: str, column: CategoricalColumn, schema: Schema) -> TableConfig:
     options = node.tables.get(name)
-    fields = ("init", "out_of_range", "trainable", "optimizer")
+    fields = ("init", "dtype", "out_of_range", "trainable", "optimizer")
     values = {key: getattr(node, key) for key in fields}
     if options is not None:
         values |= {key: value for key in fields if (value := getattr(options, key)) is not None}

@@ -11,7 +11,7 @@ from viviane.config import OptimizerSettings
 from viviane.config.base import Settings
 from viviane.core.errors import ConfigError
 from viviane.embedding import UniformInit
-from viviane.embedding.config import Combiner, InitSettings, OutOfRange
+from viviane.embedding.config import Combiner, InitSettings, OutOfRange, RowType
 from viviane.nn import LAYERS
 
 NAME_PATTERN = r"^[A-Za-z0-9_\-]+$"
@@ -53,6 +53,7 @@ class TableOptions(Settings):
     """What one table of a `SparseEmbedding` does otherwise than the others; None keeps the node's value."""
 
     init: InitSettings | None = None
+    dtype: RowType | None = None
     out_of_range: OutOfRange | None = None
     trainable: bool | None = None
     optimizer: OptimizerSettings | None = None
@@ -71,6 +72,7 @@ class SparseEmbedding(Settings):
         combiner: how the vectors of a bag join: "sum", "mean", or "concat", which keeps them apart: a column
             of max_length L then gives L vectors, zeros after its last.
         init: initial values: "uniform", "normal", "xavier", "zero", or settings of one.
+        dtype: of the rows: "float32", or "float16" or "bfloat16", which take half the memory; the output is float32.
         out_of_range: what a key outside the table does: "raise", "default" (the schema's id of unknown
             values), "hash" or "ignore".
         trainable: False keeps the rows as they are.
@@ -88,6 +90,7 @@ class SparseEmbedding(Settings):
     dim: int = Field(ge=1)
     combiner: Combiner = "sum"
     init: InitSettings = UniformInit()
+    dtype: RowType = "float32"
     out_of_range: OutOfRange = "raise"
     trainable: bool = True
     optimizer: OptimizerSettings | None = None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from viviane.core.errors import ConfigError
 from viviane.embedding import RowMean, Storage
 from viviane.training.dense_state import collections_of, dense_buffers, dense_parameters
 
@@ -51,6 +52,13 @@ class WeightMean:
         self._storages: dict[str, Storage] = {}
         for name, collection in collections_of(module).items():
             for i, storage in enumerate(collection.all_storages()):
+                if storage.weight.dtype != torch.float32:
+                    raise ConfigError(
+                        "a running mean needs rows of float32: steps of a mean are too small for 16 bits",
+                        where=f"tables {', '.join(storage.tables)}",
+                        value=storage.tables[next(iter(storage.tables))].dtype,
+                        fix="set the tables' dtype to 'float32', or leave out ema_decay",
+                    )
                 storage.row_mean = RowMean(storage.weight)
                 self._storages[f"{name}.{i}"] = storage
 
