@@ -10,6 +10,13 @@ from viviane.embedding.config import (
     XavierInit,
     ZeroInit,
 )
+from viviane.embedding.dynamic import DynamicTable
+from viviane.embedding.dynamic_config import (
+    CountAdmission,
+    DynamicTableConfig,
+    FilterAdmission,
+    ProbabilityAdmission,
+)
 from viviane.embedding.keys import hash_keys
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.row_mean import RowMean
@@ -18,10 +25,15 @@ from viviane.embedding.storage import Storage
 
 __all__ = [
     "ConstantInit",
+    "CountAdmission",
+    "DynamicTable",
+    "DynamicTableConfig",
     "EmbeddingCollection",
     "EmbeddingOutput",
     "FeatureConfig",
+    "FilterAdmission",
     "NormalInit",
+    "ProbabilityAdmission",
     "RowMean",
     "Storage",
     "TableConfig",

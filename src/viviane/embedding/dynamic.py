@@ -1,0 +1,181 @@
+"""A dynamic embedding table: a model trains straight from raw ids.
+
+Shapes: N keys of a call, K keys in the table, D numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError
+from viviane.core.seeds import derive_seed
+from viviane.embedding.dynamic_config import DynamicTableConfig
+from viviane.embedding.dynamic_content import DynamicContent, export_keys, import_keys, load_entries, state_entries
+from viviane.embedding.dynamic_store import DynamicStore
+from viviane.ops.row_update import Entries, update_rows
+
+
+class DynamicTable(DynamicStore):
+    """An embedding table keyed by any int64.
+
+    Called with keys it gives their vectors, and in training mode adds the keys it does not know. Backward keeps the
+    gradients; `step` applies the optimizer's rule to the rows of the batch. `rows`, `weight` and `state` serve those
+    who look up and update by themselves.
+
+    Args:
+        table: its settings.
+        optimizer: the rule, where the settings have none; None: the table cannot `step`.
+        seed: of initial values, admission and stochastic rounding.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> settings = DynamicTableConfig(name="user", dim=2, init={"type": "constant", "value": 1.0})
+        >>> table = DynamicTable(settings, SGD())
+        >>> out = table(torch.tensor([10**15, -7, 10**15])); out.shape, len(table)
+        (torch.Size([3, 2]), 2)
+        >>> out.sum().backward(); table.step(lr=0.25)
+        >>> table.find(torch.tensor([10**15, -7, 8]))
+        (tensor([[0.5000, 0.5000], [0.7500, 0.7500], [0.0000, 0.0000]]), tensor([ True,  True, False]))
+    """
+
+    def __init__(self, table: DynamicTableConfig, optimizer: AnyOptimizer | None = None, *, seed: int = 0) -> None:
+        rule = (table.optimizer or optimizer) if table.trainable else None
+        if getattr(rule, "update", "local") == "global":
+            raise ConfigError(
+                "update='global' would move rows that have no key", where=f"table {table.name!r}",
+                allowed="'local', 'lazy_global'",
+            )  # fmt: skip
+        super().__init__(table, rule, seed)
+        self.num_steps = 0
+        """Updates so far."""
+        self._rounding = derive_seed(seed, "rounding", table.name) % 2**32
+        self._pending: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, keys: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Return the vectors of keys of any shape: (..., D)."""
+        training = self.training and torch.is_grad_enabled() and self.rule is not None
+        found = self.rows(keys.reshape(-1), training, None if scores is None else scores.reshape(-1))
+        shape = (*keys.shape, self.table.dim)
+        if not training:
+            return self._gather(found).view(shape)
+        anchor = torch.empty(0, requires_grad=True)
+        flat: Tensor = _Lookup.apply(anchor, self, found)  # type: ignore[no-untyped-call]
+        return flat.view(shape)
+
+    # Update -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float | Tensor = 1.0) -> None:
+        """Sum the waiting gradients by key, move rows and state by the optimizer's rule, and release the rows.
+
+        Args:
+            lr: learning rate, unless the rule has its own.
+            scale: what gradients are multiplied by first.
+        """
+        if self.rule is None:
+            raise ConfigError("the table has no optimizer", where=f"table {self.table.name!r}", fix="give it one")
+        if self._pending:
+            self.num_steps += 1
+            rows, gradients = self._pending[0]
+            if len(self._pending) > 1:
+                rows = torch.cat([rows for rows, _ in self._pending])
+                gradients = torch.cat([gradient for _, gradient in self._pending])
+            update_rows(
+                self.weight, self.state, Entries(rows, gradients), self.rule,
+                lr=lr if self.rule.lr is None else self.rule.lr, step=self.num_steps, scale=scale,
+                seed=self._rounding, scratch=self._scratch,
+            )  # fmt: skip
+        self.release()
+
+    def release(self) -> None:
+        """Drop gradients that wait, and let the rows of past lookups be evicted again."""
+        self._pending.clear()
+        super().release()
+
+    def keep_gradient(self, rows: Tensor, gradient: Tensor) -> None:
+        """Keep the gradient of looked-up rows, (N,) and (N * D,), until the next step."""
+        self._pending.append((rows, gradient))
+
+    # Content ------------------------------------------------------------------------------------------------
+
+    def export(self, *, since: int | None = None, min_score: int | None = None) -> DynamicContent:
+        """Copy out keys and all that belongs to them, in order of their rows.
+
+        Args:
+            since: only keys used after the `clock` had this value: what changed since an earlier export.
+            min_score: only keys with this score or a larger one.
+        """
+        return export_keys(self, since, min_score)
+
+    def import_(self, content: DynamicContent) -> None:
+        """Add keys, or replace what belongs to them; other keys stay.
+
+        Their time of use is now; numbers of uses and your scores are taken over. Without state in `content` the
+        optimizer begins anew for these keys.
+
+        Raises:
+            CheckpointError: width or state do not fit; nothing is changed then.
+        """
+        self._check_released("import into")
+        import_keys(self, content)
+
+    def replace(self, saved: Mapping[str, Tensor]) -> None:
+        """Replace everything by what a state_dict holds, names without prefix, checked by the caller."""
+        self.clear()
+        rows = saved["rows"]
+        self.index.restore(saved["keys"], rows, saved["stamps"], saved.get("uses"), saved["free"])
+        self._values.grow(self.index.num_rows)
+        self.weight[rows] = saved["weight"].to(self.weight.dtype)
+        for name, part in self.state.items():
+            part[rows] = saved[f"state.{name}"]
+        if self.admission is not None:
+            start = "admission."
+            self.admission.load({k.removeprefix(start): v for k, v in saved.items() if k.startswith(start)})
+        self.clock, self.epoch, self.num_steps = saved["counters"].tolist()
+
+    # Saving -------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update(state_entries(self, prefix))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        self._check_released("load")
+        load_entries(self, prefix, state_dict, missing_keys, unexpected_keys, error_msgs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if fn(torch.zeros(1)).dtype != torch.float32 or fn(torch.zeros(1)).device.type != "cpu":
+            raise ConfigError(
+                "a dynamic table keeps its type and stays on the CPU", where=self._where,
+                allowed="DynamicTableConfig(dtype='float32'), 'float16' or 'bfloat16' when it is built",
+            )  # fmt: skip
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+class _Lookup(torch.autograd.Function):
+    """The lookup as autograd sees it: backward hands gradients to the table and returns none."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, table: DynamicTable, rows: Tensor) -> Tensor:
+        ctx.table, ctx.rows = table, rows
+        return table._gather(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.table.keep_gradient(ctx.rows, gradients[0].contiguous().view(-1))
+        return None, None, None

@@ -1,0 +1,126 @@
+"""A dynamic table's keys and what belongs to them, as the world outside sees them: export, import, saved state.
+
+Shapes: K keys, D numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from viviane.embedding.dynamic import DynamicTable
+
+_CLOCK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class DynamicContent:
+    """Keys and what belongs to them.
+
+    Args:
+        keys: (K,), int64, distinct.
+        weight: (K, D).
+        scores: (K,), int64: by the table's `eviction`, the larger the longer a key stays: clock of last use ("lru"),
+            epoch * 2^32 + clock ("epoch_lru"), uses ("lfu"), epoch * 2^32 + uses ("epoch_lfu"), yours ("custom").
+        clocks: (K,), int64: the table's clock at each key's last use.
+        state: optimizer state by name, each (K, D) or (K,); empty: it begins anew.
+    """
+
+    keys: Tensor
+    weight: Tensor
+    scores: Tensor
+    clocks: Tensor
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def _scores(table: DynamicTable, rows: Tensor) -> Tensor:
+    stamps, uses, eviction = table.index.stamps[rows], table.index.uses, table.table.eviction
+    if uses is None:
+        return stamps if eviction == "epoch_lru" else stamps & _CLOCK
+    if eviction == "epoch_lfu":
+        return (stamps & ~_CLOCK) + uses[rows].clamp_max(_CLOCK)
+    return uses[rows]
+
+
+def export_keys(table: DynamicTable, since: int | None, min_score: int | None) -> DynamicContent:
+    """See `DynamicTable.export`."""
+    rows = table.index.rows_in_use()
+    if since is not None:
+        rows = rows[(table.index.stamps[rows] & _CLOCK) > since]
+    scores = _scores(table, rows)
+    if min_score is not None:
+        rows, scores = rows[scores >= min_score], scores[scores >= min_score]
+    state = {name: part[rows] for name, part in table.state.items()}
+    return DynamicContent(table.index.keys[rows], table.weight[rows], scores, table.index.stamps[rows] & _CLOCK, state)
+
+
+def import_keys(table: DynamicTable, content: DynamicContent) -> None:
+    """See `DynamicTable.import_`."""
+    count, where = len(content.keys), f"table {table.table.name!r}"
+    if content.state and content.state.keys() != table.state.keys():
+        raise CheckpointError(
+            "another optimizer's state", where=where, value=", ".join(content.state), allowed=", ".join(table.state)
+        )
+    for name, own in {"weight": table.weight, **(table.state if content.state else {})}.items():
+        given = content.weight if name == "weight" else content.state[name]
+        if given.shape != (count, *own.shape[1:]):
+            raise CheckpointError(
+                "the shape differs", where=f"{where}, {name}", value=tuple(given.shape),
+                allowed=str((count, *own.shape[1:])),
+            )  # fmt: skip
+    rows = table.find_or_insert(content.keys, content.scores if table.table.eviction == "custom" else None)
+    table.reset_state(rows)
+    table.weight[rows] = content.weight.to(table.weight.dtype)
+    for name, part in content.state.items():
+        table.state[name][rows] = part
+    if table.index.uses is not None and table.table.eviction != "custom":
+        table.index.uses[rows] = content.scores & _CLOCK if table.table.eviction == "epoch_lfu" else content.scores
+
+
+def state_entries(table: DynamicTable, prefix: str) -> dict[str, Tensor]:
+    """Return the table's part of a state_dict: all that a later run needs to go on bit by bit."""
+    rows = table.index.rows_in_use()
+    parts = {"keys": table.index.keys[rows], "rows": rows, "weight": table.weight[rows]}
+    parts |= {f"state.{name}": part[rows] for name, part in table.state.items()}
+    parts |= {"stamps": table.index.stamps[rows], "free": table.index.free_rows()}
+    if table.index.uses is not None:
+        parts["uses"] = table.index.uses[rows]
+    if table.admission is not None:
+        parts |= {f"admission.{name}": part for name, part in table.admission.tensors().items()}
+    parts["counters"] = torch.tensor([table.clock, table.epoch, table.num_steps])
+    return {prefix + name: part for name, part in parts.items()}
+
+
+def load_entries(
+    table: DynamicTable,
+    prefix: str,
+    given: Mapping[str, Tensor],
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Replace the table's content, as `nn.Module.load_state_dict` asks."""
+    expected = state_entries(table, prefix)
+    missing = [name for name in expected if name not in given]
+    missing_keys.extend(missing)
+    unexpected_keys.extend(name for name in given if name.startswith(prefix) and name not in expected)
+    if missing:
+        return
+    own = {name.removeprefix(prefix): given[name] for name in expected}
+    found = len(error_msgs)
+    for name, part in {"weight": table.weight, **{f"state.{n}": s for n, s in table.state.items()}}.items():
+        shape = (len(own["keys"]), *part.shape[1:])
+        if own[name].shape != shape:
+            error_msgs.append(f"{prefix}{name} has shape {tuple(own[name].shape)}, the table's is {shape}")
+    if len(own["rows"]) + len(own["free"]) > table.index.max_rows:
+        error_msgs.append(f"{prefix}keys: {len(own['keys'])} do not fit into max_capacity {table.index.max_rows}")
+    if len(error_msgs) > found:
+        return
+    table.replace(own)

@@ -1,0 +1,286 @@
+"""The keys and rows of a dynamic table: rows for whatever keys come, added, changed, evicted, erased.
+
+Shapes: N keys of a call, D numbers a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError, DataError
+from viviane.core.seeds import derive_seed
+from viviane.embedding.dynamic_admission import make_admission
+from viviane.embedding.dynamic_config import DynamicTableConfig
+from viviane.embedding.dynamic_rows import DynamicRows
+from viviane.ops.embedding_bag import gather_rows
+from viviane.ops.hash_table import Order, TableFullError, distinct, make_index, stamp_of
+from viviane.ops.row_update import Entries, Scratch, sum_rows
+
+_ORDERS: dict[str, Order] = {
+    "lru": "stamp", "epoch_lru": "stamp", "lfu": "uses", "epoch_lfu": "epoch_uses", "custom": "uses"
+}  # fmt: skip
+
+
+class DynamicStore(nn.Module):
+    """Vectors by key: an index of keys, and the rows and optimizer state that belong to them.
+
+    Args:
+        table: its settings.
+        rule: optimizer whose state is kept beside the rows, or None.
+        seed: of initial values and admission.
+    """
+
+    def __init__(self, table: DynamicTableConfig, rule: AnyOptimizer | None, seed: int) -> None:
+        super().__init__()
+        self.table = table
+        self.rule = rule
+        self._values = DynamicRows(table, self.rule, derive_seed(seed, "dynamic table", table.name))
+        self.index = make_index(
+            self._values.max_rows,
+            order=_ORDERS[table.eviction] if table.when_full == "evict" else "none",
+            with_uses=table.eviction in ("lfu", "epoch_lfu", "custom"),
+            initial_rows=table.initial_capacity,
+        )
+        self.admission = make_admission(table.admission, derive_seed(seed, "admission", table.name))
+        self.clock = 0
+        """Training lookups and insertions so far."""
+        self.epoch = 0
+        """Set by `next_epoch`."""
+        self._held: int | None = None
+        self._scratch = Scratch()
+
+    # Size ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def capacity(self) -> int:
+        """Rows at present; grows by doubling up to max_capacity, and no row moves."""
+        return self._values.capacity
+
+    @property
+    def load_factor(self) -> float:
+        """Keys divided by slots of the index."""
+        return len(self.index) / self.index.num_slots
+
+    @property
+    def weight(self) -> Tensor:
+        """(capacity, D): the rows, for `viviane.ops.row_update.update_rows`; a new view after growth."""
+        return self._values.weight
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Optimizer state by name, each (capacity, D) or (capacity,)."""
+        return self._values.state
+
+    @property
+    def storage(self) -> Tensor:
+        """What `rows` counts in, for `viviane.ops.embedding_bag`: `weight`, then default vectors, (more than M, D)."""
+        return self._values.storage
+
+    @property
+    def null_row(self) -> int:
+        """The row of zeros that padding reads; the next one is that of absent keys."""
+        return self._values.null_row
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of rows and optimizer state in use, without the index."""
+        return self._values.memory_bytes(self.index.num_rows)
+
+    # Lookup -------------------------------------------------------------------------------------------------
+
+    def rows(self, keys: Tensor, training: bool = True, scores: Tensor | None = None) -> Tensor:
+        """Return the row of each key in `storage`, (N,), int64.
+
+        In training, keys that are admitted get rows, and all rows given out stay with their keys until `release` or
+        `step`: gradients that wait for an update find the rows they belong to. Keys without a row read the default
+        vector, a row beyond `weight`, which updates leave alone; it holds until the next call.
+
+        Args:
+            keys: (N,), int32 or int64.
+            training: whether this is a use that counts.
+            scores: (N,), int64, for eviction="custom"; of a key's entries the last one counts.
+
+        Raises:
+            TableFullError: no row is left for a new key.
+        """
+        if training:
+            self._check_scores(scores)
+            stamp = self._tick()
+            held = stamp if self._held is None else self._held
+            found = self._insert(keys, stamp, held, scores, admission=True)
+            self._held = held
+        else:
+            found = self.index.find(keys)
+        return self._stand_in(found, keys)
+
+    def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys' vectors, (N, D), default vectors where absent, and which are there, (N,)."""
+        found = self.index.find(keys)
+        there = found >= 0
+        return self._gather(self._stand_in(found, keys)), there
+
+    def release(self) -> None:
+        """Let the rows of past lookups be evicted again: nothing waits for an update of them any more."""
+        self._held = None
+
+    # Content ------------------------------------------------------------------------------------------------
+
+    def find_or_insert(self, keys: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Return the row of each key, (N,), int64; absent keys are added with their initial values, admission aside.
+
+        Raises:
+            TableFullError: no row is left; with when_full="raise" nothing is changed then.
+            DataError: a key is the padding.
+        """
+        self._check_scores(scores)
+        if self.table.padding_id is not None and bool(self._is_padding(keys).any()):
+            raise DataError("padding is never stored", where=self._where, value=self.table.padding_id)
+        stamp = self._tick()
+        return self._insert(keys, stamp, stamp if self._held is None else self._held, scores, admission=False)
+
+    def insert_or_assign(self, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
+        """Give keys values, (N, D); absent ones are added. Of the entries of one key the last one counts.
+
+        Optimizer state of keys that are there stays; see `find_or_insert` for errors.
+        """
+        self._check_values(keys, values)
+        rows = self.find_or_insert(keys, scores)
+        self._write(rows, values)
+
+    def assign(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Give keys that are there values, (N, D), and return which are, (N,), bool; the last entry of a key counts."""
+        self._check_values(keys, values)
+        rows = self.index.find(keys)
+        there = rows >= 0
+        self._write(rows[there], values[there])
+        return there
+
+    def accumulate(self, keys: Tensor, deltas: Tensor) -> Tensor:
+        """Add to the values of keys that are there, (N, D), and return which are, (N,), bool.
+
+        Deltas of one key are summed in float32 first, in order; the sum is rounded to the rows' type once.
+        """
+        self._check_values(keys, deltas)
+        rows = self.index.find(keys)
+        there = rows >= 0
+        flat = deltas.to(torch.float32).contiguous().view(-1)
+        own, sums = sum_rows(Entries(rows, flat), self.table.dim, num_rows=self.capacity, scratch=self._scratch)
+        self.weight[own] = (self.weight[own].to(torch.float32) + sums).to(self.table.torch_dtype)
+        return there
+
+    def erase(self, keys: Tensor) -> int:
+        """Take keys out, and return how many there were; their rows go to new keys. Absent keys are passed over."""
+        self._check_released("erase")
+        return self.index.erase(keys)
+
+    def clear(self) -> None:
+        """Take all keys out, and forget what waits for admission."""
+        self._check_released("clear")
+        self.index.clear()
+        self._values.reset()
+        self._scratch = Scratch()
+        if self.admission is not None:
+            self.admission.clear()
+
+    def next_epoch(self) -> None:
+        """Begin a new epoch: for "epoch_lru" and "epoch_lfu" keys of earlier ones go first."""
+        if not self.table.eviction.startswith("epoch"):
+            raise ConfigError(
+                "this table's eviction knows no epochs", where=f"table {self.table.name!r}",
+                value=self.table.eviction, allowed="epoch_lru, epoch_lfu",
+            )  # fmt: skip
+        self.epoch += 1
+
+    def _tick(self) -> int:
+        self.clock += 1
+        return stamp_of(self.epoch, self.clock)
+
+    def _insert(self, keys: Tensor, stamp: int, guard: int, scores: Tensor | None, admission: bool) -> Tensor:
+        rows = self.index.touch(keys, stamp, scores)
+        entries = (rows < 0).nonzero().squeeze(1)
+        if self.table.padding_id is not None:
+            entries = entries[~self._is_padding(keys[entries])]
+        if admission and self.admission is not None and len(entries):
+            entries = entries[self.admission.admit(keys[entries], self.clock)]
+        if not len(entries):
+            return rows
+        room = self.index.max_rows - len(self.index)
+        if self.table.when_full == "raise" and len(entries) > room and len(distinct(keys[entries])[0]) > room:
+            raise self._full()
+        added = self.index.insert(keys, rows, entries, stamp, guard=guard, scores=scores)
+        self._values.grow(self.index.num_rows)
+        self._values.begin(added.rows, keys[added.entries])
+        if not added.complete and len(self.index) < self.index.max_rows:
+            raise TableFullError(
+                "the keys fall on too few segments of the hash table",
+                where=self._where,
+                fix="use ids that were not chosen by their hash",
+            )
+        if not added.complete:
+            raise self._full()
+        return rows
+
+    def _write(self, rows: Tensor, values: Tensor) -> None:
+        own, places, _ = distinct(rows)
+        last = torch.zeros_like(own).scatter_reduce_(0, places, torch.arange(len(rows)), "amax")
+        self.weight[own] = values[last].to(self.table.torch_dtype)
+
+    def reset_state(self, rows: Tensor) -> None:
+        """Put the optimizer state of rows back to its beginning."""
+        self._values.begin_state(rows)
+
+    def _stand_in(self, rows: Tensor, keys: Tensor) -> Tensor:
+        if self.table.padding_id is not None:
+            rows[self._is_padding(keys)] = self.null_row
+        self._values.stand_in(rows, keys)
+        return rows
+
+    def _is_padding(self, keys: Tensor) -> Tensor:
+        assert self.table.padding_id is not None
+        return torch.eq(keys.to(torch.int64), self.table.padding_id)
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        out = torch.empty(len(rows), self.table.dim, dtype=self.table.torch_dtype)
+        gather_rows(self.storage, rows.unsqueeze(1), out, [0])
+        return out
+
+    # Checks -------------------------------------------------------------------------------------------------
+
+    @property
+    def _where(self) -> str:
+        return f"table {self.table.name!r}"
+
+    def _check_released(self, what: str) -> None:
+        if self._held is not None:
+            raise ConfigError(
+                f"cannot {what} the table while looked-up rows wait for an update", where=self._where,
+                fix="call step() or release() first",
+            )  # fmt: skip
+
+    def _check_scores(self, scores: Tensor | None) -> None:
+        custom = self.table.eviction == "custom"
+        if custom != (scores is not None):
+            raise DataError(
+                "eviction='custom' needs a score for each key" if custom else "scores are for eviction='custom'",
+                where=self._where,
+            )
+
+    def _check_values(self, keys: Tensor, values: Tensor) -> None:
+        if values.shape != (len(keys), self.table.dim):
+            raise DataError(
+                "each key needs a vector", where=self._where, value=tuple(values.shape),
+                allowed=str((len(keys), self.table.dim)),
+            )  # fmt: skip
+
+    def _full(self) -> TableFullError:
+        return TableFullError(
+            "the table is full", where=self._where, value=f"{len(self.index)} keys",
+            allowed=f"max_capacity {self.index.max_rows}",
+            fix="raise max_capacity, or set when_full='evict'" if self.table.when_full == "raise"
+            else "raise max_capacity, or use smaller batches: keys of batches that wait for an update cannot go",
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""The contract of an index of keys: what every implementation does, call by call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import VivianeError
+
+Order = Literal["none", "stamp", "uses", "epoch_uses"]
+CLOCK_BITS = 32
+
+
+class TableFullError(VivianeError):
+    """A table has no row left for a new key."""
+
+
+def stamp_of(epoch: int, clock: int) -> int:
+    """Return epoch * 2^32 + clock: later uses have larger stamps.
+
+    Example:
+        >>> stamp_of(1, 0) > stamp_of(0, 12_345)
+        True
+    """
+    if not (0 <= epoch < 2**31 and 0 <= clock < 2**CLOCK_BITS):
+        raise VivianeError("epoch or clock out of range", value=(epoch, clock), allowed="below 2^31 and 2^32")
+    return epoch << CLOCK_BITS | clock
+
+
+def check_keys(keys: Tensor, device: torch.device) -> None:
+    """Refuse what is not a vector of whole numbers on a device."""
+    if keys.dim() != 1 or keys.dtype not in (torch.int32, torch.int64) or keys.device.type != device.type:
+        raise VivianeError(
+            "keys must be a vector of whole numbers beside the table",
+            value=f"{tuple(keys.shape)} of {keys.dtype} on {keys.device.type}",
+            allowed=f"int32 or int64 on {device.type}",
+        )
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """What a call of `KeyIndex.insert` added.
+
+    Args:
+        rows: (U,), int64: rows that new keys got, in order of the keys' first entries.
+        entries: (U,), int64: the first entry of each new key.
+        complete: False where some key found no room; the keys before it were inserted.
+    """
+
+    rows: Tensor
+    entries: Tensor
+    complete: bool
+
+
+class KeyIndex(ABC):
+    """Rows of keys, with the time and number of their uses.
+
+    Every int64 is a key like any other. A key gets the row that was freed last, else the first one never used, else
+    the row of the key that goes first by `order`:
+
+        "none"         no key makes room
+        "stamp"        the smallest stamp: least recently used
+        "uses"         the smallest number of uses, or the smallest score of the caller
+        "epoch_uses"   the earliest epoch of last use, then the smallest number of uses
+
+    and among equals the smallest row. The same calls give the same rows, whatever the number of threads. Keys that are
+    no vector of int32 or int64 raise VivianeError.
+
+    Args:
+        keys: (max_rows,), int64: the key of each row in use.
+        stamps: (max_rows,), int64: when it was used last; -1 marks a row that is free.
+        uses: (max_rows,), int64: how often, or the caller's score; None where nothing asks for it.
+    """
+
+    max_rows: int
+    order: Order
+    keys: Tensor
+    stamps: Tensor
+    uses: Tensor | None
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of keys."""
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Rows handed out so far; all rows in use lie below."""
+
+    @property
+    @abstractmethod
+    def num_slots(self) -> int:
+        """Places for keys."""
+
+    @property
+    @abstractmethod
+    def num_evicted(self) -> int:
+        """Keys that made room for others so far."""
+
+    @abstractmethod
+    def find(self, keys: Tensor) -> Tensor:
+        """Return the rows of keys (N,), int64; -1 where a key is absent."""
+
+    @abstractmethod
+    def touch(self, keys: Tensor, stamp: int, scores: Tensor | None = None) -> Tensor:
+        """Find keys and note their use: stamp each row, and add one to its uses for each entry.
+
+        Args:
+            keys: (N,).
+            stamp: not below any given before.
+            scores: (N,), int64: take the place of the number of uses; the last entry of a key counts.
+        """
+
+    @abstractmethod
+    def insert(
+        self,
+        keys: Tensor,
+        rows: Tensor,
+        entries: Tensor,
+        stamp: int,
+        *,
+        guard: int | None = None,
+        scores: Tensor | None = None,
+    ) -> Inserted:
+        """Give the keys of some entries rows; entries of one key get one row.
+
+        Args:
+            keys: (N,).
+            rows: (N,), int64, as `find` or `touch` gave them; the given entries are filled in.
+            entries: (M,), int64, rising: which keys to insert; a key that is there already is found.
+            stamp: of the new keys; see `touch`.
+            guard: rows with this stamp or a later one keep their keys; None: this call's alone.
+            scores: (N,), see `touch`.
+        """
+
+    @abstractmethod
+    def erase(self, keys: Tensor) -> int:
+        """Take keys out, free their rows, and return how many there were. Absent keys are passed over."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Take all keys out."""
+
+    @abstractmethod
+    def free_rows(self) -> Tensor:
+        """Return the freed rows, (F,), int64; the last one is handed out first."""
+
+    @abstractmethod
+    def restore(self, keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor) -> None:
+        """Replace everything by keys in given rows, (K,) each, and the freed rows below the largest of them, (F,)."""
+
+    def rows_in_use(self) -> Tensor:
+        """Return the rows that have keys, rising, (K,), int64."""
+        return (self.stamps[: self.num_rows] >= 0).nonzero().squeeze(1)

@@ -1,0 +1,58 @@
+"""Memory that grows without moving: a tensor over addresses of which only the touched pages take memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import VivianeError
+
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Linux: do not count pages that are never touched
+_PORTABLE_ROWS = 1 << 24
+_SMALL_BYTES = 4 << 20  # this much of a table lies in ordinary pages: small tables stay small
+MOST_ROWS = 2**31 - 2
+
+
+def reserved(count: int, dtype: torch.dtype) -> Tensor:
+    """Return a vector of zeros on the CPU whose pages take memory only once they are written.
+
+    Views of it stay where they are while more of it comes into use, so that tables grow without copying a row.
+
+    Raises:
+        VivianeError: the system refuses so many addresses.
+
+    Example:
+        >>> reserved(1 << 30, torch.float32)[:3]
+        tensor([0., 0., 0.])
+    """
+    num_bytes = max(count, 1) * dtype.itemsize
+    try:
+        if hasattr(mmap, "MAP_PRIVATE"):
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        else:
+            memory = mmap.mmap(-1, num_bytes)
+    except (OSError, ValueError) as error:
+        raise VivianeError(
+            "the system refuses the addresses for a table",
+            value=f"{num_bytes:,} bytes",
+            fix="set a smaller max_capacity",
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes > 2 * _SMALL_BYTES:
+        # Random rows miss the processor's page tables less often. A wish: a kernel without huge pages refuses it.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE, _SMALL_BYTES, num_bytes - _SMALL_BYTES)
+    return torch.frombuffer(memory, dtype=dtype)[:count]
+
+
+def rows_of_memory(row_bytes: int) -> int:
+    """Return how many rows the machine's whole memory could hold: a limit for tables without one of their own."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not POSIX
+        return _PORTABLE_ROWS
+    return min(max(memory // row_bytes, 1), MOST_ROWS)
