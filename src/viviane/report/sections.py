@@ -16,6 +16,7 @@ TITLES = {"auc": "AUC", "log_loss": "log loss", "calibration": "calibration", "a
 # One line a column would hide the others: the widest columns are the ones that matter for memory.
 MAX_CURVES = 8
 MAX_BARS = 40
+MAX_BINS = 20
 
 
 def cards(run: RunRecord) -> str:
@@ -82,7 +83,7 @@ def calibration(run: RunRecord) -> str:
     chart = line_chart(
         [Line("this model", points, marks=True), ideal], x_label="mean prediction", y_label="mean label", square=True
     )
-    counts = [(f"{one['mean_prediction']:.3f}", float(one["count"])) for one in bins]
+    counts = _rows_per_bin(bins)
     return _section(
         "Calibration",
         [
@@ -90,6 +91,18 @@ def calibration(run: RunRecord) -> str:
             _panel("Rows per bin", bar_chart(counts, x_label="rows", log=True), "Named by the bin's mean prediction."),
         ],
     )
+
+
+def _rows_per_bin(bins: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Join neighbouring bins so that at most MAX_BINS are left, each named by its rows' mean prediction."""
+    together = -(-len(bins) // MAX_BINS)
+    bars = []
+    for start in range(0, len(bins), together):
+        group = bins[start : start + together]
+        count = sum(one["count"] for one in group)
+        mean = sum(one["mean_prediction"] * one["count"] for one in group) / count
+        bars.append((f"{mean:.3f}", float(count)))
+    return bars
 
 
 def data(run: RunRecord) -> str:
