@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from viviane.batch import Bag, Batch, Layout
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding.storage import _joined as storage_joined
 
 # float32 against float64 over three steps of numbers near 1.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
@@ -281,3 +282,15 @@ def test_empty_batch():
     out.flat.sum().backward()
     collection.step(0.1)
     assert collection.nonfinite_gradients() == []
+
+
+def test_parts_of_a_storage_share_one_gradient_that_is_not_copied():
+    features = [FeatureConfig(name="one", table="x"), FeatureConfig(name="bag", table="x")]
+    collection = EmbeddingCollection([table("x", 9, 4)], features, SGD())
+    collection({"one": torch.tensor([1, 2]), "bag": Bag.from_lists([[3], [4, 5]])}).flat.sum().backward()
+    (storage,) = collection.all_storages()
+    assert len(list(storage.waiting_gradients())) == 1
+    before = next(storage.waiting_gradients()).data_ptr()
+    joined = storage_joined([one.entries for one in storage._pending])
+    assert joined.gradients.data_ptr() == before
+    assert len(joined.rows) == 5

@@ -80,15 +80,16 @@ class Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Hand the gradients of the touched rows to their storages."""
-        gradient = grad_outputs[0].contiguous()
+        size, width = grad_outputs[0].shape
+        # One tensor for all parts: where parts of a storage are joined, it is recognised and not copied.
+        gradient = grad_outputs[0].contiguous().view(-1)
         for part in ctx.parts:
             if part.tables:
-                part.storage.add_gradients(RowGradients(_entries(part, gradient), part.tables))
+                part.storage.add_gradients(RowGradients(_entries(part, gradient, size, width), part.tables))
         return None, None, None, None, None
 
 
-def _entries(part: Part, gradient: Tensor) -> Entries:
-    size, width = gradient.shape
+def _entries(part: Part, gradient: Tensor, size: int, width: int) -> Entries:
     if part.offsets is None:
         sources = _sources(size, width, part.columns, gradient.device)
     else:
@@ -96,7 +97,7 @@ def _entries(part: Part, gradient: Tensor) -> Entries:
         sources = _sources(size, width, part.columns, gradient.device, by_row=False)[bags]
     weights = None if part.weights is None else part.weights.reshape(-1)
     aligned = math.gcd(16, width, *part.columns)
-    return Entries(part.rows.reshape(-1), gradient.view(-1), sources, weights, aligned)
+    return Entries(part.rows.reshape(-1), gradient, sources, weights, aligned)
 
 
 @lru_cache(maxsize=32)
