@@ -2,7 +2,8 @@
 
     python benchmarks/quality/run.py [--only ml1m] [--seeds 1] [--jobs 2] [--device cpu] [--keep FOLDER]
 
-Settings are chosen on the validation part alone; the test part is read once per run, at the end.
+Early stopping sees the validation part alone, and a run reads the test part once, at its end. How the settings were
+chosen, and where that was not free of the test part, stands in docs/lab-notes.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How each model is trained on each real data set: settings as any user writes them, chosen on the validation part."""
+"""How each model is trained on each real data set: settings as any user writes them; lab-notes.md says how chosen."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ Embedding tables: gradients of a key that stands several times in a batch are su
     "global"       every row of the table decays and moves each step, as a dense parameter would
     "lazy_global"  Adam only: a row that rested k steps makes up for them when it is touched, before its step:
                    w -= a m beta1 (1 - beta1^k) / (1 - beta1) / (sqrt(v) + epsilon);  m *= beta1^k;  v *= beta2^k
-                   which is "global" with a and v as they were held still over the k steps
+                   which is "global" with a and v as they were held still over the k steps. The rows' clocks are float32
+                   and count exactly up to 16.7 million steps.
 
 For SGD without momentum, AdaGrad and Ftrl a row without gradient rests anyway. Bias correction counts the
 table's steps.
