@@ -23,7 +23,8 @@ from record import record
 from viviane.data import Dataset
 from viviane.data.synthetic import SyntheticConfig, generate
 
-GOAL_MILLION_ROWS = 2.0  # at least five times the training speed of the fastest model
+# Five times the fastest model seen on 2 cores: Wide & Deep of dim 4 with one layer of 32, 0.80 M samples/s.
+GOAL_MILLION_ROWS = 4.0
 PEER = "DataLoader over pyarrow.dataset.to_batches"
 
 
