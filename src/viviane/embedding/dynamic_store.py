@@ -175,12 +175,12 @@ class DynamicStore(nn.Module):
 
     def erase(self, keys: Tensor) -> int:
         """Take keys out, and return how many there were; their rows go to new keys. Absent keys are passed over."""
-        self._check_released("erase")
+        self.check_released("erase")
         return self.index.erase(keys)
 
     def clear(self) -> None:
         """Take all keys out, and forget what waits for admission."""
-        self._check_released("clear")
+        self.check_released("clear")
         self.index.clear()
         self._values.reset()
         self._scratch = Scratch()
@@ -255,7 +255,8 @@ class DynamicStore(nn.Module):
     def _where(self) -> str:
         return f"table {self.table.name!r}"
 
-    def _check_released(self, what: str) -> None:
+    def check_released(self, what: str) -> None:
+        """Refuse to change rows that gradients wait for."""
         if self._held is not None:
             raise ConfigError(
                 f"cannot {what} the table while looked-up rows wait for an update", where=self._where,
