@@ -53,7 +53,7 @@ class EmbeddingCollection(nn.Module):
         features: settings of the features; the output has them side by side in this order.
         optimizer: the rule of tables that have none of their own.
         device: "cpu", "cuda", ...
-        seed: of the initial values, which depend besides on each table's name and shape alone.
+        seed: of the initial values; a row's depend besides on its table's name and law and on its key alone.
         output_dtype: of the output: float32, float16 or bfloat16, whatever the tables are of.
 
     Example:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,7 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from viviane.config import OptimizerSettings
 from viviane.config.base import Settings
-from viviane.embedding.config import ConstantInit, InitSettings, NormalInit, UniformInit, XavierInit
+from viviane.embedding.config import InitSettings, UniformInit
+from viviane.embedding.initializers import Law, law_of
 
 Eviction = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "custom"]
 
@@ -133,15 +133,6 @@ class DynamicTableConfig(DynamicOptions):
         return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[self.dtype]
 
     @property
-    def law(self) -> tuple[str, float, float]:
+    def law(self) -> Law:
         """The law of initial values and its two numbers, as `viviane.ops.hash_table.initial_rows` takes them."""
-        init, num_rows = self.init, self.max_capacity or self.initial_capacity
-        if isinstance(init, NormalInit):
-            return "normal", init.mean, init.std
-        if isinstance(init, XavierInit):
-            bound = math.sqrt(6 / (num_rows + self.dim))
-            return "uniform", -bound, bound
-        if isinstance(init, UniformInit):
-            bound = min(0.05, math.sqrt(1 / num_rows))
-            return "uniform", -bound if init.low is None else init.low, bound if init.high is None else init.high
-        return "constant", init.value if isinstance(init, ConstantInit) else 0.0, 0.0
+        return law_of(self.init, self.max_capacity or self.initial_capacity, self.dim)

@@ -14,6 +14,7 @@ from viviane.core.seeds import derive_seed
 from viviane.embedding.dynamic_admission import make_admission
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_rows import DynamicRows
+from viviane.embedding.initializers import table_seed
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.hash_table import Order, TableFullError, distinct, make_index, stamp_of
 from viviane.ops.row_update import Entries, Scratch, sum_rows
@@ -36,7 +37,7 @@ class DynamicStore(nn.Module):
         super().__init__()
         self.table = table
         self.rule = rule
-        self._values = DynamicRows(table, self.rule, derive_seed(seed, "dynamic table", table.name))
+        self._values = DynamicRows(table, self.rule, table_seed(seed, table.name))
         self.index = make_index(
             self._values.max_rows,
             order=_ORDERS[table.eviction] if table.when_full == "evict" else "none",
