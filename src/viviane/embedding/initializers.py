@@ -47,14 +47,26 @@ def fill_initial(weight: Tensor, table: TableConfig, seed: int) -> None:
         table: its settings; the padding row becomes zero.
         seed: of the run.
     """
+    piece = max(1, _PIECE_ELEMENTS // table.dim)
+    for start in range(0, table.num_rows, piece):
+        keys = torch.arange(start, min(start + piece, table.num_rows), device=weight.device)
+        fill_keys(weight[start : start + len(keys)], keys, table, seed)
+
+
+def fill_keys(weight: Tensor, keys: Tensor, table: TableConfig, seed: int) -> None:
+    """Fill the rows of some keys of a table in place.
+
+    Args:
+        weight: (K, dim), contiguous.
+        keys: (K,), int64.
+        table: the whole table's settings; the padding row becomes zero.
+        seed: of the run.
+    """
     kind, a, b = law_of(table.init, table.num_rows, table.dim)
     if kind == "constant":
         weight.fill_(a)
     else:
-        own = table_seed(seed, table.name)
-        piece = max(1, _PIECE_ELEMENTS // table.dim)
-        for start in range(0, table.num_rows, piece):
-            keys = torch.arange(start, min(start + piece, table.num_rows), device=weight.device)
-            initial_rows(weight, keys, keys, kind, a, b, own)
+        rows = torch.arange(len(keys), device=keys.device)
+        initial_rows(weight, rows, keys, kind, a, b, table_seed(seed, table.name))
     if table.padding_id is not None:
-        weight[table.padding_id] = 0.0
+        weight.masked_fill_((keys == table.padding_id).unsqueeze(1), 0.0)

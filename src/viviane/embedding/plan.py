@@ -125,21 +125,38 @@ class BagPlan:
         self, rows: Tensor, offsets: Tensor, weights: Tensor | None, origin: str
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Lay bags out as (B, L) rows, weights and mask, with the zero row in empty places."""
-        size, length = len(offsets) - 1, self.place.num_places
-        lengths = offsets.diff()
-        if size:
-            longest = lengths.argmax().view(1)
-            excess = lengths.index_select(0, longest)  # indexing by a 0-dim tensor would wait for a GPU
-            record = torch.cat([(excess > length).to(torch.int64), longest, excess])
+        null_row, length = self.storage.null_row, self.place.num_places
+        laid, weights, record = spread_bags(rows, offsets, weights, length, null_row)
+        if record is not None:
             report(BagTooLong(record, origin, self.feature.name, length), self.violations)
-        bags = entry_bags(offsets, len(rows))
-        position = torch.arange(len(rows), device=rows.device) - offsets[bags]
-        target = torch.where(position < length, bags * length + position, size * length)
-        spread = rows.new_full((size * length + 1,), self.storage.null_row).index_copy_(0, target, rows)[:-1]
-        laid = None
-        if weights is not None:
-            laid = weights.new_zeros(size * length + 1).index_copy_(0, target, weights)[:-1].view(size, length)
-        return spread.view(size, length), laid, (spread != self.storage.null_row).view(size, length)
+        return laid, weights, laid != null_row
+
+
+def spread_bags(
+    rows: Tensor, offsets: Tensor, weights: Tensor | None, length: int, null_row: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Lay bags out side by side: rows and weights, (B, L), and the record of the longest bag, see `Violation`.
+
+    Args:
+        rows: (N,).
+        offsets: (B + 1,).
+        weights: (N,) or None.
+        length: L.
+        null_row: of empty places.
+    """
+    size, record = len(offsets) - 1, None
+    if size:
+        lengths = offsets.diff()
+        longest = lengths.argmax().view(1)
+        excess = lengths.index_select(0, longest)  # indexing by a 0-dim tensor would wait for a GPU
+        record = torch.cat([(excess > length).to(torch.int64), longest, excess])
+    bags = entry_bags(offsets, len(rows))
+    position = torch.arange(len(rows), device=rows.device) - offsets[bags]
+    target = torch.where(position < length, bags * length + position, size * length)
+    laid = rows.new_full((size * length + 1,), null_row).index_copy_(0, target, rows)[:-1].view(size, length)
+    if weights is None:
+        return laid, None, record
+    return laid, weights.new_zeros(size * length + 1).index_copy_(0, target, weights)[:-1].view(size, length), record
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,8 @@ class Storage(nn.Module):
         self._summed: tuple[Tensor, Tensor] | None = None
         self._scratch = Scratch()
         self.row_mean: RowMean | None = None
+        self.is_joined = False
+        """Whether what waits is a sum over all processes already."""
 
     def _allocate(self, device: torch.device, seed: int) -> None:
         weight = torch.empty(self.null_row + _ZERO_ROWS, self.dim, dtype=self.dtype, device=device)
@@ -147,10 +149,21 @@ class Storage(nn.Module):
         """Give each flat gradient that waits, once."""
         return distinct_gradients(self._pending)
 
+    def waiting_tables(self) -> frozenset[str]:
+        """Return the tables that the waiting gradients may move."""
+        return frozenset().union(*(one.tables for one in self._pending))
+
+    def replace_gradients(self, gradients: RowGradients) -> None:
+        """Put one list of gradients in the place of all that waits: their sum over several processes."""
+        self.discard_gradients()
+        self.add_gradients(gradients)
+        self.is_joined = True
+
     def discard_gradients(self) -> None:
         """Drop the gradients that wait."""
         self._pending.clear()
         self._summed = None
+        self.is_joined = False
 
     def summed_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the touched rows, (U,), rising, and their gradients summed over all that waits, (U, D)."""
@@ -163,7 +176,7 @@ class Storage(nn.Module):
         """Apply each table's rule to the touched rows, and drop the gradients."""
         if not self._pending:
             return
-        active = frozenset().union(*(one.tables for one in self._pending))
+        active = self.waiting_tables()
         for name in active:
             self.steps[name] += 1
         before = None

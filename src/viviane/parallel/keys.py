@@ -1,0 +1,181 @@
+"""From a batch's keys to what each process looks up: rows of the whole tables first, then rows of the pieces.
+
+Shapes: B rows of this process's batch, P pieces that look one id a row up, N entries of a bag, L places of a "concat".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from viviane.batch import Bag
+from viviane.embedding import DynamicTableConfig, FeatureConfig, TableConfig
+from viviane.embedding.keys import BagTooLong, RowMap, Violation, check_key_type, report
+from viviane.embedding.plan import Keys, spread_bags
+from viviane.ops.embedding_bag import mean_weights
+from viviane.parallel.layout import Piece
+from viviane.parallel.plan import AnyTable
+
+ABSENT = -1  # a row that is not in a piece's shard
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A batch's keys as rows of whole tables.
+
+    Args:
+        singles: (B, S): one column for each feature with one id a row, and for each place of a "concat".
+        bags: rows and weights of the others.
+        masks: (B, L), bool, of "concat" features.
+        scales: (B, L), of "concat" features with weights.
+    """
+
+    singles: Tensor
+    bags: Mapping[str, Bag]
+    masks: Mapping[str, Tensor]
+    scales: Mapping[str, Tensor]
+
+
+class KeyResolver:
+    """Applies the tables' policies to the keys of one kind of batch.
+
+    Args:
+        features, tables: of the collection.
+        one_hot: names of the batch's columns with one id a row.
+        violations: see `viviane.embedding.keys`.
+        device: of the keys.
+        dtype: of rows, int32 or int64.
+    """
+
+    def __init__(
+        self,
+        features: Mapping[str, FeatureConfig],
+        tables: Mapping[str, AnyTable],
+        one_hot: Sequence[str],
+        violations: deque[Violation],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.features = features
+        self.tables = tables
+        self.violations = violations
+        self.device = device
+        self.dtype = dtype
+        self.null_row = max([t.num_rows for t in tables.values() if isinstance(t, TableConfig)], default=0)
+        self.columns = {name: i for i, name in enumerate(one_hot)}
+        self.singles: dict[tuple[str, int], int] = {}
+        """Column of `Resolved.singles` of each (feature, place)."""
+        for feature in features.values():
+            if feature.combiner == "concat" or feature.name in self.columns:
+                for i in range(feature.num_places):
+                    self.singles[feature.name, i] = len(self.singles)
+        self._map = self._row_map([f for f in features.values() if self._is_one_hot(f)])
+        self._bag_maps = {
+            f.name: self._row_map([f], pick=False) for f in features.values() if not self._is_one_hot(f)
+        }  # fmt: skip
+
+    def _is_one_hot(self, feature: FeatureConfig) -> bool:
+        return feature.name in self.columns and feature.combiner != "concat"
+
+    def _row_map(self, features: Sequence[FeatureConfig], *, pick: bool = True) -> RowMap | None:
+        """Map keys of ordinary tables; those of dynamic ones stay as they are."""
+        own = [f for f in features if isinstance(self.tables[f.table], TableConfig)]
+        if not own:
+            return None
+        names = [f.name for f in own]
+        tables = [table for f in own if isinstance(table := self.tables[f.table], TableConfig)]
+        columns = [self.columns[name] for name in names] if pick else None
+        return RowMap(names, tables, [0] * len(own), self.null_row, self.violations, self.device, columns)
+
+    def __call__(self, keys: Keys) -> Resolved:
+        """Resolve a batch."""
+        columns: dict[tuple[str, int], Tensor] = {}
+        if self._map is not None:
+            rows = self._map(keys.one_hot, origin=keys.origin)
+            columns |= {(name, 0): rows[:, i] for i, name in enumerate(self._map.features)}
+        for name, column in self.columns.items():
+            if name in self.features and (name, 0) in self.singles and (name, 0) not in columns:
+                columns[name, 0] = keys.one_hot[:, column]
+        bags, masks, scales = {}, {}, {}
+        for name in self._bag_maps:
+            feature, bag = self.features[name], keys.bags[name]
+            rows = self._rows(feature, bag, keys.origin)
+            if feature.combiner != "concat":
+                bags[name] = Bag(rows, bag.offsets, self._weights(feature, bag, rows))
+                continue
+            laid, weights, masks[name] = self._spread(feature, bag, rows, keys.origin)
+            columns |= {(name, i): laid[:, i] for i in range(feature.num_places)}
+            if weights is not None:
+                scales[name] = weights
+        ordered = [columns[key].to(self.dtype) for key in self.singles]
+        empty = torch.empty(keys.size, 0, dtype=self.dtype, device=self.device)
+        return Resolved(torch.stack(ordered, 1) if ordered else empty, bags, masks, scales)
+
+    def _rows(self, feature: FeatureConfig, bag: Bag, origin: str) -> Tensor:
+        mapping = self._bag_maps[feature.name]
+        if mapping is None:
+            check_key_type(bag.values, feature.name)
+            return bag.values.to(torch.int64)
+        return mapping(bag.values.unsqueeze(1), bag.offsets, origin).view(-1)
+
+    def _nothing(self, feature: FeatureConfig) -> int | None:
+        """Return the row, or raw key, that means "nothing here"; None: there is none."""
+        table = self.tables[feature.table]
+        return table.padding_id if isinstance(table, DynamicTableConfig) else self.null_row
+
+    def _weights(self, feature: FeatureConfig, bag: Bag, rows: Tensor) -> Tensor | None:
+        if feature.combiner != "mean":
+            return bag.weights
+        nothing = self._nothing(feature)
+        counted = None if nothing is None else rows != nothing
+        return mean_weights(bag.offsets, counted, bag.weights, len(rows))
+
+    def _spread(
+        self, feature: FeatureConfig, bag: Bag, rows: Tensor, origin: str
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        laid, weights, record = spread_bags(rows, bag.offsets, bag.weights, feature.num_places, self.null_row)
+        if record is not None:
+            report(BagTooLong(record, origin, feature.name, feature.num_places), self.violations)
+        return laid, weights, laid != self.null_row
+
+
+class PieceRows:
+    """Turns rows of whole tables into rows of pieces; ABSENT where a piece's shard has no such row.
+
+    Args:
+        pieces: in order.
+        device: of the rows.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        shards = [piece.shard for piece in pieces]
+        self._whole = all(one.low == 0 and one.stride == 1 for one in shards)
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        self.low, self.high = column([one.low for one in shards]), column([one.high for one in shards])
+        self.stride, self.offset = column([one.stride for one in shards]), column([one.offset for one in shards])
+        raw = [not one.high for one in shards]  # of dynamic tables: keys, not rows
+        self.raw = torch.tensor(raw, dtype=torch.bool, device=device) if any(raw) else None
+
+    def __call__(self, rows: Tensor, piece: int | None = None) -> Tensor:
+        """Return the pieces' rows.
+
+        Args:
+            rows: (B, P), or (N,) of one piece.
+            piece: which one.
+        """
+        at = slice(None) if piece is None else slice(piece, piece + 1)
+        low, high, stride, offset = self.low[at], self.high[at], self.stride[at], self.offset[at]
+        own = rows.to(torch.int64) - low
+        inside = (own >= 0) & (rows < high)
+        if not self._whole:
+            inside &= own.remainder(stride) == offset
+            own = own // stride
+        found = torch.where(inside, own, ABSENT).to(rows.dtype)
+        return found if self.raw is None else torch.where(self.raw[at], rows, found)

@@ -1,0 +1,64 @@
+"""What of a feature is looked up where, and where it goes in the output: worked out once for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from viviane.embedding import DynamicTableConfig, FeatureConfig
+from viviane.embedding.output import Place
+from viviane.parallel.plan import AnyTable, Plan, Shard, shards_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A feature's lookups in one shard.
+
+    Args:
+        feature: whose ids are looked up.
+        place: which vector of a "concat", from 0.
+        shard: where.
+        column: of the output, where its vector goes; pieces of one column are added.
+    """
+
+    feature: FeatureConfig
+    place: int
+    shard: Shard
+    column: int
+
+    @property
+    def name(self) -> str:
+        """Unique among the pieces of one process."""
+        return f"{self.feature.name}/{self.place}/{self.shard.start}/{self.shard.low}"
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a row of the batch gives at most one id: a place of a "concat"."""
+        return self.feature.combiner == "concat"
+
+
+def pieces_of(
+    features: Mapping[str, FeatureConfig], tables: Mapping[str, AnyTable], places: Mapping[str, Place], plan: Plan
+) -> list[Piece]:
+    """Return the pieces of all features, in order of the features."""
+    found = []
+    for feature in features.values():
+        table, place = tables[feature.table], places[feature.name]
+        for shard in shards_of(plan.table(table.name), table):
+            for i in range(feature.num_places):
+                found.append(Piece(feature, i, shard, place.start + i * place.dim + shard.start))
+    return found
+
+
+def part_table(shard: Shard, table: AnyTable) -> AnyTable:
+    """Return the settings of a shard as a table of its own, whose keys are 0, 1, ... and below 0 where there is none.
+
+    It begins as zeros: its rows are filled from those of the whole table.
+    """
+    if isinstance(table, DynamicTableConfig):
+        return table
+    changes = {
+        "num_rows": len(shard.keys), "dim": shard.dim, "init": {"type": "zero"}, "out_of_range": "ignore",
+        "default_id": None, "padding_id": None,
+    }  # fmt: skip
+    return type(table)(**{**table.model_dump(), **changes})
