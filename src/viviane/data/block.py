@@ -29,8 +29,10 @@ class Jagged:
     def lengths(self, rows: Rows) -> NDArray[np.int64]:
         """Return how many ids chosen rows have."""
         if isinstance(rows, slice):
-            return np.diff(self.offsets[rows.start : rows.stop + 1]).astype(np.int64, copy=False)
-        return np.subtract(self.offsets[rows + 1], self.offsets[rows], dtype=np.int64)
+            ends = self.offsets[rows.start : rows.stop + 1].astype(np.int64, copy=False)
+            return ends[1:] - ends[:-1]
+        lengths: NDArray[np.int64] = np.subtract(self.offsets[rows + 1], self.offsets[rows], dtype=np.int64)
+        return lengths
 
     def take(self, rows: Rows, values: NDArray[Any], weights: NDArray[np.float32] | None) -> None:
         """Copy the ids of chosen rows, one after another, into `values`, and their weights into `weights`."""

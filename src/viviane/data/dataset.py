@@ -32,6 +32,7 @@ class Dataset:
         path: the folder; a file or a file list of a foreign format.
         schema: read the files by this schema (a model's, say) instead of the folder's own.
         format: name of a format, or a format with its options: "norm", RawFormat(num_samples=1000).
+        stored: every column in the files of a foreign format, where `schema` names some of them alone.
 
     Raises:
         DataError: no such folder, no data file in it, or one that is truncated.
@@ -48,7 +49,14 @@ class Dataset:
         (3, [2, 1])
     """
 
-    def __init__(self, path: str | Path, schema: Schema | None = None, format: str | Format | None = None) -> None:  # noqa: A002
+    def __init__(
+        self,
+        path: str | Path,
+        schema: Schema | None = None,
+        format: str | Format | None = None,  # noqa: A002 - the word on the command line
+        *,
+        stored: Schema | None = None,
+    ) -> None:
         self.path = Path(path)
         given = None if format is None else named_format(format)
         manifest = Manifest.load(self.path)
@@ -60,7 +68,7 @@ class Dataset:
                 )  # fmt: skip
             self.format = given or manifest.format
             files, entries, stored = manifest.paths(self.path), manifest.files, manifest.stored
-            schema = schema or (Schema.load(self.path) if (self.path / SCHEMA_FILE).exists() else stored)
+            schema = schema or Schema.load(self.path)
         else:
             self.format = given or guess_format(self.path)
             if self.format.format == "parquet" and not self.path.is_dir():
@@ -68,8 +76,8 @@ class Dataset:
                 raise DataError("no such data set folder", where=str(path), fix=fix)
             if schema is None:
                 schema = Schema.load(self.path if self.path.is_dir() else self.path.with_name(SCHEMA_FILE))
-            files, entries, stored = self.format.files_at(self.path), None, schema
-        self.schema: Schema = schema
+            files, entries, stored = self.format.files_at(self.path), None, stored or schema
+        self.schema, self.stored = schema, stored
         self.storage = self.format.open(files, stored, schema, entries)
         self.files, self.stamps, self.groups = self.storage.files, self.storage.stamps, self.storage.groups
         self.num_rows = sum(group.num_rows for group in self.groups)

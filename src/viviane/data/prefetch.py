@@ -11,20 +11,23 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from viviane.data.block import Block, Rows, View
+from viviane.data.buffers import Buffers
 from viviane.data.plan import EpochPlan, Window
-from viviane.data.slab import Slab
+from viviane.data.slab import BatchShape, Slab
 from viviane.data.storage import Storage
-from viviane.schema import Schema
 
 _THREAD_NAME = "viviane-reader"
+_RUN_ROWS = 16_384  # rows of a task at least: handing one to a thread costs as much as copying 10,000 rows
 Ready = tuple[View, NDArray[np.int64] | None]
+Made = tuple[Slab, list[Window]] | Exception
 
 
 class _Loading:
@@ -54,6 +57,9 @@ class _Loading:
         return self._view, order
 
 
+Asked = list[tuple[tuple[Window, int, int], _Loading]]
+
+
 class Prefetcher:
     """Yields the rows [first_row, last_row) of a plan's stream in slabs of batch_size rows.
 
@@ -62,7 +68,7 @@ class Prefetcher:
         storage: where the row groups stand.
         batch_size, first_row, last_row: which rows.
         share: (r, n): of every batch of B rows, take the rows B r // n to B (r + 1) // n alone.
-        pin_memory: take rows into page-locked memory.
+        buffers: memory of the batches.
         num_threads: size of the pool.
     """
 
@@ -75,12 +81,12 @@ class Prefetcher:
         first_row: int,
         last_row: int,
         share: tuple[int, int],
-        pin_memory: bool,
+        buffers: Buffers,
         num_threads: int,
     ) -> None:
         self._plan = plan
         self._storage = storage
-        self._pin_memory = pin_memory
+        self._buffers = buffers
         rank, ranks = share
         self._ranges = [
             (start + (stop - start) * rank // ranks, start + (stop - start) * (rank + 1) // ranks)
@@ -88,6 +94,10 @@ class Prefetcher:
             for stop in [min(start + batch_size, last_row)]
         ]
         self._next = 0
+        self._shape = BatchShape.of(storage.schema)
+        # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
+        self._inline = storage.mapped and not plan.shuffled
+        self._run = 1 if self._inline else max(1, _RUN_ROWS // batch_size)
         self._depth = 2 * num_threads
         self._loading: dict[int, _Loading] = {}
         self._pending = deque(self._due_tasks(first_row, last_row, num_threads))
@@ -113,6 +123,7 @@ class Prefetcher:
     def _wanted(self, window: Window) -> bool:
         """Say whether a window holds rows to be read: with shares, it may hold other ranks' rows alone."""
         before_end = bisect_left(self._ranges, (window.start + window.num_rows, 0))
+        # two, because the epoch's last range may be empty
         return any(
             start < stop and stop > window.start for start, stop in self._ranges[max(0, before_end - 2) : before_end]
         )
@@ -132,41 +143,53 @@ class Prefetcher:
         start = sum(group.num_rows for group in window.groups[:part])
         loading.decodes.append(self._pool.submit(self._storage.decode, window.groups[part], loading.block, start, part))
 
-    def _hand_in_batch(self) -> Future[tuple[Slab, list[Window]]]:
-        start, stop = self._ranges[self._next]
-        self._next += 1
-        pieces = self._plan.pieces(start, stop)
-        if pieces:  # a share may have no rows
-            last = pieces[-1][0].number
-            while self._pending and self._pending[0][1].number <= last:
-                self._hand_in_next()
-            for number in [n for n in self._loading if n < pieces[0][0].number]:
-                del self._loading[number]  # freed as soon as the tasks that use it are done
-        loadings = [self._loading[window.number] for window, _, _ in pieces]
-        return self._pool.submit(_assemble, self._storage.schema, pieces, loadings, self._pin_memory)
+    def _hand_in_run(self) -> Callable[[], list[Made]]:
+        """Hand in one task for a run of batches; return what waits for it, or does it."""
+        asked: list[Asked] = []
+        for start, stop in self._ranges[self._next : self._next + self._run]:
+            pieces = self._plan.pieces(start, stop)
+            if pieces:  # a share may have no rows
+                last = pieces[-1][0].number
+                while self._pending and self._pending[0][1].number <= last:
+                    self._hand_in_next()
+                for number in [n for n in self._loading if n < pieces[0][0].number]:
+                    del self._loading[number]  # freed as soon as the tasks that use it are done
+            asked.append([(piece, self._loading[piece[0].number]) for piece in pieces])
+        self._next += len(asked)
+        if self._inline:
+            return partial(_assemble, self._shape, asked, self._buffers)
+        return self._pool.submit(_assemble, self._shape, asked, self._buffers).result
 
     def __iter__(self) -> Iterator[tuple[Slab, list[Window]]]:
         """Yield slabs with the windows that their rows come from."""
-        tasks: deque[Future[tuple[Slab, list[Window]]]] = deque()
+        tasks: deque[Callable[[], list[Made]]] = deque()
         try:
             while tasks or self._next < len(self._ranges):
                 while self._next < len(self._ranges) and len(tasks) < self._depth:
                     row = self._ranges[self._next][0]
                     while self._pending and self._pending[0][0] <= row:
                         self._hand_in_next()
-                    tasks.append(self._hand_in_batch())
-                yield tasks.popleft().result()
+                    tasks.append(self._hand_in_run())
+                for made in tasks.popleft()():
+                    if isinstance(made, Exception):
+                        raise made
+                    yield made
         finally:
             # the garbage collector may close a forgotten iterator in one of our own threads: it cannot join itself
             own = threading.current_thread().name.startswith(_THREAD_NAME)
             self._pool.shutdown(wait=not own, cancel_futures=True)
 
 
-def _assemble(
-    schema: Schema, pieces: list[tuple[Window, int, int]], loadings: list[_Loading], pin_memory: bool
-) -> tuple[Slab, list[Window]]:
-    parts: list[tuple[View, Rows]] = []
-    for (_, first, last), loading in zip(pieces, loadings, strict=True):
-        view, order = loading.wait()
-        parts.append((view, slice(first, last) if order is None else order[first:last]))
-    return Slab.gather(schema, parts, pin_memory), [window for window, _, _ in pieces]
+def _assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
+    """Take the rows of each batch; an error stands in place of its batch and ends the list."""
+    made: list[Made] = []
+    try:
+        for batch in asked:
+            parts: list[tuple[View, Rows]] = []
+            for (_, first, last), loading in batch:
+                view, order = loading.wait()
+                parts.append((view, slice(first, last) if order is None else order[first:last]))
+            made.append((Slab.gather(shape, parts, buffers), [window for (window, _, _), _ in batch]))
+    except Exception as error:
+        made.append(error)
+    return made

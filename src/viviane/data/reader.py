@@ -12,6 +12,7 @@ import torch
 
 from viviane.batch import Batch, Layout
 from viviane.core.errors import CheckpointError, ConfigError
+from viviane.data.buffers import Buffers
 from viviane.data.plan import EpochPlan, Window
 from viviane.data.prefetch import Prefetcher
 
@@ -102,7 +103,7 @@ class Reader:
         self.shuffle_rows = shuffle_rows
         self.max_batches = max_batches
         self.rank, self.num_ranks = rank, num_ranks
-        self.pin_memory = pin_memory
+        self._buffers = Buffers(pin_memory)
         self._epoch = epoch
         self._delivered = 0
         self._layout = Layout.of(dataset.schema)
@@ -150,7 +151,7 @@ class Reader:
             plan,
             dataset.storage,
             share=(self.rank, self.num_ranks),
-            pin_memory=self.pin_memory,
+            buffers=self._buffers,
             batch_size=self.batch_size,
             first_row=min(self._delivered * self.batch_size, plan.num_rows),
             last_row=min(len(self) * self.batch_size, plan.num_rows),

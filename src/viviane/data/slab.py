@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,34 @@ from torch import Tensor
 
 from viviane.batch import Bag, Batch, Layout
 from viviane.data.block import Jagged, Matrix, Rows, View, one_hot_type
+from viviane.data.buffers import Buffers
 from viviane.schema import Schema
 
 Part = tuple[View, Rows]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a schema's batches hold, looked up once."""
+
+    num_labels: int
+    num_dense: int
+    num_one_hot: int
+    ids: torch.dtype
+    weighted: bool
+    bags: tuple[tuple[str, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, schema: Schema) -> BatchShape:
+        """Return the shape of a schema's batches."""
+        return cls(
+            len(schema.labels),
+            schema.num_dense,
+            len(schema.one_hot),
+            torch.int64 if one_hot_type(schema) is np.int64 else torch.int32,
+            schema.sample_weight is not None,
+            tuple((column.name, getattr(torch, column.dtype)) for column in schema.bags),
+        )
 
 
 @dataclass(frozen=True)
@@ -32,46 +58,39 @@ class Slab:
     bags: dict[str, Bag]
 
     @classmethod
-    def gather(cls, schema: Schema, parts: Sequence[Part], pin_memory: bool = False) -> Slab:
+    def gather(cls, shape: BatchShape, parts: Sequence[Part], buffers: Buffers) -> Slab:
         """Copy chosen rows of one view or several, one after another.
 
         Args:
-            schema: of the views.
+            shape: of the batch.
             parts: views, and which of their rows: a slice, or an array of row numbers.
-            pin_memory: copy into page-locked memory, from which a GPU reads on its own.
+            buffers: memory to copy into.
         """
         counts = [rows.stop - rows.start if isinstance(rows, slice) else len(rows) for _, rows in parts]
         size = sum(counts)
-        ends = np.cumsum([0, *counts])
-        places = [slice(int(start), int(stop)) for start, stop in zip(ends[:-1], ends[1:], strict=True)]
-        ids = torch.int64 if one_hot_type(schema) is np.int64 else torch.int32
+        places = [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
         def matrix(kind: str, width: int, dtype: torch.dtype) -> Tensor:
-            made = torch.empty(size, width, dtype=dtype, pin_memory=pin_memory)
+            made = buffers.new((size, width), dtype)
             target = made.numpy()
             for (view, rows), place in zip(parts, places, strict=True):
                 _take(getattr(view, kind), rows, target[place])
             return made
 
         weight = None
-        if schema.sample_weight is not None:
-            weight = torch.empty(size, dtype=torch.float32, pin_memory=pin_memory)
+        if shape.weighted:
+            weight = buffers.new((size,), torch.float32)
             for (view, rows), place in zip(parts, places, strict=True):
                 assert view.weight is not None
                 weight.numpy()[place] = view.weight[rows]
         return cls(
-            matrix("labels", len(schema.labels), torch.float32),
-            matrix("dense", schema.num_dense, torch.float32),
-            matrix("one_hot", len(schema.one_hot), ids),
+            matrix("labels", shape.num_labels, torch.float32),
+            matrix("dense", shape.num_dense, torch.float32),
+            matrix("one_hot", shape.num_one_hot, shape.ids),
             weight,
             {
-                column.name: _bag(
-                    [(view.bags[column.name], rows) for view, rows in parts],
-                    places,
-                    getattr(torch, column.dtype),
-                    pin_memory,
-                )
-                for column in schema.bags
+                name: _bag([(view.bags[name], rows) for view, rows in parts], places, dtype, buffers)
+                for name, dtype in shape.bags
             },
         )
 
@@ -102,17 +121,17 @@ def _take(matrix: Matrix, rows: Rows, out: NDArray[Any]) -> None:
             np.copyto(target, np.take(piece, rows, axis=0, mode="clip"))
 
 
-def _bag(parts: list[tuple[Jagged, Rows]], places: list[slice], dtype: torch.dtype, pin_memory: bool) -> Bag:
+def _bag(parts: list[tuple[Jagged, Rows]], places: list[slice], dtype: torch.dtype, buffers: Buffers) -> Bag:
     size = places[-1].stop if places else 0
-    offsets = torch.empty(size + 1, dtype=torch.int64, pin_memory=pin_memory)
+    offsets = buffers.new((size + 1,), torch.int64)
     ends = offsets.numpy()
     ends[0] = 0
     for (bag, rows), place in zip(parts, places, strict=True):
         np.cumsum(bag.lengths(rows), out=ends[place.start + 1 : place.stop + 1])
         ends[place.start + 1 : place.stop + 1] += ends[place.start]
     weighted = any(bag.weights is not None for bag, _ in parts)
-    values = torch.empty(int(ends[-1]), dtype=dtype, pin_memory=pin_memory)
-    weights = torch.empty(len(values), dtype=torch.float32, pin_memory=pin_memory) if weighted else None
+    values = buffers.new((int(ends[-1]),), dtype)
+    weights = buffers.new((len(values),), torch.float32) if weighted else None
     for (bag, rows), place in zip(parts, places, strict=True):
         inside = slice(int(ends[place.start]), int(ends[place.stop]))
         bag.take(rows, values.numpy()[inside], None if weights is None else weights.numpy()[inside])

@@ -88,7 +88,7 @@ class Record:
 
     def _whole(self, values: NDArray[Any], what: str, first_row: int) -> NDArray[np.int32]:
         # float32 holds whole numbers up to 2^24 exactly; beyond, they are whole but may be rounded already
-        whole = np.clip(np.rint(values), -(2**31), 2**31 - 128).astype(np.int32)
+        whole: NDArray[np.int32] = np.clip(np.rint(values), -(2**31), 2**31 - 128).astype(np.int32)
         _refuse(whole != values, values, f"{what} are kept as whole numbers", first_row, "whole numbers of 32 bits")
         return whole
 
@@ -197,7 +197,7 @@ class FixedRecordStorage(Storage):
         stored = self._record.schema
         labels = tuple(
             (i, keys["labels"][:, at : at + 1])
-            for i, at in enumerate(stored.labels.index(stored.column(one.name)) for one in self.schema.labels)  # type: ignore[arg-type]
+            for i, at in enumerate(stored.labels.index(stored.column(one.name)) for one in self.schema.labels)
         )
         dense = tuple((to, keys["dense"][:, at]) for to, at in self._dense())
         if (group.file, group.index) not in self._checked:
@@ -253,8 +253,8 @@ class FixedRecordStorage(Storage):
             block.one_hot[rows, i] = records["keys"][:, starts[feature.name]]
         self._check(group, records)
         for feature in self.schema.bags:
-            at = starts[feature.name]
-            keys = records["keys"][:, at : at + (stored.categorical_column(feature.name).max_length or 0)]
+            first = starts[feature.name]
+            keys = records["keys"][:, first : first + (stored.categorical_column(feature.name).max_length or 0)]
             bag = _bag(keys, feature.dtype, self._record.padding)
             checks.check_lengths(bag.offsets, feature, self.place(group, feature.name))
             checks.check_ids(bag.values, feature, self.place(group, feature.name), bag.offsets)

@@ -132,10 +132,11 @@ def check_stored(stored: Schema, schema: Schema, where: str) -> None:
                 fix=suggest(column.name, there),
             )
         mine, theirs = _kind(column), _kind(other)
-        if mine != theirs:
+        weights = getattr(column, "weights", None)
+        if mine != theirs or (weights is not None and weights != getattr(other, "weights", None)):
             raise SchemaError(
                 "a column is of another kind than in the files", where=f"{where}, column {column.name!r}",
-                value=mine, allowed=theirs,
+                value=mine if weights is None else f"{mine} with weights {weights!r}", allowed=theirs,
             )  # fmt: skip
     if schema.sample_weight is not None and schema.sample_weight != stored.sample_weight:
         raise SchemaError("the sample weight is missing in the files", where=where, value=schema.sample_weight)
@@ -150,8 +151,7 @@ def _kind(column: Any) -> str:
         case CategoricalColumn(kind="one_hot"):
             return "one-hot ids"
         case _:
-            weights = "no weights" if column.weights is None else f"weights {column.weights!r}"
-            return f"bags of ids, {weights}"
+            return "bags of ids"
 
 
 def check_entries(files: Sequence[Path], storage: Storage, entries: Sequence[FileEntry] | None) -> None:

@@ -21,6 +21,7 @@ from viviane.data import checks
 from viviane.data.block import Block, Jagged, Matrix, View
 from viviane.data.formats.block_layout import IdLayout, content, sections
 from viviane.data.formats.format import BlockEntry, FileEntry, Format, check_entries, check_stored, checked_views
+from viviane.data.formats.mapped_file import MappedFile
 from viviane.data.plan import Group
 from viviane.data.storage import Storage, refuse_changed
 from viviane.schema import CategoricalColumn, LabelColumn, Schema
@@ -122,7 +123,7 @@ class VivianeStorage(Storage):
         for number, entry in enumerate(entries):
             self._add_blocks(number, entry)
         self._stricter = _stricter(stored, schema)
-        self._maps: dict[int, NDArray[np.uint8]] = {}
+        self._maps: dict[int, MappedFile] = {}
         self._views: dict[tuple[int, int], View] = {}
 
     def _add_blocks(self, number: int, entry: FileEntry) -> None:
@@ -152,11 +153,19 @@ class VivianeStorage(Storage):
         refuse_changed(path, self.stamps[group.file])
         view = self._views.get((group.file, group.index))
         if view is None:
-            data = self._maps.get(group.file)
-            if data is None:
-                data = self._maps[group.file] = np.asarray(np.memmap(path, np.uint8, "r"))
-            view = self._views[group.file, group.index] = self._open_block(group, data)
+            view = self._views[group.file, group.index] = self._open_block(group, self._map(group).array)
+        else:
+            entry = self._entries[group.file].blocks
+            start = entry[group.index].start
+            end = entry[group.index + 1].start if group.index + 1 < len(entry) else self.stamps[group.file][0]
+            self._map(group).fetch(start, end)
         return view
+
+    def _map(self, group: Group) -> MappedFile:
+        found = self._maps.get(group.file)
+        if found is None:
+            found = self._maps[group.file] = MappedFile(self.files[group.file])
+        return found
 
     def _open_block(self, group: Group, data: NDArray[np.uint8]) -> View:
         entry = self._entries[group.file].blocks[group.index]
@@ -228,7 +237,9 @@ def _view(stored: Schema, schema: Schema, arrays: dict[Any, NDArray[Any]]) -> Vi
     bags = {}
     for column in schema.bags:
         i = stored.bags.index(stored.categorical_column(column.name))
-        bags[column.name] = Jagged(arrays["ids", i], arrays["offsets", i], arrays.get(("id_weights", i)))
+        bags[column.name] = Jagged(
+            arrays["ids", i], arrays["offsets", i], None if column.weights is None else arrays["id_weights", i]
+        )
     return View(
         _pieces([places[column.name] for column in schema.labels], arrays),
         _pieces([places[column.name] for column in schema.dense], arrays),

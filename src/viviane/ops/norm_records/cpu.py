@@ -45,7 +45,7 @@ def _scan(
     return Problem(int(code), int(record), int(end)) if code else int(end)
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def whole(data: Any, at: int) -> Any:
     """Read an int32, little endian, from any byte on."""
     low = numba.uint32(data[at]) | (numba.uint32(data[at + 1]) << numba.uint32(8))
@@ -53,8 +53,8 @@ def whole(data: Any, at: int) -> Any:
     return numba.uint32(low | (high << numba.uint32(16)))
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def scan(
+@numba.njit(nogil=True, cache=True)
+def scan(  # noqa: PLR0911, PLR0912 - one loop over bytes; each return is another damage
     data: Any, start: int, count: int, num_numbers: int, num_slots: int, key_bytes: int, checked: bool, firsts: Any,
     lengths: Any,
 ) -> Any:  # fmt: skip
@@ -99,7 +99,7 @@ def scan(
     return 0, count, at
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def copy_out(data: Any, firsts: Any, lengths: Any, key_bytes: int, numbers: Any, keys: Any, next_key: Any) -> None:
     """Copy the bits of numbers, and keys slot by slot; `next_key` is where each slot's next key goes."""
     for record in range(len(firsts)):
