@@ -96,7 +96,7 @@ class NormFormat(Format):
                     close()
                     file, rows = (folder / _name(len(files))).open("wb"), 0
                     file.write(self.header(schema, 0))  # its number of rows follows when the file is closed
-                file.write(pack(view, count, slots, self.layout(schema)))
+                file.write(pack(view, count, slots, self.layout(schema)).data)
                 rows += count
             if file is None:
                 file = (folder / _name(0)).open("wb")

@@ -1,4 +1,4 @@
-"""Take apart the records of a HugeCTR Norm file: rows of different lengths, one after another.
+"""Take apart and put together the records of a HugeCTR Norm file: rows of different lengths, one after another.
 
 A record is  float32 numbers (P of them: labels, then dense) | per slot: int32 nnz, nnz keys.  With check sums it stands
 between its length (int32) and one byte, the sum of its bytes modulo 256.
@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PROBLEMS", "NormLayout", "NormRecords", "Problem", "norm_records", "skip_records"]
+__all__ = ["PROBLEMS", "NormLayout", "NormRecords", "Problem", "norm_records", "pack_records", "skip_records"]
 
 PROBLEMS: Final = {
     1: "the file ends inside a record; it is truncated, or the header counts too many records",
@@ -94,3 +94,24 @@ def skip_records(data: NDArray[np.uint8], start: int, count: int, layout: NormLa
     from viviane.ops.norm_records import cpu
 
     return cpu.skip_records(data, start, count, layout)
+
+
+def pack_records(
+    numbers: NDArray[np.float32], lengths: NDArray[np.int32], keys: NDArray[np.int64], layout: NormLayout
+) -> NDArray[np.uint8]:
+    """Put records together: the inverse of `norm_records`.
+
+    Args:
+        numbers: labels and dense numbers, (R, P).
+        lengths: keys of each record in each slot, (S, R).
+        keys: of slot 0 in the order of the records, then of slot 1, ..., (nnz,).
+        layout: of the records.
+
+    Example:
+        >>> layout = NormLayout(num_numbers=1, num_slots=1, key_bytes=4, check_sum=True)
+        >>> pack_records(np.ones((1, 1), np.float32), np.array([[1]], np.int32), np.array([7]), layout).tolist()
+        [12, 0, 0, 0, 0, 0, 128, 63, 1, 0, 0, 0, 7, 0, 0, 0, 199]
+    """
+    from viviane.ops.norm_records import cpu
+
+    return cpu.pack_records(numbers, lengths, keys, layout)

@@ -118,3 +118,56 @@ def copy_out(data: Any, firsts: Any, lengths: Any, key_bytes: int, numbers: Any,
                 to += 1
                 at += key_bytes
             next_key[slot] = to
+
+
+def pack_records(
+    numbers: NDArray[np.float32], lengths: NDArray[np.int32], keys: NDArray[np.int64], layout: NormLayout
+) -> NDArray[np.uint8]:
+    """Put records together."""
+    around = 5 if layout.check_sum else 0
+    payload = 4 * (layout.num_numbers + layout.num_slots) + lengths.sum(axis=0, dtype=np.int64) * layout.key_bytes
+    out = np.empty(int((payload + around).sum()), np.uint8)
+    per_slot = lengths.sum(axis=1, dtype=np.int64)
+    next_key = np.cumsum(per_slot) - per_slot
+    put_together(
+        np.ascontiguousarray(numbers).view(np.uint32), lengths, keys, layout.key_bytes, layout.check_sum, payload,
+        next_key, out,
+    )  # fmt: skip
+    return out
+
+
+@numba.njit(nogil=True, cache=True)
+def put(out: Any, at: int, value: Any, size: int) -> None:
+    """Write a whole number, little endian, from any byte on."""
+    for byte in range(size):
+        out[at + byte] = numba.uint8((value >> numba.uint64(8 * byte)) & numba.uint64(255))
+
+
+@numba.njit(nogil=True, cache=True)
+def put_together(
+    numbers: Any, lengths: Any, keys: Any, key_bytes: int, checked: bool, payload: Any, next_key: Any, out: Any
+) -> None:
+    """Write record after record."""
+    at = 0
+    for record in range(numbers.shape[0]):
+        if checked:
+            put(out, at, numba.uint64(payload[record]), 4)
+            at += 4
+        first = at
+        for i in range(numbers.shape[1]):
+            put(out, at, numba.uint64(numbers[record, i]), 4)
+            at += 4
+        for slot in range(lengths.shape[0]):
+            put(out, at, numba.uint64(lengths[slot, record]), 4)
+            at += 4
+            start = next_key[slot]
+            for k in range(lengths[slot, record]):
+                put(out, at, numba.uint64(keys[start + k]), key_bytes)
+                at += key_bytes
+            next_key[slot] = start + lengths[slot, record]
+        if checked:
+            total = numba.uint32(0)
+            for byte in range(first, at):
+                total += numba.uint32(out[byte])
+            out[at] = numba.uint8(total & numba.uint32(255))
+            at += 1
