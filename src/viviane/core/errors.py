@@ -88,6 +88,10 @@ class NumericsError(VivianeError, ArithmeticError):
     """A loss, gradient or weight is NaN or infinite."""
 
 
+class ProcessError(VivianeError, RuntimeError):
+    """Another process of the group failed, died or stalled."""
+
+
 class MissingExtraError(VivianeError, ImportError):
     """An optional library is not installed; names the extra that brings it."""
 

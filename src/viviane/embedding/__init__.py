@@ -1,5 +1,6 @@
 """Embedding tables: settings, the collection that holds and trains them, and its output."""
 
+from viviane.embedding.base import TableCollection
 from viviane.embedding.collection import EmbeddingCollection
 from viviane.embedding.config import (
     ConstantInit,
@@ -40,6 +41,7 @@ __all__ = [
     "ProbabilityAdmission",
     "RowMean",
     "Storage",
+    "TableCollection",
     "TableConfig",
     "TableState",
     "TableSummary",

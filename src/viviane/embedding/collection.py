@@ -14,6 +14,7 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import dynamic_content
+from viviane.embedding.base import TableCollection
 from viviane.embedding.buffers import Buffers
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic import DynamicTable
@@ -37,7 +38,7 @@ from viviane.embedding.storage import Storage
 _MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(TableCollection):
     """Embedding tables, their features and their optimizer.
 
     All tables of one width and type lie in one storage, and one lookup serves all its one-hot features. Backward keeps
@@ -114,6 +115,10 @@ class EmbeddingCollection(nn.Module):
             return self.all_storages()[self._storage_of[table]]
         except KeyError:
             raise ConfigError("no such table in the collection", value=table, fix=suggest(table, self.tables)) from None
+
+    def parts(self) -> list[EmbeddingCollection]:
+        """Return this collection: it has all of its tables."""
+        return [self]
 
     def all_storages(self) -> list[Storage | DynamicStorage]:
         """Return the storages: one for each width and type, one for each dynamic table."""
@@ -260,6 +265,10 @@ class EmbeddingCollection(nn.Module):
             CheckpointError: shapes or names of the state differ; nothing is changed then.
         """
         import_table(self._static(table), table, content)
+
+    def copy_rows(self, table: str, rows: Tensor) -> None:
+        """Replace a table's rows, (num_rows, dim), and leave its optimizer state alone."""
+        self._static(table).table_rows(table).copy_(rows)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for table in self.tables:

@@ -62,9 +62,3 @@ class RowMean:
         self._log_decay = 0.0  # from here on counted anew, so that the sum never grows large
         self._visited.zero_()
         return self
-
-    def restart(self, mean: Tensor) -> None:
-        """Take over a mean that is up to date."""
-        self.mean.copy_(mean)
-        self._log_decay = 0.0
-        self._visited.zero_()

@@ -6,18 +6,27 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from viviane.batch import Bag, Batch, Layout
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, DataError, suggest
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, TableState
+from viviane.embedding import (
+    DynamicTableConfig,
+    EmbeddingCollection,
+    FeatureConfig,
+    TableCollection,
+    TableConfig,
+    TableState,
+    TableSummary,
+)
 from viviane.embedding.keys import Violation, raise_first
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import Keys, place_features, read_keys
+from viviane.embedding.state import summarize
 from viviane.ops.row_update import initial_state, state_shape
-from viviane.parallel.content import gather_table, scatter_table, start_shard
+from viviane.parallel.content import gather_table, scatter_rows, scatter_table, start_shard
 from viviane.parallel.exchange import Assembly, Move, Return, exchange_bags, exchange_singles
 from viviane.parallel.group import Group
 from viviane.parallel.keys import KeyResolver, PieceRows, Resolved
@@ -26,7 +35,7 @@ from viviane.parallel.plan import AnyTable, Plan, Shard, check_columns, shards_o
 from viviane.parallel.replicas import join_replicas
 
 
-class ShardedCollection(nn.Module):
+class ShardedCollection(TableCollection):
     """Embedding tables over several processes: each looks up its own batch, and all of them train the same tables.
 
     The plan says where which part of a table is. Ids go to the processes that have their rows, pooled vectors come
@@ -72,7 +81,8 @@ class ShardedCollection(nn.Module):
         self.plan, self.optimizer, self.seed = plan, optimizer, seed
         plan.check(self.tables, self.group.size)
         self._check(features)
-        self.device = resolve_device(str(device))
+        self._device = resolve_device(str(device))
+        self._frozen = frozenset(table.name for table in tables if not table.trainable)
         self._places = place_features(features, self.tables)
         self._pieces = pieces_of(self.features, self.tables, self._places, plan)
         self.shards = {name: shards_of(plan.table(name), table) for name, table in self.tables.items()}
@@ -139,6 +149,11 @@ class ShardedCollection(nn.Module):
                 moves.append(Move(block, start, stop, piece.column, adds))
         width = max(place.stop for place in self._places.values())
         return Assembly(tuple(widths[:-1]), tuple(moves), width, wire)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's parts are."""
+        return self._device
 
     @property
     def width(self) -> int:
@@ -242,6 +257,27 @@ class ShardedCollection(nn.Module):
             total += self.replicas.grad_norm_squared()
         return total.to(torch.float32)
 
+    def nonfinite_gradients(self) -> list[str]:
+        """Return the features whose tables have NaN or infinite gradients waiting in this process."""
+        bad = {part.features[piece].table for part in self.parts() for piece in part.nonfinite_gradients()}
+        return [feature.name for feature in self.features.values() if feature.table in bad]
+
+    def freeze(self, table: str) -> None:
+        """Keep a table's rows and state as they are until `unfreeze`; all processes call it."""
+        self._frozen |= {self._known(table)}
+        for part in self.parts():
+            if table in part.tables:
+                part.freeze(table)
+
+    def unfreeze(self, table: str) -> None:
+        """Let a frozen table move again; all processes call it."""
+        if not self.tables[self._known(table)].trainable:
+            raise ConfigError("the table has no optimizer state", value=table, fix="build it with trainable=True")
+        for part in self.parts():
+            if table in part.tables:
+                part.unfreeze(table)
+        self._frozen -= {table}
+
     def state_shapes(self, table: str) -> dict[str, tuple[bool, torch.dtype]]:
         """Return the tensors of a table, whether each has a number for every column, and their types."""
         settings = self.tables[table]
@@ -254,17 +290,34 @@ class ShardedCollection(nn.Module):
 
     # Content ------------------------------------------------------------------------------------------------
 
-    def export_table(self, table: str) -> TableState:
-        """Return a whole table on every process: rows and optimizer state; all processes call it together."""
+    def _known(self, table: str) -> str:
         if table not in self.tables:
             raise ConfigError("no such table in the collection", value=table, fix=suggest(table, self.tables))
-        return gather_table(self, table)
+        return table
+
+    def export_table(self, table: str, *, copy: bool = True) -> TableState:
+        """Return a whole table on every process: rows and optimizer state; all processes call it together.
+
+        It is put together from all shards, so it is a copy whatever `copy` says.
+        """
+        return gather_table(self, self._known(table))
 
     def import_table(self, table: str, content: TableState) -> None:
         """Replace a whole table by the same content on every process; see `EmbeddingCollection.import_table`."""
-        if table not in self.tables:
-            raise ConfigError("no such table in the collection", value=table, fix=suggest(table, self.tables))
-        scatter_table(self, table, content)
+        scatter_table(self, self._known(table), content)
+
+    def copy_rows(self, table: str, rows: Tensor) -> None:
+        """Replace a table's rows, (num_rows, dim), the same on every process, and leave optimizer state alone."""
+        scatter_rows(self, self._known(table), rows)
+
+    def summary(self) -> list[TableSummary]:
+        """Return what a model's summary says of each table; rows of a dynamic table are those of this process."""
+        lines = []
+        for name, table in self.tables.items():
+            users = tuple(feature.name for feature in self.features.values() if feature.table == name)
+            rows = table.num_rows if isinstance(table, TableConfig) else sum(len(x) for x in self.local_rows(name))
+            lines.append(summarize(table, self.optimizer, users, rows, name not in self._frozen))
+        return lines
 
 
 class _Route:

@@ -90,3 +90,11 @@ def scatter_table(sharded: ShardedCollection, name: str, content: TableState) ->
             weight = weight.clone()
             weight[shard.keys.index(table.padding_id)] = 0.0
         local_part(sharded, shard).import_table(name, TableState(weight, state, content.step))
+
+
+def scatter_rows(sharded: ShardedCollection, name: str, rows: Tensor) -> None:
+    """Copy a whole table's rows into this process's shards."""
+    for shard in sharded.shards[name]:
+        if shard.rank is None or shard.rank == sharded.group.rank:
+            keys, columns = slice(shard.low + shard.offset, shard.high, shard.stride), slice(shard.start, shard.stop)
+            local_part(sharded, shard).table_rows(name).copy_(rows[keys, columns])

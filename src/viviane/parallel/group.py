@@ -5,21 +5,28 @@ Shapes: n processes; splits count elements of a flat tensor for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, ProcessError, VivianeError
+from viviane.parallel.watch import Watch
 
 
 class Group:
     """Processes 0 to n - 1, of which this one is `rank`; a group of one exchanges nothing.
 
+    All processes call the same methods in the same order. Tensors of the CPU go over the control group.
+
     Args:
         process_group: of torch.distributed, for tensors on the device; None: this process alone.
         control: a group over the CPU for sizes, so that a GPU is not made to wait; None takes process_group.
+        watch: tells the processes of each other's failures.
 
     Example:
         >>> alone = Group()
@@ -28,20 +35,21 @@ class Group:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, control: dist.ProcessGroup | None = None
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        control: dist.ProcessGroup | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._group = process_group
         self._control = control or process_group
+        self._beside: dist.ProcessGroup | None = None
+        self.watch = watch
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
 
     @classmethod
     def world(cls) -> Group:
-        """Return the group of all processes that torchrun started, or of this one alone.
-
-        Raises:
-            ConfigError: torchrun started several processes, and torch.distributed was not initialised.
-        """
+        """Return the group of all processes of torch.distributed, or of this one alone where it is not initialised."""
         if not dist.is_available() or not dist.is_initialized():
             return cls()
         world = dist.group.WORLD
@@ -49,6 +57,26 @@ class Group:
         if dist.get_backend(world) == "gloo":
             return cls(world)
         return cls(world, dist.new_group(backend="gloo"))
+
+    def _for(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        return self._control if tensor.device.type == "cpu" else self._group
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Let the watch know that this process waits for the others, and name the one that is lost."""
+        watch = self.watch
+        if watch is None:
+            yield
+            return
+        watch.enter()
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # a peer is gone: Gloo says so with either
+            raise watch.lost(error) from error
+        finally:
+            watch.leave()
+
+    # Tensors ------------------------------------------------------------------------------------------------
 
     def all_to_all(self, given: Tensor, given_splits: Sequence[int], taken_splits: Sequence[int]) -> Tensor:
         """Send each process its part of a flat tensor, and return the parts they sent, in order of rank.
@@ -61,20 +89,53 @@ class Group:
         if self._group is None:
             return given
         taken = torch.empty(sum(taken_splits), dtype=given.dtype, device=given.device)
-        dist.all_to_all_single(taken, given, list(taken_splits), list(given_splits), group=self._group)
+        with self._call():
+            dist.all_to_all_single(taken, given, list(taken_splits), list(given_splits), group=self._for(given))
         return taken
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over the processes, in place."""
+        """Sum a tensor over the processes, in place; all of them get the same bits."""
         if self._group is not None:
-            dist.all_reduce(tensor, group=self._group)
+            with self._call():
+                dist.all_reduce(tensor, group=self._for(tensor))
         return tensor
+
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to sum a tensor in place, beside the other exchanges; the function that is returned waits for it."""
+        if self._group is None:
+            return lambda: None
+        if self._beside is None:
+            # A group of its own: its calls may stand in any order to those of the embedding exchange.
+            self._beside = dist.new_group(backend=dist.get_backend(self._group))
+        with self._call():
+            work = dist.all_reduce(tensor, group=self._beside, async_op=True)
+
+        def wait() -> None:
+            with self._call():
+                work.wait()
+
+        return wait
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Give all processes the tensor of one, in place."""
         if self._group is not None:
-            dist.broadcast(tensor, group_src=source, group=self._group)
+            with self._call():
+                dist.broadcast(tensor, group_src=source, group=self._for(tensor))
         return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return every process's tensor, in order of rank; of one type, and (N,) with an N of its own."""
+        if self._group is None:
+            return [tensor]
+        counts = [one[0] for one in self.gather_numbers([len(tensor)])]
+        parts = [torch.empty(count, dtype=tensor.dtype, device=tensor.device) for count in counts]
+        for rank, part in enumerate(parts):
+            if rank == self.rank:
+                part.copy_(tensor)
+            self.broadcast(part, rank)
+        return parts
+
+    # Numbers and words --------------------------------------------------------------------------------------
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every process, in order of rank; a list of one length everywhere."""
@@ -82,8 +143,36 @@ class Group:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64)
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self._control)
+        with self._call():
+            dist.all_gather(every, mine, group=self._control)
         return [one.tolist() for one in every]
+
+    def gather_data(self, data: Any) -> list[Any]:
+        """Return plain data (as JSON holds it) of every process, in order of rank."""
+        text = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
+        return [json.loads(part.numpy().tobytes()) for part in self.gather(text)]
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """Run a function on rank 0 alone, and return its result, plain data, on every process.
+
+        Raises:
+            VivianeError: the function failed; the same words on every process.
+        """
+        if self._group is None:
+            return make()
+        result: Any = None
+        failure: VivianeError | None = None
+        if self.rank == 0:
+            try:
+                result = make()
+            except VivianeError as error:
+                failure = error
+        answer = self.gather_data([result, None if failure is None else str(failure)])[0]
+        if failure is not None:
+            raise failure
+        if answer[1] is not None:
+            raise ProcessError(f"rank 0: {answer[1]}")
+        return answer[0]
 
     def agree(self, what: str, number: int) -> None:
         """Refuse to go on where processes differ in a number.
@@ -94,3 +183,13 @@ class Group:
         numbers = [one[0] for one in self.gather_numbers([number])]
         if len(set(numbers)) > 1:
             raise ConfigError(f"the processes differ in {what}", value=", ".join(map(str, numbers)))
+
+    def at_step(self, step: int) -> None:
+        """Note which training step begins, for messages."""
+        if self.watch is not None:
+            self.watch.step = step
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other processes that this one fails, so that they end instead of waiting for it."""
+        if self.watch is not None and not isinstance(error, ProcessError):
+            self.watch.report(error)

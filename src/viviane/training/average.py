@@ -49,9 +49,10 @@ class WeightMean:
         floating = {name: b for name, b in dense_buffers(module).items() if b.is_floating_point()}
         self._dense: dict[str, Tensor] = {**dense_parameters(module), **floating}
         self._means = {name: tensor.detach().clone() for name, tensor in self._dense.items()}
-        self._storages: dict[str, Storage] = {}
-        for name, collection in collections_of(module).items():
-            for i, storage in enumerate(collection.all_storages()):
+        self._storages: list[Storage] = []
+        self._collections = collections_of(module)
+        for collection in self._collections.values():
+            for storage in collection.all_storages():
                 if isinstance(storage, DynamicStorage):
                     raise ConfigError(
                         "a running mean needs rows that stay: those of dynamic tables come and go",
@@ -66,13 +67,13 @@ class WeightMean:
                         fix="set the tables' dtype to 'float32', or leave out ema_decay",
                     )
                 storage.row_mean = RowMean(storage.weight)
-                self._storages[f"{name}.{i}"] = storage
+                self._storages.append(storage)
 
     def advance(self) -> None:
         """Begin a step, before weights move."""
         self.num_steps += 1
         self._step_decay = min(self.decay, self.num_steps / (self.num_steps + _WARM_UP_STEPS))
-        for mean in self._row_means().values():
+        for _, mean in self._row_means():
             mean.advance(self._step_decay)
 
     @torch.no_grad()
@@ -83,13 +84,21 @@ class WeightMean:
                 list(self._means.values()), [t.detach() for t in self._dense.values()], 1 - self._step_decay
             )
 
-    def _row_means(self) -> dict[str, RowMean]:
-        return {name: s.row_mean for name, s in self._storages.items() if s.row_mean is not None}
+    def _row_means(self) -> list[tuple[Storage, RowMean]]:
+        return [(storage, storage.row_mean) for storage in self._storages if storage.row_mean is not None]
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """Return the means as named tensors for a checkpoint; rows are brought up to date first."""
-        rows = {name: mean.catch_up(self._storages[name].weight).mean for name, mean in self._row_means().items()}
+        """Return the means as named tensors for a checkpoint, those of rows by table.
+
+        Where tables are spread over processes, all of them call it together, and each gets whole tables.
+        """
+        with self.in_place():
+            rows = {
+                f"{name}.{table}": collection.export_table(table, copy=False).weight
+                for name, collection in self._collections.items()
+                for table in collection.tables
+            }
         return {_PREFIX + name: tensor for name, tensor in {**self._means, **rows}.items()}
 
     @torch.no_grad()
@@ -98,15 +107,17 @@ class WeightMean:
         self.num_steps = num_steps
         for name, mean in self._means.items():
             mean.copy_(tensors[_PREFIX + name])
-        for name, row_mean in self._row_means().items():
-            row_mean.restart(tensors[_PREFIX + name])
+        with self.in_place():
+            for name, collection in self._collections.items():
+                for table in collection.tables:
+                    collection.copy_rows(table, tensors[f"{_PREFIX}{name}.{table}"])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the module hold the means for the length of a block; memory is exchanged, nothing is copied."""
-        for name, mean in self._row_means().items():
+        for storage, mean in self._row_means():
             with torch.no_grad():
-                mean.catch_up(self._storages[name].weight)
+                mean.catch_up(storage.weight)
         self._exchange()
         try:
             yield
@@ -116,6 +127,5 @@ class WeightMean:
     def _exchange(self) -> None:
         for name, tensor in self._dense.items():
             tensor.data, self._means[name] = self._means[name], tensor.data
-        for name, mean in self._row_means().items():
-            storage = self._storages[name]
+        for storage, mean in self._row_means():
             storage.weight, mean.mean = mean.mean, storage.weight

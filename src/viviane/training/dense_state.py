@@ -8,13 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError
-from viviane.embedding import EmbeddingCollection
+from viviane.embedding import TableCollection
 from viviane.optim import DenseOptimizer
 
 
-def collections_of(module: nn.Module) -> dict[str, EmbeddingCollection]:
-    """Return the embedding collections inside a module, by the name of the submodule."""
-    return {name: one for name, one in module.named_modules() if isinstance(one, EmbeddingCollection)}
+def collections_of(module: nn.Module) -> dict[str, TableCollection]:
+    """Return the embedding collections inside a module, by the name of the submodule.
+
+    Those that are parts of another collection are not among them.
+    """
+    found: dict[str, TableCollection] = {}
+    for name, one in module.named_modules():
+        is_part = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(one, TableCollection) and not is_part:
+            found[name] = one
+    return found
 
 
 def dense_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

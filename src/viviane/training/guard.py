@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.core.errors import NumericsError
-from viviane.embedding import EmbeddingCollection
+from viviane.embedding import TableCollection
 from viviane.training.dense_state import dense_buffers, dense_parameters
 
 _MAX_NAMES = 5
@@ -32,7 +32,7 @@ class NanGuard:
         collections: its embedding collections.
     """
 
-    def __init__(self, module: nn.Module, collections: Mapping[str, EmbeddingCollection]) -> None:
+    def __init__(self, module: nn.Module, collections: Mapping[str, TableCollection]) -> None:
         self.module = module
         self.collections = collections
         self._buffers = list(dense_buffers(module, persistent_only=False).values())
@@ -87,7 +87,7 @@ class NanGuard:
         found = [f"parameter {n!r}" for n, p in dense_parameters(self.module).items() if not torch.isfinite(p).all()]
         for collection in self.collections.values():
             for table in collection.tables:
-                if not torch.isfinite(collection.table_rows(table)).all():
+                if not all(torch.isfinite(rows).all() for rows in collection.local_rows(table)):
                     found.append(f"table {table!r}")
         return [f"weights that are NaN or infinite already: {_some(found)}"] if found else []
 

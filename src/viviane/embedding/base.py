@@ -1,0 +1,114 @@
+"""What training asks of embedding tables, wherever they are: in one process or spread over several."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from viviane.batch import Bag, Batch
+from viviane.config.optimizers import AnyOptimizer
+from viviane.embedding.config import FeatureConfig, TableConfig
+from viviane.embedding.dynamic_config import DynamicTableConfig
+from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.output import EmbeddingOutput
+from viviane.embedding.state import TableState, TableSummary
+from viviane.embedding.storage import Storage
+
+if TYPE_CHECKING:
+    from viviane.embedding.collection import EmbeddingCollection
+
+AnyTable: TypeAlias = TableConfig | DynamicTableConfig
+
+
+class TableCollection(nn.Module, ABC):
+    """Embedding tables, the features that look them up, and the optimizer that moves them.
+
+    An `EmbeddingCollection` has its tables in this process; a `ShardedCollection` has them over all processes of a
+    group, which call `forward`, `step`, `grad_norm_squared`, `export_table`, `import_table` and `copy_rows` together.
+
+    Attributes:
+        tables, features: settings by name.
+        optimizer: the rule of tables that have none of their own.
+    """
+
+    tables: dict[str, AnyTable]
+    features: dict[str, FeatureConfig]
+    optimizer: AnyOptimizer
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the tables are."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Columns of the flat output."""
+
+    @abstractmethod
+    def forward(self, batch: Batch | Mapping[str, Bag | Tensor]) -> EmbeddingOutput:
+        """Look a batch up."""
+
+    # Update -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
+
+    @abstractmethod
+    def step(self, lr: float, scale: float | Tensor = 1.0, factor: float = 1.0) -> None:
+        """Move the touched rows and their state, and drop the gradients."""
+
+    @abstractmethod
+    def discard_gradients(self) -> None:
+        """Drop the gradients that wait for a step."""
+
+    @abstractmethod
+    def grad_norm_squared(self) -> Tensor:
+        """Return the sum of squares of the waiting gradients of all processes; 0-dim, float32."""
+
+    @abstractmethod
+    def nonfinite_gradients(self) -> list[str]:
+        """Return the features whose tables have NaN or infinite gradients waiting in this process."""
+
+    @abstractmethod
+    def freeze(self, table: str) -> None:
+        """Keep a table's rows and state as they are until `unfreeze`."""
+
+    @abstractmethod
+    def unfreeze(self, table: str) -> None:
+        """Let a frozen table move again."""
+
+    # Content ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def parts(self) -> list[EmbeddingCollection]:
+        """Return the collections that hold what this process has of the tables."""
+
+    def all_storages(self) -> list[Storage | DynamicStorage]:
+        """Return the storages of this process: one for each width and type, one for each dynamic table."""
+        return [storage for part in self.parts() for storage in part.all_storages()]
+
+    def local_rows(self, table: str) -> list[Tensor]:
+        """Return views of the rows that this process has of a table, each (rows, columns)."""
+        return [part.table_rows(table) for part in self.parts() if table in part.tables]
+
+    @abstractmethod
+    def export_table(self, table: str, *, copy: bool = True) -> TableState:
+        """Return a whole table's rows and optimizer state."""
+
+    @abstractmethod
+    def import_table(self, table: str, content: TableState) -> None:
+        """Replace a whole table's rows and optimizer state."""
+
+    @abstractmethod
+    def copy_rows(self, table: str, rows: Tensor) -> None:
+        """Replace a whole table's rows, (num_rows, dim), and leave its optimizer state alone."""
+
+    @abstractmethod
+    def summary(self) -> list[TableSummary]:
+        """Return what a model's summary says of each table."""

@@ -1,0 +1,101 @@
+"""From torchrun's environment to a group of processes: one script for one process and for many."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from viviane.core.errors import ConfigError
+from viviane.core.logging import get_logger
+from viviane.parallel.group import Group
+from viviane.parallel.watch import Watch
+
+_log = get_logger("parallel")
+_SLACK = 2  # collectives may take twice the time after which the watch ends a job
+_started: list[Group] = []
+
+
+def join_processes(device: str = "auto", timeout_s: float = 600.0) -> Group:
+    """Return the group that this process trains in: all that torchrun started, or this one alone.
+
+    On GPUs each process takes the one of its LOCAL_RANK and exchanges over NCCL; on a CPU over Gloo. The group is
+    made once; later calls return it. Where torch.distributed was initialised already, its processes are taken.
+
+    Args:
+        device: "auto", "cpu", "cuda".
+        timeout_s: seconds without a sign of life from a process that end the job.
+
+    Raises:
+        ConfigError: more processes than GPUs on this machine, or a device "cuda:1" for all of them.
+
+    Example:
+        >>> join_processes("cpu").size
+        1
+    """
+    if _started and dist.is_initialized():
+        return _started[0]
+    if dist.is_available() and dist.is_initialized():
+        group = Group.world()
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        group = _start(_local_device(device), timeout_s)
+    else:
+        return Group()
+    _started[:] = [group]
+    return group
+
+
+def num_restarts() -> int:
+    """Return how often torchrun has started this job's processes anew (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _local_device(device: str) -> torch.device:
+    """Return this process's device, and make its GPU the current one."""
+    wanted = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted != "cuda":
+        raise ConfigError(
+            "one GPU for all processes", where="solver.device", value=device, allowed="auto, cpu, cuda",
+            fix="set 'cuda': every process takes the GPU of its number",
+        )  # fmt: skip
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        processes = os.environ.get("LOCAL_WORLD_SIZE", str(local + 1))
+        raise ConfigError(
+            "more processes than GPUs on this machine", value=processes, allowed=str(count),
+            fix=f"start it with: torchrun --nproc-per-node {count} ..." if count else "set solver.device to 'cpu'",
+        )  # fmt: skip
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _start(device: torch.device, timeout_s: float) -> Group:
+    limit = timedelta(seconds=_SLACK * timeout_s)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=limit, device_id=device)
+        control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=limit)
+    else:
+        dist.init_process_group("gloo", timeout=limit)
+        control = None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # A connection of its own: the main thread may hold torch's for as long as it waits.
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=max(10.0, timeout_s)))
+    watch = Watch(dist.PrefixStore(f"viviane/watch/{num_restarts()}", store), rank, size, timeout_s)
+    group = Group(dist.group.WORLD, control, watch)
+    atexit.register(_stop, watch)
+    _log.info("rank %d of %d on %s", rank, size, device)
+    return group
+
+
+def _stop(watch: Watch) -> None:
+    failed = watch.failure is not None
+    watch.close()
+    # After a failure another process may never answer, and taking the groups down would wait for it.
+    if dist.is_initialized() and not failed:
+        dist.destroy_process_group()

@@ -1,0 +1,190 @@
+"""Signs of life between the processes of a job: one that dies, fails or stalls ends all of them, by name.
+
+Every process writes a record to the job's store once a second: its count of beats, the step it is at, how many
+exchanges it has entered, and whether it waits in one. A thread reads the others' records. A collective of Gloo or
+NCCL knows of none of this and would wait on, so the thread ends the process where the main thread cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from viviane.core.errors import ProcessError
+
+EXIT_CODE: Final = 70
+_FAILURE: Final = "failure"
+_GRACE_S: Final = 3.0  # for the main thread to end by itself where it can
+_LONG_GRACE_S: Final = 60.0  # where it is ending already
+
+
+@dataclass
+class _Seen:
+    """What this process knows of another one, and since when by its own clock."""
+
+    record: dict[str, Any] = field(default_factory=dict)
+    beat_at: float = field(default_factory=monotonic)
+    moved_at: float = field(default_factory=monotonic)
+
+    def update(self, record: dict[str, Any]) -> None:
+        now = monotonic()
+        if record["beat"] != self.record.get("beat"):
+            self.beat_at = now
+        if any(record[key] != self.record.get(key) for key in ("step", "calls", "waits")):
+            self.moved_at = now
+        self.record = record
+
+
+class Watch:
+    """Tells this process of failures of the others, and them of its own.
+
+    Args:
+        store: of the job; for this watch alone.
+        rank, size: this process, and how many there are.
+        timeout_s: seconds without a sign of life, or without progress while others wait, that end the job.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        self._store = store
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.step = 0
+        self.failure: str | None = None
+        self._calls = self._waits = self._beat = 0
+        self._ending = self._closed = False
+        self._host = socket.gethostname()
+        self._every_s = min(1.0, timeout_s / 8)
+        self._publish()
+        self._seen = {other: _Seen() for other in range(size) if other != rank}
+        self._thread = threading.Thread(target=self._run, name="viviane-watch", daemon=True)
+        self._thread.start()
+
+    # Called by the main thread ------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Note that an exchange begins."""
+        self._calls += 1
+        self._waits += 1
+
+    def leave(self) -> None:
+        """Note that it has ended."""
+        self._waits -= 1
+
+    def lost(self, error: BaseException) -> ProcessError:
+        """Return what to raise in the place of an exchange's error: it names the process that is the cause."""
+        self._ending = True
+        end = monotonic() + max(_GRACE_S, 4 * self._every_s)
+        while self.failure is None and monotonic() < end:
+            sleep(0.05)
+        return ProcessError(
+            self.failure or "an exchange with the other processes failed",
+            where=f"rank {self.rank}, step {self.step}",
+            value=str(error).splitlines()[0] if self.failure is None else None,
+            fix="see that process's own message; a run folder's last checkpoint is whole: resume=True goes on from it",
+        )
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others that this process ends with an error."""
+        if self.failure is None:
+            self._ending = True
+            what = str(error) or type(error).__name__
+            self._declare(f"rank {self.rank} failed at step {self.step}: {what}")
+
+    def close(self) -> None:
+        """Stop watching: this process is done."""
+        if not self._closed:
+            error = getattr(sys, "last_value", None)  # what ended the script, where something did
+            if error is not None and not isinstance(error, ProcessError):
+                self.report(error)
+            self._closed = True
+            try:
+                self._publish()
+            except RuntimeError:
+                pass  # the store went first, which is no news at the end
+
+    # The thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed and self.failure is None:
+            try:
+                self._publish()
+                self.failure = self._look()
+            except RuntimeError as error:
+                if not self._closed:
+                    self.failure = f"the job's store cannot be reached, its host has gone: {str(error).splitlines()[0]}"
+            sleep(self._every_s)
+        if self.failure is not None and not self._closed:
+            self._end()
+
+    def _publish(self) -> None:
+        self._beat += 1
+        record = {
+            "beat": self._beat, "step": self.step, "calls": self._calls, "waits": self._waits > 0, "pid": os.getpid(),
+            "host": self._host, "done": self._closed,
+        }  # fmt: skip
+        self._store.set(str(self.rank), json.dumps(record))
+
+    def _look(self) -> str | None:
+        """Return what is wrong with another process, if anything is."""
+        if self._store.check([_FAILURE]):
+            return self._store.get(_FAILURE).decode()
+        others = [str(other) for other in self._seen]
+        for other, text in zip(self._seen, self._store.multi_get(others), strict=True):
+            self._seen[other].update(json.loads(text))
+        wrong = self._judge()
+        return None if wrong is None else self._declare(wrong)
+
+    def _declare(self, wrong: str) -> str:
+        """Let all processes say the same: the first word stands."""
+        self.failure = self._store.compare_set(_FAILURE, "", wrong).decode() or wrong
+        return self.failure
+
+    def _judge(self) -> str | None:
+        now = monotonic()
+        for other, seen in self._seen.items():
+            record = seen.record
+            at = f"rank {other} (process {record['pid']} on {record['host']})"
+            late, silent = now - seen.moved_at, now - seen.beat_at
+            waited_for = not record["waits"] and self._waits > 0 and self._calls > record["calls"]
+            if record["done"]:
+                if late > self.timeout_s and waited_for:
+                    return f"{at} has ended at step {record['step']} while others went on"
+                continue
+            if record["host"] == self._host and not _is_alive(record["pid"]):
+                return f"{at} has died at step {record['step']}"
+            if silent > self.timeout_s:
+                return f"{at} has stalled at step {record['step']}: no sign of life for {silent:.0f} s"
+            if late > self.timeout_s and waited_for:
+                return f"{at} has stalled at step {record['step']}: no progress for {late:.0f} s while others wait"
+        return None
+
+    def _end(self) -> None:
+        """Give the main thread time to raise; where it hangs in an exchange, end the process."""
+        began = monotonic()
+        while monotonic() - began < (_LONG_GRACE_S if self._ending else _GRACE_S):
+            if self._closed:
+                return
+            sleep(0.1)
+        message = f"error: {self.failure}\n  where:   seen by rank {self.rank}, which waited at step {self.step}\n"
+        sys.stderr.write(message)
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+
+def _is_alive(pid: int) -> bool:
+    """Say whether a process of this machine lives; one that ended and was not collected yet does not."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return not Path("/proc/self/stat").exists()  # a system without /proc cannot tell
+    except OSError:
+        return True
+    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
