@@ -23,30 +23,46 @@ def command(
     ] = None,
     run_folder: Annotated[Path | None, typer.Option(help="Where metrics, checkpoints and the model go.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="Train in so many processes on the CPU.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Train on so many GPUs of this machine.")] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often a job whose process died goes on from its last checkpoint.")
+    ] = 0,
 ) -> None:
     """Train a model; writes a run folder with the saved model and report.html."""
+    if processes is not None or gpus is not None:
+        from viviane.cli.launch import launch
+
+        launch(processes, gpus, max_restarts)  # does not come back: the command starts anew in every process
     from viviane.cli.train_config import read_train_config
     from viviane.core.files import write_json_atomic
     from viviane.data import Dataset
+    from viviane.parallel import join_processes, num_restarts
     from viviane.report import write_report
     from viviane.training import RunFolder
 
     settings = read_train_config(config, changes or [])
     folder = run_folder or Path(settings.run_folder or f"runs/{settings.name}")
-    if RunFolder(folder).holds_a_run and not resume:
+    group = join_processes(settings.solver.device, settings.solver.peer_timeout_s)
+    resume = resume or num_restarts() > 0
+    if group.from_first(lambda: RunFolder(folder).holds_a_run) and not resume:
         fix = "continue it with --resume, or choose another with --run-folder"
         raise ConfigError("the run folder already holds a run", where=str(folder), fix=fix)
     train = Dataset(settings.data.train)
     validation = None if settings.data.validation is None else Dataset(settings.data.validation)
     model = settings.build(train.schema)
     model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics)
-    model.summary()
-    write_json_atomic(folder / "train.json", settings.to_dict())
+    if group.rank == 0:
+        model.summary()
+        write_json_atomic(folder / "train.json", settings.to_dict())
     history = model.fit(train, validation, run_folder=folder, resume=resume)
     if history.interrupted:
-        typer.echo(f"interrupted; go on with: viviane train {config} --run-folder {folder} --resume")
+        if group.rank == 0:
+            typer.echo(f"interrupted; go on with: viviane train {config} --run-folder {folder} --resume")
         sys.exit(_INTERRUPTED)
     saved = model.save(folder / "model")
+    if group.rank:
+        return
     report = write_report(folder)
     _show(history)
     best = train.info.get("best_auc")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from viviane.config.base import Settings
 
@@ -26,7 +27,7 @@ class Solver(Settings):
     """
 
     batch_size: int = Field(default=2048, ge=1)
-    """Rows in a training batch."""
+    """Rows in a training batch; of several processes, rows of all their shares together."""
     eval_batch_size: int | None = Field(default=None, ge=1)
     """Rows in an evaluation or prediction batch; None takes max(batch_size, 8192)."""
     drop_last: bool = False
@@ -81,6 +82,22 @@ class Solver(Settings):
     """"auto" (first GPU, else CPU), "cpu", "cuda", "cuda:1"."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads for torch; None leaves torch's own choice."""
+
+    plan: dict[str, Any] | None = None
+    """Where tables are when several processes train: a whole Plan, or the kind of some tables by name, such as
+    {"item": "row"}; None, and for all other tables: small ones on every process, larger ones on one each, those that
+    no device holds cut by row."""
+    wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of embedding vectors and their gradients between processes."""
+    peer_timeout_s: float = Field(default=600.0, ge=1)
+    """Seconds without a sign of life from a process, or without progress of one that others wait for, that end the
+    whole job."""
+
+    @field_validator("plan", mode="before")
+    @classmethod
+    def _plan_as_data(cls, value: Any) -> Any:
+        """Take a Plan as the plain data that a file would hold."""
+        return value.to_dict() if isinstance(value, Settings) else dict(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
     def _check(self) -> Solver:

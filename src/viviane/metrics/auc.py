@@ -12,7 +12,8 @@ from torch import Tensor
 
 from viviane.core.errors import NumericsError
 from viviane.core.logging import get_logger
-from viviane.metrics.registry import METRICS, Metric
+from viviane.metrics.registry import METRICS, Metric, Processes
+from viviane.metrics.score_ranges import exchange_rows
 
 log = get_logger(__name__)
 
@@ -43,19 +44,37 @@ def roc_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> fl
     """
     if not len(scores):
         return math.nan
+    check_scores(scores)
+    return _area(*pair_sums(scores, labels, weights))
+
+
+def check_scores(scores: Floats) -> None:
+    """Refuse scores that have no order.
+
+    Raises:
+        NumericsError: naming the first row whose score is NaN or infinite.
+    """
     if not np.isfinite(scores).all():
         row = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise NumericsError("a prediction is not a finite number", where=f"row {row}", value=float(scores[row]))
+
+
+def pair_sums(scores: Floats, labels: Floats, weights: Floats | None = None) -> tuple[float, float, float]:
+    """Return P, N, and twice the weight of the pairs that are in order, ties counted one half."""
+    if not len(scores):
+        return 0.0, 0.0, 0.0
     if weights is None and ((labels == 0) | (labels == 1)).all():
         positives, total = _group_counts(scores, labels)
     else:
         positives, total = _group_sums(scores, labels, weights)
     negatives = total - positives
-    if positives[-1] <= 0 or negatives[-1] <= 0:
-        return math.nan
     positive_steps = np.diff(positives, prepend=0.0)
     below = np.concatenate(([0.0], negatives[:-1]))
-    return float(np.dot(positive_steps, below + negatives) / (2.0 * positives[-1] * negatives[-1]))
+    return float(positives[-1]), float(negatives[-1]), float(np.dot(positive_steps, below + negatives))
+
+
+def _area(positives: float, negatives: float, twice: float) -> float:
+    return twice / (2.0 * positives * negatives) if positives > 0 and negatives > 0 else math.nan
 
 
 def _group_counts(scores: Floats, labels: Floats) -> tuple[Doubles, Doubles]:
@@ -103,6 +122,7 @@ class Auc(Metric):
         self._scores: list[Tensor] = []
         self._labels: list[Tensor] = []
         self._weights: list[Tensor] = []
+        self._joined: tuple[float, float, float] | None = None
 
     def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
         """Keep a batch."""
@@ -111,13 +131,44 @@ class Auc(Metric):
         if weight is not None:
             self._weights.append(weight.detach().float().flatten().clone())
 
+    def _rows(self) -> tuple[Floats, Floats, Floats | None]:
+        parts = [torch.cat(part).cpu().numpy() if part else None for part in (self._scores, self._labels)]
+        nothing = np.empty(0, np.float32)
+        scores, labels = (nothing if part is None else part for part in parts)
+        return scores, labels, torch.cat(self._weights).cpu().numpy() if self._weights else None
+
+    def join(self, processes: Processes) -> None:
+        """Rank the rows of all processes, a range of scores on each; no process holds all of them.
+
+        Let P_r, N_r, A_r be the positives, negatives and ordered pairs of range r. A positive of range r stands above
+        the negatives of all lower ranges, so all ordered pairs are the sum over r of A_r + P_r (N_0 + ... + N_{r-1}).
+        """
+        scores, labels, weights = self._rows()
+        numbers = [int(np.isfinite(scores).all()), int(weights is not None)]
+        flags = processes.gather_numbers(numbers)
+        bad = [rank for rank, one in enumerate(flags) if not one[0]]
+        if bad:
+            raise NumericsError("a prediction is not a finite number", where=f"rows of rank {bad[0]}")
+        if any(one[1] for one in flags) and weights is None:
+            weights = np.empty(0, np.float32)
+        own = pair_sums(*exchange_rows(processes, scores, labels, weights))
+        every = [part.tolist() for part in processes.gather(torch.tensor(own, dtype=torch.float64))]
+        positives = negatives = twice = 0.0
+        for range_positives, range_negatives, range_twice in every:
+            twice += range_twice + 2.0 * range_positives * negatives
+            positives, negatives = positives + range_positives, negatives + range_negatives
+        self._joined = positives, negatives, twice
+
     def compute(self) -> float:
         """Return the AUC of all rows."""
+        if self._joined is not None:
+            value = _area(*self._joined)
+            if math.isnan(value) and any(self._joined):
+                log.warning("AUC is undefined: all labels are %s", "1" if self._joined[0] else "0")
+            return value
         if not self._scores:
             return math.nan
-        scores = torch.cat(self._scores).cpu().numpy()
-        labels = torch.cat(self._labels).cpu().numpy()
-        weights = torch.cat(self._weights).cpu().numpy() if self._weights else None
+        scores, labels, weights = self._rows()
         value = roc_auc(scores, labels, weights)
         if math.isnan(value):
             log.warning("AUC is undefined: all %d labels are %s", len(labels), "1" if labels.any() else "0")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from viviane.metrics.registry import METRICS, Metric
+from viviane.metrics.registry import METRICS, Metric, Processes
 
 EPSILON = 1e-7
 """Probabilities are kept this far from 0 and 1 in the log loss: float32 has no room nearer to 1."""
@@ -39,6 +39,13 @@ class _Ratio(Metric):
             top, bottom = top * w, bottom * w
         self._top = top.sum() if self._top is None else self._top + top.sum()
         self._bottom = bottom.sum() if self._bottom is None else self._bottom + bottom.sum()
+
+    def join(self, processes: Processes) -> None:
+        """Add the sums of all processes."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        if self._top is not None and self._bottom is not None:
+            sums = torch.stack([self._top, self._bottom]).cpu()
+        self._top, self._bottom = processes.all_reduce(sums).unbind()
 
     def compute(self) -> float:
         """Return the ratio, NaN where nothing was fed."""
@@ -130,6 +137,10 @@ class CalibrationHistogram:
         rows = torch.stack([p, y, torch.ones_like(p)])
         sums = torch.zeros(3, self.num_bins, dtype=torch.float64, device=p.device)
         self._sums = self._sums.to(p.device) + sums.index_add_(1, place, rows)
+
+    def join(self, processes: Processes) -> None:
+        """Add the rows of all processes."""
+        self._sums = processes.all_reduce(self._sums.cpu())
 
     def compute(self) -> list[HistogramBin]:
         """Return the bins that hold rows, by rising prediction."""

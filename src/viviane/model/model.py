@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -24,9 +25,11 @@ from viviane.model.plot import graph_svg
 from viviane.model.prediction import as_batches, predict_rows
 from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
 from viviane.model.summary import ModelSummary, summarize
+from viviane.parallel import join_processes, make_tables
 from viviane.schema import Schema
 from viviane.training import Callback, History, Trainer
 from viviane.training.dense_state import collections_of, dense_parameters
+from viviane.training.group_checkpoint import take_part
 
 _log = get_logger("model")
 
@@ -120,6 +123,7 @@ class Model:
         """
         if self._module is not None:
             raise ConfigError("the model is compiled already", fix="build another Model")
+        group = join_processes(self.solver.device, self.solver.peer_timeout_s)
         device = resolve_device(self.solver.device)
         chosen = optimizer or Adam()
         if self._own_module is not None:
@@ -131,11 +135,25 @@ class Model:
             plan = self.plan()
             if plan.unused:
                 _log.warning("%s: %s", self.name, unused_message(plan.unused))
-            module = GraphModule(plan, embedding_optimizer or chosen, device=device, seed=self.solver.seed)
+            self._check_plan(plan)
+            wire = self.solver.wire_dtype
+            make = partial(make_tables, group=group, plan=self.solver.plan, wire_dtype=wire)
+            module = GraphModule(plan, embedding_optimizer or chosen, device=device, seed=self.solver.seed, make=make)
         self.optimizer, self.embedding_optimizer = chosen, embedding_optimizer
         self.metrics = None if metrics is None else tuple(metrics)
         self._trainer = Trainer(module, self.schema, self.solver, chosen, metrics=self.metrics)
         self._module = module
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Refuse a solver's plan that speaks of tables which are in no embedding."""
+        given = self.solver.plan or {}
+        names = [one["table"] for one in given["tables"]] if "world_size" in given else list(given)
+        known = {table.name for one in plan.tables.values() for table in one.tables}
+        for name in names:
+            if name not in known:
+                where = "solver.plan"
+                raise ConfigError("the plan names a table that is not there", where=where, value=name,
+                                  fix=suggest(name, known))  # fmt: skip
 
     @property
     def module(self) -> nn.Module:
@@ -304,10 +322,18 @@ class Model:
         return model
 
     def save(self, folder: str | Path) -> Path:
-        """Write graph, schema, weights and the data's ETL into a folder, whole or not at all."""
-        module = self.module
+        """Write graph, schema, weights and the data's ETL into a folder, whole or not at all.
+
+        Several processes call it together; rank 0 writes.
+        """
+        module, group = self.module, self.trainer.group
         with self.trainer.averaged():
-            return write_model(folder, self._content(), self.schema, module, self.etl)
+            if group.rank == 0:
+                write_model(folder, self._content(), self.schema, module, self.etl)
+            else:
+                take_part(module, optimizer_state=False)
+            group.gather_numbers([0])
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "auto", module: nn.Module | None = None) -> Self:

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer
 from viviane.core.seeds import derive_seed
-from viviane.embedding import EmbeddingCollection
+from viviane.embedding import TableCollection
 from viviane.model.graph import Plan
 from viviane.model.nodes import DenseLayer, SparseEmbedding
+from viviane.parallel import make_tables
 
 Source: TypeAlias = Callable[[Batch], Tensor]
+TableMaker: TypeAlias = Callable[..., TableCollection]
 Step: TypeAlias = tuple[nn.Module, tuple[int, ...], tuple[int, ...]]
 
 
@@ -29,10 +31,18 @@ class GraphModule(nn.Module):
         optimizer: the rule of embedding tables that have none of their own.
         device: where the weights go.
         seed: of the tables' initial values.
+        make: builds the collections, called as `viviane.parallel.make_tables` with (tables, features, optimizer,
+            device=, seed=); it decides whether they are spread over processes.
     """
 
     def __init__(
-        self, plan: Plan, optimizer: AnyOptimizer, *, device: torch.device | str = "cpu", seed: int = 0
+        self,
+        plan: Plan,
+        optimizer: AnyOptimizer,
+        *,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        make: TableMaker = make_tables,
     ) -> None:
         super().__init__()
         needed = _needed(plan)
@@ -47,7 +57,7 @@ class GraphModule(nn.Module):
             if isinstance(node, SparseEmbedding):
                 tables = plan.tables[node.name]
                 own = derive_seed(seed, "embedding", node.name)  # nodes with equal tables start apart
-                collection = EmbeddingCollection(tables.tables, tables.features, optimizer, device=device, seed=own)
+                collection = make(tables.tables, tables.features, optimizer, device=device, seed=own)
                 self._keep(node.name, collection)
                 if node.name in needed:
                     self._sources.append((_slot(slots, node.name), _Stack(collection, tables.shape)))
@@ -83,7 +93,7 @@ class GraphModule(nn.Module):
 class _Stack:
     """Looks a batch up and returns (B, S, D)."""
 
-    def __init__(self, collection: EmbeddingCollection, shape: tuple[int, ...]) -> None:
+    def __init__(self, collection: TableCollection, shape: tuple[int, ...]) -> None:
         self.collection = collection
         self.shape = shape
 

@@ -13,7 +13,6 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, DataError, suggest
 from viviane.embedding import (
-    DynamicTableConfig,
     EmbeddingCollection,
     FeatureConfig,
     TableCollection,

@@ -92,7 +92,7 @@ def default_plan(
             ranks = every[: table.dim]
         for rank in ranks or every:
             load[rank] += sizes[table.name] / max(1, len(ranks))
-        plans[table.name] = TablePlan(table=table.name, kind=kind, ranks=ranks)  # type: ignore[arg-type]
+        plans[table.name] = TablePlan(table=table.name, kind=kind, ranks=ranks)
     return Plan(world_size=world_size, tables=tuple(plans[name] for name in names))
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
@@ -85,8 +86,8 @@ def _start(device: torch.device, timeout_s: float) -> Group:
     rank, size = dist.get_rank(), dist.get_world_size()
     # A connection of its own: the main thread may hold torch's for as long as it waits.
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=max(10.0, timeout_s)))
-    watch = Watch(dist.PrefixStore(f"viviane/watch/{num_restarts()}", store), rank, size, timeout_s)
+    store = TCPStore(host, port, None, False, timeout=timedelta(seconds=max(10.0, timeout_s)))
+    watch = Watch(PrefixStore(f"viviane/watch/{num_restarts()}", store), rank, size, timeout_s)
     group = Group(dist.group.WORLD, control, watch)
     atexit.register(_stop, watch)
     _log.info("rank %d of %d on %s", rank, size, device)

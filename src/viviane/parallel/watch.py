@@ -12,12 +12,13 @@ import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from viviane.core.errors import ProcessError
 
@@ -53,7 +54,7 @@ class Watch:
         timeout_s: seconds without a sign of life, or without progress while others wait, that end the job.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self._store = store
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.step = 0
@@ -105,10 +106,8 @@ class Watch:
             if error is not None and not isinstance(error, ProcessError):
                 self.report(error)
             self._closed = True
-            try:
+            with suppress(RuntimeError):  # the store went first, which is no news at the end
                 self._publish()
-            except RuntimeError:
-                pass  # the store went first, which is no news at the end
 
     # The thread ---------------------------------------------------------------------------------------------
 
@@ -135,7 +134,7 @@ class Watch:
     def _look(self) -> str | None:
         """Return what is wrong with another process, if anything is."""
         if self._store.check([_FAILURE]):
-            return self._store.get(_FAILURE).decode()
+            return str(self._store.get(_FAILURE).decode())
         others = [str(other) for other in self._seen]
         for other, text in zip(self._seen, self._store.multi_get(others), strict=True):
             self._seen[other].update(json.loads(text))

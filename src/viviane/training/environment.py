@@ -48,26 +48,31 @@ def torch_switches(solver: Solver, device: torch.device) -> Iterator[None]:
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed. The first press asks training to end after the step; the second one kills."""
+    """Whether Ctrl-C was pressed, or the process told to end (SIGTERM).
+
+    The first time asks training to end after the step; a second Ctrl-C kills.
+    """
 
     def __init__(self) -> None:
         self.asked = False
 
     @contextmanager
     def listening(self) -> Iterator[Interrupt]:
-        """Catch SIGINT in the main thread; elsewhere Python allows no handler, and nothing is caught."""
+        """Catch the signals in the main thread; elsewhere Python allows no handler, and nothing is caught."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, self._on_signal)
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, self._on_signal)
         try:
             yield self
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
-        _log.warning("interrupted: finishing this step and saving; press again to stop at once")
+        _log.warning("interrupted: finishing this step and saving; press Ctrl-C again to stop at once")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError
 from viviane.metrics import METRICS, CalibrationHistogram, Metric, build_metric
+from viviane.parallel import Group
 from viviane.schema import LabelColumn, Schema
 from viviane.training.objective import Objective
 from viviane.training.precision import Precision
@@ -67,11 +68,14 @@ class Evaluation:
             if label.task == "binary"
         }
         self._loss: Tensor | float = 0.0
+        self._weight: Tensor | float = 0.0
         self.num_rows = 0
 
     def update(self, predictions: Tensor, batch: Batch, loss: Tensor) -> None:
-        """Add a batch: predictions (B, L), its labels, its mean loss."""
-        self._loss = self._loss + loss.detach().double() * batch.size
+        """Add a batch: predictions (B, L), its labels, its mean loss, which counts by the sum of its weights."""
+        weight = batch.size if batch.weight is None else batch.weight.sum(dtype=torch.float64)
+        self._loss = self._loss + loss.detach().double() * weight
+        self._weight = self._weight + weight
         self.num_rows += batch.size
         for parts in self._metrics.values():
             for i, _, metric in parts:
@@ -79,9 +83,24 @@ class Evaluation:
         for i, histogram in self._bins.values():
             histogram.update(predictions[:, i], batch.labels[:, i])
 
+    def join(self, group: Group) -> Evaluation:
+        """Make all figures those of all processes' rows; all of them call it together."""
+        if group.size == 1:
+            return self
+        sums = torch.tensor([float(self._loss), float(self._weight), self.num_rows], dtype=torch.float64)
+        self._loss, self._weight, rows = group.all_reduce(sums).unbind()
+        self.num_rows = int(rows)
+        for parts in self._metrics.values():
+            for _, _, metric in parts:
+                metric.join(group)
+        for _, histogram in self._bins.values():
+            histogram.join(group)
+        return self
+
     def compute(self) -> dict[str, float]:
         """Return "loss" and each metric."""
-        result = {"loss": float(self._loss) / self.num_rows if self.num_rows else float("nan")}
+        weight = float(self._weight)
+        result = {"loss": float(self._loss) / weight if weight else float("nan")}
         for name, parts in self._metrics.items():
             values = [metric.compute() for _, _, metric in parts]
             result[name] = sum(values) / len(values)
@@ -123,6 +142,8 @@ def evaluate(
             there = batch.to(device)
             with precision.context(device):
                 output = module(there)
+            if not there.size:
+                continue  # this process's share of a short batch: it took part in the exchange, and has no rows
             loss = objective.loss(output, there, training=False)
             evaluation.update(objective.predictions(output, there.size), there, loss)
     return evaluation
@@ -149,3 +170,25 @@ def predict(
             result[start : start + len(part)] = part
             start += len(part)
     return result[:start] if result is not None else np.empty((0, len(objective.labels)), dtype=np.float32)
+
+
+def in_order(own: NDArray[np.float32], sizes: Sequence[int], group: Group) -> NDArray[np.float32]:
+    """Put together the predictions of all processes, (rows, L), in the order of the batches.
+
+    Args:
+        own: of this process's shares of the batches, one after another.
+        sizes: rows of each global batch; rank r has rows B r // n to B (r + 1) // n of a batch of B.
+    """
+    num_columns = max(one[0] for one in group.gather_numbers([own.shape[1] if len(own) else 1]))
+    flat = torch.from_numpy(np.ascontiguousarray(own.reshape(-1)))
+    parts = [part.numpy().reshape(-1, num_columns) for part in group.gather(flat)]
+    result = np.empty((sum(sizes), num_columns), dtype=np.float32)
+    taken = [0] * group.size
+    start = 0
+    for size in sizes:
+        for rank, part in enumerate(parts):
+            count = size * (rank + 1) // group.size - size * rank // group.size
+            result[start : start + count] = part[taken[rank] : taken[rank] + count]
+            taken[rank] += count
+            start += count
+    return result

@@ -19,6 +19,7 @@ from viviane.embedding import TableCollection
 from viviane.training.dense_state import dense_buffers, dense_parameters
 
 _MAX_NAMES = 5
+FIX = "weights are as the step before left them; lower lr or set clip_grad_norm if the data is right"
 
 
 class NanGuard:
@@ -40,10 +41,14 @@ class NanGuard:
 
     def before(self, batch: Batch, step: int) -> None:
         """Copy the buffers; on the CPU, look at the input before anything is computed from it."""
+        self.save_buffers()
+        if batch.device.type == "cpu" and not all_finite(numbers_of(batch)):
+            raise _refuse("the batch holds NaN or infinite numbers", step, batch, "; ".join(bad_input(batch)))
+
+    def save_buffers(self) -> None:
+        """Copy what a forward pass may change besides its output."""
         for saved, buffer in zip(self._saved, self._buffers, strict=True):
             saved.copy_(buffer)
-        if batch.device.type == "cpu" and not _all_finite(_numbers(batch)):
-            raise _refuse("the batch holds NaN or infinite numbers", step, batch, "; ".join(bad_input(batch)))
 
     def check_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
         """On the CPU, look at the loss before backward."""
@@ -69,7 +74,7 @@ class NanGuard:
         ]
         if parameters or features:
             named = [*(f"feature {name!r}" for name in features), *(f"parameter {name!r}" for name in parameters)]
-            raise _refuse("gradients are NaN or infinite", step, batch, f"of {_some(named)}")
+            raise _refuse("gradients are NaN or infinite", step, batch, f"of {some(named)}")
 
     def _refuse_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
         self.restore_buffers()
@@ -89,7 +94,7 @@ class NanGuard:
             for table in collection.tables:
                 if not all(torch.isfinite(rows).all() for rows in collection.local_rows(table)):
                     found.append(f"table {table!r}")
-        return [f"weights that are NaN or infinite already: {_some(found)}"] if found else []
+        return [f"weights that are NaN or infinite already: {some(found)}"] if found else []
 
     def _bad_output(self, batch: Batch) -> list[str]:
         """Run forward again and name the first submodule whose output is not finite."""
@@ -135,17 +140,19 @@ def bad_input(batch: Batch) -> list[str]:
     return found
 
 
-def _numbers(batch: Batch) -> list[Tensor]:
+def numbers_of(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch that hold floating-point numbers."""
     weights = [bag.weights for bag in batch.bags.values() if bag.weights is not None]
     return [batch.labels, batch.dense, *([] if batch.weight is None else [batch.weight]), *weights]
 
 
-def _all_finite(tensors: list[Tensor]) -> bool:
+def all_finite(tensors: list[Tensor]) -> bool:
     """Sum first, which reads once and stores nothing; only an odd sum is looked at number by number."""
     return all(bool(torch.isfinite(t.sum())) or bool(torch.isfinite(t).all()) for t in tensors)
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """List the first few names."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
 
@@ -154,5 +161,5 @@ def _refuse(what: str, step: int, batch: Batch, cause: str) -> NumericsError:
     return NumericsError(
         f"{what}: {cause}",
         where=f"step {step}, {batch.origin}",
-        fix="weights are as the step before left them; lower lr or set clip_grad_norm if the data is right",
+        fix=FIX,
     )

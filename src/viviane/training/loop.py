@@ -6,6 +6,7 @@ import itertools
 import math
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,14 +19,17 @@ from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
 from viviane.data import Dataset, Reader
+from viviane.parallel import num_restarts
 from viviane.training.checkpoint import load_checkpoint
 from viviane.training.checkpoint_store import CheckpointStore
 from viviane.training.environment import Interrupt
 from viviane.training.events import EventWriter, open_events
+from viviane.training.group_checkpoint import FollowerStore
 from viviane.training.history import History, higher_is_better, is_better
 from viviane.training.progress import ProgressLine
 from viviane.training.run_folder import RunFolder
 from viviane.training.stages import StageTimes
+from viviane.training.together import agree_on_weights
 
 if TYPE_CHECKING:
     from viviane.training.trainer import Trainer
@@ -40,6 +44,9 @@ class FitLoop:
     What a step makes due happens in this order: row of the training loss, callbacks, evaluation, checkpoint;
     so a checkpoint holds the evaluation of its own step, and a resumed run repeats neither.
 
+    Of several processes all run the loop in step; rank 0 alone writes, and its word counts where callbacks or a
+    metric decide.
+
     Args:
         trainer: whose module is trained.
         train, validation: the data.
@@ -48,6 +55,7 @@ class FitLoop:
 
     def __init__(self, trainer: Trainer, train: Dataset, validation: Dataset | None, interrupt: Interrupt) -> None:
         self.trainer = trainer
+        self.group = trainer.group
         self.solver = trainer.solver
         self.validation = validation
         self.interrupt = interrupt
@@ -70,18 +78,25 @@ class FitLoop:
         self.seconds_before, self.started = 0.0, perf_counter()
         self.times: StageTimes = trainer.stepper.stages
         self.stopped = ""
+        if trainer.stepper.together is not None:
+            trainer.stepper.together.stop_is_agreed = False  # of an earlier fit
         self._check_settings()
 
     def _new_reader(self, epoch: int) -> Reader:
         solver = self.solver
         return self.train.reader(
-            solver.batch_size, shuffle=solver.shuffle, seed=solver.seed, drop_last=solver.drop_last, epoch=epoch
-        )
+            solver.batch_size, shuffle=solver.shuffle, seed=solver.seed, drop_last=solver.drop_last, epoch=epoch,
+            rank=self.group.rank, num_ranks=self.group.size,
+        )  # fmt: skip
 
     def _check_settings(self) -> None:
         needs = [name for name in ("target", "patience", "restore_best", "eval_every") if getattr(self.solver, name)]
         if self.validation is None and needs:
             raise ConfigError(f"solver.{needs[0]} needs validation data", fix="pass validation= to fit")
+        if self.group.size > 1 and self.solver.restore_best and self.folder is None:
+            raise ConfigError(
+                "restore_best over several processes needs a run folder", fix="pass run_folder=, on a disk all see"
+            )
         if self.trainer.tensorboard:
             require("tensorboard", extra="tracking", purpose="writing TensorBoard events")
             if self.folder is None:
@@ -94,7 +109,8 @@ class FitLoop:
         with tempfile.TemporaryDirectory(prefix="viviane-best-") as spare:
             self._open(resume, Path(spare))
             events = self._open_events()
-            self.progress = ProgressLine(self._last_step(), self.trainer.step, self.trainer.progress)
+            shown = self.trainer.progress if self.writes else False
+            self.progress = ProgressLine(self._last_step(), self.trainer.step, shown)
             self.events = events
             try:
                 for callback in self.trainer.callbacks:
@@ -106,13 +122,13 @@ class FitLoop:
                 self.progress.close()
                 if events is not None:
                     events.close()
-                if self.folder is not None:
+                if self.folder is not None and self.writes:
                     with suppress(OSError):  # a full disk: the error that ends the run says so already
                         self.folder.write_stages(self.times.seconds)
         return self.trainer.history
 
     def _open_events(self) -> EventWriter | None:
-        if self.folder is None:
+        if self.folder is None or not self.writes:
             return None
         return open_events(self.folder.tensorboard, self.trainer.tensorboard, self.trainer.step)
 
@@ -126,18 +142,28 @@ class FitLoop:
             if self.solver.restore_best:
                 self.store = CheckpointStore(spare, 1, higher_is_better=up)
         else:
-            self.folder.start(trainer.config, trainer.schema, self.train.info, resume=resume)
-            self.store = CheckpointStore(self.folder.checkpoints, self.solver.keep_checkpoints, higher_is_better=up)
-            self.store.clean()
-            path = self.store.latest_whole() if resume else None
-            if path is not None:
-                self._go_back(path)
+            kind = CheckpointStore if self.writes else FollowerStore
+            self.store = kind(self.folder.checkpoints, self.solver.keep_checkpoints, higher_is_better=up)
+            resume = resume or num_restarts() > 0  # torchrun started the job's processes anew
+            found = self.group.from_first(partial(self._start_folder, self.folder, self.store, resume))
+            if found is not None:
+                self._go_back(Path(found))
             elif resume:
                 _log.info("no checkpoint in %s yet: starting at the beginning", self.folder.path)
-            self.folder.rewrite_metrics(trainer.history.rows if path is not None else [])
+            if self.writes:
+                self.folder.rewrite_metrics(trainer.history.rows if found is not None else [])
+        agree_on_weights(trainer.module, self.group)
         if trainer.precision is None:
             with self._new_reader(trainer.epoch) as other:  # a reader of its own: the run's position does not move
                 trainer.choose_precision(list(itertools.islice(other, _NUM_TIMING_BATCHES)))
+
+    def _start_folder(self, folder: RunFolder, store: CheckpointStore, resume: bool) -> str | None:
+        """Write what a run begins with; returns the checkpoint to go on from."""
+        trainer = self.trainer
+        folder.start(trainer.config, trainer.schema, self.train.info, resume=resume)
+        store.clean()
+        path = store.latest_whole() if resume else None
+        return None if path is None else str(path)
 
     def _go_back(self, path: Path) -> None:
         trainer = self.trainer
@@ -172,6 +198,7 @@ class FitLoop:
         for callback in self.trainer.callbacks:
             if callback.should_stop():
                 self.stopped = callback.reason
+        self.stopped = self._agreed(self.stopped)
         last_epoch = self.first_epoch + self.solver.epochs
         while not self.stopped and self.reader.epoch < last_epoch:
             if self.trainer.step >= self._last_step() and self.solver.max_steps is not None:
@@ -179,6 +206,16 @@ class FitLoop:
                 return
             self._epoch()
         self.stopped = self.stopped or "epochs"
+
+    def _agreed(self, stopped: str) -> str:
+        """Return rank 0's reason to stop."""
+        reason: str = self.group.from_first(lambda: stopped)
+        return reason
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.group.rank == 0
 
     def _epoch(self) -> None:
         """Run to the end of the reader's epoch, or until something stops the run."""
@@ -202,11 +239,14 @@ class FitLoop:
         trainer = self.trainer
         if batch.device != trainer.device:
             batch = batch.pin_memory().to(trainer.device, non_blocking=True)
+        together = trainer.stepper.together
+        if together is not None:
+            together.asks_to_stop = self.interrupt.asked
         loss = trainer.train_step(batch)
-        step = trainer.step
-        self.loss_sum.add_(loss, alpha=batch.size)
-        self.loss_rows += batch.size
-        self.progress.step(step, batch.size, lambda: float(loss))
+        step, rows = trainer.step, trainer.stepper.num_rows
+        self.loss_sum.add_(loss, alpha=rows)
+        self.loss_rows += rows
+        self.progress.step(step, rows, lambda: float(loss))
         self._after_step(step, loss)
 
     def _after_step(self, step: int, loss: Tensor) -> None:
@@ -218,7 +258,8 @@ class FitLoop:
             self._evaluate()
         if self.solver.checkpoint_every is not None and step % self.solver.checkpoint_every == 0:
             self._save()
-        if self.interrupt.asked:
+        together = self.trainer.stepper.together
+        if self.interrupt.asked if together is None else together.stop_is_agreed:
             self.stopped = "interrupted"
         elif self.solver.max_steps is not None and step >= self._last_step():
             self.stopped = self.stopped or "max_steps"
@@ -254,7 +295,7 @@ class FitLoop:
             "seconds": round(self._seconds(), 3),
         }
         trainer.history.rows.append(row)
-        if self.folder is not None:
+        if self.folder is not None and self.writes:
             self.folder.append(row)
         if self.events is not None:
             self.events.write(row)
@@ -287,12 +328,13 @@ class FitLoop:
         self.best = value if improved else self.best
         self._row("valid", values, evaluation.num_rows / (perf_counter() - start))
         self.progress.evaluated(values)
-        if self.folder is not None:
+        if self.folder is not None and self.writes:
             self.folder.write_histogram(evaluation.histogram(step))
             self.folder.write_stages(self.times.seconds)
         for callback in self.trainer.callbacks:
             if callback.on_evaluate_end(step, values) and not self.stopped:
                 self.stopped = callback.reason
+        self.stopped = self._agreed(self.stopped)
         if improved and self.solver.restore_best:
             self._save(improved=True)
         self.row_time += perf_counter() - start  # the training rate does not count evaluations
@@ -322,7 +364,9 @@ class FitLoop:
         self.row_time += perf_counter() - start
 
     def _restore_best(self) -> None:
-        path = None if self.store is None else self.store.best_path()
+        store = self.store
+        found = self.group.from_first(lambda: None if store is None else str(store.best_path() or ""))
+        path = Path(found) if found else None
         if path is None:
             raise VivianeError("no evaluation gave a defined metric, so there are no best weights to restore")
         place = load_checkpoint(path, self.trainer.module, optimizer=self.trainer.stepper.optimizer)

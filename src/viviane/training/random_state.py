@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import CheckpointError
+from viviane.core.seeds import derive_seed, seed_everything
+from viviane.parallel import Group
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -55,3 +57,34 @@ def restore_random_state(arrays: dict[str, Tensor], values: dict[str, Any], devi
             torch.cuda.set_rng_state(arrays["cuda"], device)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError("the state of a random generator cannot be restored", value=str(error)) from error
+
+
+def seed_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Seed the global generators of one process: each draws its own dropout, and rank 0 what a process alone does."""
+    seed_everything(seed if rank == 0 and step == 0 else derive_seed(seed, "rank", rank, "step", step))
+
+
+def group_random_state(device: torch.device, group: Group) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the states of all processes' generators: rank 0's as of `random_state`, others as "rank<r>/..."."""
+    arrays, values = random_state(device)
+    everyone = group.gather_data(values)
+    found: dict[str, Tensor] = {}
+    for name, part in arrays.items():
+        for rank, state in enumerate(group.gather(part)):
+            found[name if rank == 0 else f"rank{rank}/{name}"] = state
+    ranks = {str(rank): everyone[rank] for rank in range(1, group.size)}
+    return found, {**everyone[0], **({"ranks": ranks} if ranks else {})}
+
+
+def restore_group_random_state(
+    arrays: dict[str, Tensor], values: dict[str, Any], device: torch.device, group: Group, seed: int, step: int
+) -> None:
+    """Set this process's generators back; one that the checkpoint knows nothing of is seeded by rank and step."""
+    if group.rank == 0:
+        restore_random_state(arrays, values, device)
+    elif str(group.rank) in values.get("ranks", {}):
+        prefix = f"rank{group.rank}/"
+        own = {name.removeprefix(prefix): part for name, part in arrays.items() if name.startswith(prefix)}
+        restore_random_state(own, values["ranks"][str(group.rank)], device)
+    else:
+        seed_rank(seed, group.rank, step)

@@ -9,14 +9,19 @@ from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, NumericsError
 from viviane.optim import DenseOptimizer, LearningRateSchedule, build_dense_optimizer
+from viviane.parallel import Group
 from viviane.training.average import WeightMean
+from viviane.training.batch_norm import join_batch_norms
+from viviane.training.dense_exchange import DenseExchange
 from viviane.training.dense_state import collections_of, dense_parameters
+from viviane.training.group_guard import GroupGuard
 from viviane.training.guard import NanGuard
 from viviane.training.objective import Objective
 from viviane.training.precision import Precision
 from viviane.training.stages import StageTimes
+from viviane.training.together import Together, check_collections, share_first_weights
 
 
 class TrainStep:
@@ -27,9 +32,13 @@ class TrainStep:
 
         c = min(1, clip_grad_norm / ||g||),     ||g||^2 = sum over dense gradients and distinct rows' gradients
 
+    In a group of processes every one of them calls it with its share of the global batch, which may have no rows.
+    Gradients, the clipping factor, batch statistics and the loss that is returned are those of the global batch.
+
     Args:
         module, objective, solver, device: what is trained, and how.
         optimizer: settings of the dense optimizer.
+        group: the processes that train together; None: this one alone.
     """
 
     def __init__(
@@ -39,7 +48,11 @@ class TrainStep:
         solver: Solver,
         optimizer: AnyOptimizer,
         device: torch.device,
+        group: Group | None = None,
     ) -> None:
+        self.group = group or Group()
+        check_collections(module, self.group)
+        join_batch_norms(module, self.group)
         self.module = module
         self.objective = objective
         self.solver = solver
@@ -53,11 +66,25 @@ class TrainStep:
         elif not self.collections:
             raise ConfigError("the module has neither parameters nor embedding tables", value=type(module).__name__)
         self.guard = NanGuard(module, self.collections) if solver.nan_guard else None
+        self.together: Together | None = None
+        self.num_rows = 0
+        """Rows of the last batch, over all processes."""
+        if self.group.size > 1:
+            self._join()
         self.stages = StageTimes()
         self.mean: WeightMean | None = None
         for collection in self.collections.values():
             for storage in collection.all_storages():
                 storage.row_mean = None  # of an earlier trainer
+
+    def _join(self) -> None:
+        """Prepare to train with other processes."""
+        share_first_weights(self.module, self.group)
+        self.together = Together(self.group)
+        self.exchange = DenseExchange(list(self.parameters.values()), self.group)
+        if self.guard is not None:
+            self.guard = GroupGuard(self.module, self.collections)
+            self.guard.together = self.together
 
     def __call__(self, batch: Batch, step: int, precision: Precision, lr: float | None = None) -> Tensor:
         """Train on one batch and return its loss, detached, on the device.
@@ -73,30 +100,52 @@ class TrainStep:
             KeyRangeError: a key out of range; no weight has been changed.
         """
         times, start = self.stages, perf_counter()
+        self.group.at_step(step)
         try:
-            if self.guard is not None:
-                self.guard.before(batch, step)
+            self._begin(batch, step)
             loss = self._forward(batch, precision)
             if self.guard is not None:
                 self.guard.check_loss(loss, batch, step)
             middle = perf_counter()
-            loss.backward()  # type: ignore[no-untyped-call]
+            mean = self._backward(loss, batch)
             end = perf_counter()
             if self.guard is not None:
                 self.guard.check_gradients(loss, batch, step)
             for collection in self.collections.values():
                 collection.check()
             scale = self._clip_scale()
-        except BaseException:
+        except BaseException as error:
             self._discard()
             if self.guard is not None:
                 self.guard.restore_buffers()
+            if not isinstance(error, NumericsError):  # the guard's own word is every process's
+                self.group.report(error)
             raise
         self._update(scale, step, lr)
         times.add("forward", middle - start)
         times.add("backward", end - middle)
         times.add("update", perf_counter() - end)
-        return loss.detach()
+        return mean
+
+    def _begin(self, batch: Batch, step: int) -> None:
+        if self.guard is not None:
+            self.guard.before(batch, step)
+        elif self.together is not None:
+            self.together.begin(batch)
+        self.num_rows = batch.size if self.together is None else self.together.num_rows
+
+    def _backward(self, loss: Tensor, batch: Batch) -> Tensor:
+        """Run backward, sum dense gradients over the processes, and return the loss of the global batch, detached."""
+        if self.together is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        share = loss * self.together.share(batch)
+        self.exchange.begin(share)
+        share.backward()  # type: ignore[no-untyped-call]
+        mean, sums = self.exchange.finish()
+        if isinstance(self.guard, GroupGuard):
+            self.guard.local_sums = sums
+        return mean
 
     def forward_backward(self, batch: Batch, precision: Precision) -> None:
         """Run forward and backward and leave the gradients; for timing."""
@@ -105,7 +154,10 @@ class TrainStep:
     def _forward(self, batch: Batch, precision: Precision) -> Tensor:
         with precision.context(self.device):
             output = self.module(batch)
-        loss = self.objective.loss(output, batch)
+        if self.group.size > 1 and not batch.size:
+            loss = self.objective.logits(output, 0).sum()  # 0, through which backward reaches every weight
+        else:
+            loss = self.objective.loss(output, batch)
         if not loss.requires_grad:
             raise ConfigError(
                 "the loss does not depend on anything that is trained",
@@ -146,6 +198,8 @@ class TrainStep:
         self.module.zero_grad(set_to_none=True)
 
     def _discard(self) -> None:
+        if self.together is not None:
+            self.exchange.drop()
         self.module.zero_grad(set_to_none=True)
         for collection in self.collections.values():
             collection.discard_gradients()

@@ -16,20 +16,21 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
-from viviane.core.errors import ConfigError, SchemaError, suggest
-from viviane.core.seeds import seed_everything
-from viviane.data import Dataset
+from viviane.core.errors import ConfigError, NumericsError, SchemaError, suggest
+from viviane.data import Dataset, Reader
+from viviane.parallel import Group, join_processes
 from viviane.schema import Schema
 from viviane.training.average import WeightMean
 from viviane.training.callbacks import Callback, StopAtTarget, StopWithoutGain
-from viviane.training.checkpoint import Progress, load_checkpoint, write_checkpoint
+from viviane.training.checkpoint import Progress, load_checkpoint
 from viviane.training.environment import Interrupt, torch_switches
-from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, predict
+from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
+from viviane.training.group_checkpoint import write_together
 from viviane.training.history import History, finite_or_none, higher_is_better
 from viviane.training.loop import FitLoop
 from viviane.training.objective import LossFunction, Objective
 from viviane.training.precision import Precision, choose_precision
-from viviane.training.random_state import random_state, restore_random_state
+from viviane.training.random_state import group_random_state, restore_group_random_state, seed_rank
 from viviane.training.step import TrainStep
 
 
@@ -53,6 +54,8 @@ class Trainer:
         progress: show a line of progress; None does at a terminal.
         log_every: steps between rows of the training loss.
         config: more entries for the run folder's config.json.
+        group: the processes that train together; None takes all that torchrun started, or this one alone. Each
+            reads its share of every batch and calls the trainer's methods together with the others; rank 0 writes.
 
     Raises:
         ConfigError: settings that contradict each other, an unknown metric, a device that is not there.
@@ -88,8 +91,10 @@ class Trainer:
         progress: bool | None = None,
         log_every: int = 100,
         config: Mapping[str, Any] | None = None,
+        group: Group | None = None,
     ) -> None:
         self.schema = schema
+        self.group = group or join_processes(solver.device, solver.peer_timeout_s)
         self.solver = solver
         self.optimizer = optimizer
         self.device = resolve_device(solver.device)
@@ -110,7 +115,7 @@ class Trainer:
             **(config or {}),
         }
         self.objective = Objective(schema, solver, loss)
-        self.stepper = TrainStep(self.module, self.objective, solver, optimizer, self.device)
+        self.stepper = TrainStep(self.module, self.objective, solver, optimizer, self.device, self.group)
         self.precision: Precision | None = None if solver.precision == "auto" else Precision(solver.precision)
         self.step = 0
         self.epoch = 0
@@ -157,7 +162,7 @@ class Trainer:
         """
         there = batch.to(self.device)
         if self.step == 0:
-            seed_everything(self.solver.seed)
+            seed_rank(self.solver.seed, self.group.rank)
         precision = self.precision or self.choose_precision([there])
         loss = self.stepper(there, self.step + 1, precision, lr)
         self.step += 1
@@ -172,7 +177,8 @@ class Trainer:
         if self.precision is None:
             there = [batch.to(self.device) for batch in batches]
             self.module.train()
-            self.precision = choose_precision(self.module, there, self.stepper.forward_backward, self.device)
+            chosen = choose_precision(self.module, there, self.stepper.forward_backward, self.device)
+            self.precision = Precision(self.group.from_first(lambda: chosen.name))  # rank 0's clock decides
         return self.precision
 
     def learning_rate(self, step: int | None = None) -> float:
@@ -204,7 +210,12 @@ class Trainer:
                 self.check_schema(data)
         with self.switches(), Interrupt().listening() as interrupt:
             self.module.train()
-            self.history = FitLoop(self, train, validation, interrupt).run(resume)
+            try:
+                self.history = FitLoop(self, train, validation, interrupt).run(resume)
+            except BaseException as error:
+                if not isinstance(error, NumericsError):  # of which every process knows
+                    self.group.report(error)
+                raise
         return self.history
 
     # Evaluation -------------------------------------------------------------------------------------------
@@ -213,6 +224,8 @@ class Trainer:
         self, dataset: Dataset, batch_size: int | None = None, max_batches: int | None = None
     ) -> dict[str, float]:
         """Return "loss" and the metrics over a data set, exactly; training state is not touched.
+
+        Of several processes each evaluates its share, and all get the same figures.
 
         Args:
             dataset: rows with labels.
@@ -226,18 +239,27 @@ class Trainer:
         """Run over a data set and return metrics and calibration bins, not yet computed."""
         precision = self._settled_precision()
         evaluation = Evaluation(self.schema, self.metrics)
-        with self.averaged(), dataset.reader(self.eval_batch_size(batch_size), max_batches=max_batches) as reader:
-            return evaluate(self.module, reader, self.objective, evaluation, precision, self.device)
+        size = self.eval_batch_size(batch_size)
+        with self.averaged(), self._share(dataset, size, max_batches) as reader:
+            return evaluate(self.module, reader, self.objective, evaluation, precision, self.device).join(self.group)
+
+    def _share(self, dataset: Dataset, batch_size: int, max_batches: int | None = None) -> Reader:
+        group = self.group
+        return dataset.reader(batch_size, max_batches=max_batches, rank=group.rank, num_ranks=group.size)
 
     def predict(self, dataset: Dataset, batch_size: int | None = None) -> NDArray[np.float32]:
-        """Return predictions (rows, L), float32, in the order of the files.
+        """Return predictions (rows, L), float32, in the order of the files; on every process those of all rows.
 
         Probabilities of binary labels; the module's own output for regression labels.
         """
         self.check_schema(dataset, with_labels=False)
-        precision = self._settled_precision()
-        with self.averaged(), dataset.reader(self.eval_batch_size(batch_size)) as reader:
-            return predict(self.module, reader, len(dataset), self.objective, precision, self.device)
+        precision, size, rows = self._settled_precision(), self.eval_batch_size(batch_size), len(dataset)
+        with self.averaged(), self._share(dataset, size) as reader:
+            own = predict(self.module, reader, rows, self.objective, precision, self.device)
+        if self.group.size == 1:
+            return own
+        sizes = [min(size, rows - start) for start in range(0, rows, size)]
+        return in_order(own, sizes, self.group)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the module hold the running mean of its weights for a block, where solver.ema_decay keeps one."""
@@ -266,8 +288,8 @@ class Trainer:
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def place(self) -> Progress:
-        """Return where training stands: counts, precision, random generators, history."""
-        arrays, values = random_state(self.device)
+        """Return where training stands: counts, precision, every process's random generators, history."""
+        arrays, values = group_random_state(self.device, self.group)
         precision = None if self.precision is None else self.precision.name
         rows = [finite_or_none(row) for row in self.history.rows]
         place = Progress(self.step, self.epoch, {"precision": precision, "random": values}, arrays, rows)
@@ -284,7 +306,8 @@ class Trainer:
         if self.solver.precision == "auto" and name is not None:
             self.precision = Precision(name)
         if place.tensors:
-            restore_random_state(place.tensors, place.values["random"], self.device)
+            random = place.values["random"]
+            restore_group_random_state(place.tensors, random, self.device, self.group, self.solver.seed, self.step)
         self.take_mean(place)
 
     def take_mean(self, place: Progress) -> None:
@@ -305,10 +328,11 @@ class Trainer:
             CheckpointError: the disk is full or not writable; an older checkpoint stays whole.
         """
         if optimizer_state:
-            write_checkpoint(folder, self.module, optimizer=self.stepper.optimizer, progress=self.place())
+            place = self.place()
+            write_together(folder, self.module, self.group, optimizer=self.stepper.optimizer, progress=place)
             return
         with self.averaged():
-            write_checkpoint(folder, self.module, optimizer_state=False)
+            write_together(folder, self.module, self.group, optimizer_state=False)
 
     def load_checkpoint(self, folder: str | Path, *, weights_only: bool = False) -> None:
         """Verify a checkpoint and load it into the module, the optimizers and the counts.

@@ -1,0 +1,75 @@
+"""The NaN guard of several processes: what one of them finds stops all, with the same words."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from viviane.batch import Batch
+from viviane.core.errors import NumericsError
+from viviane.training.dense_state import dense_parameters
+from viviane.training.guard import FIX, NanGuard, all_finite, bad_input, numbers_of, some
+from viviane.training.together import Together
+
+
+class GroupGuard(NanGuard):
+    """Checks a step as `NanGuard` does; every decision is one of the group.
+
+    The loss is looked at after backward, since backward exchanges and every process takes part in it. All processes
+    search together for the cause: a forward pass exchanges too.
+
+    Args:
+        together: what the processes settle; `before` begins its step.
+    """
+
+    together: Together
+    local_sums: Tensor
+    """Finite where this process's own dense gradients were, before they were summed over the group."""
+
+    def before(self, batch: Batch, step: int) -> None:
+        """Copy the buffers and agree on the size of the global batch; on the CPU, look at the input."""
+        self.save_buffers()
+        is_bad = batch.device.type == "cpu" and not all_finite(numbers_of(batch))
+        if self.together.begin(batch, is_bad=is_bad):
+            what = f"the batch holds NaN or infinite numbers: {'; '.join(bad_input(batch))}" if is_bad else ""
+            self._refuse_together(what, step, batch)
+
+    def check_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
+        """Wait for backward."""
+
+    def check_gradients(self, loss: Tensor, batch: Batch, step: int) -> None:
+        """Look at this process's loss, dense gradients and rows' gradients, and agree on them."""
+        features = [name for one in self.collections.values() for name in one.nonfinite_gradients()]
+        flags = torch.isfinite(torch.stack([loss.detach(), self.local_sums.to(loss.dtype)])).tolist()
+        group = self.together.group
+        every = group.gather_numbers([int(not flags[0]), int(not flags[1]), len(features)])
+        if not any(any(one) for one in every):
+            return
+        if any(one[0] for one in every):
+            self._refuse_losses(loss, batch, step, is_bad=not flags[0])
+        # A sum may overflow where every term is finite: only the terms themselves are judged.
+        names = [f"feature {name!r}" for name in features]
+        for name, parameter in dense_parameters(self.module).items():
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                names.append(f"parameter {name!r}")
+        if any(one[0] for one in group.gather_numbers([len(names)])):
+            mine = bool(features) or not flags[1]
+            self._refuse_together(f"gradients are NaN or infinite: of {some(names)}" if mine else "", step, batch)
+
+    def _refuse_losses(self, loss: Tensor, batch: Batch, step: int, *, is_bad: bool) -> NoReturn:
+        self.restore_buffers()
+        output = self._bad_output(batch)  # on every process: it runs forward
+        found = bad_input(batch) or self._bad_weights() or output
+        cause = "; ".join(found) or "input, weights and all layers' outputs are finite: the loss function itself"
+        self._refuse_together(f"the loss is {float(loss.detach())}: {cause}" if is_bad else "", step, batch)
+
+    def _refuse_together(self, what: str, step: int, batch: Batch) -> NoReturn:
+        every = self.together.group.gather_data([what, batch.origin])
+        bad = [rank for rank, one in enumerate(every) if one[0]] or [0]
+        words, origin = every[bad[0]]
+        ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}; of rank {bad[0]}"
+        raise NumericsError(
+            f"{ranks}: {words or 'gradients are NaN or infinite'}", where=f"step {step}, {origin}", fix=FIX
+        )
