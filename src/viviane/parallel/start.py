@@ -77,21 +77,30 @@ def _local_device(device: str) -> torch.device:
 
 def _start(device: torch.device, timeout_s: float) -> Group:
     limit = timedelta(seconds=_SLACK * timeout_s)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=limit, device_id=device)
-        control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=limit)
-    else:
-        dist.init_process_group("gloo", timeout=limit)
-        control = None
-    rank, size = dist.get_rank(), dist.get_world_size()
-    # A connection of its own: the main thread may hold torch's for as long as it waits.
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, None, False, timeout=timedelta(seconds=max(10.0, timeout_s)))
-    watch = Watch(PrefixStore(f"viviane/watch/{num_restarts()}", store), rank, size, timeout_s)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Processes that are started anew meet the same store: its old keys would lead them to addresses of the dead.
+    prefix = f"viviane/{num_restarts()}"
+    meeting = PrefixStore(f"{prefix}/groups", _connect(is_host=rank == 0 and not _has_agent(), limit=limit))
+    kind = "nccl" if device.type == "cuda" else "gloo"
+    where = {"device_id": device} if kind == "nccl" else {}
+    dist.init_process_group(kind, store=meeting, rank=rank, world_size=size, timeout=limit, **where)
+    control = dist.new_group(backend="gloo", timeout=limit) if kind == "nccl" else None
+    # A connection of its own: the main thread may hold the first one for as long as it waits.
+    watch = Watch(PrefixStore(f"{prefix}/watch", _connect(is_host=False, limit=limit)), rank, size, timeout_s)
     group = Group(dist.group.WORLD, control, watch)
     atexit.register(_stop, watch)
     _log.info("rank %d of %d on %s", rank, size, device)
     return group
+
+
+def _has_agent() -> bool:
+    """Whether torchrun itself keeps the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _connect(*, is_host: bool, limit: timedelta) -> TCPStore:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, is_master=is_host, timeout=limit, wait_for_workers=False)
 
 
 def _stop(watch: Watch) -> None:

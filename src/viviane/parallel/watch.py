@@ -85,10 +85,10 @@ class Watch:
         end = monotonic() + max(_GRACE_S, 4 * self._every_s)
         while self.failure is None and monotonic() < end:
             sleep(0.05)
+        what = self.failure or f"an exchange with the other processes failed: {str(error).splitlines()[0]}"
         return ProcessError(
-            self.failure or "an exchange with the other processes failed",
+            what,
             where=f"rank {self.rank}, step {self.step}",
-            value=str(error).splitlines()[0] if self.failure is None else None,
             fix="see that process's own message; a run folder's last checkpoint is whole: resume=True goes on from it",
         )
 
@@ -151,18 +151,19 @@ class Watch:
         for other, seen in self._seen.items():
             record = seen.record
             at = f"rank {other} (process {record['pid']} on {record['host']})"
+            seen_at = f"it was last seen at step {record['step']}, and rank {self.rank} is at step {self.step}"
             late, silent = now - seen.moved_at, now - seen.beat_at
             waited_for = not record["waits"] and self._waits > 0 and self._calls > record["calls"]
             if record["done"]:
                 if late > self.timeout_s and waited_for:
-                    return f"{at} has ended at step {record['step']} while others went on"
+                    return f"{at} has ended while others go on; {seen_at}"
                 continue
             if record["host"] == self._host and not _is_alive(record["pid"]):
-                return f"{at} has died at step {record['step']}"
+                return f"{at} has died; {seen_at}"
             if silent > self.timeout_s:
-                return f"{at} has stalled at step {record['step']}: no sign of life for {silent:.0f} s"
+                return f"{at} has stalled: no sign of life for {silent:.0f} s; {seen_at}"
             if late > self.timeout_s and waited_for:
-                return f"{at} has stalled at step {record['step']}: no progress for {late:.0f} s while others wait"
+                return f"{at} has stalled: no progress for {late:.0f} s while others wait; {seen_at}"
         return None
 
     def _end(self) -> None:

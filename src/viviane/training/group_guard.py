@@ -63,12 +63,16 @@ class GroupGuard(NanGuard):
         output = self._bad_output(batch)  # on every process: it runs forward
         found = bad_input(batch) or self._bad_weights() or output
         cause = "; ".join(found) or "input, weights and all layers' outputs are finite: the loss function itself"
-        self._refuse_together(f"the loss is {float(loss.detach())}: {cause}" if is_bad else "", step, batch)
+        words = f"the loss is {float(loss.detach())}: {cause}" if is_bad else ""
+        # Batch statistics carry a bad number to all processes: it came from where it was seen first.
+        self._refuse_together(words, step, batch, place=0 if bad_input(batch) else self.num_looked_at)
 
-    def _refuse_together(self, what: str, step: int, batch: Batch) -> NoReturn:
-        every = self.together.group.gather_data([what, batch.origin])
-        bad = [rank for rank, one in enumerate(every) if one[0]] or [0]
-        words, origin = every[bad[0]]
+    def _refuse_together(self, what: str, step: int, batch: Batch, place: int = 0) -> NoReturn:
+        every = self.together.group.gather_data([what, batch.origin, place])
+        guilty = [rank for rank, one in enumerate(every) if one[0]] or [0]
+        first = min(every[rank][2] for rank in guilty)
+        bad = [rank for rank in guilty if every[rank][2] == first]
+        words, origin, _ = every[bad[0]]
         ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}; of rank {bad[0]}"
         raise NumericsError(
             f"{ranks}: {words or 'gradients are NaN or infinite'}", where=f"step {step}, {origin}", fix=FIX

@@ -38,6 +38,8 @@ class NanGuard:
         self.collections = collections
         self._buffers = list(dense_buffers(module, persistent_only=False).values())
         self._saved = [b.clone() for b in self._buffers]
+        self.num_looked_at = 0
+        """Outputs up to the first bad one, in the last search for it."""
 
     def before(self, batch: Batch, step: int) -> None:
         """Copy the buffers; on the CPU, look at the input before anything is computed from it."""
@@ -99,10 +101,14 @@ class NanGuard:
     def _bad_output(self, batch: Batch) -> list[str]:
         """Run forward again and name the first submodule whose output is not finite."""
         found: list[str] = []
+        self.num_looked_at = 0
 
         def watch(name: str) -> Any:
             def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
+                if found or not isinstance(output, Tensor):
+                    return
+                self.num_looked_at += 1
+                if not torch.isfinite(output).all():
                     found.append(f"the output of module {name!r} ({type(_module).__name__})")
 
             return hook

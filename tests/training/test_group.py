@@ -1,0 +1,170 @@
+"""Training over 1, 2 and 4 processes against one process that sees the whole batches."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "parallel")]
+import processes
+from group_model import NUM_VALID, SCHEMA, Clicks, columns, make_data, make_trainer, settings, tensors_of
+
+from viviane.batch import Batch
+from viviane.config import Adam
+from viviane.core.errors import ConfigError, NumericsError
+from viviane.data import Dataset
+from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.parallel import Group
+from viviane.training import Trainer
+
+METRICS = ["auc", "log_loss", "accuracy", "calibration"]
+
+
+def mine(size_or_batch, group):
+    """Return this process's rows of a batch of so many."""
+    return slice(size_or_batch * group.rank // group.size, size_or_batch * (group.rank + 1) // group.size)
+
+
+def train_alike(folder, group):
+    """The same fit in all processes and in one: losses, metrics, predictions, every weight and state."""
+    train, valid = Dataset(folder / "train"), Dataset(folder / "valid")
+    solver = settings(eval_every=20, ema_decay=0.9)
+    truth = make_trainer(Group(), solver, metrics=METRICS, log_every=10)
+    ours = make_trainer(group, solver, metrics=METRICS, log_every=10)
+    one, many = truth.fit(train, valid), ours.fit(train, valid)
+    assert truth.step == ours.step == 51
+    assert len(one.rows) == len(many.rows)
+    for mine_row, row in zip(many.rows, one.rows, strict=True):
+        for name in ("loss", *METRICS):
+            if name in row:
+                # Sums of float32 gradients in another order, through 51 steps of Adam and AdaGrad.
+                assert mine_row[name] == pytest.approx(row[name], rel=2e-4), (name, mine_row, row)
+    close(tensors_of(ours), tensors_of(truth))
+    mean, other = ours.stepper.mean.tensors(), truth.stepper.mean.tensors()
+    close(mean, other)
+    for name, value in truth.evaluate(valid).items():
+        assert ours.evaluate(valid)[name] == pytest.approx(value, rel=2e-4), name
+    np.testing.assert_allclose(ours.predict(valid), truth.predict(valid), rtol=1e-3, atol=1e-5)  # of those weights
+
+
+def close(mine, truth):
+    assert mine.keys() == truth.keys()
+    for name, part in truth.items():
+        # Adam divides small gradients by their roots: a rounding step of a gradient may be 1e-3 of a step of lr 0.01.
+        torch.testing.assert_close(mine[name], part, rtol=2e-3, atol=2e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def metrics_alike(folder, group):
+    """With the same weights, figures are the same to rounding in float64."""
+    valid = Dataset(folder / "valid")
+    truth, ours = make_trainer(Group(), settings(), metrics=METRICS), make_trainer(group, settings(), metrics=METRICS)
+    with torch.no_grad():
+        for name, part in truth.module.net.state_dict().items():
+            ours.module.net.state_dict()[name].copy_(part)
+    for size in (None, 7, 1000):
+        one = truth.gather(valid, size)
+        many = ours.gather(valid, size)
+        assert many.num_rows == one.num_rows == NUM_VALID
+        for name, value in one.compute().items():
+            # Logits differ by float32 rounding in the exchange of a "mean"; scores keep their order but for ties.
+            assert many.compute()[name] == pytest.approx(value, rel=1e-6), (name, size)
+        ours_bins = [one_bin["count"] for one_bin in many.histogram(0)["bins"]]
+        assert ours_bins == [one_bin["count"] for one_bin in one.histogram(0)["bins"]]
+        np.testing.assert_allclose(ours.predict(valid, size), truth.predict(valid, size), rtol=1e-6)
+
+
+def one_nan_stops_all(group):
+    """A bad number on the last rank alone: every rank raises the words that name it, and goes on afterwards."""
+    rank = group.size - 1
+    for guard_at in ("the batch holds NaN", "the loss is nan"):
+        trainer = make_trainer(group, settings())
+        before, own, hooks = tensors_of(trainer), columns(8, seed=group.rank), []
+        if group.rank == rank and guard_at == "the loss is nan":
+            hooks = [trainer.module.net[0].register_forward_hook(lambda layer, given, output: output * float("nan"))]
+        elif group.rank == rank:
+            own["price"][5, 1] = np.nan
+        with pytest.raises(NumericsError, match=rf"rank {rank}: {guard_at}[\s\S]*step 1"):
+            trainer.train_step(Batch.from_columns(SCHEMA, own))
+        after = tensors_of(trainer)
+        assert all(torch.equal(after[name], part) for name, part in before.items())
+        for hook in hooks:
+            hook.remove()
+        trainer.train_step(Batch.from_columns(SCHEMA, columns(8, seed=group.rank)))
+    trainer = make_trainer(group, settings())
+    if group.rank == 0:
+        last = trainer.module.net[4].weight
+        last.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(NumericsError, match=r"rank 0: gradients are NaN or infinite[\s\S]*net\.4\.weight"):
+        trainer.train_step(Batch.from_columns(SCHEMA, columns(8, seed=group.rank)))
+
+
+def resumed_bit_by_bit(folder, group, run):
+    """Dropout of its own on every process; a run that was stopped and resumed ends in the same bits."""
+    train, valid = Dataset(folder / "train"), Dataset(folder / "valid")
+    straight = make_trainer(group, settings(ema_decay=0.9), dropout=0.3)
+    straight.fit(train, valid)
+    for last in (7, 20, 51):
+        again = make_trainer(
+            group, settings(ema_decay=0.9, max_steps=last), dropout=0.3, run_folder=run / f"{group.size}"
+        )
+        again.fit(train, valid, resume=True)
+        assert again.step == last
+    for one, other in ((straight, again), (straight.stepper.mean, again.stepper.mean)):
+        parts = (one.tensors(), other.tensors()) if one is not straight else (tensors_of(one), tensors_of(other))
+        assert all(torch.equal(parts[0][name], parts[1][name]) for name in parts[0])
+    draws = group.gather(torch.rand(4))
+    assert len({tuple(draw.tolist()) for draw in draws}) == group.size
+
+
+def frozen_parts(group):
+    """Tables and layers that are frozen stay, and what is thawed moves again; no process waits for another."""
+    trainer = make_trainer(group, settings())
+    trainer.module.tables.freeze("user")
+    trainer.module.net[0].weight.requires_grad_(False)
+    batch = Batch.from_columns(SCHEMA, columns(8, seed=group.rank))
+    before = tensors_of(trainer)
+    trainer.train_step(batch)
+    after = tensors_of(trainer)
+    assert torch.equal(before["user.weight"], after["user.weight"])
+    assert torch.equal(before["net.0.weight"], after["net.0.weight"])
+    assert not torch.equal(before["item.weight"], after["item.weight"])
+    trainer.module.tables.unfreeze("user")
+    trainer.module.net[0].weight.requires_grad_(True)
+    trainer.train_step(batch)
+    assert not torch.equal(before["user.weight"], tensors_of(trainer)["user.weight"])
+    assert not torch.equal(before["net.0.weight"], tensors_of(trainer)["net.0.weight"])
+
+
+def refusals(group):
+    if group.size > 1:
+        table = TableConfig(name="user", num_rows=53, dim=4)
+        module = Clicks(group)
+        module.tables = EmbeddingCollection([table], [FeatureConfig(name="user", table="user")], Adam())
+        with pytest.raises(ConfigError, match=r"its own tables[\s\S]*make_tables"):
+            Trainer(module, SCHEMA, settings(), Adam(), group=group)
+
+
+def everything(folder, run):
+    group = Group.world()
+    train_alike(folder, group)
+    metrics_alike(folder, group)
+    one_nan_stops_all(group)
+    resumed_bit_by_bit(folder, group, run)
+    frozen_parts(group)
+    refusals(group)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("group")
+    make_data(made)
+    return made
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_processes_train_what_one_trains(size, folder, tmp_path):
+    processes.run(size, everything, folder, tmp_path)
+
+

@@ -1,0 +1,78 @@
+"""Processes that die, stall, fail or are told to end, under torchrun: the job ends in time and says who it was."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent)]
+from group_model import make_data
+
+SCRIPT = Path(__file__).with_name("group_model.py")
+
+
+def start(arguments, *, processes=2, restarts=0):
+    """Start torchrun in a session of its own, so that what stalls can be ended with it."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+        "--max-restarts", str(restarts), str(SCRIPT), *map(str, arguments),
+    ]  # fmt: skip
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def finish(process, limit_s=90):
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError("the job hangs") from None
+    return process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("group")
+    make_data(made)
+    return made
+
+
+def test_a_killed_process_ends_the_job_by_name_and_a_restart_resumes(folder, tmp_path):
+    code, output = finish(start([folder, tmp_path / "run", "kill", 1, 23]))
+    assert code != 0
+    assert "rank 1" in output and "has died; it was last seen at step" in output and "rank 0 is at step 24" in output, output
+    code, output = finish(start([folder, tmp_path / "again", "kill", 0, 23], restarts=1))
+    assert code == 0, output
+    code, output = finish(start([folder, tmp_path / "whole"]))
+    assert code == 0, output
+    ends = [torch.load(tmp_path / name / "end.pt") for name in ("again", "whole")]
+    assert all(torch.equal(ends[0][name], part) for name, part in ends[1].items())
+
+
+def test_a_stalled_process_ends_the_job_by_name(folder, tmp_path):
+    began = time.monotonic()
+    code, output = finish(start([folder, tmp_path / "run", "stop", 1, 9]))
+    assert code != 0
+    assert "rank 1" in output and "has stalled: no sign of life for" in output and "rank 0 is at step 10" in output, output
+    assert time.monotonic() - began < 80  # 6 s of silence, the start on a busy machine, and torchrun's own 30 s to end
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_is_told_by_all(folder, tmp_path):
+    code, output = finish(start([folder, tmp_path / "run", "error", 1, 12]))
+    assert code != 0
+    assert "rank 1 failed at step 12: the disk has gone" in output, output
+
+
+@pytest.mark.slow
+def test_a_process_that_is_told_to_end_ends_all_with_a_checkpoint(folder, tmp_path):
+    code, output = finish(start([folder, tmp_path / "run", "term", 1, 12]))
+    assert code == 0, output
+    assert torch.load(tmp_path / "run" / "history.pt")["stopped"] == "interrupted"
+    steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert steps[-1] in (13, 14)
