@@ -16,6 +16,7 @@ from viviane.config import Adam
 from viviane.core.errors import ConfigError, NumericsError
 from viviane.data import Dataset
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.metrics import Auc, roc_auc
 from viviane.parallel import Group
 from viviane.training import Trainer
 
@@ -73,6 +74,42 @@ def metrics_alike(folder, group):
         ours_bins = [one_bin["count"] for one_bin in many.histogram(0)["bins"]]
         assert ours_bins == [one_bin["count"] for one_bin in one.histogram(0)["bins"]]
         np.testing.assert_allclose(ours.predict(valid, size), truth.predict(valid, size), rtol=1e-6)
+
+
+def auc_alike(group):
+    """The exact AUC of scattered rows, on scores with ties, of one sign, with weights, and on few rows."""
+    rng = np.random.default_rng(5)
+    rows = 5000
+    ties = rng.integers(0, 9, rows).astype(np.float32)
+    cases = {
+        "apart": rng.normal(size=rows).astype(np.float32),
+        "ties": ties,
+        "equal": np.full(rows, 0.25, np.float32),
+        "zeros of both signs": np.where(ties > 4, np.float32(0.0), np.float32(-0.0)),
+        "skewed": (rng.random(rows) ** 20).astype(np.float32),
+    }
+    for name, scores in cases.items():
+        labels = (rng.random(rows) < 0.3).astype(np.float32)
+        weights = rng.integers(0, 5, rows).astype(np.float32) / 3
+        for count in (rows, 2, 0):
+            for weight in (None, weights):
+                metric = Auc()
+                # Uneven: the first process has most rows, and the second one none of few.
+                owner = np.minimum(rng.geometric(0.6, rows) - 1, group.size - 1)[:count]
+                take = np.flatnonzero(owner == group.rank)
+                parts = [torch.from_numpy(one[take]) for one in (scores, labels, weights) if one is not None]
+                if len(take):
+                    metric.update(parts[0], parts[1], None if weight is None else parts[2])
+                metric.join(group)
+                truth = roc_auc(scores[:count], labels[:count], None if weight is None else weights[:count])
+                # Without weights all sums are whole numbers below 2^53; with them, sums of doubles in another order.
+                tolerance = 0 if weight is None else 1e-12
+                assert metric.compute() == pytest.approx(truth, abs=tolerance, rel=tolerance, nan_ok=True), (name, count)
+    metric = Auc()
+    scores = torch.tensor([0.5, float("nan") if group.rank == group.size - 1 else 0.1])
+    metric.update(scores, torch.tensor([0.0, 1.0]))
+    with pytest.raises(NumericsError, match=rf"rows of rank {group.size - 1}"):
+        metric.join(group)
 
 
 def one_nan_stops_all(group):
@@ -150,6 +187,7 @@ def everything(folder, run):
     group = Group.world()
     train_alike(folder, group)
     metrics_alike(folder, group)
+    auc_alike(group)
     one_nan_stops_all(group)
     resumed_bit_by_bit(folder, group, run)
     frozen_parts(group)

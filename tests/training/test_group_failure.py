@@ -42,10 +42,14 @@ def folder(tmp_path_factory):
     return made
 
 
-def test_a_killed_process_ends_the_job_by_name_and_a_restart_resumes(folder, tmp_path):
+def test_a_killed_process_ends_the_job_by_name(folder, tmp_path):
     code, output = finish(start([folder, tmp_path / "run", "kill", 1, 23]))
     assert code != 0
     assert "rank 1" in output and "has died; it was last seen at step" in output and "rank 0 is at step 24" in output, output
+
+
+@pytest.mark.slow
+def test_a_restarted_job_ends_in_the_same_bits(folder, tmp_path):
     code, output = finish(start([folder, tmp_path / "again", "kill", 0, 23], restarts=1))
     assert code == 0, output
     code, output = finish(start([folder, tmp_path / "whole"]))
@@ -59,7 +63,7 @@ def test_a_stalled_process_ends_the_job_by_name(folder, tmp_path):
     code, output = finish(start([folder, tmp_path / "run", "stop", 1, 9]))
     assert code != 0
     assert "rank 1" in output and "has stalled: no sign of life for" in output and "rank 0 is at step 10" in output, output
-    assert time.monotonic() - began < 80  # 6 s of silence, the start on a busy machine, and torchrun's own 30 s to end
+    assert time.monotonic() - began < 60  # 6 s of silence, and the start on a busy machine
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -61,6 +62,7 @@ class Watch:
         self.failure: str | None = None
         self._calls = self._waits = self._beat = 0
         self._ending = self._closed = False
+        self._culprit: dict[str, Any] | None = None
         self._host = socket.gethostname()
         self._every_s = min(1.0, timeout_s / 8)
         self._publish()
@@ -161,13 +163,19 @@ class Watch:
             if record["host"] == self._host and not _is_alive(record["pid"]):
                 return f"{at} has died; {seen_at}"
             if silent > self.timeout_s:
+                self._culprit = record
                 return f"{at} has stalled: no sign of life for {silent:.0f} s; {seen_at}"
             if late > self.timeout_s and waited_for:
+                self._culprit = record
                 return f"{at} has stalled: no progress for {late:.0f} s while others wait; {seen_at}"
         return None
 
     def _end(self) -> None:
         """Give the main thread time to raise; where it hangs in an exchange, end the process."""
+        if self._culprit is not None and self._culprit["host"] == self._host:
+            # It does not react any more, and until it is gone the others' exchanges with it do not end.
+            with suppress(OSError):
+                os.kill(self._culprit["pid"], signal.SIGKILL)
         began = monotonic()
         while monotonic() - began < (_LONG_GRACE_S if self._ending else _GRACE_S):
             if self._closed:

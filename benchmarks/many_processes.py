@@ -1,0 +1,98 @@
+"""Training over several processes or GPUs against one: equality of results, and rows a second.
+
+    torchrun --nproc-per-node 2 benchmarks/many_processes.py check            the checks of tests/training/test_group.py
+    torchrun --nproc-per-node 2 benchmarks/many_processes.py speed            rows a second of a DLRM-like model
+    python benchmarks/many_processes.py speed                                 the same in one process
+
+On GPUs where torch sees any, with NCCL; on a CPU otherwise. Exit code 0 and one JSON line from rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from viviane.batch import Batch
+from viviane.config import AdaGrad, Solver
+from viviane.model import DenseLayer, Input, Model, SparseEmbedding
+from viviane.parallel import join_processes
+from viviane.schema import Schema
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("training", "parallel")]
+
+_ROWS, _TABLES, _TABLE_ROWS, _DIM = 16_384, 26, 1_000_000, 32
+_STEPS, _WARM_UP = 50, 10
+
+
+def check(device: str) -> dict[str, object]:
+    """Run the tests' checks of equality on this device; raises where one fails."""
+    import group_model
+    import test_group
+
+    group = join_processes(device)
+    folder = Path(group.from_first(lambda: tempfile.mkdtemp()))
+    group.from_first(lambda: group_model.make_data(folder))
+    original = group_model.settings
+
+    def settings(**changes: object) -> Solver:
+        return original(**{"device": device, **changes})
+
+    group_model.settings = test_group.settings = settings
+    test_group.train_alike(folder, group)
+    test_group.metrics_alike(folder, group)
+    test_group.auc_alike(group)
+    test_group.frozen_parts(group)
+    if device == "cpu":  # the words of the guard differ on a GPU, which looks at the input after backward
+        test_group.one_nan_stops_all(group)
+    test_group.resumed_bit_by_bit(folder, group, folder / "run")
+    return {"check": "passed", "processes": group.size, "device": device}
+
+
+def speed(device: str) -> dict[str, object]:
+    """Time steps on batches that wait in memory."""
+    group = join_processes(device)
+    columns = [{"name": f"c{i}", "num_ids": _TABLE_ROWS} for i in range(_TABLES)]
+    schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x", "dim": 13}], categorical=columns)
+    model = Model(Solver(batch_size=_ROWS, device=device, lr=0.01), schema)
+    model.add(Input(label="label", dense="dense", sparse="cats"))
+    model.add(SparseEmbedding("emb", bottom="cats", dim=_DIM))
+    model.add(DenseLayer("flat", "Reshape", bottom="emb", leading_dim=_TABLES * _DIM))
+    model.add(DenseLayer("all", "Concat", bottom=["flat", "dense"]))
+    model.add(DenseLayer("logit", "MLP", bottom="all", num_outputs=[512, 256, 1], act_type="relu"))
+    model.add(DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["logit", "label"]))
+    model.compile(optimizer=AdaGrad())
+    rows = _ROWS // group.size
+    rng = torch.Generator().manual_seed(group.rank)
+    batches = []
+    for _ in range(8):
+        ids = (torch.rand(rows, _TABLES, generator=rng) ** 3 * _TABLE_ROWS).to(torch.int32)
+        data = {f"c{i}": ids[:, i].numpy() for i in range(_TABLES)}
+        data["x"] = torch.randn(rows, 13, generator=rng).numpy()
+        data["y"] = torch.randint(0, 2, (rows,), generator=rng).float().numpy()
+        batches.append(Batch.from_columns(schema, data).to(model.trainer.device))
+    for i in range(_WARM_UP + _STEPS):
+        if i == _WARM_UP:
+            _wait(device)
+            start = time.perf_counter()
+        model.trainer.train_step(batches[i % len(batches)])
+    _wait(device)
+    seconds = time.perf_counter() - start
+    rate = _STEPS * rows * group.size / seconds
+    return {"processes": group.size, "device": device, "rows_per_s": round(rate), "ms": round(1e3 * seconds / _STEPS, 2)}
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    result = {"check": check, "speed": speed}[sys.argv[1] if len(sys.argv) > 1 else "check"](kind)
+    if join_processes(kind).rank == 0:
+        print(json.dumps(result))
