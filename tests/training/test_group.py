@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "parallel")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 import processes
 from group_model import NUM_VALID, SCHEMA, Clicks, columns, make_data, make_trainer, settings, tensors_of
 
@@ -104,7 +105,10 @@ def auc_alike(group):
                 truth = roc_auc(scores[:count], labels[:count], None if weight is None else weights[:count])
                 # Without weights all sums are whole numbers below 2^53; with them, sums of doubles in another order.
                 tolerance = 0 if weight is None else 1e-12
-                assert metric.compute() == pytest.approx(truth, abs=tolerance, rel=tolerance, nan_ok=True), (name, count)
+                assert metric.compute() == pytest.approx(truth, abs=tolerance, rel=tolerance, nan_ok=True), (
+                    name,
+                    count,
+                )
     metric = Auc()
     scores = torch.tensor([0.5, float("nan") if group.rank == group.size - 1 else 0.1])
     metric.update(scores, torch.tensor([0.0, 1.0]))
@@ -204,5 +208,3 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_train_what_one_trains(size, folder, tmp_path):
     processes.run(size, everything, folder, tmp_path)
-
-

@@ -25,21 +25,20 @@ _KINDS: Final = ("replicated", "table", "row", "column")
 
 
 def table_bytes(table: AnyTable, optimizer: AnyOptimizer) -> int:
-    """Return the bytes of a table and its optimizer state; 0 for a dynamic table, which begins empty.
+    """Return the bytes of a table and its optimizer state; of a dynamic table those of the rows it begins with.
 
     Example:
         >>> from viviane.config import SGD
         >>> table_bytes(TableConfig(name="t", num_rows=10, dim=4), SGD())
         160
     """
-    if isinstance(table, DynamicTableConfig):
-        return 0
+    num_rows = table.initial_capacity if isinstance(table, DynamicTableConfig) else table.num_rows
     rule = (table.optimizer or optimizer) if table.trainable else None
     row = torch.empty(1, table.dim, device="meta")
     numbers = 0
     if rule is not None:
         numbers = sum(math.prod(state_shape(name, row, rule)) for name in initial_state(rule))
-    return table.num_rows * (table.dim * table.torch_dtype.itemsize + 4 * numbers)
+    return num_rows * (table.dim * table.torch_dtype.itemsize + 4 * numbers)
 
 
 def default_plan(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
-from viviane.core.errors import ConfigError, NumericsError
+from viviane.core.errors import ConfigError
 from viviane.optim import DenseOptimizer, LearningRateSchedule, build_dense_optimizer
 from viviane.parallel import Group
 from viviane.training.average import WeightMean
@@ -118,8 +118,7 @@ class TrainStep:
             self._discard()
             if self.guard is not None:
                 self.guard.restore_buffers()
-            if not isinstance(error, NumericsError):  # the guard's own word is every process's
-                self.group.report(error)
+            self.group.report(error)
             raise
         self._update(scale, step, lr)
         times.add("forward", middle - start)

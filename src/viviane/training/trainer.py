@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
-from viviane.core.errors import ConfigError, NumericsError, SchemaError, suggest
+from viviane.core.errors import ConfigError, SchemaError, suggest
 from viviane.data import Dataset, Reader
 from viviane.parallel import Group, join_processes
 from viviane.schema import Schema
@@ -210,11 +210,11 @@ class Trainer:
                 self.check_schema(data)
         with self.switches(), Interrupt().listening() as interrupt:
             self.module.train()
+            loop = FitLoop(self, train, validation, interrupt)
             try:
-                self.history = FitLoop(self, train, validation, interrupt).run(resume)
+                self.history = loop.run(resume)
             except BaseException as error:
-                if not isinstance(error, NumericsError):  # of which every process knows
-                    self.group.report(error)
+                self.group.report(error)
                 raise
         return self.history
 
