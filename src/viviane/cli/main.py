@@ -21,6 +21,7 @@ COMMANDS = {
     "evaluate": "viviane.cli.evaluate",
     "predict": "viviane.cli.predict",
     "summary": "viviane.cli.summary",
+    "plan": "viviane.cli.plan",
     "doctor": "viviane.cli.doctor",
 }
 
