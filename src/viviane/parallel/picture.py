@@ -12,7 +12,7 @@ from viviane.parallel.planner import Planned
 _Value: TypeAlias = Callable[[Cost], float]
 
 _LEFT, _WIDTH, _BAR, _GAP, _TOP = 90, 620, 22, 8, 34
-_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#999933")
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#9c8a1c", "#2a8bb8", "#aa3377", "#bbbbbb", "#999933")
 
 
 def plan_svg(planned: Planned) -> str:
