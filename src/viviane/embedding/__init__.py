@@ -17,6 +17,7 @@ from viviane.embedding.dynamic_config import (
     FilterAdmission,
     ProbabilityAdmission,
 )
+from viviane.embedding.embedding_bag import EmbeddingBag
 from viviane.embedding.keys import hash_keys
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.row_mean import RowMean
@@ -28,6 +29,7 @@ __all__ = [
     "CountAdmission",
     "DynamicTable",
     "DynamicTableConfig",
+    "EmbeddingBag",
     "EmbeddingCollection",
     "EmbeddingOutput",
     "FeatureConfig",

@@ -50,6 +50,7 @@ class EmbeddingCollection(nn.Module):
         output_dtype: of the output: float32, float16 or bfloat16, whatever the tables are of.
 
     Example:
+        >>> from viviane.batch import Bag
         >>> from viviane.config import SGD
         >>> table = TableConfig(name="item", num_rows=4, dim=2, init={"type": "constant", "value": 1.0})
         >>> emb = EmbeddingCollection([table], [FeatureConfig(name="seen", table="item")], SGD())
