@@ -13,10 +13,11 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding.buffers import Buffers
-from viviane.embedding.compiled import compiled_lookup, compiled_step, number
+from viviane.embedding.compiled import compiled_call, compiled_lookup, compiled_norm_squared, compiled_step
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.keys import Violation, raise_first
 from viviane.embedding.lookup import Lookup, Part, gather
+from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import AnyKeys, Plan, Planner, place_features, read_keys
 from viviane.embedding.state import (
@@ -97,11 +98,11 @@ class EmbeddingCollection(nn.Module):
         self._violations: deque[Violation] = deque()
         self._memory = Buffers(_output_dtype(output_dtype))
         self._plans: dict[tuple[tuple[str, ...], torch.device], Plan] = {}
-        self._number = number(self)
+        self._number = new_number(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._number = number(self)  # compiled code must not take a copy for its original
+        self._number = new_number(self)  # compiled code must not take a copy for its original
 
     @property
     def device(self) -> torch.device:
@@ -148,21 +149,16 @@ class EmbeddingCollection(nn.Module):
             trains = training and any(feature.table not in self._frozen for feature in self.features.values())
             flat, masks = compiled_lookup(self._number, batch, tuple(self.features), trains)
             return EmbeddingOutput(flat, self._places, masks)
-        size, parts, masks = self.resolve(batch, training)
+        size, parts, masks = self._resolve(batch, training)
         if training and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
             flat = Lookup.apply(anchor, parts, size, self._width, self._memory)  # type: ignore[no-untyped-call]
         else:
-            flat = self.gather(parts, size)
+            flat = self._gather(parts, size)
         return EmbeddingOutput(flat, self._places, masks)
 
-    def resolve(self, batch: AnyKeys, training: bool) -> tuple[int, list[Part], dict[str, Tensor]]:
-        """Turn keys into rows: the number of rows of the batch, what to look up, and the masks of "concat" features.
-
-        Args:
-            batch: as `forward` takes it.
-            training: whether gradients of this lookup will be kept.
-        """
+    def _resolve(self, batch: AnyKeys, training: bool) -> tuple[int, list[Part], dict[str, Tensor]]:
+        """Return the number of rows of the batch, what to look up, and the masks of "concat" features."""
         if len(self._violations) >= _MOST_UNCHECKED:
             self.check()
         keys = read_keys(batch, self.features, self.device)
@@ -170,8 +166,8 @@ class EmbeddingCollection(nn.Module):
         return keys.size, parts, masks
 
     @torch.no_grad()
-    def gather(self, parts: Sequence[Part], size: int) -> Tensor:
-        """Look up what `resolve` found: (B, W), apart from autograd."""
+    def _gather(self, parts: Sequence[Part], size: int) -> Tensor:
+        """Look up what `_resolve` found, apart from autograd: (B, W)."""
         return gather(parts, size, self._width, self._memory)
 
     def _plan(self, one_hot: tuple[str, ...]) -> Plan:
@@ -183,6 +179,9 @@ class EmbeddingCollection(nn.Module):
 
     def check(self) -> None:
         """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
+        if torch.compiler.is_compiling():
+            compiled_call(self._number, "check")
+            return
         found = list(self._violations)
         self._violations.clear()
         raise_first(found)
@@ -207,11 +206,16 @@ class EmbeddingCollection(nn.Module):
 
     def discard_gradients(self) -> None:
         """Drop the gradients that wait for a step."""
+        if torch.compiler.is_compiling():
+            compiled_call(self._number, "discard_gradients")
+            return
         for storage in self.all_storages():
             storage.discard_gradients()
 
     def grad_norm_squared(self) -> Tensor:
         """Return the sum of squares of the waiting gradients, those of equal rows summed first; 0-dim, float32."""
+        if torch.compiler.is_compiling():
+            return compiled_norm_squared(self._number, self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for storage in self.all_storages():
             if storage.has_gradients:
