@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from viviane.batch import Bag, Batch, Layout
 from viviane.config import SGD, AdaGrad, Adam
-from viviane.core.errors import KeyRangeError
+from viviane.core.errors import KeyRangeError, VivianeError
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.embedding.operators import _TICKETS
 
@@ -259,6 +260,16 @@ def test_what_backward_needs_is_dropped_with_its_graph():
     assert_same(emb, twice)
 
 
+def test_saved_tensors_that_are_copied_are_an_error():
+    emb = build()
+    fast = compiled(lambda keys: emb(keys).flat.square())
+    fast(mapping(5)).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        out = fast(mapping(5))
+    with pytest.raises(VivianeError, match="leave out saved_tensors_hooks"):
+        out.sum().backward()
+
+
 def test_output_type_under_autocast():
     emb, other = build(output_dtype=torch.bfloat16), build(output_dtype=torch.bfloat16)
     linear = nn.Linear(emb.width, 1)
@@ -274,6 +285,7 @@ def test_output_type_under_autocast():
     assert_same(emb, other)
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch's generated code needs C++")
 def test_inductor():
     """Two equal nets with tables of their own; generated kernels use memory again, which waiting gradients survive."""
     eager = [Net(seed) for seed in (0, 1)]
