@@ -63,6 +63,15 @@ def collection_of(number: int) -> EmbeddingCollection:
     return _COLLECTIONS[number]
 
 
+def _check_not_captured() -> None:
+    # torch looks for the tag at the operator, and effects hide it there: a graph would be captured without a word.
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise VivianeError(
+            "a compiled embedding collection cannot be captured in a CUDA graph: a replay would keep no gradients",
+            fix="leave out mode='reduce-overhead' and 'max-autotune' ('max-autotune-no-cudagraphs' is fine)",
+        )
+
+
 def _ticket(opened: _Open) -> Tensor:
     own = next(_NUMBERS)
     array = np.array([own])
@@ -78,6 +87,7 @@ def _ticket(opened: _Open) -> Tensor:
     tags=_TAGS,
 )
 def _lookup(anchor: Tensor | None, tensors: list[Tensor], collection: int, spec: str) -> list[Tensor]:
+    _check_not_captured()
     own, known = _COLLECTIONS[collection], parse_spec(spec)
     size, parts, masks = own._resolve(known.batch(tensors), known.training)
     out = [own._gather(parts, size)]
@@ -106,6 +116,7 @@ def _(anchor: Tensor | None, tensors: list[Tensor], collection: int, spec: str) 
     tags=_TAGS,
 )
 def _keep_gradients(gradient: Tensor, ticket: Tensor) -> Tensor:
+    _check_not_captured()
     try:
         opened = _TICKETS[int(ticket)]
     except KeyError:
@@ -147,6 +158,7 @@ _lookup.register_autograd(_backward, setup_context=_save)
     tags=_TAGS,
 )
 def _step(collection: int, lr: float, factor: float, number: float, scale: Tensor | None) -> None:
+    _check_not_captured()
     _COLLECTIONS[collection].step(lr, number if scale is None else scale, factor)
 
 
