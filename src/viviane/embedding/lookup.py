@@ -58,6 +58,24 @@ def gather(parts: Sequence[Part], size: int, width: int, buffers: Buffers) -> Te
     return out
 
 
+def prepare(parts: Sequence[Part]) -> None:
+    """Begin the part of the update that needs no gradients."""
+    for part in parts:
+        # Rows of several parts are joined before an update; there is nothing to prepare for one of them.
+        if part.tables and sum(one.storage is part.storage for one in parts) == 1:
+            part.storage.prepare(part.rows.reshape(-1))
+
+
+def hand_over(parts: Sequence[Part], gradient: Tensor) -> None:
+    """Give the storages the gradient of the output, (B, W), contiguous, to keep until the next step."""
+    size, width = gradient.shape
+    # One tensor for all parts: where parts of a storage are joined, it is recognised and not copied.
+    flat = gradient.view(-1)
+    for part in parts:
+        if part.tables:
+            part.storage.add_gradients(RowGradients(_entries(part, flat, size, width), part.tables))
+
+
 class Lookup(torch.autograd.Function):
     """The lookup as autograd sees it: backward hands gradients to the storages and returns none.
 
@@ -72,22 +90,14 @@ class Lookup(torch.autograd.Function):
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]
         out = gather(parts, size, width, buffers)
-        for part in parts:
-            # Rows of several parts are joined before an update; there is nothing to prepare for one of them.
-            if part.tables and sum(one.storage is part.storage for one in parts) == 1:
-                part.storage.prepare(part.rows.reshape(-1))
+        prepare(parts)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Hand the gradients of the touched rows to their storages."""
-        size, width = grad_outputs[0].shape
-        # One tensor for all parts: where parts of a storage are joined, it is recognised and not copied.
-        gradient = grad_outputs[0].contiguous().view(-1)
-        for part in ctx.parts:
-            if part.tables:
-                part.storage.add_gradients(RowGradients(_entries(part, gradient, size, width), part.tables))
+        hand_over(ctx.parts, grad_outputs[0].contiguous())
         return None, None, None, None, None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from viviane.core.errors import DataError, suggest
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.jagged import Jagged, is_keyed_jagged, read_keyed_jagged
 from viviane.embedding.keys import BagTooLong, RowMap, Violation, check_key_type, report
 from viviane.embedding.lookup import Part
 from viviane.embedding.output import Place
@@ -295,14 +296,18 @@ class Keys:
     origin: str
 
 
-def read_keys(
-    batch: Batch | Mapping[str, Bag | Tensor], features: Mapping[str, FeatureConfig], device: torch.device
-) -> Keys:
+AnyKeys: TypeAlias = Batch | Mapping[str, Bag | Tensor] | Jagged | Any
+"""What a collection can be called with; Any stands for a KeyedJaggedTensor, whose library is not imported."""
+
+
+def read_keys(batch: AnyKeys, features: Mapping[str, FeatureConfig], device: torch.device) -> Keys:
     """Take the features' keys out of what a collection is called with.
 
     Raises:
         DataError: a feature is missing, or features differ in their number of rows.
     """
+    if not isinstance(batch, Batch | Mapping):
+        batch = _from_jagged(batch, features)
     known = batch.layout.one_hot_index.keys() | batch.bags.keys() if isinstance(batch, Batch) else batch.keys()
     for name in features:
         if name not in known:
@@ -326,6 +331,15 @@ def read_keys(
     none = torch.empty(0, 0, dtype=torch.int64, device=device)
     ids = torch.stack(list(singles.values()), 1) if singles else none
     return Keys(tuple(singles), ids, bags, next(iter(sizes.values())), "")
+
+
+def _from_jagged(batch: Any, features: Mapping[str, FeatureConfig]) -> dict[str, Bag]:
+    if not isinstance(batch, Jagged):
+        if not is_keyed_jagged(batch):
+            allowed = "a Batch, a mapping from features to keys, or a KeyedJaggedTensor"
+            raise DataError("a collection cannot read this", value=type(batch).__name__, allowed=allowed)
+        return read_keyed_jagged(batch, starts=True).bags(features)
+    return batch.bags(features)
 
 
 def as_bag(keys: Tensor, feature: str) -> Bag:
