@@ -35,8 +35,9 @@ def logistic_loss_kernel(
     # e^-|z| cannot overflow: log(1 + e^z) = max(z, 0) + log(1 + e^-|z|), and both sigmoids follow from it.
     small = tl.exp(-tl.abs(z))
     # Kahan's log(1 + small): what rounding 1 + small takes away, the quotient gives back.
-    sum_rounded = 1 + small
-    log_one_more = tl.where(sum_rounded == 1, small, tl.log(sum_rounded) * small / (sum_rounded - 1))
+    one_more = 1 + small
+    lost = one_more == 1
+    log_one_more = tl.where(lost, small, tl.log(one_more) * small / tl.where(lost, 1.0, one_more - 1))
     loss = tl.maximum(z, 0.0) + log_one_more - target * z
     sigmoid = tl.where(z >= 0, 1.0, small) / (1 + small)
     tl.store(slope + r, share * (sigmoid - target), mask=here)
