@@ -104,7 +104,7 @@ def run_mlp(widths, relu, dtype, device, size, x_grad=True, weight_dtype=torch.f
     def plain(*given):
         """The truth, but zero where the kernels' activation is: a rounding across zero is no error of a gradient."""
         h, *rest = given if x_grad else (x.detach().double(), *given)
-        kept = activations_of(x, weights, biases, relu, dtype)
+        kept = activations_of(x, weights, biases, relu, dtype)[:count]
         for w, b, positive, activation in zip(rest[:count], rest[count:], relu, kept, strict=True):
             h = F.linear(h, w, b) * ((activation > 0) if positive else 1)
         return h

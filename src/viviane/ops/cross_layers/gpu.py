@@ -6,31 +6,44 @@ import torch
 from torch import Tensor
 
 from viviane.ops.cross_layers.gpu_kernels import cross_backward_kernel, cross_forward_kernel, cross_last_kernel
+from viviane.ops.packing import packing
 from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 from viviane.ops.triton_parts.product import TileShape, fits_tensor_copies, tiles_of
-from viviane.ops.triton_parts.weights import cast_together, weight_gradient
+from viviane.ops.triton_parts.sums import column_sums
+from viviane.ops.triton_parts.weights import pack, weight_gradient
 
-FORWARD = TileShape(128, 128, 64, 8, 3)
-BACKWARD = TileShape(128, 128, 64, 8, 3)
-LAST = TileShape(128, 128, 64, 8, 3)
+PREFETCH = True
+FORWARD = TileShape(128, 128, 64, 4, 3)
+BACKWARD = TileShape(128, 128, 64, 4, 3)
+LAST = TileShape(64, 128, 64, 4, 4)
 
 
 def forward(
     x: Tensor, projections: list[Tensor], weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return x_1 ... x_L, the u_l where there are projections, and the y_l in one tensor (L, B, n)."""
+    """Return x_1 ... x_L, the u_l where there are projections, the y_l in one tensor (L, B, n), and packed weights."""
     first = x.to(dtype).contiguous()
-    casts = cast_together([*weights, *biases, *projections], dtype)
+    every = [*weights, *projections, *biases]
+    layout = packing([one.shape for one in every], dtype)
+    packed = pack(every, layout, dtype)
+    (ws, vs), bs = _matrices(layout.parts(packed), weights, projections), layout.parts(packed)[-len(biases) :]
     layers = len(weights)
-    ws, bs, vs = casts[:layers], casts[layers : 2 * layers], casts[2 * layers :]
     ys = first.new_empty(layers, *first.shape)
     xs, us = [first], []
     for index in range(layers):
         u = xs[-1] @ vs[index].t() if vs else xs[-1]
         xs.append(cross_forward(u, ws[index], bs[index], first, xs[-1], ys[index]))
         us += [u] if vs else []
-    return [*xs[1:], *us, ys]
+    return [*xs[1:], *us, ys, packed]
+
+
+def _matrices(
+    parts: list[Tensor], weights: list[Tensor], projections: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return W_l and V_l, without the zeros behind padded rows."""
+    every = [part[:, : one.shape[1]] for part, one in zip(parts, [*weights, *projections], strict=False)]
+    return every[: len(weights)], every[len(weights) :]
 
 
 def cross_forward(u: Tensor, weight: Tensor, bias: Tensor, first: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -50,8 +63,8 @@ def fused_cross_forward(
     with on_device(u):
         cross_forward_kernel[(ceil_div(size, shape.rows) * ceil_div(width, shape.columns),)](
             tiles_of(u, shape.rows, shape.depth), tiles_of(weight, shape.columns, shape.depth), bias,
-            *(tiles_of(one, shape.rows, shape.columns) for one in (first, x, y, out)), size, width, depth,
-            rows=shape.rows, columns=shape.columns, step=shape.depth, num_warps=shape.warps, num_stages=shape.stages,
+            *(tiles_of(one, shape.rows, shape.columns) for one in (first, x, y, out)), first, x, size, width, depth,
+            prefetch=PREFETCH and out.is_cuda, **shape.options(),
         )  # fmt: skip
     return out
 
@@ -62,15 +75,16 @@ def backward(
     """Return the gradients of x, the projections, the weights and the biases."""
     dtype, layers = grad.dtype, len(weights)
     first, top = x.to(dtype).contiguous(), grad.contiguous()
-    xs, us, ys = [first, *kept[: layers - 1]], kept[layers:-1], kept[-1]
-    casts = cast_together([*weights, *projections], dtype)
-    ws, vs = casts[:layers], casts[layers:]
+    xs, us, ys = [first, *kept[: layers - 1]], kept[layers:-2], kept[-2]
+    biases = [one.shape[:1] for one in weights]
+    layout = packing([*(one.shape for one in (*weights, *projections)), *biases], dtype)
+    ws, vs = _matrices(layout.parts(kept[-1]), weights, projections)
     grads = top.new_empty(max(1, layers - 1), *top.shape)  # g_1 ... g_{L-1}
     found = [[torch.empty(0)] * layers for _ in range(3)]
     g = top
     dy, partial = gated_gradient(g, first, relu=False)
     for index in range(layers - 1, -1, -1):
-        found[2][index] = partial.sum(0).to(weights[index].dtype)
+        found[2][index] = column_sums(partial, partial.shape[1:], [weights[index].dtype])[0]
         found[1][index] = weight_gradient(dy, us[index] if us else xs[index], weights[index].dtype)
         du, back = dy, ws[index]
         if us:
@@ -104,8 +118,7 @@ def fused_cross_backward(
         cross_backward_kernel[(down * ceil_div(width, shape.columns),)](
             tiles_of(du, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns),
             *(tiles_of(one, shape.rows, shape.columns) for one in (grad, first, out, scaled)), partial,
-            size, width, depth, rows=shape.rows, columns=shape.columns, step=shape.depth,
-            num_warps=shape.warps, num_stages=shape.stages,
+            grad, first, size, width, depth, prefetch=PREFETCH and out.is_cuda, **shape.options(),
         )  # fmt: skip
     return out, scaled, partial
 
@@ -130,7 +143,6 @@ def fused_cross_last(du: Tensor, weight: Tensor, top: Tensor, grads: Tensor, ys:
         cross_last_kernel[(ceil_div(size, shape.rows) * ceil_div(width, shape.columns),)](
             tiles_of(du, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns),
             *(tiles_of(one.view(-1, width), shape.rows, shape.columns) for one in (top, grads, ys, out)),
-            size, width, depth, layers=len(ys), rows=shape.rows, columns=shape.columns, step=shape.depth,
-            num_warps=shape.warps, num_stages=shape.stages,
+            top, grads, ys, size, width, depth, layers=len(ys), prefetch=PREFETCH and out.is_cuda, **shape.options(),
         )  # fmt: skip
     return out

@@ -1,11 +1,15 @@
-"""The Triton kernels of cross layers: products that do the element-wise work on their tiles before storing them."""
+"""The Triton kernels of cross layers: products that do the element-wise work on their tiles before storing them.
+
+What a tile needs besides its product is fetched ahead, so that memory works while tensor cores do; the arguments named
+`..._ahead` are those matrices once more, by address.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from viviane.ops.triton_parts.product import tile_product
+from viviane.ops.triton_parts.product import prefetch_tile, tile_product
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -17,16 +21,22 @@ def cross_forward_kernel(
     x,
     y_out,
     out,
+    first_ahead,
+    x_ahead,
     size,
     width,
     depth,
     rows: tl.constexpr,
     columns: tl.constexpr,
     step: tl.constexpr,
+    prefetch: tl.constexpr,
 ):
     """y = u W^T + b and out = first * y + x, all (M, N) by tensor copies; u (M, K), W (N, K)."""
     across = tl.cdiv(width, columns)
     m, n = tl.program_id(0) // across, tl.program_id(0) % across
+    if prefetch:
+        prefetch_tile(first_ahead, size, width, m * rows, n * columns, rows, columns)
+        prefetch_tile(x_ahead, size, width, m * rows, n * columns, rows, columns)
     y = tile_product(u, weight, m * rows, n * columns, depth, rows, columns, step, True)
     cols = n * columns + tl.arange(0, columns)
     y += tl.load(bias + cols, mask=cols < width, other=0.0).to(tl.float32)[None, :]
@@ -45,16 +55,22 @@ def cross_backward_kernel(
     out,
     scaled,
     partial,
+    grad_ahead,
+    first_ahead,
     size,
     width,
     depth,
     rows: tl.constexpr,
     columns: tl.constexpr,
     step: tl.constexpr,
+    prefetch: tl.constexpr,
 ):
     """out = du V + grad, scaled = out * first and its column sums; du (M, K), V (K, N), the others (M, N)."""
     across = tl.cdiv(width, columns)
     m, n = tl.program_id(0) // across, tl.program_id(0) % across
+    if prefetch:
+        prefetch_tile(grad_ahead, size, width, m * rows, n * columns, rows, columns)
+        prefetch_tile(first_ahead, size, width, m * rows, n * columns, rows, columns)
     g = tile_product(du, weight, m * rows, n * columns, depth, rows, columns, step, False)
     g += grad.load([m * rows, n * columns]).to(tl.float32)
     out.store([m * rows, n * columns], g.to(out.dtype))
@@ -72,6 +88,9 @@ def cross_last_kernel(
     grads,
     ys,
     out,
+    top_ahead,
+    grads_ahead,
+    ys_ahead,
     size,
     width,
     depth,
@@ -79,6 +98,7 @@ def cross_last_kernel(
     rows: tl.constexpr,
     columns: tl.constexpr,
     step: tl.constexpr,
+    prefetch: tl.constexpr,
 ):
     """out = du V + g_1 + sum over l of g_{l+1} * y_l: the gradient of x, which is x_0 and every layer's factor.
 
@@ -86,6 +106,13 @@ def cross_last_kernel(
     """
     across = tl.cdiv(width, columns)
     m, n = tl.program_id(0) // across, tl.program_id(0) % across
+    if prefetch:
+        prefetch_tile(top_ahead, size, width, m * rows, n * columns, rows, columns)
+        for layer in tl.static_range(layers):
+            first_row = layer * size + m * rows
+            prefetch_tile(ys_ahead, layers * size, width, first_row, n * columns, rows, columns)
+            if layer < layers - 1:
+                prefetch_tile(grads_ahead, (layers - 1) * size, width, first_row, n * columns, rows, columns)
     dx = tile_product(du, weight, m * rows, n * columns, depth, rows, columns, step, False)
     for layer in tl.static_range(layers):
         # Rows past the last are the next layer's: read, multiplied, and never stored.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from viviane.ops.dispatch import load
+from viviane.ops.packing import packing
 
 
 def cross_layers_kernels(
@@ -27,7 +28,7 @@ def cross_layers_kernels(
 def _forward(
     x: Tensor, projections: list[Tensor], weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return x_1 ... x_L, the u_l where there are projections, and the y_l in one tensor (L, B, n)."""
+    """Return x_1 ... x_L, the u_l where there are projections, the y_l in one tensor (L, B, n), and packed weights."""
     return cast(list[Tensor], load("cross_layers", "gpu").forward(x, projections, weights, biases, dtype))
 
 
@@ -37,7 +38,8 @@ def _(
 ) -> list[Tensor]:
     found = [x.new_empty(x.shape, dtype=dtype) for _ in weights]
     found += [x.new_empty(x.shape[0], one.shape[0], dtype=dtype) for one in projections]
-    return [*found, x.new_empty(len(weights), *x.shape, dtype=dtype)]
+    size = packing([one.shape for one in (*weights, *projections, *biases)], dtype).size
+    return [*found, x.new_empty(len(weights), *x.shape, dtype=dtype), x.new_empty(size, dtype=dtype)]
 
 
 @torch.library.custom_op(

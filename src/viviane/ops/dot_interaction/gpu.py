@@ -14,25 +14,25 @@ from viviane.ops.triton_parts.precision import KINDS, dot_precision
 
 
 class PackShape(NamedTuple):
-    """What one program does: samples, rows of each (S up to a power of two), columns at a time, warps."""
+    """One program: samples at once, rows of each (S up to a power of two), columns at a time, warps, turns."""
 
     samples: int
     block: int
     columns: int
     warps: int
+    turns: int
 
 
 def pack_shape(s: int, dim: int, item_bytes: int) -> PackShape:
-    """Choose the shape: 64 rows fill one tensor-core instruction of a Hopper GPU.
+    """Choose the shape: small programs, of which many load while others multiply.
 
     Example:
         >>> pack_shape(27, 128, 2)
-        PackShape(samples=2, block=32, columns=128, warps=4)
+        PackShape(samples=1, block=32, columns=128, warps=4, turns=1)
     """
     block = power_of_two(s)
-    samples = max(1, 64 // block)
     columns = max(16, min(power_of_two(dim), 256 // item_bytes))
-    return PackShape(samples, block, columns, 4 if samples * block <= 64 else 8)
+    return PackShape(max(1, 32 // block), block, columns, 4 if block <= 64 else 8, 1)
 
 
 def forward(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, dtype: torch.dtype) -> Tensor:
@@ -46,10 +46,10 @@ def forward(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, d
     out = first.new_empty(size, front + num_pairs(s, itself) + int(pad))
     shape = pack_shape(s, dim, dtype.itemsize)
     with on_device(embeddings):
-        interaction_forward_kernel[(ceil_div(size, shape.samples),)](
+        interaction_forward_kernel[(ceil_div(size, shape.samples * shape.turns),)](
             dense, embeddings, out, size, out.shape[1],
             s=s, dim=dim, front=front, pad=pad, itself=itself, kind=KINDS[dtype], precision=dot_precision(),
-            block=shape.block, samples=shape.samples, columns=shape.columns, num_warps=shape.warps,
+            block=shape.block, samples=shape.samples, columns=shape.columns, turns=shape.turns, num_warps=shape.warps,
         )  # fmt: skip
     return out
 
@@ -65,10 +65,10 @@ def backward(grad: Tensor, dense: Tensor | None, embeddings: Tensor, itself: boo
         found.append(torch.empty_like(dense))
     shape = pack_shape(s, dim, dtype.itemsize)
     with on_device(embeddings):
-        interaction_backward_kernel[(ceil_div(size, shape.samples),)](
+        interaction_backward_kernel[(ceil_div(size, shape.samples * shape.turns),)](
             grad, dense, embeddings, found[0], None if dense is None else found[1], size, grad.shape[1],
             s=s, dim=dim, front=0 if dense is None else dim, itself=itself, kind=KINDS[dtype],
             precision=dot_precision(), block=shape.block, samples=shape.samples, columns=shape.columns,
-            num_warps=shape.warps,
+            turns=shape.turns, num_warps=shape.warps,
         )  # fmt: skip
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from viviane.ops.triton_parts.product import tile_product
+from viviane.ops.triton_parts.product import prefetch_tile, tile_product
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -15,6 +15,7 @@ def input_gradient_kernel(
     below,
     out,
     partial,
+    ahead,
     size,
     width,
     depth,
@@ -25,10 +26,13 @@ def input_gradient_kernel(
 ):
     """out = (grad W) where below > 0, and the sums of its columns over this tile's rows.
 
-    grad (M, K), W (K, N), below and out (M, N) by tensor copies; partial (M / rows, N), float32.
+    grad (M, K), W (K, N), below and out (M, N) by tensor copies; partial (M / rows, N), float32. `ahead` is
+    `below` once more, where it is worth fetching ahead.
     """
     across = tl.cdiv(width, columns)
     m, n = tl.program_id(0) // across, tl.program_id(0) % across
+    if ahead is not None:
+        prefetch_tile(ahead, size, width, m * rows, n * columns, rows, columns)
     dx = tile_product(grad, weight, m * rows, n * columns, depth, rows, columns, step, False)
     if relu:
         # Rows past the last are read as zeros, so that they are masked too.

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNED_BYTES = 16
+LINE = tl.constexpr(64)  # numbers of 16 bits in a line of the cache
 
 
 class TileShape(NamedTuple):
@@ -24,6 +25,11 @@ class TileShape(NamedTuple):
     depth: int
     warps: int
     stages: int
+
+    def options(self) -> dict[str, int]:
+        """Return what every kernel of tiles takes of it."""
+        tile = {"rows": self.rows, "columns": self.columns, "step": self.depth}
+        return {**tile, "num_warps": self.warps, "num_stages": self.stages}
 
 
 def fits_tensor_copies(*matrices: Tensor) -> bool:
@@ -51,6 +57,18 @@ def tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
         [16, 16]
     """
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+@triton.jit
+def prefetch_tile(matrix, size, width, first_row, first_column, rows: tl.constexpr, columns: tl.constexpr):
+    """Bring a tile of a contiguous matrix of 16 bits to the second-level cache, while the product is being made."""
+    r = first_row + tl.arange(0, rows)
+    c = first_column + tl.arange(0, columns // LINE) * LINE
+    r, c = tl.minimum(r, size - 1), tl.minimum(c, width - 1)
+    place = (matrix + (r.to(tl.int64) * width)[:, None] + c[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
