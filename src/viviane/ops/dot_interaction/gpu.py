@@ -14,13 +14,12 @@ from viviane.ops.triton_parts.precision import KINDS, dot_precision
 
 
 class PackShape(NamedTuple):
-    """One program: samples at once, rows of each (S up to a power of two), columns at a time, warps, turns."""
+    """What one program does: samples, rows of each (S up to a power of two), columns at a time, warps."""
 
     samples: int
     block: int
     columns: int
     warps: int
-    turns: int
 
 
 def pack_shape(s: int, dim: int, item_bytes: int) -> PackShape:
@@ -28,11 +27,11 @@ def pack_shape(s: int, dim: int, item_bytes: int) -> PackShape:
 
     Example:
         >>> pack_shape(27, 128, 2)
-        PackShape(samples=1, block=32, columns=128, warps=4, turns=1)
+        PackShape(samples=1, block=32, columns=128, warps=4)
     """
     block = power_of_two(s)
     columns = max(16, min(power_of_two(dim), 256 // item_bytes))
-    return PackShape(max(1, 32 // block), block, columns, 4 if block <= 64 else 8, 1)
+    return PackShape(max(1, 32 // block), block, columns, 4 if block <= 64 else 8)
 
 
 def forward(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, dtype: torch.dtype) -> Tensor:
@@ -46,10 +45,10 @@ def forward(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, d
     out = first.new_empty(size, front + num_pairs(s, itself) + int(pad))
     shape = pack_shape(s, dim, dtype.itemsize)
     with on_device(embeddings):
-        interaction_forward_kernel[(ceil_div(size, shape.samples * shape.turns),)](
+        interaction_forward_kernel[(ceil_div(size, shape.samples),)](
             dense, embeddings, out, size, out.shape[1],
             s=s, dim=dim, front=front, pad=pad, itself=itself, kind=KINDS[dtype], precision=dot_precision(),
-            block=shape.block, samples=shape.samples, columns=shape.columns, turns=shape.turns, num_warps=shape.warps,
+            block=shape.block, samples=shape.samples, columns=shape.columns, num_warps=shape.warps,
         )  # fmt: skip
     return out
 
@@ -65,10 +64,10 @@ def backward(grad: Tensor, dense: Tensor | None, embeddings: Tensor, itself: boo
         found.append(torch.empty_like(dense))
     shape = pack_shape(s, dim, dtype.itemsize)
     with on_device(embeddings):
-        interaction_backward_kernel[(ceil_div(size, shape.samples * shape.turns),)](
+        interaction_backward_kernel[(ceil_div(size, shape.samples),)](
             grad, dense, embeddings, found[0], None if dense is None else found[1], size, grad.shape[1],
             s=s, dim=dim, front=0 if dense is None else dim, itself=itself, kind=KINDS[dtype],
             precision=dot_precision(), block=shape.block, samples=shape.samples, columns=shape.columns,
-            turns=shape.turns, num_warps=shape.warps,
+            num_warps=shape.warps,
         )  # fmt: skip
     return found

@@ -12,17 +12,20 @@ from viviane.ops.mlp.gpu_kernels import (
     widen_kernel,
 )
 from viviane.ops.packing import packing, padded_width
+from viviane.ops.triton_parts.aside import aside, rejoin
 from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 from viviane.ops.triton_parts.product import TileShape, fits_tensor_copies, tiles_of
 from viviane.ops.triton_parts.sums import column_sums
 from viviane.ops.triton_parts.weights import pack, weight_gradient
 
-PREFETCH = True
+EARLY = True
+ASIDE = True
 _WIDEST_NARROW = 2048  # inputs of an output of width 1 that a program holds at once
 _NARROW_NUMBERS = 8192  # of one tile
-_NARROW_PROGRAMS = 528  # four on each of 132 multiprocessors
-_NARROW_WARPS = 8
+_NARROW_PROGRAMS = 264  # two on each of 132 multiprocessors
+_NARROW_WARPS = 4
+_NARROW_STAGES = 1
 _COPY_ROWS = 128
 
 
@@ -67,7 +70,7 @@ def backward(
     layout = packing([*(w.shape for w in weights), *(w.shape[:1] for w in weights)], dtype)
     matrices = [w[:, : one.shape[1]] for w, one in zip(layout.parts(packed), inputs, strict=False)]
     weight_grads, bias_grads = [grad] * (top + 1), [grad] * (top + 1)
-    dz = grad.contiguous()
+    dz, alive = grad.contiguous(), []
     narrow = _is_narrow(matrices[top]) and not relu[top]
     if not narrow:
         dz, partial = gated_gradient(dz, activations[-1] if relu[-1] else None, relu=True)
@@ -79,12 +82,15 @@ def backward(
             dz, sums, *own = _narrow_backward(dz, below, matrices[index], mask, wanted, weights[index].dtype, lower)
             weight_grads[index], bias_grads[index] = own[0].unsqueeze(0), own[1]
         else:
-            weight_grads[index] = weight_gradient(dz, below, weights[index].dtype)
+            with aside(dz.device, ASIDE):
+                weight_grads[index] = weight_gradient(dz, below, weights[index].dtype)
+            alive.append(dz)
             if wanted:
                 dz, partial = input_gradient(dz, matrices[index], below if mask else None, sums_too=index > 0)
                 sums = _sums(partial, weights[index - 1]) if index else partial
         if index:
             bias_grads[index - 1] = sums
+    rejoin(dz.device, ASIDE)
     shapes = [(one, weight.shape[1]) for one, weight in zip(weight_grads, weights, strict=True)]
     found = [*(one[:, :k].contiguous() for one, k in shapes), *bias_grads]
     return [*found, dz[:, : x.shape[1]].to(x.dtype).contiguous()] if needs_x else found
@@ -112,12 +118,10 @@ def fused_input_gradient(grad: Tensor, weight: Tensor, below: Tensor | None, sha
     out = grad.new_empty(size, width)
     down = ceil_div(size, shape.rows)
     partial = torch.empty(down, width, dtype=torch.float32, device=grad.device)
-    tiles = tiles_of(out, shape.rows, shape.columns)
     with on_device(grad):
         input_gradient_kernel[(down * ceil_div(width, shape.columns),)](
-            tiles_of(grad, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns),
-            tiles if below is None else tiles_of(below, shape.rows, shape.columns), tiles, partial,
-            below if PREFETCH and grad.is_cuda else None, size, width, depth, relu=below is not None, **shape.options(),
+            tiles_of(grad, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns), below, out, partial,
+            size, width, depth, early=EARLY, **shape.options(),
         )  # fmt: skip
     return out, partial
 
@@ -178,7 +182,7 @@ def _narrow_backward(
     with on_device(x):
         narrow_backward_kernel[(programs,)](
             grad, x, weight, out, partial, size,
-            dim=dim, relu=relu, rows=rows, block=power_of_two(dim), turns=turns, num_warps=_NARROW_WARPS,
+            dim=dim, relu=relu, rows=rows, block=power_of_two(dim), turns=turns, stages=_NARROW_STAGES, num_warps=_NARROW_WARPS,
         )  # fmt: skip
     return [x if out is None else out, *column_sums(partial, (dim, dim, 1), (lower or dtype, dtype, dtype))]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 
 _ROWS = 128  # of one program: also those that one row of partial sums stands for
-_MOST_COLUMNS = 128
-_STEP = 16
+_MOST_COLUMNS = 64
+_STEP = 32
 
 
 def gated_gradient(grad: Tensor, gate: Tensor | None, *, relu: bool, in_place: bool = False) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 
-_ROWS, _COLUMNS = 128, 16
+_ROWS, _COLUMNS = 256, 8
 
 
 def column_sums(partial: Tensor, widths: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from viviane.ops.packing import Packing
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 
-_BLOCK = 2048
+_BLOCK = 4096
 
 
 def pack(tensors: list[Tensor], layout: Packing, dtype: torch.dtype) -> Tensor:
