@@ -206,3 +206,76 @@ def test_two_runs_give_the_same_bits(device):
             ]
         )
     assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
+
+
+def small_model(device):
+    """A DLRM and a DCN in little: every operator, forward and backward."""
+    given = {"dense": draw(device, 6, 13).detach(), "embeddings": draw(device, 6, 3, 8, seed=1)}
+    shapes = [(16, 13), (8, 16), (24, 15), (1, 24)]
+    weights = [draw(device, *shape, seed=i, scale=0.3) for i, shape in enumerate(shapes)]
+    biases = [draw(device, shape[0], seed=9) for shape in shapes]
+    v, w, b = draw(device, 4, 15, seed=5, scale=0.3), draw(device, 15, 4, seed=6, scale=0.3), draw(device, 15, seed=7)
+    labels = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0], device=device)
+    leaves = [given["embeddings"], *weights, *biases, v, w, b]
+
+    def run():
+        x = layers.mlp(given["dense"], weights[:2], biases[:2], [True, True])
+        x = dots.dot_interaction(x, given["embeddings"])
+        x = cross.cross_layers(x, [v], [w], [b])
+        return loss.logistic_loss(layers.mlp(x, weights[2:], biases[2:], [True, False]).flatten(), labels)
+
+    return run, leaves
+
+
+def test_operators_keep_their_promises_to_torch(device):
+    """Schema, fake implementation and autograd registration agree with what the operators do."""
+    x, w, b = draw(device, 3, 8), draw(device, 8, 8), draw(device, 8)
+    calls = [
+        (torch.ops.viviane.dot_interaction, (x, draw(device, 3, 2, 8), True, False, torch.float32)),
+        (torch.ops.viviane.mlp, (x, [w], [b], [True], torch.float16)),
+        (torch.ops.viviane.cross_layers, (x, [], [w], [b], torch.float32)),
+        (torch.ops.viviane.logistic_loss, (draw(device, 3), torch.ones(3, device=device), None, 1.0, 1.0, 0.0)),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiled_whole(device):
+    run, leaves = small_model(device)
+    expected = [run(), *torch.autograd.grad(run(), leaves)]
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = [compiled(), *torch.autograd.grad(compiled(), leaves)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # sums of gradients in another order
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_captured_in_a_cuda_graph_without_waiting_for_the_device(device, autocast):
+    run, leaves = small_model(device)
+
+    def step():
+        for leaf in leaves:
+            leaf.grad = None
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            value = run()
+        value.backward()
+        return value
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = [step().detach().clone(), *(leaf.grad.clone() for leaf in leaves)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = step()
+    for leaf in leaves:
+        leaf.grad.fill_(torch.nan)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip([value, *(leaf.grad for leaf in leaves)], expected, strict=True))

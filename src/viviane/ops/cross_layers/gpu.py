@@ -7,15 +7,13 @@ from torch import Tensor
 
 from viviane.ops.cross_layers.gpu_kernels import cross_backward_kernel, cross_forward_kernel, cross_last_kernel
 from viviane.ops.packing import packing
-from viviane.ops.triton_parts.aside import aside, rejoin
 from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 from viviane.ops.triton_parts.product import TileShape, fits_tensor_copies, tiles_of
 from viviane.ops.triton_parts.sums import column_sums
 from viviane.ops.triton_parts.weights import pack, weight_gradient
 
-EARLY = True
-ASIDE = True
+# What an H200 was quickest with, at (8192, 3456) and rank 512.
 FORWARD = TileShape(128, 128, 64, 4, 3)
 BACKWARD = TileShape(128, 128, 64, 4, 3)
 LAST = TileShape(64, 128, 64, 4, 4)
@@ -64,8 +62,9 @@ def fused_cross_forward(
     out = torch.empty_like(first)
     with on_device(u):
         cross_forward_kernel[(ceil_div(size, shape.rows) * ceil_div(width, shape.columns),)](
-            tiles_of(u, shape.rows, shape.depth), tiles_of(weight, shape.columns, shape.depth), bias, first, x, y, out,
-            size, width, depth, early=EARLY, **shape.options(),
+            tiles_of(u, shape.rows, shape.depth), tiles_of(weight, shape.columns, shape.depth), bias,
+            *(tiles_of(one, shape.rows, shape.columns) for one in (first, x, y, out)), size, width, depth,
+            **shape.options(),
         )  # fmt: skip
     return out
 
@@ -82,22 +81,18 @@ def backward(
     ws, vs = _matrices(layout.parts(kept[-1]), weights, projections)
     grads = top.new_empty(max(1, layers - 1), *top.shape)  # g_1 ... g_{L-1}
     found = [[torch.empty(0)] * layers for _ in range(3)]
-    g, alive = top, []
+    g = top
     dy, partial = gated_gradient(g, first, relu=False)
     for index in range(layers - 1, -1, -1):
         found[2][index] = column_sums(partial, partial.shape[1:], [weights[index].dtype])[0]
-        with aside(dy.device, ASIDE):
-            found[1][index] = weight_gradient(dy, us[index] if us else xs[index], weights[index].dtype)
+        found[1][index] = weight_gradient(dy, us[index] if us else xs[index], weights[index].dtype)
         du, back = dy, ws[index]
         if us:
             du, back = dy @ ws[index], vs[index]
-            with aside(dy.device, ASIDE):
-                found[0][index] = weight_gradient(du, xs[index], projections[index].dtype)
-        alive += [dy, du]
+            found[0][index] = weight_gradient(du, xs[index], projections[index].dtype)
         if index:
             g, dy, partial = cross_backward(du, back, g, first, grads[index - 1])
     dx = cross_last(du, back, top, grads, ys)
-    rejoin(dx.device, ASIDE)
     return [dx.to(x.dtype), *(found[0] if us else []), *found[1], *found[2]]
 
 
@@ -121,8 +116,9 @@ def fused_cross_backward(
     partial = torch.empty(down, width, dtype=torch.float32, device=grad.device)
     with on_device(grad):
         cross_backward_kernel[(down * ceil_div(width, shape.columns),)](
-            tiles_of(du, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns), grad, first, out,
-            scaled, partial, size, width, depth, early=EARLY, **shape.options(),
+            tiles_of(du, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns),
+            *(tiles_of(one, shape.rows, shape.columns) for one in (grad, first, out, scaled)), partial,
+            size, width, depth, **shape.options(),
         )  # fmt: skip
     return out, scaled, partial
 
@@ -145,7 +141,8 @@ def fused_cross_last(du: Tensor, weight: Tensor, top: Tensor, grads: Tensor, ys:
     out = torch.empty_like(top)
     with on_device(du):
         cross_last_kernel[(ceil_div(size, shape.rows) * ceil_div(width, shape.columns),)](
-            tiles_of(du, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns), top, grads, ys, out,
-            size, width, depth, layers=len(ys), early=EARLY, **shape.options(),
+            tiles_of(du, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns),
+            *(tiles_of(one.view(-1, width), shape.rows, shape.columns) for one in (top, grads, ys, out)),
+            size, width, depth, layers=len(ys), **shape.options(),
         )  # fmt: skip
     return out

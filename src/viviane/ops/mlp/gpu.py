@@ -12,30 +12,29 @@ from viviane.ops.mlp.gpu_kernels import (
     widen_kernel,
 )
 from viviane.ops.packing import packing, padded_width
-from viviane.ops.triton_parts.aside import aside, rejoin
 from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 from viviane.ops.triton_parts.product import TileShape, fits_tensor_copies, tiles_of
 from viviane.ops.triton_parts.sums import column_sums
 from viviane.ops.triton_parts.weights import pack, weight_gradient
 
-EARLY = True
-ASIDE = True
+_MANY_ROWS, _SHORT_DEPTH = 32768, 512
 _WIDEST_NARROW = 2048  # inputs of an output of width 1 that a program holds at once
 _NARROW_NUMBERS = 8192  # of one tile
 _NARROW_PROGRAMS = 264  # two on each of 132 multiprocessors
 _NARROW_WARPS = 4
-_NARROW_STAGES = 1
 _COPY_ROWS = 128
 
 
-def product_shape(rows: int, width: int) -> TileShape:
-    """Choose the tile of the masked backward product.
+def product_shape(size: int, depth: int) -> TileShape:
+    """Choose the tile of the masked backward product, (size, depth) by (depth, N): what an H200 was quickest with.
 
     Example:
-        >>> product_shape(65536, 1024).rows
-        128
+        >>> product_shape(65536, 1024), product_shape(65536, 512).depth
+        (TileShape(rows=128, columns=128, depth=64, warps=4, stages=3), 32)
     """
+    if size >= _MANY_ROWS and depth <= _SHORT_DEPTH:  # bound by memory: shorter steps begin sooner
+        return TileShape(128, 128, 32, 4, 4)
     return TileShape(128, 128, 64, 4, 3)
 
 
@@ -70,7 +69,7 @@ def backward(
     layout = packing([*(w.shape for w in weights), *(w.shape[:1] for w in weights)], dtype)
     matrices = [w[:, : one.shape[1]] for w, one in zip(layout.parts(packed), inputs, strict=False)]
     weight_grads, bias_grads = [grad] * (top + 1), [grad] * (top + 1)
-    dz, alive = grad.contiguous(), []
+    dz = grad.contiguous()
     narrow = _is_narrow(matrices[top]) and not relu[top]
     if not narrow:
         dz, partial = gated_gradient(dz, activations[-1] if relu[-1] else None, relu=True)
@@ -82,15 +81,12 @@ def backward(
             dz, sums, *own = _narrow_backward(dz, below, matrices[index], mask, wanted, weights[index].dtype, lower)
             weight_grads[index], bias_grads[index] = own[0].unsqueeze(0), own[1]
         else:
-            with aside(dz.device, ASIDE):
-                weight_grads[index] = weight_gradient(dz, below, weights[index].dtype)
-            alive.append(dz)
+            weight_grads[index] = weight_gradient(dz, below, weights[index].dtype)
             if wanted:
                 dz, partial = input_gradient(dz, matrices[index], below if mask else None, sums_too=index > 0)
                 sums = _sums(partial, weights[index - 1]) if index else partial
         if index:
             bias_grads[index - 1] = sums
-    rejoin(dz.device, ASIDE)
     shapes = [(one, weight.shape[1]) for one, weight in zip(weight_grads, weights, strict=True)]
     found = [*(one[:, :k].contiguous() for one, k in shapes), *bias_grads]
     return [*found, dz[:, : x.shape[1]].to(x.dtype).contiguous()] if needs_x else found
@@ -109,7 +105,7 @@ def input_gradient(
         return grad @ weight, grad
     if not fits_tensor_copies(grad, weight):
         return gated_gradient(grad @ weight, below, relu=True, in_place=True)
-    return fused_input_gradient(grad, weight, below, product_shape(len(grad), weight.shape[1]))
+    return fused_input_gradient(grad, weight, below, product_shape(*grad.shape))
 
 
 def fused_input_gradient(grad: Tensor, weight: Tensor, below: Tensor | None, shape: TileShape) -> tuple[Tensor, Tensor]:
@@ -118,10 +114,12 @@ def fused_input_gradient(grad: Tensor, weight: Tensor, below: Tensor | None, sha
     out = grad.new_empty(size, width)
     down = ceil_div(size, shape.rows)
     partial = torch.empty(down, width, dtype=torch.float32, device=grad.device)
+    tiles = tiles_of(out, shape.rows, shape.columns)
     with on_device(grad):
         input_gradient_kernel[(down * ceil_div(width, shape.columns),)](
-            tiles_of(grad, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns), below, out, partial,
-            size, width, depth, early=EARLY, **shape.options(),
+            tiles_of(grad, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns),
+            tiles if below is None else tiles_of(below, shape.rows, shape.columns), tiles, partial,
+            size, width, depth, relu=below is not None, **shape.options(),
         )  # fmt: skip
     return out, partial
 
@@ -182,7 +180,7 @@ def _narrow_backward(
     with on_device(x):
         narrow_backward_kernel[(programs,)](
             grad, x, weight, out, partial, size,
-            dim=dim, relu=relu, rows=rows, block=power_of_two(dim), turns=turns, stages=_NARROW_STAGES, num_warps=_NARROW_WARPS,
+            dim=dim, relu=relu, rows=rows, block=power_of_two(dim), turns=turns, num_warps=_NARROW_WARPS,
         )  # fmt: skip
     return [x if out is None else out, *column_sums(partial, (dim, dim, 1), (lower or dtype, dtype, dtype))]
 

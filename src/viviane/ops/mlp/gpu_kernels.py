@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from viviane.ops.triton_parts.product import tile_places, tile_product
+from viviane.ops.triton_parts.product import tile_product
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -18,28 +18,22 @@ def input_gradient_kernel(
     size,
     width,
     depth,
-    early: tl.constexpr,
+    relu: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     step: tl.constexpr,
 ):
     """out = (grad W) where below > 0, and the sums of its columns over this tile's rows.
 
-    grad (M, K), W (K, N) by tensor copies; below (or None) and out (M, N); partial (M / rows, N), float32. With `early`
-    the tile of `below` is on its way while the product is made.
+    grad (M, K), W (K, N), below and out (M, N) by tensor copies; partial (M / rows, N), float32.
     """
     across = tl.cdiv(width, columns)
     m, n = tl.program_id(0) // across, tl.program_id(0) % across
-    place, here = tile_places(m * rows, n * columns, size, width, rows, columns)
-    if below is not None and early:
-        activation = tl.load(below + place, mask=here, other=0.0)
     dx = tile_product(grad, weight, m * rows, n * columns, depth, rows, columns, step, False)
-    if below is not None:
-        if not early:
-            activation = tl.load(below + place, mask=here, other=0.0)
-        dx = tl.where(activation > 0, dx, 0.0)
-    tl.store(out + place, dx.to(out.dtype.element_ty), mask=here)
-    # Rows past the last were read as zeros by the product.
+    if relu:
+        # Rows past the last are read as zeros, so that they are masked too.
+        dx = tl.where(below.load([m * rows, n * columns]) > 0, dx, 0.0)
+    out.store([m * rows, n * columns], dx.to(out.dtype))
     cols = n * columns + tl.arange(0, columns)
     tl.store(partial + m.to(tl.int64) * width + cols, tl.sum(dx, 0), mask=cols < width)
 
@@ -81,7 +75,6 @@ def narrow_backward_kernel(
     rows: tl.constexpr,
     block: tl.constexpr,
     turns: tl.constexpr,
-    stages: tl.constexpr,
 ):
     """out[b] = grad[b] w, where x[b] > 0 if `relu`; sums for the biases below, the weights, and this bias.
 
@@ -93,7 +86,7 @@ def narrow_backward_kernel(
     below = tl.zeros([rows, block], dtype=tl.float32)
     weights = tl.zeros([rows, block], dtype=tl.float32)
     own = tl.zeros([rows], dtype=tl.float32)
-    for turn in tl.range(0, turns, num_stages=stages):
+    for turn in range(turns):
         r = (tl.program_id(0) * turns + turn) * rows + tl.arange(0, rows)
         here = (r < size)[:, None] & (cols < dim)[None, :]
         place = (r.to(tl.int64) * dim)[:, None] + cols[None, :]

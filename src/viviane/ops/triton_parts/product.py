@@ -59,16 +59,6 @@ def tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 @triton.jit
-def tile_places(first_row, first_column, size, width, rows: tl.constexpr, columns: tl.constexpr):
-    """Return where the numbers of a tile of a contiguous matrix stand, and which of them are inside it."""
-    r = first_row + tl.arange(0, rows)
-    c = first_column + tl.arange(0, columns)
-    # Tensor copies take such widths alone, and 16 bytes at once move faster.
-    place = tl.multiple_of(r.to(tl.int64) * width, [8])[:, None] + c[None, :]
-    return place, (r < size)[:, None] & (c < width)[None, :]
-
-
-@triton.jit
 def tile_product(
     a,
     b,
