@@ -86,7 +86,6 @@ def reason(device: torch.device, operation: str | None = None) -> str:
     return f"chosen by {VARIABLE}" if _chosen.get() is None else "chosen by use_implementation"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def kernels_serve(device: torch.device) -> bool:
     """Whether Triton's kernels serve a device; `torch.compile` asks once, while it traces.
 
@@ -95,6 +94,10 @@ def kernels_serve(device: torch.device) -> bool:
         False
     """
     return choose(device) == "gpu"
+
+
+# What torch.compiler.assume_constant_result does; to call it would load the compiler with this package.
+kernels_serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def operations() -> list[str]:
