@@ -79,6 +79,10 @@ class DynamicTableConfig(Settings):
         padding_id: a key that means "nothing here": never stored, reads zero. None: every key is ordinary.
         trainable: False keeps the rows as they are, without optimizer state.
         optimizer: this table's own rule; None takes the collection's.
+        memory: where the rows and state of a table on a GPU lie: "device" in the GPU's memory, "host" in pinned memory
+            of the host, which kernels read and write over the bus, "split": the first `device_rows` rows in the GPU's
+            memory, the others in the host's. Keys are in the GPU's memory always.
+        device_rows: for "split", rounded up to whole pages of 2 MiB.
 
     Example:
         >>> DynamicTableConfig(name="user", dim=16, max_capacity=10**6, when_full="evict").eviction
@@ -98,6 +102,8 @@ class DynamicTableConfig(Settings):
     padding_id: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     trainable: bool = True
     optimizer: OptimizerSettings | None = None
+    memory: Literal["device", "host", "split"] = "device"
+    device_rows: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> DynamicTableConfig:
@@ -107,6 +113,8 @@ class DynamicTableConfig(Settings):
             if "initial_capacity" in self.model_fields_set:
                 raise ValueError(f"table {self.name!r}: initial_capacity is above max_capacity {self.max_capacity}")
             object.__setattr__(self, "initial_capacity", self.max_capacity)
+        if (self.memory == "split") != (self.device_rows is not None):
+            raise ValueError(f"table {self.name!r}: memory='split' and device_rows belong together")
         rule = self.optimizer
         if rule is not None and getattr(rule, "update", "local") == "global":
             raise ValueError(
