@@ -113,6 +113,7 @@ class Index(KeyIndex):
         self._halves = self._slots.view(torch.int32)
 
     def _commit(self, num_rows: int) -> None:
+        num_rows = min(num_rows, self.max_rows)
         if num_rows > self._committed:
             self._committed = min(max(num_rows, 2 * self._committed), self.max_rows)
             for part, width in self._memory:

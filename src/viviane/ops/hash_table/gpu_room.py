@@ -1,7 +1,7 @@
 """How full an index on a GPU is, as far as the host knows: bounds from above that later news bring down.
 
-A call adds at most as many keys as it has entries. The true numbers are copied to the host after each call; the host
-takes them when they have come, and waits for them only where its bound says that room may be short.
+A call adds at most as many keys as it has entries. Where room grows short, the true numbers are copied to the host
+after a call; the host takes them when they have come, and waits for them only where its bound leaves too little.
 """
 
 from __future__ import annotations
