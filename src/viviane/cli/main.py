@@ -21,6 +21,7 @@ COMMANDS = {
     "evaluate": "viviane.cli.evaluate",
     "predict": "viviane.cli.predict",
     "summary": "viviane.cli.summary",
+    "bench": "viviane.cli.bench",
     "doctor": "viviane.cli.doctor",
 }
 
