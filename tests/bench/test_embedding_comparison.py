@@ -57,7 +57,9 @@ def test_a_library_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) ->
     def never(tables: Tables) -> None:
         raise AssertionError("built although it is not installed")
 
-    absent = Library("nothing", ("no_such_library",), "no-such", {"cpu": "pip install no-such"}, {"cpu": ("sgd",)}, never)
+    absent = Library(
+        "nothing", ("no_such_library",), "no-such", {"cpu": "pip install no-such"}, {"cpu": ("sgd",)}, never
+    )
     monkeypatch.setitem(LIBRARIES, "absent", absent)
     found = measure_library("absent", Tables((3,), 2, "sgd", CPU), [Draw(4)], 0.0, True)
     assert found == [LeftOut("absent", None, "not installed", "pip install no-such")]
