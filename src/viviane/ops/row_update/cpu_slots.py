@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _BLOCK: Final = 256
 _AHEAD: Final = 16
+_LINE: Final = 16  # int32 of a cache line
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, th
     if count >= 2**31:
         raise VivianeError("too many entries for one update", value=count, allowed="less than 2^31")
     head = scratch.tensors.get("head")
-    if head is None or len(head) < num_rows:
-        head = scratch.tensors["head"] = empty(num_rows, torch.int32).fill_(-1)
+    if head is None or len(head) < num_rows + _LINE * (threads + 1):
+        head = scratch.tensors["head"] = empty(num_rows + _LINE * (threads + 1), torch.int32).fill_(-1)
     met = room(scratch, "met", threads * count, torch.int64)
     touched = room(scratch, "touched", threads * count, torch.int64)
     counts = torch.empty(2 * threads, dtype=torch.int64)
@@ -96,6 +97,7 @@ def slot_kernel(key: str) -> Kernel:
         while owner < owners:
             begin = owner * count
             place, found = begin, 0
+            spare = num_rows + _LINE * (owner + 1)
             for block in range(0, count, _BLOCK):
                 # No branches, which would be mispredicted half of the time: write each entry, and keep the own ones.
                 kept = 0
@@ -113,7 +115,9 @@ def slot_kernel(key: str) -> Kernel:
                     slot = int64(head[row])
                     new = slot < 0
                     slot = found if new else slot
-                    head[row] = int32(slot)
+                    # Only what is new is written into a row's place, which shares its cache line with other owners'
+                    # rows: a line that all of them wrote to would wander between their caches.
+                    head[row if new else spare] = int32(slot)
                     touched[begin + found] = row
                     met[place] = (own_entries[k] << 32) + slot
                     found += int64(new)
