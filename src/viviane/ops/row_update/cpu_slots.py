@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import torch
-from numba import int32, int64
+from numba import int32, int64, uint64
 from torch import Tensor
 
 from viviane.core.errors import VivianeError
@@ -64,8 +64,8 @@ def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, th
     met = room(scratch, "met", threads * count, torch.int64)
     touched = room(scratch, "touched", threads * count, torch.int64)
     counts = torch.empty(2 * threads, dtype=torch.int64)
-    slot_kernel(sources())(
-        (rows.data_ptr(), rows.element_size(), count, first_row, num_rows, head.data_ptr(), met.data_ptr(),
+    slot_kernel(rows.element_size(), sources())(
+        (rows.data_ptr(), count, first_row, num_rows, head.data_ptr(), met.data_ptr(),
          touched.data_ptr(), counts.data_ptr()),
         tickets=threads, threads=threads,
     )  # fmt: skip
@@ -81,33 +81,36 @@ def room(scratch: Scratch, name: str, count: int, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def slot_kernel(key: str) -> Kernel:
+def slot_kernel(row_size: int, key: str) -> Kernel:
     """Build the kernel that finds slots; a ticket is an owner."""
 
     @kernel
     def number_rows(call):  # type: ignore[no-untyped-def]
         _ = key
-        rows, row_size = call[OPERANDS], call[OPERANDS + 1]
-        count, first_row, num_rows = call[OPERANDS + 2], call[OPERANDS + 3], call[OPERANDS + 4]
-        head_address, head = call[OPERANDS + 5], int32_at(call[OPERANDS + 5])
-        met, touched, counts = int64_at(call[OPERANDS + 6]), int64_at(call[OPERANDS + 7]), int64_at(call[OPERANDS + 8])
+        rows, count, first_row, num_rows = call[OPERANDS], call[OPERANDS + 1], call[OPERANDS + 2], call[OPERANDS + 3]
+        head_address, head = call[OPERANDS + 4], int32_at(call[OPERANDS + 4])
+        met, touched, counts = int64_at(call[OPERANDS + 5]), int64_at(call[OPERANDS + 6]), int64_at(call[OPERANDS + 7])
         owners = call[1]
-        own_rows, own_entries = stack_integers(_BLOCK), stack_integers(_BLOCK)
+        own_rows, own_entries, mine = stack_integers(_BLOCK), stack_integers(_BLOCK), stack_integers(_BLOCK)
         owner = take_ticket(call)
         while owner < owners:
             begin = owner * count
             place, found = begin, 0
             spare = num_rows + _LINE * (owner + 1)
             for block in range(0, count, _BLOCK):
-                # No branches, which would be mispredicted half of the time: write each entry, and keep the own ones.
-                kept = 0
-                for n in range(block, min(block + _BLOCK, count)):
-                    row = read_whole(rows, n, row_size) - first_row
-                    own_rows[kept] = row
-                    own_entries[kept] = n
+                # No branches, which would be mispredicted half of the time: look at all entries in wide pieces, then
+                # write each one, and keep the own ones.
+                kept, size = 0, min(_BLOCK, count - block)
+                for i in range(size):
+                    row = read_whole(rows, block + i, row_size) - first_row
                     hashed = ((row * 0x9E3779B1) & 0xFFFFFFFF) >> 8
-                    mine = ((hashed * owners) >> 24) == owner
-                    kept += int64(mine & (row >= 0) & (row < num_rows))
+                    inside = uint64(row) < uint64(num_rows)
+                    mine[i] = int64((((hashed * owners) >> 24) == owner) & inside)
+                for i in range(size):
+                    own_entries[kept] = block + i
+                    kept += mine[i]
+                for k in range(kept):
+                    own_rows[k] = read_whole(rows, own_entries[k], row_size) - first_row
                 for k in range(kept):
                     prefetch(head_address + 4 * own_rows[k])
                 for k in range(kept):
