@@ -10,7 +10,7 @@ from numba import float32, njit
 
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel
 from viviane.ops.native.memory import float32_at, float64_at, int64_at, prefetch, read_whole, stack_floats, take_ticket
-from viviane.ops.native.numbers import load, noise_start, store_stochastic
+from viviane.ops.native.numbers import load, noise_start, square_sum, store_stochastic
 from viviane.ops.row_update import cpu_rules as rules
 
 _AHEAD: Final = 12
@@ -96,7 +96,7 @@ def shape_gradient(w, g, numbers, dim):  # type: ignore[no-untyped-def]
     for j in range(dim):
         g[j] *= scale
     if clip > 0:
-        factor = clip / max(np.sqrt(rules.square_sum(g, dim)), clip)
+        factor = clip / max(np.sqrt(square_sum(g, dim)), clip)
         for j in range(dim):
             g[j] *= factor
     for j in range(dim):

@@ -8,6 +8,7 @@ of threads.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -36,37 +37,37 @@ class Slots:
     Args:
         met: (T * N,), int64: from t * N on, the entries of owner t in order, each entry * 2^32 + slot.
         touched: (T * N,), int64: from t * N on, the row of each slot of owner t.
-        counts: (2 T,), int64: entries, then slots, of each owner.
+        counts: 2 T int64: entries, then slots, of each owner.
         stride: N.
         owners: T.
     """
 
     met: Tensor
     touched: Tensor
-    counts: Tensor
+    counts: ctypes.Array[ctypes.c_int64]
     stride: int
     owners: int
 
     @property
     def num_rows(self) -> int:
         """U."""
-        return int(self.counts[self.owners :].sum())
+        return sum(self.counts[self.owners :])
 
 
 def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, threads: int) -> Slots:
     """Give each distinct row with first_row <= row < first_row + num_rows a slot of its owner."""
-    count = len(rows)
+    count = rows.numel()
     if count >= 2**31:
         raise VivianeError("too many entries for one update", value=count, allowed="less than 2^31")
     head = scratch.tensors.get("head")
-    if head is None or len(head) < num_rows + _LINE * (threads + 1):
+    if head is None or head.numel() < num_rows + _LINE * (threads + 1):
         head = scratch.tensors["head"] = empty(num_rows + _LINE * (threads + 1), torch.int32).fill_(-1)
     met = room(scratch, "met", threads * count, torch.int64)
     touched = room(scratch, "touched", threads * count, torch.int64)
-    counts = torch.empty(2 * threads, dtype=torch.int64)
+    counts = (ctypes.c_int64 * (2 * threads))()
     slot_kernel(rows.element_size(), sources())(
         (rows.data_ptr(), count, first_row, num_rows, head.data_ptr(), met.data_ptr(),
-         touched.data_ptr(), counts.data_ptr()),
+         touched.data_ptr(), ctypes.addressof(counts)),
         tickets=threads, threads=threads,
     )  # fmt: skip
     return Slots(met, touched, counts, count, threads)
@@ -75,7 +76,7 @@ def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, th
 def room(scratch: Scratch, name: str, count: int, dtype: torch.dtype) -> Tensor:
     """Return a vector of at least `count` numbers, with any content, that the scratch keeps."""
     vector = scratch.tensors.get(name)
-    if vector is None or len(vector) < count:
+    if vector is None or vector.numel() < count:
         vector = scratch.tensors[name] = empty(count, dtype)
     return vector
 
@@ -128,6 +129,7 @@ def slot_kernel(row_size: int, key: str) -> Kernel:
             for i in range(begin, begin + found):
                 prefetch(head_address + 4 * touched[min(i + _AHEAD, begin + found - 1)])
                 head[touched[i]] = -1
+            head[spare] = -1
             counts[owner] = place - begin
             counts[owners + owner] = found
             owner = take_ticket(call)
