@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-_MIN_ROUNDS: Final = 2
+_MIN_ROUNDS: Final = 1
 _MAX_ROUNDS: Final = 400
 _COPY_BYTES: Final = {"cpu": 1 << 28, "cuda": 1 << 30}
 
@@ -32,7 +32,7 @@ class Times:
 
 
 def measure(step: Callable[[int], object], count: int, device: torch.device, seconds: float) -> Times:
-    """Time step(0) to step(count - 1) in turn, for about `seconds`, at least two rounds after one to warm up.
+    """Time step(0) to step(count - 1) in turn, for about `seconds`, at least one round after one to warm up.
 
     On a busy machine the fastest times are the fair ones: what is beside them only adds. On a GPU a round is timed
     as a whole, since its steps follow one another without waiting.
