@@ -5,7 +5,7 @@
 26 one-hot tables of Criteo-Kaggle's sizes, capped at a million rows from dim 128 on; ids from a power law of exponent
 1.1; a fixed gradient. Everything is measured twice, with THP_MEM_ALLOC_ENABLE=0 and 1 (torch's allocator then asks for
 huge pages), and each library counts by its better half. "kernels" is what our collection is made of, key_rows,
-gather_rows and update_rows, called without it.
+gather_rows and update_rows, called without it. --processor-time with OMP_NUM_THREADS=1 is for a busy machine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -63,19 +64,24 @@ def kernels(tables: Tables, load: Load) -> Steps:
     return Steps(forward, train)
 
 
-def measure_kernels(tables: Tables, draw: Draw, seconds: float, *, lookup: bool) -> Iterator[tuple[str, Times]]:
-    steps = kernels(tables, draw.load(tables))
-    yield tables.rule, measure(steps.train, NUM_BATCHES, CPU, seconds)
+def measure_kernels(
+    tables: Tables, draw: Draw, *, seconds: float, lookup: bool, processor_time: bool
+) -> Iterator[tuple[str, Times]]:
+    steps, clock = kernels(tables, draw.load(tables)), time.process_time if processor_time else time.perf_counter
+    yield tables.rule, measure(steps.train, NUM_BATCHES, CPU, seconds, clock)
     if lookup:
-        yield LOOKUP, measure(steps.forward, NUM_BATCHES, CPU, seconds)
+        yield LOOKUP, measure(steps.forward, NUM_BATCHES, CPU, seconds, clock)
 
 
-def better_halves(kinds: list[Tables], draws: list[Draw], peers: str, seconds: float) -> dict[str, Measurement]:
+def better_halves(
+    kinds: list[Tables], draws: list[Draw], peers: str, *, seconds: float, processor_time: bool
+) -> dict[str, Measurement]:
     """Return the fastest figure of each operation, batch and library over both settings, by a name of the three."""
     best: dict[str, Measurement] = {}
     for huge_pages in ("0", "1"):
         os.environ["THP_MEM_ALLOC_ENABLE"] = huge_pages  # the processes of the libraries inherit it
-        found = compare(kinds, draws, choose_libraries(peers, CPU), seconds=seconds, heard=print)
+        names = choose_libraries(peers, CPU)
+        found = compare(kinds, draws, names, seconds=seconds, processor_time=processor_time, heard=print)
         for one in found.measurements:
             name = f"{one.operation} {one.batch} {one.library}"
             if name not in best or one.ms < best[name].ms:
@@ -88,10 +94,12 @@ def describe(operation: str, dim: int, size: int) -> str:
     return f"{done}, dim {dim}, batch {size}"
 
 
-def keep(case: str, value: Times | Measurement, shape: dict[str, int], peer: Measurement | None, goal: float) -> None:
+def keep(
+    case: str, metric: str, value: Times | Measurement, shape: dict[str, int], peer: Measurement | None, goal: float
+) -> None:
     value_ms = value.ms if isinstance(value, Measurement) else value.best_ms
     record(
-        bench="embedding", case=case, metric="time", value=value_ms, unit="ms", better="lower",
+        bench="embedding", case=case, metric=metric, value=value_ms, unit="ms", better="lower",
         goal=None if peer is None else peer.ms / goal, peer=None if peer is None else peer.library,
         peer_value=None if peer is None else peer.ms, spread=(value_ms, value.high_ms), shape=shape,
     )  # fmt: skip
@@ -112,25 +120,27 @@ def main() -> None:
     parser.add_argument("--rules", default="sgd,adagrad,row_wise_adagrad,adam")
     parser.add_argument("--peers", default="auto", help="as `viviane bench embedding --peers`")
     parser.add_argument("--seconds", type=float, default=3.0, help="to spend on each figure")
+    parser.add_argument("--processor-time", action="store_true", help="of all threads, not on the wall")
     options = parser.parse_args()
-    seconds = 0.05 if options.small else options.seconds
+    how = {"seconds": 0.05 if options.small else options.seconds, "processor_time": options.processor_time}
     draws = [Draw(int(size)) for size in options.sizes.split(",")]
     for dim in map(int, options.dims.split(",")):
         cap = 20_000 if options.small else 1_000_000 if dim >= 128 else sys.maxsize
         rows = tuple(min(size, cap) for size in TABLE_SIZES["criteo-kaggle"])
         kinds = [Tables(rows, dim, rule, CPU) for rule in options.rules.split(",")]
-        best = better_halves(kinds, draws, options.peers, seconds)
+        best = better_halves(kinds, draws, options.peers, **how)
         shape = {"dim": dim, "tables": len(rows), "rows": sum(rows), "threads": torch.get_num_threads()}
+        metric = "processor time" if options.processor_time else "time"
         for tables in kinds:
             for draw in draws:
-                for operation, times in measure_kernels(tables, draw, seconds, lookup=tables is kinds[0]):
+                for operation, times in measure_kernels(tables, draw, lookup=tables is kinds[0], **how):
                     case = f"{describe(operation, dim, draw.size)}, kernels alone"
-                    keep(case, times, {**shape, "batch": draw.size}, None, 1.0)
+                    keep(case, metric, times, {**shape, "batch": draw.size}, None, 1.0)
         for one in best.values():
             own = best[f"{one.operation} {one.batch} {OURS}"]
             if one.library != OURS:
                 case = f"{describe(one.operation, dim, one.batch)}, beside {one.library}"
-                keep(case, own, {**shape, "batch": one.batch}, one, goal(one, dim))
+                keep(case, metric, own, {**shape, "batch": one.batch}, one, goal(one, dim))
 
 
 if __name__ == "__main__":

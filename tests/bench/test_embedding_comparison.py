@@ -38,6 +38,13 @@ def test_each_batch_counts_by_its_own_fastest_time() -> None:
     assert 3 <= times.best_ms < 5
 
 
+def test_processor_time_leaves_waiting_out() -> None:
+    times = measure(lambda _: time.sleep(0.01), 2, CPU, 0.05, time.process_time)
+    assert times.best_ms < 5
+    with pytest.raises(ConfigError, match="says nothing of a GPU"):
+        compare([Tables((3,), 2, "sgd", torch.device("cuda"))], [Draw(4)], ["viviane"], processor_time=True)
+
+
 def test_ours_and_torch_learn_the_same() -> None:
     tables = Tables((40, 3), 5, "sgd", CPU, lr=0.5)
     ids = [torch.tensor([[0, 1], [39, 1], [0, 2]], dtype=torch.int32)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -162,6 +163,7 @@ def compare(
     names: Sequence[str],
     *,
     seconds: float = 2.0,
+    processor_time: bool = False,
     heard: Callable[[Measurement | LeftOut], object] = lambda _: None,
 ) -> Comparison:
     """Measure libraries one after another: tables are made anew for each rule, and serve all batch sizes.
@@ -171,8 +173,11 @@ def compare(
         draws: batches for them.
         names: of `LIBRARIES`.
         seconds: to spend on each figure.
+        processor_time: count the time of all threads on the CPU instead of the clock on the wall.
         heard: is told of each figure as it comes.
     """
+    if processor_time and kinds[0].device.type != "cpu":
+        raise ConfigError("processor time says nothing of a GPU", value=str(kinds[0].device), allowed="cpu")
     for tables in kinds:
         check_memory(tables)
     found: list[Measurement | LeftOut] = []
@@ -181,7 +186,8 @@ def compare(
     for name in names:
         with _process() as process:
             for tables in kinds:
-                task = process.submit(measure_library, name, tables, draws, seconds, tables is kinds[0])
+                lookup = tables is kinds[0]
+                task = process.submit(measure_library, name, tables, draws, seconds, lookup, processor_time)
                 try:
                     results: list[Measurement | LeftOut] = task.result()
                 except BrokenProcessPool:
@@ -201,7 +207,7 @@ def _process() -> ProcessPoolExecutor:
 
 
 def measure_library(
-    name: str, tables: Tables, draws: Sequence[Draw], seconds: float, lookup: bool
+    name: str, tables: Tables, draws: Sequence[Draw], seconds: float, lookup: bool, processor_time: bool = False
 ) -> list[Measurement | LeftOut]:
     """Measure one library with one rule in this process."""
     library = LIBRARIES[name]
@@ -211,16 +217,17 @@ def measure_library(
     if tables.rule not in library.rules[tables.device.type]:
         return [LeftOut(name, tables.rule, f"has no {tables.rule} on {tables.device.type}", None)]
     found: list[Measurement | LeftOut] = []
+    clock = time.process_time if processor_time else time.perf_counter
     try:
         bind = library.build(tables)
         for draw in draws:
             load = draw.load(tables)
             steps = bind(load)
             # Training first: its first step is a process's first, with all that there is to compile.
-            times = measure(steps.train, NUM_BATCHES, tables.device, seconds)
+            times = measure(steps.train, NUM_BATCHES, tables.device, seconds, clock)
             found.append(_figure(tables.rule, name, load, times, step_bytes(tables, load)))
             if lookup:
-                times = measure(steps.forward, NUM_BATCHES, tables.device, seconds)
+                times = measure(steps.forward, NUM_BATCHES, tables.device, seconds, clock)
                 found.append(_figure(LOOKUP, name, load, times, lookup_bytes(tables, load)))
             del steps
         del bind

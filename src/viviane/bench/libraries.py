@@ -174,6 +174,8 @@ def _keras(tables: Tables) -> Bind:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     tf: Any = importlib.import_module("tensorflow")
     keras: Any = importlib.import_module("keras")
+    tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
+    tf.config.threading.set_inter_op_parallelism_threads(torch.get_num_threads())
     layers = [keras.layers.Embedding(rows, tables.dim) for rows in tables.rows]
     for layer in layers:
         layer.build(None)

@@ -31,7 +31,13 @@ class Times:
     high_ms: float
 
 
-def measure(step: Callable[[int], object], count: int, device: torch.device, seconds: float) -> Times:
+def measure(
+    step: Callable[[int], object],
+    count: int,
+    device: torch.device,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times:
     """Time step(0) to step(count - 1) in turn, for about `seconds`, at least one round after one to warm up.
 
     On a busy machine the fastest times are the fair ones: what is beside them only adds. On a GPU a round is timed
@@ -42,30 +48,33 @@ def measure(step: Callable[[int], object], count: int, device: torch.device, sec
         count: number of batches.
         device: that is waited for.
         seconds: to spend; compilation and slow steps may take longer.
+        clock: in seconds; `time.process_time` counts what the process itself takes of a busy CPU, all threads together.
     """
     laps = [range(i, i + 1) for i in range(count)] if device.type == "cpu" else [range(count)]
-    first = _lap(step, range(1), device)
+    first = _lap(step, range(1), device, clock)
     for lap in laps:
-        _lap(step, lap, device)
+        _lap(step, lap, device, clock)
     times: list[list[float]] = [[] for _ in laps]
     begin = time.perf_counter()
     while len(times[0]) < _MIN_ROUNDS or (len(times[0]) < _MAX_ROUNDS and time.perf_counter() - begin < seconds):
         for lap, found in zip(laps, times, strict=True):
-            found.append(_lap(step, lap, device))
+            found.append(_lap(step, lap, device, clock))
     every = sorted(one for found in times for one in found)
     best = statistics.fmean(min(found) for found in times)
     return Times(first, best, statistics.median(every), every[int(0.8 * (len(every) - 1))])
 
 
-def _lap(step: Callable[[int], object], batches: Iterable[int], device: torch.device) -> float:
+def _lap(
+    step: Callable[[int], object], batches: Iterable[int], device: torch.device, clock: Callable[[], float]
+) -> float:
     """Return the milliseconds per batch of some batches."""
     chosen = list(batches)
     _wait(device)
-    begin = time.perf_counter()
+    begin = clock()
     for i in chosen:
         step(i)
     _wait(device)
-    return (time.perf_counter() - begin) * 1e3 / len(chosen)
+    return (clock() - begin) * 1e3 / len(chosen)
 
 
 def _wait(device: torch.device) -> None:

@@ -36,6 +36,9 @@ def command(
     exponent: Annotated[float, typer.Option(help="Of the power law.")] = 1.1,
     peers: Annotated[str, typer.Option(help="auto, none, or of torch, fbgemm, torchrec, keras.")] = "auto",
     seconds: Annotated[float, typer.Option(min=0.0, help="To spend on each figure.")] = 2.0,
+    processor_time: Annotated[
+        bool, typer.Option("--processor-time", help="Of all threads on the CPU, not on the wall: for a busy machine.")
+    ] = False,
     to_json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
 ) -> None:
     """Compare with other libraries on this machine. WHAT there is: embedding."""
@@ -54,10 +57,10 @@ def command(
     typer.echo(
         f"{len(sizes)} tables, {sum(sizes):,} rows x {dim}, {ids} ids, on {where}; the first step compiles", err=True
     )
-    found = compare(kinds, draws, names, seconds=seconds, heard=tell)
+    found = compare(kinds, draws, names, seconds=seconds, processor_time=processor_time, heard=tell)
     show(found)
     if to_json is not None:
-        law = {"ids": ids, "exponent": exponent if ids == "power-law" else None}
+        law = {"ids": ids, "exponent": exponent if ids == "power-law" else None, "processor_time": processor_time}
         to_json.write_text(json.dumps({**found.to_dict(), **law}, indent=2) + "\n", encoding="utf-8")
         typer.echo(f"written: {to_json}")
 
