@@ -22,6 +22,7 @@ COMMANDS = {
     "predict": "viviane.cli.predict",
     "summary": "viviane.cli.summary",
     "plan": "viviane.cli.plan",
+    "bench": "viviane.cli.bench",
     "doctor": "viviane.cli.doctor",
 }
 
