@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -124,7 +125,8 @@ class FmOrder2(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the pairwise products, summed over pairs."""
-        e = x.view(x.shape[0], -1, self.out_shapes[0][0])  # (B, s, d)
+        d = self.out_shapes[0][0]
+        e = x.view(x.shape[0], math.prod(self.in_shapes[0]) // d, d)  # (B, s, d)
         return 0.5 * (e.sum(1).square() - e.square().sum(1))
 
 

@@ -60,12 +60,14 @@ class PReLU_Dice(Layer):  # noqa: N801 - HugeCTR's name
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation."""
         settings = cast(PReLU_DiceParameters, self.settings)
+        if not x.shape[0]:
+            return x  # no rows have no statistics
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if settings.factor is not None and not self.training:
             mean, var = (cast(Tensor, one).to(wide.dtype) for one in (self.running_mean, self.running_var))
         else:
             var, mean = torch.var_mean(wide, 0, correction=0)
-            if settings.factor is not None and x.shape[0]:
+            if settings.factor is not None:
                 self._follow(mean.detach(), var.detach(), settings.factor)
         p = ((wide - mean) * (var + settings.eps).rsqrt()).sigmoid()
         return (wide * (settings.elu_alpha + (1 - settings.elu_alpha) * p)).to(x.dtype)
