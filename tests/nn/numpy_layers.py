@@ -194,8 +194,8 @@ REFERENCES = {
         w["norm.weight"] * (i[0] - w["norm.running_mean"]) / np.sqrt(w["norm.running_var"] + 1e-5) + w["norm.bias"]
     ),
     "LayerNorm": lambda i, w, p: layer_norm(i[0], w["weight"], w["bias"]),
-    "FusedInnerProduct": lambda i, w, p: (lambda y: y if p.get("act_type") == "none" else np.maximum(y, 0))(
-        linear(i[0], w["weight"], w["bias"])
+    "FusedInnerProduct": lambda i, w, p: np.maximum(
+        linear(i[0], w["weight"], w["bias"]), -np.inf if p.get("act_type") == "none" else 0
     ),
     "GroupFusedInnerProduct": lambda i, w, p: group_fused(i[0], w, p),
     "Select": lambda i, w, p: np.take(i[0], p["index"], p["dim"]),

@@ -8,10 +8,13 @@ from html import escape
 from itertools import pairwise
 from typing import Any, Final
 
-from viviane.model.graph import Plan, Shape, plan_graph
+from viviane.model.graph import Plan, plan_graph
 from viviane.model.layout import Placed, lay_out
 from viviane.model.nodes import DenseLayer, Input, SparseEmbedding
 from viviane.model.saving import ModelFile
+from viviane.nn import LAYERS
+from viviane.nn.loss import LossParameters
+from viviane.nn.rows import Shape, show_shape
 from viviane.schema import Schema
 
 _CHARACTER: Final = 6.9  # pixels of a character at 12 px
@@ -98,7 +101,7 @@ def _boxes(plan: Plan) -> dict[str, Box]:
             shapes = [plan.shapes[top] for top in node.top]
             boxes[node.name] = Box("layer", (node.name, _short(node), _show(shapes)))
         elif isinstance(node, DenseLayer):
-            boxes[node.name] = Box("loss", (node.name, node.type))
+            boxes[node.name] = Box("loss", (node.name, node.type, *_loss_options(node)))
     return boxes
 
 
@@ -130,8 +133,16 @@ def _short(node: DenseLayer) -> str:
     return node.type
 
 
+def _loss_options(node: DenseLayer) -> list[str]:
+    """Say a loss's weight and regularizer, where it has them."""
+    settings = LAYERS[node.type].Parameters(**node.params)
+    assert isinstance(settings, LossParameters)
+    lines = [] if settings.loss_weight == 1.0 else [f"weight {settings.loss_weight:g}"]
+    return lines + ([f"{settings.regularizer_type} {settings.lambda_:g}"] if settings.use_regularizer else [])
+
+
 def _show(shapes: Sequence[Shape]) -> str:
-    return "  ".join("(" + ", ".join(["B", *map(str, shape)]) + ")" for shape in shapes)
+    return "  ".join(show_shape(shape) for shape in shapes)
 
 
 def _draw(box: Box, place: Placed) -> str:

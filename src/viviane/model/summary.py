@@ -10,8 +10,9 @@ from torch import nn
 
 from viviane.config import AnyOptimizer
 from viviane.embedding import TableSummary
-from viviane.model.graph import Plan, Shape, Tables, unused_message
+from viviane.model.graph import Plan, Tables, unused_message
 from viviane.model.nodes import Input, Node, SparseEmbedding
+from viviane.nn.rows import Shape, show_shape
 from viviane.training.dense_state import collections_of, dense_parameters
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _layer_table(summary: ModelSummary) -> Table:
             "\n".join(layer.names),
             layer.type,
             "\n".join(layer.bottoms),
-            "\n".join("(" + ", ".join(["B", *map(str, shape)]) + ")" for shape in layer.shapes),
+            "\n".join(show_shape(shape) for shape in layer.shapes),
             f"{layer.num_parameters:,}" if layer.num_parameters else "",
             human_bytes(_BYTES_PER_NUMBER * layer.num_parameters) if layer.num_parameters else "",
         )

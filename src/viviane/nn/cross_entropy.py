@@ -173,6 +173,7 @@ class MultiCrossEntropyLoss(Loss):
     """
 
     Parameters = MultiCrossEntropyLossParameters
+    takes_absent: ClassVar[bool] = True
 
     def build(self, init: Initializer) -> list[Shape]:
         """Check that logits, labels and target weights are as many."""

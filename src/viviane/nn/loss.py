@@ -45,6 +45,8 @@ class Loss(Layer):
     Parameters = LossParameters
     task: ClassVar[Literal["binary", "regression"]] = "binary"
     """The kind of labels it takes."""
+    takes_absent: ClassVar[bool] = False
+    """Whether labels of -1 are absent to it; for other losses the rows without a label get the weight 0."""
 
     def forward(self, output: Tensor, label: Tensor) -> Tensor:
         """Return the mean loss."""
