@@ -43,9 +43,7 @@ def roc_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> fl
     """
     if not len(scores):
         return math.nan
-    if not np.isfinite(scores).all():
-        row = int(np.flatnonzero(~np.isfinite(scores))[0])
-        raise NumericsError("a prediction is not a finite number", where=f"row {row}", value=float(scores[row]))
+    check_finite(scores)
     if weights is None and ((labels == 0) | (labels == 1)).all():
         positives, total = _group_counts(scores, labels)
     else:
@@ -56,6 +54,17 @@ def roc_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> fl
     positive_steps = np.diff(positives, prepend=0.0)
     below = np.concatenate(([0.0], negatives[:-1]))
     return float(np.dot(positive_steps, below + negatives) / (2.0 * positives[-1] * negatives[-1]))
+
+
+def check_finite(scores: Floats) -> None:
+    """Refuse predictions that have no order: NaN, or infinite.
+
+    Raises:
+        NumericsError: naming the first row.
+    """
+    if not np.isfinite(scores).all():
+        row = int(np.flatnonzero(~np.isfinite(scores))[0])
+        raise NumericsError("a prediction is not a finite number", where=f"row {row}", value=float(scores[row]))
 
 
 def _group_counts(scores: Floats, labels: Floats) -> tuple[Doubles, Doubles]:
