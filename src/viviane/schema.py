@@ -1,8 +1,8 @@
 """What the data is: columns, cardinalities and reserved ids, written once by the ETL and read by all.
 
 A schema travels as `schema.json` inside every data set and every saved model, so that nobody types a
-cardinality twice. Three ids are reserved in every categorical column, the same in cleaning, training and
-prediction:
+cardinality twice. Three ids are reserved in every categorical column but those of raw ids, the same in cleaning,
+training and prediction:
 
     0  padding   fills sequences to a fixed length; never counts in pooling
     1  missing   the value was absent
@@ -28,7 +28,7 @@ SCHEMA_VERSION: Final = 1
 
 
 class ReservedIds(Settings):
-    """Ids with a fixed meaning in every categorical column."""
+    """Ids with a fixed meaning in every categorical column that has num_ids."""
 
     padding: Literal[0] = 0
     missing: Literal[1] = 1
@@ -71,21 +71,22 @@ class DenseColumn(Settings):
 
 
 class CategoricalColumn(Settings):
-    """Ids of an embedding table: 0 <= id < num_ids.
+    """Ids of an embedding table: 0 <= id < num_ids, or any whole number of 64 bits.
 
     Args:
         name: the Parquet column.
-        num_ids: size of the id range, the reserved ids included; the table's number of rows.
+        num_ids: size of the id range, the reserved ids included; the table's number of rows. None: raw ids, each one
+            ordinary, 0 and negative ones too; none is reserved, and the table is dynamic.
         kind: "one_hot", one id a row (a scalar column); "multi_hot", a bag of ids in no order, empty bags
             allowed (a list column); "sequence", ids in order, padded or cut to max_length when batched.
         max_length: longest bag or sequence; required for a sequence. A longer one is an error, not cut.
         weights: name of a list<float32> column with one weight per id of a multi-hot column.
         vocabulary: columns that name the same vocabulary share ids, and by default a table.
-        dtype: physical type in Parquet.
+        dtype: physical type in Parquet; raw ids are int64 unless it is given.
     """
 
     name: str = Field(min_length=1)
-    num_ids: int = Field(ge=1)
+    num_ids: int | None = Field(ge=1)
     kind: Literal["one_hot", "multi_hot", "sequence"] = "one_hot"
     max_length: int | None = Field(default=None, ge=1)
     weights: str | None = None
@@ -100,7 +101,9 @@ class CategoricalColumn(Settings):
             raise ValueError(f"the one-hot column {self.name!r} takes neither max_length nor weights")
         if self.kind == "sequence" and self.weights is not None:
             raise ValueError(f"the sequence column {self.name!r} takes no weights; make it multi_hot")
-        if self.dtype == "int32" and self.num_ids > 2**31:
+        if self.num_ids is None and "dtype" not in self.model_fields_set:
+            object.__setattr__(self, "dtype", "int64")
+        if self.dtype == "int32" and (self.num_ids or 0) > 2**31:
             raise ValueError(f"column {self.name!r}: {self.num_ids} ids do not fit int32; set dtype to int64")
         return self
 
@@ -144,7 +147,7 @@ class Schema(Settings):
             raise ValueError(f"column name(s) used twice: {', '.join(twice)}")
         if not self.dense and not self.categorical:
             raise ValueError("a schema needs at least one dense or categorical column")
-        sizes: dict[str, int] = {}
+        sizes: dict[str, int | None] = {}
         for column in self.categorical:
             if sizes.setdefault(column.table, column.num_ids) != column.num_ids:
                 raise ValueError(f"columns of vocabulary {column.table!r} differ in num_ids")

@@ -9,7 +9,7 @@ import torch
 
 from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.errors import CheckpointError, ConfigError
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, TableState
+from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig, TableState
 
 
 def build(optimizer=None, seed=0, order=("x", "y", "z")):
@@ -34,6 +34,21 @@ def test_initial_values_depend_on_seed_and_name_alone():
     for name in "xyz":
         assert torch.equal(a.export_table(name).weight, b.export_table(name).weight)
         assert not torch.equal(a.export_table(name).weight, c.export_table(name).weight)
+
+
+def test_a_row_begins_the_same_in_a_table_of_any_size_and_in_a_dynamic_one():
+    def table(*configs):
+        return EmbeddingCollection(configs, [FeatureConfig(name="f", table="t")], SGD(), seed=7)
+
+    for init in ("normal", {"type": "uniform", "low": -2.0, "high": 3.0}):
+        # 3 * 2^21 numbers: more than one piece is drawn
+        large = table(TableConfig(name="t", num_rows=1 << 21, dim=3, init=init)).table_rows("t")
+        small = table(TableConfig(name="t", num_rows=9, dim=3, init=init)).table_rows("t")
+        dynamic = table(DynamicTableConfig(name="t", dim=3, init=init)).dynamic_table("t")
+        assert torch.equal(large[:9], small)
+        keys = torch.tensor([8, (1 << 21) - 1, 0])
+        dynamic.find_or_insert(keys)
+        assert torch.equal(dynamic.find(keys)[0], large[keys])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from viviane.batch import Bag, Batch, Layout
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
-from viviane.embedding.storage import _joined as storage_joined
+from viviane.embedding.gradients import join_entries
 
 # float32 against float64 over three steps of numbers near 1.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
@@ -291,6 +291,6 @@ def test_parts_of_a_storage_share_one_gradient_that_is_not_copied():
     (storage,) = collection.all_storages()
     assert len(list(storage.waiting_gradients())) == 1
     before = next(storage.waiting_gradients()).data_ptr()
-    joined = storage_joined([one.entries for one in storage._pending])
+    joined = join_entries([one.entries for one in storage._pending])
     assert joined.gradients.data_ptr() == before
     assert len(joined.rows) == 5

@@ -29,6 +29,7 @@ def command(
     num_categorical: Annotated[int | None, typer.Option(help="Preset: categorical columns [26].")] = None,
     min_count: Annotated[int | None, typer.Option(help="Preset: rarer values become one unknown id [6].")] = None,
     hash_ids: Annotated[int | None, typer.Option(help="Preset: hash into so many ids, learn no vocabulary.")] = None,
+    raw_ids: Annotated[bool, typer.Option(help="Preset: keep ids as they are, for dynamic tables.")] = False,
     split: Annotated[str | None, typer.Option(help=_SPLIT_HELP)] = None,
     memory_limit: Annotated[str, typer.Option(help="Bound of the whole process: 4GB, 512MiB.")] = "4GB",
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.", min=1)] = None,
@@ -43,6 +44,7 @@ def command(
 
     options = {
         "num_dense": num_dense, "num_categorical": num_categorical, "min_count": min_count, "hash_ids": hash_ids,
+        "raw_ids": raw_ids or None,
     }  # fmt: skip
     what = _choose(config, preset, apply, {name: value for name, value in options.items() if value is not None})
     with _Progress() as progress:

@@ -48,12 +48,12 @@ def check_no_nulls(array: Any, place: Place) -> None:
 def check_ids(
     ids: NDArray[Any], column: CategoricalColumn, place: Place, offsets: NDArray[np.int64] | None = None
 ) -> None:
-    """Refuse ids outside 0 <= id < num_ids; `offsets` says which row an id of a bag belongs to.
+    """Refuse ids outside 0 <= id < num_ids, of raw ids none; `offsets` says which row an id of a bag belongs to.
 
     Raises:
         KeyRangeError: naming the first row and its id.
     """
-    if not len(ids) or (ids.min() >= 0 and ids.max() < column.num_ids):
+    if column.num_ids is None or not len(ids) or (ids.min() >= 0 and ids.max() < column.num_ids):
         return
     at = int(np.argmax((ids < 0) | (ids >= column.num_ids)))
     raise KeyRangeError(

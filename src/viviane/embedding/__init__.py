@@ -13,10 +13,12 @@ from viviane.embedding.config import (
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import (
     CountAdmission,
+    DynamicOptions,
     DynamicTableConfig,
     FilterAdmission,
     ProbabilityAdmission,
 )
+from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.keys import hash_keys
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.row_mean import RowMean
@@ -26,6 +28,8 @@ from viviane.embedding.storage import Storage
 __all__ = [
     "ConstantInit",
     "CountAdmission",
+    "DynamicOptions",
+    "DynamicStorage",
     "DynamicTable",
     "DynamicTableConfig",
     "EmbeddingCollection",

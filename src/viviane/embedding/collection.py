@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,12 @@ from viviane.batch import Bag, Batch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
+from viviane.embedding import dynamic_content
 from viviane.embedding.buffers import Buffers
 from viviane.embedding.config import FeatureConfig, TableConfig
+from viviane.embedding.dynamic import DynamicTable
+from viviane.embedding.dynamic_config import DynamicTableConfig
+from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.keys import Violation, raise_first
 from viviane.embedding.lookup import Lookup, gather
 from viviane.embedding.output import EmbeddingOutput
@@ -26,6 +30,7 @@ from viviane.embedding.state import (
     import_table,
     load_entries,
     state_entries,
+    summarize,
 )
 from viviane.embedding.storage import Storage
 
@@ -39,6 +44,8 @@ class EmbeddingCollection(nn.Module):
     the gradients of the touched rows; `step` sums those of equal rows and moves rows and state in place. No
     `nn.Parameter` and no dense gradient exist.
 
+    A table whose settings are a `DynamicTableConfig` takes any int64 as key: in training new keys get rows.
+
     In `eval()` mode, and where autograd is off, nothing is kept.
 
     Args:
@@ -46,7 +53,7 @@ class EmbeddingCollection(nn.Module):
         features: settings of the features; the output has them side by side in this order.
         optimizer: the rule of tables that have none of their own.
         device: "cpu", "cuda", ...
-        seed: of the initial values, which depend besides on each table's name and shape alone.
+        seed: of the initial values; a row's depend besides on its table's name and law and on its key alone.
         output_dtype: of the output: float32, float16 or bfloat16, whatever the tables are of.
 
     Example:
@@ -63,7 +70,7 @@ class EmbeddingCollection(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[TableConfig],
+        tables: Sequence[TableConfig | DynamicTableConfig],
         features: Sequence[FeatureConfig],
         optimizer: AnyOptimizer,
         *,
@@ -72,8 +79,8 @@ class EmbeddingCollection(nn.Module):
         output_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.tables = _by_name("table", tables)
-        self.features = _by_name("feature", features)
+        self.tables: dict[str, TableConfig | DynamicTableConfig] = _by_name("table", tables)
+        self.features: dict[str, FeatureConfig] = _by_name("feature", features)
         self.optimizer = optimizer
         for feature in features:
             if feature.table not in self.tables:
@@ -85,12 +92,7 @@ class EmbeddingCollection(nn.Module):
             raise ConfigError("an embedding collection needs at least one feature")
         self._places = place_features(features, self.tables)
         self._width = max(place.stop for place in self._places.values())
-        kinds = list(dict.fromkeys((table.dim, table.dtype) for table in tables))
-        where_to = resolve_device(str(device))
-        self.storages = nn.ModuleList(
-            Storage([table for table in tables if (table.dim, table.dtype) == kind], optimizer, where_to, seed)
-            for kind in kinds
-        )
+        self.storages = nn.ModuleList(_storages(tables, optimizer, resolve_device(str(device)), seed))
         self._storage_of = {name: i for i, s in enumerate(self.storages) for name in s.tables}  # type: ignore[union-attr]
         self._frozen = frozenset(table.name for table in tables if not table.trainable)
         self._violations: deque[Violation] = deque()
@@ -100,24 +102,40 @@ class EmbeddingCollection(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return self._storage(next(iter(self.tables))).weight.device
+        return self.all_storages()[0].weight.device
 
     @property
     def width(self) -> int:
         """Columns of the flat output."""
         return self._width
 
-    def _storage(self, table: str) -> Storage:
+    def _storage(self, table: str) -> Storage | DynamicStorage:
         try:
-            storage = self.storages[self._storage_of[table]]
+            return self.all_storages()[self._storage_of[table]]
         except KeyError:
             raise ConfigError("no such table in the collection", value=table, fix=suggest(table, self.tables)) from None
-        assert isinstance(storage, Storage)
-        return storage
 
-    def all_storages(self) -> list[Storage]:
-        """Return the storages, one for each width."""
-        return [storage for storage in self.storages if isinstance(storage, Storage)]
+    def all_storages(self) -> list[Storage | DynamicStorage]:
+        """Return the storages: one for each width and type, one for each dynamic table."""
+        return list(self.storages)  # type: ignore[arg-type]
+
+    def dynamic_table(self, table: str) -> DynamicTable:
+        """Return a dynamic table, to find, export, erase, ... its keys.
+
+        Raises:
+            ConfigError: there is no such table, or its settings are a TableConfig.
+        """
+        storage = self._storage(table)
+        if not isinstance(storage, DynamicStorage):
+            raise ConfigError("the table is not dynamic", value=table, fix="use export_table and import_table")
+        return storage.table
+
+    def _static(self, table: str) -> Storage:
+        storage = self._storage(table)
+        if isinstance(storage, DynamicStorage):
+            fix = "use dynamic_table(name).export() and import_()"
+            raise ConfigError("the rows of a dynamic table come with their keys", value=table, fix=fix)
+        return storage
 
     # Lookup -------------------------------------------------------------------------------------------------
 
@@ -133,8 +151,9 @@ class EmbeddingCollection(nn.Module):
         """
         keys = read_keys(batch, self.features, self.device)
         plan = self._plan(keys.one_hot_names)
-        parts, masks = plan.parts(keys, self._frozen)
-        if self.training and torch.is_grad_enabled() and any(part.tables for part in parts):
+        training = self.training and torch.is_grad_enabled()
+        parts, masks = plan.parts(keys, self._frozen, training)
+        if training and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
             flat: Tensor = Lookup.apply(anchor, parts, keys.size, self._width, self._memory)  # type: ignore[no-untyped-call]
         else:
@@ -194,6 +213,9 @@ class EmbeddingCollection(nn.Module):
                 continue
             rows, sums = storage.summed_gradients()
             wrong = rows[~torch.isfinite(sums).all(1)]
+            if isinstance(storage, DynamicStorage):
+                bad |= set(storage.tables) if len(wrong) else set()
+                continue
             for name, base in storage.bases.items():
                 if bool(((wrong >= base) & (wrong < base + storage.tables[name].num_rows)).any()):
                     bad.add(name)
@@ -214,8 +236,19 @@ class EmbeddingCollection(nn.Module):
     # Content ------------------------------------------------------------------------------------------------
 
     def export_table(self, table: str, *, copy: bool = True) -> TableState:
-        """Return a table's rows and optimizer state: a copy, or views of the live memory for writing to a file."""
-        return export_table(self._storage(table), table, copy)
+        """Return a table's rows and optimizer state: a copy, or views of the live memory for writing to a file.
+
+        Raises:
+            ConfigError: the table is dynamic; see `dynamic_table`.
+        """
+        return export_table(self._static(table), table, copy)
+
+    def table_rows(self, table: str) -> Tensor:
+        """Return a view of a table's rows, (num_rows, dim); of a dynamic table those that have had a key."""
+        storage = self._storage(table)
+        if isinstance(storage, DynamicStorage):
+            return storage.table.weight[: storage.table.index.num_rows]
+        return storage.table_rows(table)
 
     def import_table(self, table: str, content: TableState) -> None:
         """Replace a table's rows and optimizer state.
@@ -226,11 +259,15 @@ class EmbeddingCollection(nn.Module):
         Raises:
             CheckpointError: shapes or names of the state differ; nothing is changed then.
         """
-        import_table(self._storage(table), table, content)
+        import_table(self._static(table), table, content)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for table in self.tables:
-            destination.update(state_entries(self._storage(table), table, prefix))
+            storage = self._storage(table)
+            if isinstance(storage, DynamicStorage):
+                destination.update(dynamic_content.state_entries(storage.table, f"{prefix}{table}."))
+            else:
+                destination.update(state_entries(storage, table, prefix))
 
     def _load_from_state_dict(
         self,
@@ -244,24 +281,34 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         known: set[str] = set()
         for table in self.tables:
-            known |= load_entries(self._storage(table), table, prefix, state_dict, missing_keys, error_msgs)
+            storage = self._storage(table)
+            if isinstance(storage, DynamicStorage):
+                own = f"{prefix}{table}."
+                known |= dynamic_content.load_entries(storage.table, own, state_dict, missing_keys, error_msgs)
+            else:
+                known |= load_entries(storage, table, prefix, state_dict, missing_keys, error_msgs)
         unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
     def summary(self) -> list[TableSummary]:
         """Return what a model's summary says of each table."""
         lines = []
         for name, table in self.tables.items():
-            storage = self._storage(name)
-            state = storage.table_state(name)
-            rule = (table.optimizer or self.optimizer).type if table.trainable else "none"
             users = tuple(feature.name for feature in self.features.values() if feature.table == name)
-            weight_bytes = table.num_rows * table.dim * table.torch_dtype.itemsize
-            state_bytes = sum(part.numel() * part.element_size() for part in state.values())
-            trainable = name not in self._frozen
-            lines.append(
-                TableSummary(name, table.num_rows, table.dim, users, rule, trainable, weight_bytes, state_bytes)
-            )
+            storage = self._storage(name)
+            num_rows = len(storage.table) if isinstance(storage, DynamicStorage) else storage.tables[name].num_rows
+            lines.append(summarize(table, self.optimizer, users, num_rows, name not in self._frozen))
         return lines
+
+
+def _storages(
+    tables: Sequence[TableConfig | DynamicTableConfig], optimizer: AnyOptimizer, device: torch.device, seed: int
+) -> Iterator[Storage | DynamicStorage]:
+    plain = [table for table in tables if isinstance(table, TableConfig)]
+    for kind in dict.fromkeys((table.dim, table.dtype) for table in plain):
+        yield Storage([table for table in plain if (table.dim, table.dtype) == kind], optimizer, device, seed)
+    for table in tables:
+        if isinstance(table, DynamicTableConfig):
+            yield DynamicStorage(table, optimizer, device, seed)
 
 
 def _by_name(kind: str, items: Sequence[Any]) -> dict[str, Any]:

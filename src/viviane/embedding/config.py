@@ -77,7 +77,8 @@ class TableConfig(Settings):
         num_rows, dim: its shape.
         dtype: of the rows. Those of 16 bits take half the memory and traffic; updates round them stochastically.
             Optimizer state is float32.
-        init: initial values; the name of a kind ("uniform", "normal", "xavier", "zero") or settings of one.
+        init: initial values; the name of a kind ("uniform", "normal", "xavier", "zero") or settings of one. They are a
+            function of seed, name and key (`viviane.ops.hash_table.initial_rows`), the same on every device.
         out_of_range: what a key outside 0 <= key < num_rows does:
             "raise"    KeyRangeError that names feature, table, key and row of the batch;
             "default"  it stands for the row `default_id`, or for zeros where that is None; it counts in a mean;

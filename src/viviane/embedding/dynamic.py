@@ -18,7 +18,7 @@ from viviane.core.seeds import derive_seed
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_content import DynamicContent, export_keys, import_keys, load_entries, state_entries
 from viviane.embedding.dynamic_store import DynamicStore
-from viviane.ops.row_update import Entries, update_rows
+from viviane.ops.row_update import Entries, prepare_rows, sum_rows, update_rows
 
 
 class DynamicTable(DynamicStore):
@@ -78,20 +78,45 @@ class DynamicTable(DynamicStore):
             lr: learning rate, unless the rule has its own.
             scale: what gradients are multiplied by first.
         """
-        if self.rule is None:
-            raise ConfigError("the table has no optimizer", where=f"table {self.table.name!r}", fix="give it one")
+        self._need_rule()
         if self._pending:
-            self.num_steps += 1
             rows, gradients = self._pending[0]
             if len(self._pending) > 1:
                 rows = torch.cat([rows for rows, _ in self._pending])
                 gradients = torch.cat([gradient for _, gradient in self._pending])
-            update_rows(
-                self.weight, self.state, Entries(rows, gradients), self.rule,
-                lr=lr if self.rule.lr is None else self.rule.lr, step=self.num_steps, scale=scale,
-                seed=self._rounding, scratch=self._scratch,
-            )  # fmt: skip
+            self.update(Entries(rows, gradients), lr, scale=scale)
         self.release()
+
+    @torch.no_grad()
+    def update(self, entries: Entries, lr: float, *, factor: float = 1.0, scale: float | Tensor = 1.0) -> None:
+        """Sum the gradients of equal rows, and move rows and state by the optimizer's rule.
+
+        Args:
+            entries: rows as `rows` gave them since the last release, and their gradients; rows of absent keys and of
+                padding are passed over.
+            lr: learning rate, unless the rule has its own.
+            factor: what a rate of the rule's own is multiplied by.
+            scale: what gradients are multiplied by first.
+        """
+        rule = self._need_rule()
+        self.num_steps += 1
+        update_rows(
+            self.weight, self.state, entries, rule, lr=lr if rule.lr is None else rule.lr * factor,
+            step=self.num_steps, scale=scale, seed=self._rounding, scratch=self._scratch,
+        )  # fmt: skip
+
+    def prepare(self, rows: Tensor) -> None:
+        """Begin the part of an update that needs no gradients, for rows that will be trained."""
+        prepare_rows(rows, self._scratch)
+
+    def summed(self, entries: Entries) -> tuple[Tensor, Tensor]:
+        """Sum gradients by row: the distinct rows that keys own, (U,), rising, and the sums, (U, D)."""
+        return sum_rows(entries, self.table.dim, num_rows=self.capacity, scratch=self._scratch)
+
+    def _need_rule(self) -> AnyOptimizer:
+        if self.rule is None:
+            raise ConfigError("the table has no optimizer", where=self._where, fix="give it one")
+        return self.rule
 
     def release(self) -> None:
         """Drop gradients that wait, and let the rows of past lookups be evicted again."""
@@ -122,21 +147,27 @@ class DynamicTable(DynamicStore):
         Raises:
             CheckpointError: width or state do not fit; nothing is changed then.
         """
-        self._check_released("import into")
+        self.check_released("import into")
         import_keys(self, content)
 
     def replace(self, saved: Mapping[str, Tensor]) -> None:
-        """Replace everything by what a state_dict holds, names without prefix, checked by the caller."""
+        """Replace everything by what a state_dict holds, names without prefix, checked by `misfits`.
+
+        Where optimizer state or what waits for admission is left out, they begin anew.
+        """
         self.clear()
         rows = saved["rows"]
         self.index.restore(saved["keys"], rows, saved["stamps"], saved.get("uses"), saved["free"])
         self._values.grow(self.index.num_rows)
         self.weight[rows] = saved["weight"].to(self.weight.dtype)
+        self.reset_state(rows)
         for name, part in self.state.items():
-            part[rows] = saved[f"state.{name}"]
-        if self.admission is not None:
-            start = "admission."
-            self.admission.load({k.removeprefix(start): v for k, v in saved.items() if k.startswith(start)})
+            if f"state.{name}" in saved:
+                part[rows] = saved[f"state.{name}"]
+        start = "admission."
+        waiting = {name.removeprefix(start): part for name, part in saved.items() if name.startswith(start)}
+        if self.admission is not None and waiting:
+            self.admission.load(waiting)
         self.clock, self.epoch, self.num_steps = saved["counters"].tolist()
 
     # Saving -------------------------------------------------------------------------------------------------
@@ -154,8 +185,8 @@ class DynamicTable(DynamicStore):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        self._check_released("load")
-        load_entries(self, prefix, state_dict, missing_keys, unexpected_keys, error_msgs)
+        known = load_entries(self, prefix, state_dict, missing_keys, error_msgs)
+        unexpected_keys.extend(name for name in state_dict if name.startswith(prefix) and name not in known)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if fn(torch.zeros(1)).dtype != torch.float32 or fn(torch.zeros(1)).device.type != "cpu":

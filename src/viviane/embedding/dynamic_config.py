@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,7 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from viviane.config import OptimizerSettings
 from viviane.config.base import Settings
-from viviane.embedding.config import ConstantInit, InitSettings, NormalInit, UniformInit, XavierInit
+from viviane.embedding.config import InitSettings, UniformInit
+from viviane.embedding.initializers import Law, law_of
 
 Eviction = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "custom"]
 
@@ -55,15 +55,10 @@ AdmissionSettings = Annotated[
 ]
 
 
-class DynamicTableConfig(Settings):
-    """An embedding table keyed by any whole number of 64 bits, whose rows come with their keys.
+class DynamicOptions(Settings):
+    """How the rows of a dynamic table come and go.
 
     Args:
-        name: unique in its collection.
-        dim: numbers a row.
-        dtype: of the rows; optimizer state is float32.
-        init: initial values, a function of seed, key and column (`viviane.ops.hash_table.initial_rows`). Where a
-            law of `TableConfig` asks for num_rows, it is max_capacity, or initial_capacity where that is None.
         initial_capacity: keys that fit before the table grows for the first time.
         max_capacity: most keys at a time; None: as many as memory holds.
         when_full: "raise" or "evict" when max_capacity keys are there and one more comes.
@@ -76,9 +71,39 @@ class DynamicTableConfig(Settings):
             Among equals the smallest row goes. Keys of batches that wait for an update never go.
         admission: which keys get a row in training; None: all, at once.
         absent: what a key without a row reads: "zero", or the "initial" values that it would begin with.
+    """
+
+    initial_capacity: int = Field(default=1024, ge=1)
+    max_capacity: int | None = Field(default=None, ge=1)
+    when_full: Literal["evict", "raise"] = "raise"
+    eviction: Eviction = "lru"
+    admission: AdmissionSettings | None = None
+    absent: Literal["zero", "initial"] = "zero"
+
+    @model_validator(mode="after")
+    def _check_capacity(self) -> DynamicOptions:
+        if self.max_capacity is None and self.when_full == "evict":
+            raise ValueError("when_full='evict' needs a max_capacity")
+        if self.max_capacity is not None and self.initial_capacity > self.max_capacity:
+            if "initial_capacity" in self.model_fields_set:
+                raise ValueError(f"initial_capacity is above max_capacity {self.max_capacity}")
+            object.__setattr__(self, "initial_capacity", self.max_capacity)
+        return self
+
+
+class DynamicTableConfig(DynamicOptions):
+    """An embedding table keyed by any whole number of 64 bits, whose rows come with their keys.
+
+    Args:
+        name: unique in its collection.
+        dim: numbers a row.
+        dtype: of the rows; optimizer state is float32.
+        init: initial values, a function of seed, key and column (`viviane.ops.hash_table.initial_rows`). Where a
+            law of `TableConfig` asks for num_rows, it is max_capacity, or initial_capacity where that is None.
         padding_id: a key that means "nothing here": never stored, reads zero. None: every key is ordinary.
         trainable: False keeps the rows as they are, without optimizer state.
         optimizer: this table's own rule; None takes the collection's.
+        initial_capacity, max_capacity, when_full, eviction, admission, absent: see `DynamicOptions`.
 
     Example:
         >>> DynamicTableConfig(name="user", dim=16, max_capacity=10**6, when_full="evict").eviction
@@ -89,24 +114,12 @@ class DynamicTableConfig(Settings):
     dim: int = Field(ge=1)
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     init: InitSettings = UniformInit()
-    initial_capacity: int = Field(default=1024, ge=1)
-    max_capacity: int | None = Field(default=None, ge=1)
-    when_full: Literal["evict", "raise"] = "raise"
-    eviction: Eviction = "lru"
-    admission: AdmissionSettings | None = None
-    absent: Literal["zero", "initial"] = "zero"
     padding_id: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     trainable: bool = True
     optimizer: OptimizerSettings | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> DynamicTableConfig:
-        if self.max_capacity is None and self.when_full == "evict":
-            raise ValueError(f"table {self.name!r}: when_full='evict' needs a max_capacity")
-        if self.max_capacity is not None and self.initial_capacity > self.max_capacity:
-            if "initial_capacity" in self.model_fields_set:
-                raise ValueError(f"table {self.name!r}: initial_capacity is above max_capacity {self.max_capacity}")
-            object.__setattr__(self, "initial_capacity", self.max_capacity)
+    def _check_rule(self) -> DynamicTableConfig:
         rule = self.optimizer
         if rule is not None and getattr(rule, "update", "local") == "global":
             raise ValueError(
@@ -120,15 +133,6 @@ class DynamicTableConfig(Settings):
         return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[self.dtype]
 
     @property
-    def law(self) -> tuple[str, float, float]:
+    def law(self) -> Law:
         """The law of initial values and its two numbers, as `viviane.ops.hash_table.initial_rows` takes them."""
-        init, num_rows = self.init, self.max_capacity or self.initial_capacity
-        if isinstance(init, NormalInit):
-            return "normal", init.mean, init.std
-        if isinstance(init, XavierInit):
-            bound = math.sqrt(6 / (num_rows + self.dim))
-            return "uniform", -bound, bound
-        if isinstance(init, UniformInit):
-            bound = min(0.05, math.sqrt(1 / num_rows))
-            return "uniform", -bound if init.low is None else init.low, bound if init.high is None else init.high
-        return "constant", init.value if isinstance(init, ConstantInit) else 0.0, 0.0
+        return law_of(self.init, self.max_capacity or self.initial_capacity, self.dim)

@@ -98,29 +98,36 @@ def state_entries(table: DynamicTable, prefix: str) -> dict[str, Tensor]:
     return {prefix + name: part for name, part in parts.items()}
 
 
+def misfits(table: DynamicTable, given: Mapping[str, Tensor], *, weights_only: bool = False) -> list[str]:
+    """Say, a line each, why saved tensors, names without prefix, cannot replace the table's content."""
+    expected = state_entries(table, "")
+    if weights_only:
+        expected = {n: part for n, part in expected.items() if not n.startswith(("state.", "admission."))}
+    missing = [f"{name} is missing" for name in expected if name not in given]
+    if missing:
+        return missing
+    count, lines = len(given["keys"]), []
+    for name, part in {"weight": table.weight, **{f"state.{n}": s for n, s in table.state.items()}}.items():
+        shape = (count, *part.shape[1:])
+        if name in expected and given[name].shape != shape:
+            lines.append(f"{name} has shape {tuple(given[name].shape)}, the table's is {shape}")
+    if count + len(given["free"]) > table.index.max_rows:
+        lines.append(f"keys: {count} do not fit into max_capacity {table.index.max_rows}")
+    return lines
+
+
 def load_entries(
-    table: DynamicTable,
-    prefix: str,
-    given: Mapping[str, Tensor],
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Replace the table's content, as `nn.Module.load_state_dict` asks."""
+    table: DynamicTable, prefix: str, given: Mapping[str, Tensor], missing_keys: list[str], error_msgs: list[str]
+) -> set[str]:
+    """Replace the table's content, as `nn.Module.load_state_dict` asks; returns the keys it knows."""
+    table.check_released("load")
     expected = state_entries(table, prefix)
     missing = [name for name in expected if name not in given]
     missing_keys.extend(missing)
-    unexpected_keys.extend(name for name in given if name.startswith(prefix) and name not in expected)
-    if missing:
-        return
-    own = {name.removeprefix(prefix): given[name] for name in expected}
-    found = len(error_msgs)
-    for name, part in {"weight": table.weight, **{f"state.{n}": s for n, s in table.state.items()}}.items():
-        shape = (len(own["keys"]), *part.shape[1:])
-        if own[name].shape != shape:
-            error_msgs.append(f"{prefix}{name} has shape {tuple(own[name].shape)}, the table's is {shape}")
-    if len(own["rows"]) + len(own["free"]) > table.index.max_rows:
-        error_msgs.append(f"{prefix}keys: {len(own['keys'])} do not fit into max_capacity {table.index.max_rows}")
-    if len(error_msgs) > found:
-        return
-    table.replace(own)
+    if not missing:
+        own = {name.removeprefix(prefix): given[name] for name in expected}
+        wrong = misfits(table, own)
+        error_msgs.extend(prefix + line for line in wrong)
+        if not wrong:
+            table.replace(own)
+    return set(expected)

@@ -14,6 +14,7 @@ from viviane.core.seeds import derive_seed
 from viviane.embedding.dynamic_admission import make_admission
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_rows import DynamicRows
+from viviane.embedding.initializers import table_seed
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.hash_table import Order, TableFullError, distinct, make_index, stamp_of
 from viviane.ops.row_update import Entries, Scratch, sum_rows
@@ -36,7 +37,7 @@ class DynamicStore(nn.Module):
         super().__init__()
         self.table = table
         self.rule = rule
-        self._values = DynamicRows(table, self.rule, derive_seed(seed, "dynamic table", table.name))
+        self._values = DynamicRows(table, self.rule, table_seed(seed, table.name))
         self.index = make_index(
             self._values.max_rows,
             order=_ORDERS[table.eviction] if table.when_full == "evict" else "none",
@@ -175,12 +176,12 @@ class DynamicStore(nn.Module):
 
     def erase(self, keys: Tensor) -> int:
         """Take keys out, and return how many there were; their rows go to new keys. Absent keys are passed over."""
-        self._check_released("erase")
+        self.check_released("erase")
         return self.index.erase(keys)
 
     def clear(self) -> None:
         """Take all keys out, and forget what waits for admission."""
-        self._check_released("clear")
+        self.check_released("clear")
         self.index.clear()
         self._values.reset()
         self._scratch = Scratch()
@@ -255,7 +256,8 @@ class DynamicStore(nn.Module):
     def _where(self) -> str:
         return f"table {self.table.name!r}"
 
-    def _check_released(self, what: str) -> None:
+    def check_released(self, what: str) -> None:
+        """Refuse to change rows that gradients wait for."""
         if self._held is not None:
             raise ConfigError(
                 f"cannot {what} the table while looked-up rows wait for an update", where=self._where,

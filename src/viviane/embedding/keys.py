@@ -108,6 +108,12 @@ def report(violation: Violation, violations: deque[Violation]) -> None:
         violations.append(violation)
 
 
+def check_key_type(keys: Tensor, feature: str) -> None:
+    """Refuse keys that are not int32 or int64."""
+    if keys.dtype not in (torch.int32, torch.int64):
+        raise DataError("keys must be whole numbers", where=f"feature {feature!r}", value=str(keys.dtype))
+
+
 class RowMap:
     """Maps the keys of some features, one a column, to rows of their storage.
 
@@ -148,9 +154,7 @@ class RowMap:
             offsets: of the bags, where the keys are entries of bags, for messages.
             origin: of the batch, for messages.
         """
-        if keys.dtype not in (torch.int32, torch.int64):
-            feature = self.features[0]
-            raise DataError("keys must be whole numbers", where=f"feature {feature!r}", value=str(keys.dtype))
+        check_key_type(keys, self.features[0])
         rows, record = key_rows(keys, self._rules, self._columns)
         if self._raises:
             report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations)

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from viviane.embedding.buffers import Buffers
-from viviane.embedding.storage import RowGradients, Storage
+from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.gradients import RowGradients
+from viviane.embedding.storage import Storage
 from viviane.ops.embedding_bag import entry_bags, gather_rows, pool_rows
 from viviane.ops.row_update import Entries
 
@@ -36,7 +38,7 @@ class Part:
         tables: names of the trainable tables among them.
     """
 
-    storage: Storage
+    storage: Storage | DynamicStorage
     rows: Tensor
     offsets: Tensor | None
     weights: Tensor | None

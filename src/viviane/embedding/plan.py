@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,14 +16,18 @@ from torch import Tensor
 from viviane.batch import Bag, Batch
 from viviane.core.errors import DataError, suggest
 from viviane.embedding.config import FeatureConfig, TableConfig
-from viviane.embedding.keys import BagTooLong, RowMap, Violation, report
+from viviane.embedding.dynamic_config import DynamicTableConfig
+from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.keys import BagTooLong, RowMap, Violation, check_key_type, report
 from viviane.embedding.lookup import Part
 from viviane.embedding.output import Place
 from viviane.embedding.storage import Storage
 from viviane.ops.embedding_bag import entry_bags, mean_weights
 
+AnyTable: TypeAlias = TableConfig | DynamicTableConfig
 
-def place_features(features: Sequence[FeatureConfig], tables: Mapping[str, TableConfig]) -> dict[str, Place]:
+
+def place_features(features: Sequence[FeatureConfig], tables: Mapping[str, AnyTable]) -> dict[str, Place]:
     """Lay features side by side in their order."""
     places: dict[str, Place] = {}
     start = 0
@@ -50,33 +55,71 @@ class OneHotPlan:
 
 
 @dataclass(frozen=True)
-class BagPlan:
-    """A feature with any number of ids a row."""
+class DynamicPlan:
+    """All features of one dynamic table: their keys are resolved together, once a batch.
 
-    storage: Storage
+    Args:
+        one_hot: names of the features with one id a row.
+        columns: of the batch's ids, theirs.
+        places: columns of the output where they begin.
+        bags: names of the others.
+    """
+
+    storage: DynamicStorage
+    one_hot: tuple[str, ...]
+    columns: tuple[int, ...]
+    places: tuple[int, ...]
+    bags: tuple[str, ...]
+
+    def resolve(self, keys: Keys, training: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return the rows of one-hot features, (B, F), and of each bag, (N,).
+
+        Raises:
+            TableFullError: no row is left for a new key.
+        """
+        parts = [keys.bags[name].values for name in self.bags]
+        if self.columns:
+            every = self.columns == tuple(range(keys.one_hot.shape[1]))
+            parts.append((keys.one_hot if every else keys.one_hot[:, list(self.columns)]).reshape(-1))
+        for name, part in zip([*self.bags, *self.one_hot[:1]], parts, strict=True):
+            check_key_type(part, name)
+        rows = self.storage.rows(parts, training)
+        singles = rows.pop().view(-1, len(self.columns)) if self.columns else None
+        return singles, dict(zip(self.bags, rows, strict=True))
+
+
+@dataclass(frozen=True)
+class BagPlan:
+    """A feature with any number of ids a row; `row_map` is None where its table is dynamic."""
+
+    storage: Storage | DynamicStorage
     feature: FeatureConfig
-    row_map: RowMap
+    table: AnyTable
+    row_map: RowMap | None
+    violations: deque[Violation]
     place: Place
 
-    def entries(self, bag: Bag, origin: str) -> tuple[Tensor, Tensor | None]:
-        """Resolve a bag that is summed: rows and weights, (N,) each."""
-        rows = self.row_map(bag.values.unsqueeze(1), bag.offsets, origin).view(-1)
-        if self.feature.combiner != "mean":
-            return rows, bag.weights
-        return rows, mean_weights(bag.offsets, self._counted(rows), bag.weights, len(rows))
+    def rows(self, bag: Bag, origin: str) -> Tensor:
+        """Resolve a bag's ids, (N,)."""
+        assert self.row_map is not None
+        return self.row_map(bag.values.unsqueeze(1), bag.offsets, origin).view(-1)
 
-    def concat(self, bag: Bag, frozen: frozenset[str], origin: str) -> tuple[Part, Tensor]:
-        """Resolve a bag whose vectors stand side by side, and its mask (B, L)."""
-        rows = self.row_map(bag.values.unsqueeze(1), bag.offsets, origin).view(-1)
+    def weights(self, bag: Bag, rows: Tensor) -> Tensor | None:
+        """Return what the vectors of a bag that is summed are multiplied by, (N,)."""
+        if self.feature.combiner != "mean":
+            return bag.weights
+        return mean_weights(bag.offsets, self._counted(rows), bag.weights, len(rows))
+
+    def concat(self, bag: Bag, rows: Tensor, frozen: frozenset[str], origin: str) -> tuple[Part, Tensor]:
+        """Lay out a bag whose vectors stand side by side, and its mask (B, L)."""
         laid, weights, mask = self._spread(rows, bag.offsets, bag.weights, origin)
         columns = tuple(self.place.start + i * self.place.dim for i in range(self.place.num_places))
         return Part(self.storage, laid, None, weights, columns, frozenset([self.feature.table]) - frozen), mask
 
     def _counted(self, rows: Tensor) -> Tensor | None:
         """Which entries count in a mean or mask, (N,), bool; None where all do."""
-        (table,) = self.row_map.tables
-        leaves_out = table.padding_id is not None or table.out_of_range in ("ignore", "raise")
-        return rows != self.row_map.null_row if leaves_out else None
+        skips = isinstance(self.table, TableConfig) and self.table.out_of_range in ("ignore", "raise")
+        return rows != self.storage.null_row if skips or self.table.padding_id is not None else None
 
     def _spread(
         self, rows: Tensor, offsets: Tensor, weights: Tensor | None, origin: str
@@ -88,7 +131,7 @@ class BagPlan:
             longest = lengths.argmax().view(1)
             excess = lengths.index_select(0, longest)  # indexing by a 0-dim tensor would wait for a GPU
             record = torch.cat([(excess > length).to(torch.int64), longest, excess])
-            report(BagTooLong(record, origin, self.feature.name, length), self.row_map.violations)
+            report(BagTooLong(record, origin, self.feature.name, length), self.violations)
         bags = entry_bags(offsets, len(rows))
         position = torch.arange(len(rows), device=rows.device) - offsets[bags]
         target = torch.where(position < length, bags * length + position, size * length)
@@ -101,41 +144,67 @@ class BagPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a kind of batch looks up: one-hot features and summed bags by storage, and "concat" bags."""
+    """Everything that a kind of batch looks up.
+
+    Args:
+        one_hot: features with one id a row, by storage.
+        pooled: summed bags, by storage.
+        concat: "concat" bags.
+        dynamic: how the keys of dynamic tables become rows.
+    """
 
     one_hot: tuple[OneHotPlan, ...]
     pooled: tuple[tuple[BagPlan, ...], ...]
     concat: tuple[BagPlan, ...]
+    dynamic: tuple[DynamicPlan, ...]
 
-    def parts(self, keys: Keys, frozen: frozenset[str]) -> tuple[list[Part], dict[str, Tensor]]:
-        """Resolve a batch: its parts, and the masks of "concat" features."""
+    def parts(self, keys: Keys, frozen: frozenset[str], training: bool) -> tuple[list[Part], dict[str, Tensor]]:
+        """Resolve a batch: its parts, and the masks of "concat" features.
+
+        Args:
+            frozen: tables that do not move.
+            training: whether dynamic tables that move may take new keys in.
+        """
         parts = [one.part(keys.one_hot, frozen, keys.origin) for one in self.one_hot]
-        parts += [_pooled(group, keys, frozen) for group in self.pooled]
+        found: dict[str, Tensor] = {}
+        for table in self.dynamic:
+            moving = frozenset(table.storage.tables) - frozen
+            singles, bags = table.resolve(keys, training and bool(moving))
+            found |= bags
+            if singles is not None:
+                parts.append(Part(table.storage, singles, None, None, table.places, moving))
+        parts += [_pooled(group, keys, found, frozen) for group in self.pooled]
         masks = {}
         for one in self.concat:
-            part, masks[one.feature.name] = one.concat(keys.bags[one.feature.name], frozen, keys.origin)
+            bag = keys.bags[one.feature.name]
+            part, masks[one.feature.name] = one.concat(bag, _rows(one, keys, found), frozen, keys.origin)
             parts.append(part)
         return parts, masks
 
 
-def _pooled(group: Sequence[BagPlan], keys: Keys, frozen: frozenset[str]) -> Part:
+def _rows(one: BagPlan, keys: Keys, found: Mapping[str, Tensor]) -> Tensor:
+    name = one.feature.name
+    return found[name] if name in found else one.rows(keys.bags[name], keys.origin)
+
+
+def _pooled(group: Sequence[BagPlan], keys: Keys, found: Mapping[str, Tensor], frozen: frozenset[str]) -> Part:
     """Put the bags of one storage behind one another, so that one lookup serves them all."""
     bags = [keys.bags[one.feature.name] for one in group]
-    resolved = [one.entries(bag, keys.origin) for one, bag in zip(group, bags, strict=True)]
+    rows = [_rows(one, keys, found) for one in group]
+    weights = [one.weights(bag, own) for one, bag, own in zip(group, bags, rows, strict=True)]
     columns = tuple(one.place.start for one in group)
     tables = frozenset(one.feature.table for one in group) - frozen
     if len(group) == 1:
-        rows, weights = resolved[0]
-        return Part(group[0].storage, rows, bags[0].offsets, weights, columns, tables)
+        return Part(group[0].storage, rows[0], bags[0].offsets, weights[0], columns, tables)
     offsets, start = [bags[0].offsets[:1]], 0
     for bag in bags:
         offsets.append(bag.offsets[1:] + start)
         start += len(bag.values)
-    weights = None
-    if any(one is not None for _, one in resolved):
-        weights = torch.cat([torch.ones(len(r), device=r.device) if w is None else w for r, w in resolved])
-    rows = torch.cat([rows for rows, _ in resolved])
-    return Part(group[0].storage, rows, torch.cat(offsets), weights, columns, tables)
+    joined = None
+    if any(one is not None for one in weights):
+        pairs = zip(rows, weights, strict=True)
+        joined = torch.cat([torch.ones(len(r), device=r.device) if w is None else w for r, w in pairs])
+    return Part(group[0].storage, torch.cat(rows), torch.cat(offsets), joined, columns, tables)
 
 
 @dataclass(frozen=True)
@@ -143,8 +212,8 @@ class Planner:
     """Makes the plan of a kind of batch from a collection's parts."""
 
     features: Mapping[str, FeatureConfig]
-    tables: Mapping[str, TableConfig]
-    storages: Sequence[Storage]
+    tables: Mapping[str, AnyTable]
+    storages: Sequence[Storage | DynamicStorage]
     places: Mapping[str, Place]
     violations: deque[Violation]
     device: torch.device
@@ -154,16 +223,27 @@ class Planner:
         index = {name: i for i, name in enumerate(one_hot)}
         features = self.features.values()
         concat = tuple(self._bag(f) for f in features if f.combiner == "concat")
-        singles, pooled = [], []
+        singles, pooled, dynamic = [], [], []
         for storage in self.storages:
             summed = [f for f in features if f.table in storage.tables and f.combiner != "concat"]
             own = [f for f in summed if f.name in index]
-            if own:
-                singles.append(self._one_hot(storage, own, index))
             group = tuple(self._bag(f) for f in summed if f.name not in index)
             if group:
                 pooled.append(group)
-        return Plan(tuple(singles), tuple(pooled), concat)
+            if isinstance(storage, DynamicStorage):
+                names = {one.name for one in own}
+                bags = tuple(f.name for f in features if f.table in storage.tables and f.name not in names)
+                dynamic.append(self._dynamic(storage, own, bags, index))
+            elif own:
+                singles.append(self._one_hot(storage, own, index))
+        return Plan(tuple(singles), tuple(pooled), concat, tuple(dynamic))
+
+    def _dynamic(
+        self, storage: DynamicStorage, own: Sequence[FeatureConfig], bags: tuple[str, ...], index: Mapping[str, int]
+    ) -> DynamicPlan:
+        names = tuple(feature.name for feature in own)
+        places = tuple(self.places[name].start for name in names)
+        return DynamicPlan(storage, names, tuple(index[name] for name in names), places, bags)
 
     def _one_hot(self, storage: Storage, features: Sequence[FeatureConfig], index: Mapping[str, int]) -> OneHotPlan:
         columns = [index[feature.name] for feature in features]
@@ -174,12 +254,14 @@ class Planner:
 
     def _bag(self, feature: FeatureConfig) -> BagPlan:
         storage = next(one for one in self.storages if feature.table in one.tables)
-        return BagPlan(storage, feature, self._row_map(storage, [feature]), self.places[feature.name])
+        row_map = None if isinstance(storage, DynamicStorage) else self._row_map(storage, [feature])
+        table, place = self.tables[feature.table], self.places[feature.name]
+        return BagPlan(storage, feature, table, row_map, self.violations, place)
 
     def _row_map(
         self, storage: Storage, features: Sequence[FeatureConfig], columns: Sequence[int] | None = None
     ) -> RowMap:
-        tables = [self.tables[feature.table] for feature in features]
+        tables = [storage.tables[feature.table] for feature in features]
         names = [feature.name for feature in features]
         bases = [storage.bases[table.name] for table in tables]
         return RowMap(names, tables, bases, storage.null_row, self.violations, self.device, columns)
@@ -216,6 +298,7 @@ def read_keys(
     for name, feature in features.items():
         keys = batch[name]
         if isinstance(keys, Tensor) and keys.dim() == 1 and feature.combiner != "concat":
+            check_key_type(keys, name)  # stacked with others, numbers of another type would not be theirs any more
             singles[name] = keys
         else:
             bags[name] = keys if isinstance(keys, Bag) else as_bag(keys, name)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import CheckpointError
+from viviane.embedding.config import TableConfig
+from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.storage import Storage
+from viviane.ops.row_update import initial_state, state_shape
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class TableState:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """A line of a model's summary."""
+    """A line of a model's summary; rows of a dynamic table are those that have keys at present."""
 
     name: str
     num_rows: int
@@ -39,11 +44,40 @@ class TableSummary:
     trainable: bool
     weight_bytes: int
     state_bytes: int
+    is_dynamic: bool = False
 
     @property
     def num_parameters(self) -> int:
         """Numbers in the table."""
         return self.num_rows * self.dim
+
+
+def summarize(
+    table: TableConfig | DynamicTableConfig,
+    optimizer: AnyOptimizer,
+    features: tuple[str, ...],
+    num_rows: int,
+    trainable: bool,
+) -> TableSummary:
+    """Describe a table, which need not exist yet.
+
+    Args:
+        optimizer: the rule, where the settings have none.
+        features: that look it up.
+        num_rows: that it has.
+        trainable: whether it moves at present.
+    """
+    rule = (table.optimizer or optimizer) if table.trainable else None
+    one_row = torch.empty(1, table.dim, device="meta")
+    numbers = 0
+    if rule is not None:
+        numbers = sum(math.prod(state_shape(name, one_row, rule)) for name in initial_state(rule))
+    weight_bytes = num_rows * table.dim * table.torch_dtype.itemsize
+    name = rule.type if rule is not None else "none"
+    dynamic = isinstance(table, DynamicTableConfig)
+    return TableSummary(
+        table.name, num_rows, table.dim, features, name, trainable, weight_bytes, 4 * numbers * num_rows, dynamic
+    )
 
 
 def export_table(storage: Storage, table: str, copy: bool) -> TableState:

@@ -5,7 +5,6 @@ Shapes: R rows of all tables together, D their width, N entries, U distinct rows
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.core.seeds import derive_seed
 from viviane.embedding.config import TableConfig
+from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
 from viviane.embedding.initializers import fill_initial
 from viviane.embedding.row_mean import RowMean
 from viviane.ops.native.pages import advise_huge_pages
@@ -31,19 +31,6 @@ from viviane.ops.row_update import (
 )
 
 _ZERO_ROWS = 2  # see viviane.ops.key_rows
-
-
-@dataclass(frozen=True)
-class RowGradients:
-    """Gradients of one backward pass.
-
-    Args:
-        entries: looked-up rows of the storage and their gradients.
-        tables: names of the tables whose rows they may move.
-    """
-
-    entries: Entries
-    tables: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -158,11 +145,7 @@ class Storage(nn.Module):
 
     def waiting_gradients(self) -> Iterator[Tensor]:
         """Give each flat gradient that waits, once."""
-        seen: set[int] = set()
-        for one in self._pending:
-            if id(one.entries.gradients) not in seen:
-                seen.add(id(one.entries.gradients))
-                yield one.entries.gradients
+        return distinct_gradients(self._pending)
 
     def discard_gradients(self) -> None:
         """Drop the gradients that wait."""
@@ -172,7 +155,7 @@ class Storage(nn.Module):
     def summed_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the touched rows, (U,), rising, and their gradients summed over all that waits, (U, D)."""
         if self._summed is None:
-            entries = _joined([one.entries for one in self._pending])
+            entries = join_entries([one.entries for one in self._pending])
             self._summed = sum_rows(entries, self.dim, num_rows=self.null_row, scratch=self._scratch)
         return self._summed
 
@@ -189,7 +172,7 @@ class Storage(nn.Module):
             entries = Entries(rows, sums.view(-1))
             before = None if self.row_mean is None else self.weight.index_select(0, rows)
         else:
-            entries = _joined([one.entries for one in self._pending])
+            entries = join_entries([one.entries for one in self._pending])
         for index, start, stop, step in self._ranges(active):
             rule = self.segments[index].optimizer
             assert rule is not None
@@ -227,25 +210,3 @@ class Storage(nn.Module):
             raise ConfigError("gradients wait for a step", fix="call step() or discard_gradients() before moving")
         self._scratch = Scratch()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-
-def _joined(waiting: Sequence[Entries]) -> Entries:
-    """Join passes and parts into one list of entries; a gradient that parts share stays one."""
-    if len(waiting) == 1:
-        return waiting[0]
-    gradients: list[Tensor] = []
-    sources: list[Tensor] = []
-    start, aligned = 0, waiting[0].aligned
-    for one in waiting:
-        if not gradients or one.gradients is not gradients[-1]:
-            start += len(gradients[-1]) if gradients else 0
-            gradients.append(one.gradients)
-        assert one.sources is not None
-        sources.append(one.sources.to(torch.int64) + start)
-        aligned = math.gcd(aligned, one.aligned, start)
-    weights = None
-    if any(one.weights is not None for one in waiting):
-        ones = (torch.ones(len(e.rows), device=e.rows.device) if e.weights is None else e.weights for e in waiting)
-        weights = torch.cat(list(ones))
-    flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-    return Entries(torch.cat([one.rows for one in waiting]), flat, torch.cat(sources), weights, aligned)

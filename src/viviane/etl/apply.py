@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
 from viviane.etl.cells import make_list
-from viviane.etl.config import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec
+from viviane.etl.config import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec, RawIds
 from viviane.etl.engine import Build, Engine
 from viviane.etl.expressions import bucket, value_of
 from viviane.etl.learned import Learned
 from viviane.etl.operators import chain
-from viviane.etl.values import ListShape, combined, hash_values
+from viviane.etl.values import ListShape, combined, hash_values, raw_ids
 from viviane.schema import RESERVED
 
 
@@ -122,6 +122,8 @@ class Applier:
             names = [f"value{i}" for i in range(len(columns))]
             build = self._build(("value", spec.name), lambda: partial(_value, spec, self.fitted.states))
             values = combined(self._evaluate(pa.table(dict(zip(names, columns, strict=True))), build).column("value"))
+        if isinstance(spec.encoding, RawIds):
+            return self._raw(spec, spec.encoding, values)
         dtype = np.int32 if spec.dtype == "int32" else np.int64
         if isinstance(spec.encoding, HashTo):
             codes = _filled(hash_values(values, self._evaluate))
@@ -137,6 +139,16 @@ class Applier:
         if values.null_count:
             ids[pc.is_null(values).to_numpy(zero_copy_only=False)] = RESERVED.missing
         return pa.array(ids.astype(dtype, copy=False))
+
+    def _raw(self, spec: CategoricalSpec, encoding: RawIds, values: Any) -> Any:
+        if values.null_count and encoding.missing is None:
+            raise DataError(
+                "missing values remain in a column of raw ids",
+                where=f"column {spec.name!r}",
+                value=f"{values.null_count} of {len(values)}",
+                fix='say which id they get: "encoding": {"type": "raw", "missing": -1}',
+            )
+        return pc.fill_null(raw_ids(values, self._evaluate), encoding.missing or 0)
 
     def _evaluate(self, table: pa.Table, build: Build) -> pa.Table:
         with self._lock:

@@ -140,7 +140,20 @@ class Bucketize(Settings):
         return self
 
 
-Encoding: TypeAlias = Annotated[Categorify | HashTo | Bucketize, Field(discriminator="type")]
+class RawIds(Settings):
+    """The whole number itself, or the first 60 bits of the MD5 of a text or cross: nothing is learned or reserved.
+
+    A dynamic table takes such ids. Hexadecimal numbers of 16 digits above 2^63 - 1 become negative.
+
+    Args:
+        missing: the id of a missing value; None refuses missing values.
+    """
+
+    type: Literal["raw"] = "raw"
+    missing: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+
+
+Encoding: TypeAlias = Annotated[Categorify | HashTo | Bucketize | RawIds, Field(discriminator="type")]
 
 
 class CategoricalSpec(Settings):
@@ -177,7 +190,11 @@ class CategoricalSpec(Settings):
         if self.kind == "sequence" and self.weights:
             raise ValueError(f"the sequence {self.name!r} takes no weights")
         if len(self.sources) > 1 and (self.kind != "one_hot" or self.operators or self.encoding.type == "bucketize"):
-            raise ValueError(f"the cross {self.name!r} must be one-hot, without operators, categorify or hash")
+            raise ValueError(f"the cross {self.name!r} must be one-hot, without operators, categorify, hash or raw")
+        if self.encoding.type == "raw":
+            if "dtype" in self.model_fields_set and self.dtype != "int64":
+                raise ValueError(f"the raw ids of {self.name!r} are int64")
+            object.__setattr__(self, "dtype", "int64")
         return self
 
     @property
@@ -300,6 +317,8 @@ def _check_categorical(spec: CategoricalSpec, columns: list[InputColumn]) -> Non
             raise ValueError(f"{spec.name!r}: ids are not made from {column.type} column {column.name!r} this way")
         if (spec.operators or spec.encoding.type == "bucketize") and not column.is_number:
             raise ValueError(f"{spec.name!r} computes with column {column.name!r}, which is of type {column.type}")
+        if spec.encoding.type == "raw" and (spec.operators or column.type == "float"):
+            raise ValueError(f"{spec.name!r}: raw ids are whole numbers or texts, without operators")
 
 
 def _check_shared(config: EtlConfig) -> None:

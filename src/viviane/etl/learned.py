@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from viviane.etl.config import Bucketize, CategoricalSpec, EtlConfig, HashTo
+from viviane.etl.config import Bucketize, CategoricalSpec, EtlConfig, HashTo, RawIds
 from viviane.etl.operators import State
 from viviane.schema import RESERVED, CategoricalColumn, DenseColumn, LabelColumn, Schema
 
@@ -59,8 +59,10 @@ class Learned:
             ignored=config.ignored,
         )
 
-    def num_ids(self, spec: CategoricalSpec) -> int:
-        """Size of a column's range of ids, the reserved ones included."""
+    def num_ids(self, spec: CategoricalSpec) -> int | None:
+        """Size of a column's range of ids, the reserved ones included; None of raw ids."""
+        if isinstance(spec.encoding, RawIds):
+            return None
         if isinstance(spec.encoding, HashTo):
             return spec.encoding.num_ids
         if isinstance(spec.encoding, Bucketize):

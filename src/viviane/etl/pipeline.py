@@ -48,7 +48,7 @@ class Summary:
         rows_in: rows of the raw files, malformed ones included.
         rejected, filtered: malformed rows set aside; rows that a filter left out.
         rows: rows written, by part.
-        num_ids: ids by categorical column, the reserved ones included.
+        num_ids: ids by categorical column, the reserved ones included; columns of raw ids are left out.
         num_cut: lists longer than max_length that were cut, by column.
         seconds: by step; of this process only, where a run was resumed.
     """
@@ -185,7 +185,7 @@ class _Run:
             rejected=rejected,
             filtered=partition.num_filtered,
             rows=rows,
-            num_ids={column.name: column.num_ids for column in learned.schema.categorical},
+            num_ids={one.name: one.num_ids for one in learned.schema.categorical if one.num_ids is not None},
             num_cut=num_cut,
         )
         write_json_atomic(work / "out" / SUMMARY_FILE, {"job": job, **asdict(summary)})

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from viviane.core.errors import ConfigError
-from viviane.etl.config import CategoricalSpec, Categorify, DenseSpec, EtlConfig, HashTo, Input, InputColumn, LabelSpec
+from viviane.etl.config import (
+    CategoricalSpec,
+    Categorify,
+    DenseSpec,
+    Encoding,
+    EtlConfig,
+    HashTo,
+    Input,
+    InputColumn,
+    LabelSpec,
+    RawIds,
+)
 from viviane.etl.operators import Fill, Log
 
 
 def criteo(
-    *, num_dense: int = 13, num_categorical: int = 26, min_count: int = 6, hash_ids: int | None = None
+    *,
+    num_dense: int = 13,
+    num_categorical: int = 26,
+    min_count: int = 6,
+    hash_ids: int | None = None,
+    raw_ids: bool = False,
 ) -> EtlConfig:
     """Return the settings for files in the Criteo format.
 
@@ -19,6 +35,7 @@ def criteo(
         num_dense, num_categorical: N and M.
         min_count: rarer categories become the unknown id.
         hash_ids: hash categories into so many ids instead of learning a vocabulary.
+        raw_ids: keep categories as the numbers they are, a missing one as -1, for dynamic tables.
 
     Example:
         >>> [column.name for column in criteo(num_dense=2, num_categorical=1).input.columns]
@@ -28,7 +45,13 @@ def criteo(
         raise ConfigError("numbers of columns cannot be negative", value=f"{num_dense}, {num_categorical}")
     numbers = [f"I{i + 1}" for i in range(num_dense)]
     categories = [f"C{i + 1}" for i in range(num_categorical)]
-    encoding = Categorify(min_count=min_count) if hash_ids is None else HashTo(num_ids=hash_ids)
+    if raw_ids and hash_ids is not None:
+        raise ConfigError("ids are either hashed or raw", fix="leave out hash_ids or raw_ids")
+    encoding: Encoding = Categorify(min_count=min_count)
+    if raw_ids:
+        encoding = RawIds(missing=-1)
+    elif hash_ids is not None:
+        encoding = HashTo(num_ids=hash_ids)
     columns = [InputColumn(name="label", type="float")]
     columns += [InputColumn(name=name, type="float") for name in numbers]
     columns += [InputColumn(name=name, type="hex") for name in categories]

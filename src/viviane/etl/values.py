@@ -22,6 +22,14 @@ def hash_values(column: Any, evaluate: Callable[[pa.Table, Build], pa.Table]) ->
     return combined(distinct.column("hash")).take(encoded.indices)
 
 
+def raw_ids(column: Any, evaluate: Callable[[pa.Table, Build], pa.Table]) -> Any:
+    """Return whole numbers as they are, other values as their 60-bit hash: int64, missing where the value is."""
+    values = combined(column)
+    if pa.types.is_uint64(values.type):
+        return values.view(pa.int64())
+    return values.cast(pa.int64()) if pa.types.is_integer(values.type) else hash_values(values, evaluate)
+
+
 def _hash_of_value(table: Any) -> dict[str, Any]:
     return {"hash": hashed(table["value"])}
 

@@ -99,11 +99,12 @@ class PartWriter:
 
 
 class Statistics:
-    """Counts of ids per categorical column, for info.json."""
+    """Counts of ids per categorical column, for info.json; raw ids are not counted one by one."""
 
     def __init__(self, schema: Schema) -> None:
         self.columns = schema.categorical
-        self._counts = {column.name: np.zeros(min(column.num_ids, _COUNTED_IDS), np.int64) for column in self.columns}
+        sizes = {column.name: min(column.num_ids or 0, _COUNTED_IDS) for column in self.columns}
+        self._counts = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
         self._above = {column.name: 0 for column in self.columns}
 
     def add(self, table: pa.Table) -> None:
@@ -112,6 +113,9 @@ class Statistics:
             ids = combined(table.column(column.name))
             flat = (pc.list_flatten(ids) if column.kind != "one_hot" else ids).to_numpy(zero_copy_only=False)
             counts = self._counts[column.name]
+            if column.num_ids is None:
+                self._above[column.name] += len(flat)
+                continue
             if column.num_ids > len(counts):
                 low = flat[flat < len(counts)]
                 self._above[column.name] += len(flat) - len(low)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from viviane.core.errors import ConfigError, SchemaError, suggest
-from viviane.embedding import FeatureConfig, TableConfig
+from viviane.embedding import DynamicOptions, DynamicTableConfig, FeatureConfig, TableConfig
 from viviane.model.losses import GraphLoss, in_order
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
 from viviane.nn import Layer, Loss, build_layer
 from viviane.nn.rows import BATCH, Shape, rows_of
 from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
+
+AnyTable: TypeAlias = TableConfig | DynamicTableConfig
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Tables:
     """The tables and features of one embedding node."""
 
     node: SparseEmbedding
-    tables: list[TableConfig]
+    tables: list[AnyTable]
     features: list[FeatureConfig]
 
     @property
@@ -169,16 +172,27 @@ def _add_embedding(plan: Plan, node: SparseEmbedding, schema: Schema) -> None:
     plan.shapes[node.name] = plan.tables[node.name].shape
 
 
-def _table(node: SparseEmbedding, name: str, column: CategoricalColumn, schema: Schema) -> TableConfig:
+def _table(node: SparseEmbedding, name: str, column: CategoricalColumn, schema: Schema) -> AnyTable:
     options = node.tables.get(name)
-    fields = ("init", "dtype", "out_of_range", "trainable", "optimizer")
+    fields = ("init", "dtype", "out_of_range", "trainable", "optimizer", "dynamic")
     values = {key: getattr(node, key) for key in fields}
     if options is not None:
         values |= {key: value for key in fields if (value := getattr(options, key)) is not None}
-    default = schema.reserved.unknown if values["out_of_range"] == "default" else None
+    policy, dynamic = values.pop("out_of_range"), values.pop("dynamic")
     padding = schema.reserved.padding
-    return TableConfig(
-        name=name, num_rows=column.num_ids, dim=node.dim, default_id=default, padding_id=padding, **values
+    if column.num_ids is not None and dynamic is None:
+        default = schema.reserved.unknown if policy == "default" else None
+        return TableConfig(
+            name=name, num_rows=column.num_ids, dim=node.dim, out_of_range=policy, default_id=default,
+            padding_id=padding, **values,
+        )  # fmt: skip
+    if options is not None and options.out_of_range is not None:
+        where = f"embedding {node.name!r}, table {name!r}"
+        raise ConfigError("a dynamic table takes every id", where=where, value=policy, fix="leave out_of_range out")
+    coming = dynamic or DynamicOptions()
+    rows = {key: getattr(coming, key) for key in DynamicOptions.model_fields if key in coming.model_fields_set}
+    return DynamicTableConfig(
+        name=name, dim=node.dim, padding_id=None if column.num_ids is None else padding, **rows, **values
     )
 
 

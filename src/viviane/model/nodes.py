@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from viviane.config import OptimizerSettings
 from viviane.config.base import Settings
 from viviane.core.errors import ConfigError
-from viviane.embedding import UniformInit
+from viviane.embedding import DynamicOptions, UniformInit
 from viviane.embedding.config import Combiner, InitSettings, OutOfRange, RowType
 from viviane.nn import LAYERS
 
@@ -50,20 +50,26 @@ class Input(Settings):
 
 
 class TableOptions(Settings):
-    """What one table of a `SparseEmbedding` does otherwise than the others; None keeps the node's value."""
+    """What one table of a `SparseEmbedding` does otherwise than the others; None keeps the node's value.
+
+    Args:
+        dynamic: makes the table dynamic, see `SparseEmbedding`.
+    """
 
     init: InitSettings | None = None
     dtype: RowType | None = None
     out_of_range: OutOfRange | None = None
     trainable: bool | None = None
     optimizer: OptimizerSettings | None = None
+    dynamic: DynamicOptions | None = None
 
 
 class SparseEmbedding(Settings):
     """Looks up a group of categorical columns: (B, S, dim), one vector for each of the S columns.
 
     Columns that share a vocabulary share a table; a table has the schema's num_ids rows, and the schema's
-    padding id stays zero. Two nodes never share a table.
+    padding id stays zero. Two nodes never share a table. A column of raw ids (num_ids null in the schema) has a dynamic
+    table, whose rows come with their ids.
 
     Args:
         name: the node and its output.
@@ -74,9 +80,11 @@ class SparseEmbedding(Settings):
         init: initial values: "uniform", "normal", "xavier", "zero", or settings of one.
         dtype: of the rows: "float32", or "float16" or "bfloat16", which take half the memory; the output is float32.
         out_of_range: what a key outside the table does: "raise", "default" (the schema's id of unknown
-            values), "hash" or "ignore".
+            values), "hash" or "ignore"; a dynamic table knows no range.
         trainable: False keeps the rows as they are.
         optimizer: the rule of these tables; None takes the model's.
+        dynamic: how rows of dynamic tables come and go; where it is given, all tables of the node are dynamic. None:
+            those of raw ids are, by the defaults of `viviane.embedding.DynamicOptions`.
         tables: options of single tables, by table name.
 
     Example:
@@ -94,6 +102,7 @@ class SparseEmbedding(Settings):
     out_of_range: OutOfRange = "raise"
     trainable: bool = True
     optimizer: OptimizerSettings | None = None
+    dynamic: DynamicOptions | None = None
     tables: dict[str, TableOptions] = Field(default_factory=dict)
 
     def __init__(self, name: str, bottom: str, dim: int, **options: Any) -> None:

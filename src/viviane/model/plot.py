@@ -8,6 +8,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any, Final
 
+from viviane.embedding import DynamicTableConfig, TableConfig
 from viviane.model.graph import Plan, plan_graph
 from viviane.model.layout import Placed, lay_out
 from viviane.model.nodes import DenseLayer, Input, SparseEmbedding
@@ -94,8 +95,12 @@ def _boxes(plan: Plan) -> dict[str, Box]:
     for node in plan.nodes:
         if isinstance(node, SparseEmbedding):
             tables = plan.tables[node.name].tables
-            rows = sum(table.num_rows for table in tables)
-            lines = (f"SparseEmbedding · {node.combiner}", f"{len(tables)} table(s), {rows:,} rows")
+            rows = sum(table.num_rows for table in tables if isinstance(table, TableConfig))
+            dynamic = sum(isinstance(table, DynamicTableConfig) for table in tables)
+            parts = [f"{len(tables)} table(s)"]
+            parts += [f"{rows:,} rows"] if rows else []
+            parts += [f"{dynamic} dynamic"] if dynamic else []
+            lines = (f"SparseEmbedding · {node.combiner}", ", ".join(parts))
             boxes[node.name] = Box("table", (node.name, *lines, _show([plan.shapes[node.name]])))
         elif isinstance(node, DenseLayer) and node.name in plan.layers:
             shapes = [plan.shapes[top] for top in node.top]

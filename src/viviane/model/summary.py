@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 from torch import nn
 
 from viviane.config import AnyOptimizer
-from viviane.embedding import TableSummary
+from viviane.embedding import TableConfig, TableSummary
+from viviane.embedding.state import summarize as summarize_table
 from viviane.model.graph import Plan, Tables, unused_message
 from viviane.model.nodes import Input, Node, SparseEmbedding
 from viviane.nn.rows import Shape, show_shape
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 _BYTES_PER_NUMBER: Final = 4
 _FILE_WIDTH: Final = 120  # where the output is a file or a pipe, which has no width
-# Numbers of optimizer state beside each weight.
-_STATE_PER_WEIGHT: Final = {"sgd": 0, "adagrad": 1, "adam": 2}
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class ModelSummary:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return _BYTES_PER_NUMBER * (self.dense_parameters + self.table_parameters)
+        return _BYTES_PER_NUMBER * self.dense_parameters + sum(table.weight_bytes for table in self.tables)
 
     @property
     def state_bytes(self) -> int:
@@ -99,7 +98,7 @@ def summarize(name: str, plan: Plan | None, module: nn.Module | None, optimizer:
         assert module is not None
         collections = collections_of(module)
         tables = [
-            _renamed(line, f"{prefix}.{line.name}" if prefix else line.name)
+            replace(line, name=f"{prefix}.{line.name}" if prefix else line.name)
             for prefix, one in collections.items()
             for line in one.summary()
         ]
@@ -140,18 +139,11 @@ def _node(plan: Plan, node: Node) -> LayerSummary:
 def _tables(one: Tables, optimizer: AnyOptimizer) -> list[TableSummary]:
     lines = []
     for table in one.tables:
-        rule = (table.optimizer or optimizer).type if table.trainable else "none"
-        size = _BYTES_PER_NUMBER * table.num_rows * table.dim
         users = tuple(feature.name for feature in one.features if feature.table == table.name)
-        state = size * _STATE_PER_WEIGHT.get(rule, 0)
-        full = f"{one.node.name}.{table.name}"
-        lines.append(TableSummary(full, table.num_rows, table.dim, users, rule, table.trainable, size, state))
+        num_rows = table.num_rows if isinstance(table, TableConfig) else 0
+        line = summarize_table(table, optimizer, users, num_rows, table.trainable)
+        lines.append(replace(line, name=f"{one.node.name}.{table.name}"))
     return lines
-
-
-def _renamed(line: TableSummary, name: str) -> TableSummary:
-    fields: dict[str, Any] = {**line.__dict__, "name": name}
-    return TableSummary(**fields)
 
 
 def _submodules(module: nn.Module) -> list[LayerSummary]:
@@ -185,7 +177,7 @@ def _table_table(summary: ModelSummary) -> Table:
         (
             table.name,
             ", ".join(table.features),
-            f"{table.num_rows:,}",
+            f"{table.num_rows:,} (dynamic)" if table.is_dynamic else f"{table.num_rows:,}",
             str(table.dim),
             table.optimizer,
             human_bytes(table.weight_bytes),

@@ -107,7 +107,7 @@ def _rows_per_bin(bins: list[dict[str, Any]]) -> list[tuple[str, float]]:
 
 def data(run: RunRecord) -> str:
     """Cardinalities and how fast popularity falls with rank."""
-    sizes = [(column.name, float(column.num_ids)) for column in run.schema.categorical]
+    sizes = [(one.name, float(one.num_ids)) for one in run.schema.categorical if one.num_ids is not None]
     sizes.sort(key=lambda item: -item[1])
     if not sizes:
         return ""

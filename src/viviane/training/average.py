@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from viviane.core.errors import ConfigError
-from viviane.embedding import RowMean, Storage
+from viviane.embedding import DynamicStorage, RowMean, Storage
 from viviane.training.dense_state import collections_of, dense_buffers, dense_parameters
 
 _PREFIX = "mean/"
@@ -52,6 +52,12 @@ class WeightMean:
         self._storages: dict[str, Storage] = {}
         for name, collection in collections_of(module).items():
             for i, storage in enumerate(collection.all_storages()):
+                if isinstance(storage, DynamicStorage):
+                    raise ConfigError(
+                        "a running mean needs rows that stay: those of dynamic tables come and go",
+                        where=f"table {next(iter(storage.tables))!r}",
+                        fix="give the table a TableConfig (num_ids in the schema), or leave out ema_decay",
+                    )
                 if storage.weight.dtype != torch.float32:
                     raise ConfigError(
                         "a running mean needs rows of float32: steps of a mean are too small for 16 bits",

@@ -10,12 +10,10 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +21,8 @@ from torch import Tensor, nn
 from viviane.config.base import load_json
 from viviane.core.errors import CheckpointError
 from viviane.core.files import file_sha256, replace_folder, sync_folder, write_json_atomic
-from viviane.embedding import EmbeddingCollection, TableState
 from viviane.optim import DenseOptimizer
 from viviane.training.dense_state import (
-    collections_of,
     dense_parameters,
     dense_tensors,
     optimizer_tensors,
@@ -36,11 +32,12 @@ from viviane.training.manifest import (
     MANIFEST_FILE,
     FileEntry,
     Manifest,
-    TableEntry,
     TensorEntry,
     verify_checkpoint,
     write_manifest,
 )
+from viviane.training.table_files import table_files
+from viviane.training.tensor_files import read_tensors, write_tensors
 
 DENSE_FILE: Final = "dense.safetensors"
 OPTIMIZER_FILE: Final = "dense_optimizer.safetensors"
@@ -132,9 +129,8 @@ def load_checkpoint(
             where=str(path),
             fix="load it with weights_only=True, or resume from a checkpoint of a run folder",
         )
-    tables = {full: _read_table(path, manifest.tables[full], weights_only) for full, _, _ in _tables(module)}
-    for full, collection, name in _tables(module):
-        _compare_state(path, manifest.tables[full], collection, name, weights_only)
+    files = [(table, manifest.tables[table.full]) for table in table_files(module)]
+    tables = [(table, entry, table.read(path, entry, weights_only)) for table, entry in files]
     if optimizer is not None and not weights_only:
         restore_optimizer(
             optimizer,
@@ -147,54 +143,11 @@ def load_checkpoint(
     with torch.no_grad():
         for name, tensor in dense_tensors(module).items():
             tensor.copy_(saved[name])
-    for full, collection, name in _tables(module):
-        collection.import_table(name, tables[full])
+    for table, entry, content in tables:
+        table.restore(entry, content, weights_only)
     tensors = read_tensors(path / PROGRESS_FILE) if PROGRESS_FILE in manifest.files else {}
     history = load_json(path / HISTORY_FILE) if HISTORY_FILE in manifest.files else []
     return Progress(manifest.step, manifest.epoch, dict(manifest.progress), tensors, history)
-
-
-def _read_table(path: Path, entry: TableEntry, weights_only: bool) -> TableState:
-    """Map a table's file into memory; its pages are read when they are copied."""
-    parts = read_tensors(path / entry.file)
-    if weights_only:
-        return TableState(weight=parts["weight"])
-    return TableState(
-        weight=parts["weight"], state={key: parts[f"state.{key}"] for key in entry.state}, step=entry.step
-    )
-
-
-def _compare_state(
-    path: Path, entry: TableEntry, collection: EmbeddingCollection, name: str, weights_only: bool
-) -> None:
-    mine = tuple(collection.export_table(name, copy=False).state)
-    if not weights_only and set(mine) != set(entry.state):
-        raise CheckpointError(
-            "the table was trained by another optimizer",
-            where=f"{path / entry.file}, table {name!r}",
-            value=f"state: {', '.join(entry.state) or 'none'}",
-            allowed=", ".join(mine) or "none",
-            fix="resume with the embedding optimizer of that run, or load with weights_only=True",
-        )
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, mapped into memory and read when they are used."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no iterator there
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError("not a readable safetensors file", where=str(file), value=str(error)) from error
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a safetensors file; from CPU memory this copies nothing that is contiguous."""
-    from safetensors.torch import save_file
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
 
 
 def _write_parts(
@@ -211,18 +164,7 @@ def _write_parts(
     if optimizer is not None:
         tensors, values = optimizer_tensors(optimizer, dense_parameters(module))
         write_tensors(work / OPTIMIZER_FILE, tensors)
-    tables: dict[str, TableEntry] = {}
-    for full, collection, name in _tables(module):
-        table = collection.export_table(name, copy=False)
-        state = table.state if optimizer_state else {}
-        file = f"tables/{quote(full, safe='.-_')}.safetensors"
-        write_tensors(work / file, {"weight": table.weight, **{f"state.{key}": one for key, one in state.items()}})
-        tables[full] = TableEntry(
-            file=file,
-            weight=TensorEntry.of(table.weight),
-            state=tuple(state),
-            step=table.step if optimizer_state else 0,
-        )
+    tables = {table.full: table.write(work, optimizer_state) for table in table_files(module)}
     if place.tensors:
         write_tensors(work / PROGRESS_FILE, place.tensors)
     if progress is not None:
@@ -255,23 +197,12 @@ def _entries(work: Path) -> dict[str, FileEntry]:
     return entries
 
 
-def _tables(module: nn.Module) -> list[tuple[str, EmbeddingCollection, str]]:
-    """Return (full name, collection, table) of every table."""
-    return [
-        (f"{prefix}.{name}" if prefix else name, collection, name)
-        for prefix, collection in collections_of(module).items()
-        for name in collection.tables
-    ]
-
-
 def _compare(path: Path, manifest: Manifest, module: nn.Module) -> None:
     """Refuse a checkpoint whose names or shapes are not the module's."""
     mine = {name: str(TensorEntry.of(tensor)) for name, tensor in dense_tensors(module).items()}
     theirs = {name: str(entry) for name, entry in manifest.dense.items()}
-    for full, collection, name in _tables(module):
-        table = collection.tables[name]
-        mine[f"table {full}"] = f"{table.dtype}[{table.num_rows}, {table.dim}]"
-    theirs |= {f"table {full}": str(entry.weight) for full, entry in manifest.tables.items()}
+    mine |= {f"table {table.full}": table.signature for table in table_files(module)}
+    theirs |= {f"table {full}": entry.signature for full, entry in manifest.tables.items()}
     lines = [f"{name}: only in the checkpoint, {theirs[name]}" for name in sorted(theirs.keys() - mine.keys())]
     lines += [f"{name}: only in the model, {mine[name]}" for name in sorted(mine.keys() - theirs.keys())]
     both = sorted(mine.keys() & theirs.keys())
@@ -310,7 +241,6 @@ def _bytes_needed(module: nn.Module, optimizer: DenseOptimizer | None) -> int:
     if optimizer is not None:
         tensors += optimizer_tensors(optimizer, dense_parameters(module))[0].values()
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    for _, collection, name in _tables(module):
-        table = collection.export_table(name, copy=False)
-        total += sum(one.numel() * one.element_size() for one in (table.weight, *table.state.values()))
+    for table in table_files(module):
+        total += sum(one.numel() * one.element_size() for one in table.tensors(True).values())
     return total

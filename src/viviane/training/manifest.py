@@ -5,7 +5,7 @@
         dense.safetensors           parameters and buffers outside embedding tables, by name
         dense_optimizer.safetensors their optimizer state, "<parameter>:<state>"
         progress.safetensors        states of the random generators
-        tables/<collection>.<table>.safetensors     weight, state.<name>
+        tables/<collection>.<table>.safetensors     weight, state.<name>; of dynamic tables keys, rows, ... too
         history.json                rows of metrics so far
 
 No file holds a pickle: nothing in a checkpoint can run code when it is read.
@@ -52,12 +52,22 @@ class TensorEntry(Settings):
 
 
 class TableEntry(Settings):
-    """One embedding table: where its rows are and what optimizer state goes with them."""
+    """One embedding table: where its rows are and what optimizer state goes with them.
+
+    Args:
+        weight: of a dynamic table, a row for each key.
+    """
 
     file: str
     weight: TensorEntry
     state: tuple[str, ...] = ()
     step: int = 0
+    is_dynamic: bool = False
+
+    @property
+    def signature(self) -> str:
+        """What must agree between a checkpoint and a module: type and shape; a dynamic table may have any rows."""
+        return f"{self.weight.dtype}[keys, {self.weight.shape[1]}]" if self.is_dynamic else str(self.weight)
 
 
 class Manifest(Settings):

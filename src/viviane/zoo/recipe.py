@@ -11,7 +11,7 @@ from viviane.config import OptimizerSettings
 from viviane.config.base import Settings
 from viviane.core.errors import SchemaError
 from viviane.core.registry import Registry
-from viviane.embedding import UniformInit, ZeroInit
+from viviane.embedding import DynamicOptions, UniformInit, ZeroInit
 from viviane.embedding.config import InitSettings, OutOfRange
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
 from viviane.schema import Schema
@@ -30,6 +30,7 @@ class ZooModel(Settings):
         batch_norm, layer_norm: normalise each hidden layer over the batch, or over its own numbers.
         linear_optimizer: rule of the tables of dim 1, where the model has them; None takes the tables' rule. They
             bear much less weight decay than vectors do.
+        dynamic: how rows of dynamic tables come and go, see `viviane.SparseEmbedding`; columns of raw ids need none.
     """
 
     dim: int = Field(default=16, ge=1)
@@ -41,6 +42,7 @@ class ZooModel(Settings):
     batch_norm: bool = False
     layer_norm: bool = False
     linear_optimizer: OptimizerSettings | None = None
+    dynamic: DynamicOptions | None = None
 
     def nodes(self, schema: Schema) -> list[Node]:
         """Return the graph for a schema: an Input, the layers, the loss."""
@@ -49,14 +51,15 @@ class ZooModel(Settings):
     def embedding(self, name: str, bottom: str, dim: int) -> SparseEmbedding:
         """Return an embedding node with the shared options."""
         return SparseEmbedding(
-            name, bottom, dim, combiner=self.combiner, init=self.init, out_of_range=self.out_of_range
-        )
+            name, bottom, dim, combiner=self.combiner, init=self.init, out_of_range=self.out_of_range,
+            dynamic=self.dynamic,
+        )  # fmt: skip
 
     def weights(self, name: str, bottom: str) -> SparseEmbedding:
         """Return the node of one number per id, (B, S, 1), that begins at 0."""
         return SparseEmbedding(
             name, bottom, 1, combiner=self.combiner, init=ZeroInit(), out_of_range=self.out_of_range,
-            optimizer=self.linear_optimizer,
+            optimizer=self.linear_optimizer, dynamic=self.dynamic,
         )  # fmt: skip
 
     def vectors(self, bottom: str = "cats") -> Vectors:

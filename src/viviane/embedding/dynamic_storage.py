@@ -1,0 +1,123 @@
+"""A dynamic table as a collection holds it: one storage whose rows come with their keys.
+
+Shapes: N keys of a batch, U distinct rows, D the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError
+from viviane.embedding.dynamic import DynamicTable
+from viviane.embedding.dynamic_config import DynamicTableConfig
+from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
+from viviane.ops.row_update import Entries
+
+
+class DynamicStorage(nn.Module):
+    """Rows of one dynamic table, and the gradients that wait for a step.
+
+    It is to a lookup what a `Storage` is. The table itself is no submodule: its part of a state_dict goes under the
+    table's name, as that of any other table of the collection.
+
+    Args:
+        table: its settings.
+        optimizer: the rule, where the settings have none.
+        device: where the rows are.
+        seed: of initial values, admission and stochastic rounding.
+    """
+
+    def __init__(self, table: DynamicTableConfig, optimizer: AnyOptimizer, device: torch.device, seed: int) -> None:
+        super().__init__()
+        if device.type != "cpu":
+            raise ConfigError(
+                "dynamic tables are on the CPU", where=f"table {table.name!r}", value=str(device),
+                fix="build the collection with device='cpu', or give this table a TableConfig",
+            )  # fmt: skip
+        self.tables = {table.name: table}
+        self.dim = table.dim
+        self.dtype = table.torch_dtype
+        self._hidden = (DynamicTable(table, optimizer, seed=seed),)  # in a tuple nn.Module takes no notice of it
+        self._pending: list[RowGradients] = []
+        self._summed: tuple[Tensor, Tensor] | None = None
+        self.row_mean = None
+
+    @property
+    def table(self) -> DynamicTable:
+        """The table."""
+        return self._hidden[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """What the rows of a lookup count in."""
+        return self.table.storage
+
+    @property
+    def null_row(self) -> int:
+        """The first of its two rows of zeros."""
+        return self.table.null_row
+
+    def rows(self, keys: Sequence[Tensor], training: bool) -> list[Tensor]:
+        """Return the rows of a batch's keys, given in several vectors; called once a batch.
+
+        Args:
+            keys: vectors of int32 or int64.
+            training: whether new keys may get rows.
+        """
+        if len(keys) == 1:
+            return [self.table.rows(keys[0], training)]
+        together = torch.cat([part.to(torch.int64) for part in keys])
+        return list(torch.split(self.table.rows(together, training), [len(part) for part in keys]))
+
+    # Gradients ----------------------------------------------------------------------------------------------
+
+    def prepare(self, rows: Tensor) -> None:
+        """Begin the part of an update that needs no gradients, for the rows of a lookup that will be trained."""
+        if not self._pending:
+            self.table.prepare(rows)
+
+    def add_gradients(self, gradients: RowGradients) -> None:
+        """Keep the gradients of a backward pass until the next step."""
+        self._pending.append(gradients)
+        self._summed = None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for a step."""
+        return bool(self._pending)
+
+    def waiting_gradients(self) -> Iterator[Tensor]:
+        """Give each flat gradient that waits, once."""
+        return distinct_gradients(self._pending)
+
+    def summed_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the touched rows, (U,), rising, and their gradients summed over all that waits, (U, D)."""
+        if self._summed is None:
+            self._summed = self.table.summed(join_entries([one.entries for one in self._pending]))
+        return self._summed
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients that wait; the rows of past lookups may be evicted again."""
+        self._pending.clear()
+        self._summed = None
+        self.table.release()
+
+    def step(self, lr: float, factor: float, scale: float | Tensor) -> None:
+        """Apply the table's rule to the touched rows, and drop the gradients."""
+        if self._pending:
+            if self._summed is not None:
+                rows, sums = self._summed
+                entries = Entries(rows, sums.view(-1))
+            else:
+                entries = join_entries([one.entries for one in self._pending])
+            self.table.update(entries, lr, factor=factor, scale=scale)
+        self.discard_gradients()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.table._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
