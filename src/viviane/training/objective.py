@@ -177,7 +177,9 @@ class Objective:
             return logits.sigmoid()
         result = logits.new_empty(num_rows, len(self.labels))
         for term in self.terms:
-            result[:, list(term.labels)] = term.loss.predictions(logits[:, slice(*term.columns)])
+            part = term.loss.predictions(logits[:, slice(*term.columns)])
+            for j, label in enumerate(term.labels):
+                result[:, label] = part[:, j]
         return result
 
 
@@ -185,4 +187,4 @@ def _columns(labels: Tensor, places: tuple[int, ...]) -> Tensor:
     first = places[0]
     if places == tuple(range(first, first + len(places))):
         return labels[:, first : first + len(places)]
-    return labels[:, list(places)]
+    return torch.stack([labels[:, i] for i in places], 1)  # a list as index would be copied to a GPU each time
