@@ -7,7 +7,7 @@ order and be spread over batches.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.core.errors import ConfigError
-from viviane.metrics.auc import Doubles, Floats, check_finite
+from viviane.metrics.auc import Doubles, Floats, check_finite, ordered_bits
+from viviane.metrics.order import Groups, are_binary, in_order, places_in, starts_of
 from viviane.metrics.registry import GROUPED, METRICS, Metric
-
-Groups: TypeAlias = NDArray[np.int64]
 
 
 class _Rows(Metric):
@@ -55,26 +54,11 @@ class _Rows(Metric):
         if not len(p):
             return math.nan
         check_finite(p)
-        return self.value(ids if len(ids) else np.zeros(len(p), np.int64), p, y, w if len(w) else np.ones_like(p))
+        return self.value(ids if len(ids) else np.zeros(len(p), np.int64), p, y, w if len(w) else None)
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats) -> float:
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
         """Return the figure of these rows."""
         raise TypeError(f"{type(self).__name__} does not define value")
-
-
-def _starts(*keys: NDArray[np.generic]) -> NDArray[np.intp]:
-    """Return where runs of equal keys begin, in arrays that are sorted by them."""
-    changed = np.zeros(len(keys[0]), dtype=bool)
-    changed[0] = True
-    for key in keys:
-        changed[1:] |= key[1:] != key[:-1]
-    return np.flatnonzero(changed)
-
-
-def _places(starts: NDArray[np.intp], count: int) -> NDArray[np.int64]:
-    """Return the place of each row within its run, from 0."""
-    lengths = np.diff(np.append(starts, count))
-    return np.asarray(np.arange(count) - np.repeat(starts, lengths), dtype=np.int64)
 
 
 def ndcg(groups: Groups, scores: Floats, labels: Floats, k: int | None = None) -> float:
@@ -94,23 +78,28 @@ def ndcg(groups: Groups, scores: Floats, labels: Floats, k: int | None = None) -
         >>> ndcg(np.zeros(2, np.int64), np.float32([0.9, 0.1]), np.float32([1, 0]))
         1.0
     """
-    dcg = _dcg(groups, scores, labels, k)
-    ideal = _dcg(groups, labels, labels, k)
+    group, key, label = in_order(groups, scores, labels, best_first=True)
+    starts = starts_of(group)
+    dcg = _dcg(group, key, label, starts, k)
+    if are_binary(label):  # the ideal list has all positive rows first
+        positives = np.add.reduceat(label, starts).astype(np.int64)
+        summed = np.append(0.0, np.cumsum(1.0 / np.log2(np.arange(positives.max()) + 2.0)))
+        ideal = summed[positives if k is None else np.minimum(positives, k)]
+    else:
+        group, key, label = in_order(groups, labels, labels, best_first=True)
+        ideal = _dcg(group, key, label, starts, k)
     if not (ideal > 0).any():
         return math.nan
     return float((dcg[ideal > 0] / ideal[ideal > 0]).mean())
 
 
-def _dcg(groups: Groups, scores: Floats, labels: Floats, k: int | None) -> Doubles:
-    """Return the DCG of each group, by rising id."""
-    order = np.lexsort((-scores, groups))
-    group, score, label = groups[order], scores[order], labels[order].astype(np.float64)
-    starts = _starts(group)
-    places = _places(starts, len(group))
+def _dcg(group: Groups, key: Groups, label: Doubles, starts: NDArray[np.intp], k: int | None) -> Doubles:
+    """Return the DCG of each group of rows in order."""
+    places = places_in(starts, len(group))
     discount = 1.0 / np.log2(places + 2.0)
     if k is not None:
         discount[places >= k] = 0.0
-    ties = _starts(group, score)
+    ties = starts_of(group, key)
     lengths = np.diff(np.append(ties, len(group)))
     shared = np.add.reduceat(label, ties) / lengths * np.add.reduceat(discount, ties)
     return np.asarray(np.add.reduceat(shared, np.searchsorted(ties, starts)), dtype=np.float64)
@@ -129,7 +118,7 @@ class Ndcg(_Rows):
         0.6309
     """
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats) -> float:
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
         """Return the NDCG."""
         return ndcg(groups, scores, labels, self.k)
 
@@ -152,13 +141,10 @@ class _FirstPositive(_Rows):
 
         Of equal scores the negative rows stand first, so that equal scores for all earn nothing.
         """
-        positive = labels >= 0.5
-        order = np.lexsort((positive, -scores, groups))
-        group, hit = groups[order], positive[order]
-        places = _places(_starts(group), len(group))[hit]
-        if not len(places):
-            return places
-        return places[_starts(group[hit])]
+        group, _, label = in_order(groups, scores, (labels >= 0.5).astype(np.float32), best_first=True)
+        hit = label > 0
+        places = places_in(starts_of(group), len(group))[hit]
+        return places[starts_of(group[hit])] if len(places) else places
 
 
 @GROUPED.register("hit_rate")
@@ -179,7 +165,7 @@ class GroupHitRate(_FirstPositive):
             raise ConfigError("a hit rate by group needs a number of rows", fix="name it as in 'hit_rate@10:user'")
         super().__init__(k)
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats) -> float:
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
         """Return the share."""
         assert self.k is not None
         places = self.first_places(groups, scores, labels)
@@ -203,7 +189,7 @@ class Mrr(_FirstPositive):
         0.75
     """
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats) -> float:
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
         """Return the mean."""
         places = self.first_places(groups, scores, labels)
         if not len(places):
@@ -238,13 +224,17 @@ class Gauc(_Rows):
             raise ConfigError("gauc counts whole groups", value=f"gauc@{k}", fix="leave the number out: 'gauc:user'")
         super().__init__()
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats) -> float:
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
         """Return the weighted mean."""
-        order = np.lexsort((scores, groups))
-        group, score = groups[order], scores[order]
-        weight = weights[order].astype(np.float64)
-        positive = weight * labels[order]
-        ties, starts = _starts(group, score), _starts(group)
+        if weights is None:
+            group, key, positive = in_order(groups, scores, labels, best_first=False)
+            weight = np.ones_like(positive)
+        else:
+            key = ordered_bits(scores)
+            order = np.lexsort((key, groups))
+            group, key, weight = groups[order], key[order], weights[order].astype(np.float64)
+            positive = weight * labels[order]
+        ties, starts = starts_of(group, key), starts_of(group)
         first_tie = np.searchsorted(ties, starts)
         p, n = np.add.reduceat(positive, ties), np.add.reduceat(weight - positive, ties)
         negatives = np.add.reduceat(n, first_tie)
