@@ -13,6 +13,7 @@ from viviane.config import SGD, Solver
 from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.data import write_dataset
 from viviane.model import DenseLayer, Input, Model, SparseEmbedding
+from viviane.report import write_report
 from viviane.schema import Schema
 
 SCHEMA = Schema(
@@ -213,6 +214,27 @@ def test_metrics_by_group_in_training(tmp_path):
             hits.append(rows["click"][mine][np.argsort(-p[mine])[:2]].any())
     assert found["hit_rate@2:user/click"] == pytest.approx(np.mean(hits))
     assert math.isfinite(found["average_loss"])
+
+
+def test_groups_of_raw_ids_are_all_ordinary_and_the_report_shows_them(tmp_path):
+    schema = Schema(
+        labels=[{"name": "click"}], dense=[{"name": "x"}], categorical=[{"name": "session", "num_ids": None}]
+    )
+    x = np.float32([3.0, 2.0, 1.0, 0.0, 5.0, 4.0])
+    sessions = np.int64([0, 0, -7, -7, 2**62, 2**62])
+    rows = {"click": np.float32([1, 0, 1, 0, 0, 1]), "x": x, "session": sessions}
+    data = write_dataset(tmp_path / "data", schema, [rows])
+    model = Model(Solver(device="cpu", lr=1e-9), schema)
+    model.add(Input(label="label"))
+    model.add(DenseLayer("logit", "MLP", bottom="dense", num_outputs=[1], act_type="none", use_bias=False))
+    model.add(DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["logit", "label"]))
+    model.compile(metrics=["gauc:session", "mrr:session"])
+    model.module.logit.layers[0].weight.data.fill_(1.0)
+    history = model.fit(data, data, run_folder=tmp_path / "run")
+    assert history.best("gauc:session") == pytest.approx(2 / 3)
+    assert history.best("mrr:session") == pytest.approx((1 + 1 + 0.5) / 3)
+    model.save(tmp_path / "run" / "model")
+    assert "gauc:session" in write_report(tmp_path / "run").read_text()
 
 
 def test_summary_and_plot_show_losses_and_rows():

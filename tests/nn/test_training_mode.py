@@ -1,12 +1,15 @@
 """What acts in training only, or otherwise than in evaluation: dropout, batch statistics; and the losses' extremes."""
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck
 
+from viviane import nn
 from viviane.core.errors import ConfigError, SchemaError
 from viviane.nn import build_layer, cross_entropy, multi_cross_entropy, squared_error
 
@@ -182,3 +185,18 @@ def test_initializers_in_hugectr_s_spelling(spelling):
     assert 0.9 * math.sqrt(6 / 80) < weight.abs().max() <= math.sqrt(6 / 80)  # 1500 draws reach near the bound
     with pytest.raises(ConfigError, match="xavier_normal"):
         build_layer("InnerProduct", {"num_output": 3, "weight_init_type": "XavierNormal"}, [(5,)])
+
+
+def test_parameters_are_given_once():
+    assert nn.Scale([(2,)], axis=0, factor=3).out_shapes == [(6,)]
+    with pytest.raises(ConfigError, match="give parameters once"):
+        nn.Scale([(2,)], nn.Scale.Parameters(), factor=3)
+    with pytest.raises(ConfigError, match="did you mean 'factor'"):
+        nn.Scale([(2,)], facter=3)
+
+
+def test_layers_with_other_rows_survive_copies_and_pickles():
+    layer = nn.FusedReshapeConcat([(4, 2)])
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert [str(getattr(shape, "rows", "B")) for shape in twin.out_shapes] == ["3 B", "B"]
+        assert twin.out_shapes == layer.out_shapes

@@ -110,7 +110,7 @@ class SequenceMask(Layer):
     The lengths are numbers of any type, such as dense columns. They get no gradient.
 
     Example:
-        >>> layer = SequenceMask([(1,)], SequenceMaskParameters(max_sequence_len=3))
+        >>> layer = SequenceMask([(1,)], max_sequence_len=3)
         >>> layer(torch.tensor([[2.0]])).tolist()
         [[[[1.0, 1.0, 0.0]]]]
     """
@@ -177,7 +177,7 @@ class MultiHeadAttention(Layer):
     Source: Vaswani et al. 2017.
 
     Example:
-        >>> layer = MultiHeadAttention([(5, 8)] * 3, MultiHeadAttentionParameters(num_attention_heads=2))
+        >>> layer = MultiHeadAttention([(5, 8)] * 3, num_attention_heads=2)
         >>> q = torch.randn(3, 5, 8)
         >>> layer(q, q, q).shape
         torch.Size([3, 5, 8])

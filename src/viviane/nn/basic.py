@@ -24,7 +24,7 @@ class Dropout(Layer):
     """Set elements to zero with probability p and scale the others by 1 / (1 - p), in training only.
 
     Example:
-        >>> Dropout([(4,)], DropoutParameters(dropout_rate=0.1)).eval().out_shapes
+        >>> Dropout([(4,)], dropout_rate=0.1).eval().out_shapes
         [(4,)]
     """
 

@@ -167,7 +167,7 @@ class MultiCrossEntropyLoss(Loss):
     A label of -1 is absent (see `multi_cross_entropy`).
 
     Example:
-        >>> loss = MultiCrossEntropyLoss([(2,), (2,)], MultiCrossEntropyLossParameters(target_weight_vec=(1.0, 0.0)))
+        >>> loss = MultiCrossEntropyLoss([(2,), (2,)], target_weight_vec=(1.0, 0.0))
         >>> round(loss(torch.zeros(3, 2), torch.ones(3, 2)).item(), 4)
         0.3466
     """

@@ -42,7 +42,7 @@ class PReLU_Dice(Layer):  # noqa: N801 - HugeCTR's name
     Source: Zhou et al. 2018 (Deep Interest Network).
 
     Example:
-        >>> layer = PReLU_Dice([(1,)], PReLU_DiceParameters(elu_alpha=0.0))
+        >>> layer = PReLU_Dice([(1,)], elu_alpha=0.0)
         >>> [round(y, 3) for y in layer(torch.tensor([[-1.0], [1.0]])).flatten().tolist()]
         [-0.269, 0.731]
     """

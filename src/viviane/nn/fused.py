@@ -42,7 +42,7 @@ class FusedInnerProduct(InnerProduct):
 
     Example:
         >>> import torch
-        >>> layer = FusedInnerProduct([(3,)], FusedInnerProductParameters(num_output=2))
+        >>> layer = FusedInnerProduct([(3,)], num_output=2)
         >>> bool((layer(torch.randn(4, 3)) >= 0).all())
         True
     """
@@ -75,8 +75,7 @@ class GroupFusedInnerProduct(Layer):
 
     Example:
         >>> import torch
-        >>> parameters = GroupFusedInnerProductParameters(num_outputs=(8, 1), last_act_type="none")
-        >>> GroupFusedInnerProduct([(3,)], parameters)(torch.randn(4, 3)).shape
+        >>> GroupFusedInnerProduct([(3,)], num_outputs=(8, 1), last_act_type="none")(torch.randn(4, 3)).shape
         torch.Size([4, 1])
     """
 

@@ -40,7 +40,7 @@ class BatchNorm(Layer):
 
     Example:
         >>> import torch
-        >>> layer = BatchNorm([(1,)], BatchNormParameters(factor=0.1))
+        >>> layer = BatchNorm([(1,)], factor=0.1)
         >>> layer(torch.tensor([[1.0], [3.0]])).round(decimals=3).tolist()
         [[-1.0], [1.0]]
     """

@@ -33,6 +33,12 @@ class Layer(nn.Module):
         settings: the layer's parameters, an object of its class's `Parameters`.
         init: source of initial values; None seeds one with 0.
         name: the layer's name, for messages.
+        parameters: the fields of `settings`, instead of it.
+
+    Example:
+        >>> from viviane import nn
+        >>> nn.MLP([(13,)], num_outputs=[64, 16]).out_shapes
+        [(16,)]
     """
 
     Parameters: ClassVar[type[Settings]] = NoParameters
@@ -47,11 +53,15 @@ class Layer(nn.Module):
         *,
         init: Initializer | None = None,
         name: str | None = None,
+        **parameters: Any,
     ) -> None:
         super().__init__()
         self.name = name or type(self).__name__
+        if settings is not None and parameters:
+            fix = "leave the settings object out"
+            raise ConfigError("give parameters once", where=self.name, value=", ".join(parameters), fix=fix)
         self.in_shapes = [shape if isinstance(shape, RowShape) else tuple(shape) for shape in in_shapes]
-        self.settings = self.Parameters() if settings is None else settings
+        self.settings = self.Parameters(**parameters) if settings is None else settings
         if self.changes_rows:
             self.out_shapes = self.build(init or Initializer(0, self.name))
         else:

@@ -27,7 +27,7 @@ class Select(Layer):
     """Pick places along one dimension, in the given order; a place may be picked twice.
 
     Example:
-        >>> layer = Select([(3, 2)], SelectParameters(dim=1, index=(2, 0)))
+        >>> layer = Select([(3, 2)], dim=1, index=(2, 0))
         >>> layer(torch.arange(6.0).view(1, 3, 2)).tolist()
         [[[4.0, 5.0], [0.0, 1.0]]]
     """
@@ -61,7 +61,7 @@ class Gather(Layer):
     `Select` picks within each sample, which is what a model of single rows needs.
 
     Example:
-        >>> layer = Gather([(2,)], GatherParameters(indices=(2, 0)))
+        >>> layer = Gather([(2,)], indices=(2, 0))
         >>> layer(torch.arange(6.0).view(3, 2)).tolist()
         [[4.0, 5.0], [0.0, 1.0]]
     """

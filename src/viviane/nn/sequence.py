@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -51,7 +52,7 @@ class GRU(Layer):
     Source: Cho et al. 2014.
 
     Example:
-        >>> GRU([(5, 3)], GRUParameters(num_output=4))(torch.randn(2, 5, 3)).shape
+        >>> GRU([(5, 3)], num_output=4)(torch.randn(2, 5, 3)).shape
         torch.Size([2, 5, 4])
     """
 
@@ -94,7 +95,8 @@ class GRU(Layer):
         weights = [one.to(dtype) for one in (self.weight, self.recurrent, self.bias, cast(Tensor, self.no_bias))]
         start = torch.zeros(1, x.shape[0], settings.num_output, dtype=dtype, device=x.device)
         # cuDNN wants its weights and two biases in one block, and says so at each call; torch's own kernels do not.
-        with torch.autocast(x.device.type, enabled=False), torch.backends.cudnn.flags(enabled=not x.is_cuda):
+        own_kernels = torch.backends.cudnn.flags(enabled=False) if x.is_cuda else nullcontext()
+        with torch.autocast(x.device.type, enabled=False), own_kernels:
             states, _ = torch.gru(steps.to(dtype), start, weights, True, 1, 0.0, self.training, False, True)
         return states.to(x.dtype).reshape(x.shape[0], *self.out_shapes[0])
 
@@ -114,9 +116,9 @@ class Scale(Layer):
     the sum over the copies; HugeCTR takes the first copy's alone, which is not the derivative.
 
     Example:
-        >>> Scale([(2,)], ScaleParameters(axis=0, factor=2))(torch.tensor([[1.0, 2.0]])).tolist()
+        >>> Scale([(2,)], axis=0, factor=2)(torch.tensor([[1.0, 2.0]])).tolist()
         [[1.0, 1.0, 2.0, 2.0]]
-        >>> Scale([(2,)], ScaleParameters(axis=1, factor=2))(torch.tensor([[1.0, 2.0]])).tolist()
+        >>> Scale([(2,)], axis=1, factor=2)(torch.tensor([[1.0, 2.0]])).tolist()
         [[1.0, 2.0], [1.0, 2.0]]
     """
 

@@ -94,9 +94,9 @@ class Reshape(Layer):
         shape                      (B, ...) -> (B, *shape)
 
     Example:
-        >>> Reshape([(26, 16)], ReshapeParameters(leading_dim=416)).out_shapes
+        >>> Reshape([(26, 16)], leading_dim=416).out_shapes
         [(416,)]
-        >>> Reshape([(26, 16)], ReshapeParameters(leading_dim=16)).out_shapes[0].rows
+        >>> Reshape([(26, 16)], leading_dim=16).out_shapes[0].rows
         Rows(count=26, of_batch=True)
     """
 
@@ -147,7 +147,7 @@ class Slice(Layer):
     """Cut the last dimension into ranges, one output each.
 
     Example:
-        >>> Slice([(10,)], SliceParameters(ranges=((0, 4), (2, 10)))).out_shapes
+        >>> Slice([(10,)], ranges=((0, 4), (2, 10))).out_shapes
         [(4,), (8,)]
     """
 

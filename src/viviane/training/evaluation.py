@@ -60,8 +60,8 @@ class Evaluation:
     """Gathers loss, metrics and calibration over batches.
 
     With several labels a metric appears as "auc/<label>" of each, and "auc", their mean. Rows without an optional
-    label do not count for it. Rows whose group is missing or unknown belong to no group and do not count for metrics
-    by group.
+    label do not count for it. Rows whose group is missing or unknown (reserved ids) belong to no group and do not
+    count for metrics by group.
 
     Args:
         schema: the labels.
@@ -70,7 +70,7 @@ class Evaluation:
 
     def __init__(self, schema: Schema, metrics: Sequence[str]) -> None:
         self.labels: tuple[LabelColumn, ...] = schema.labels
-        self.first_id = schema.reserved.first
+        self._first_id = {one.name: schema.reserved.first for one in schema.one_hot if one.num_ids is not None}
         parsed = {name: MetricName.parse(name) for name in metrics}
         self._groups = {name: one.group for name, one in parsed.items() if one.group is not None}
         self._losses = {name: AverageLoss() for name, one in parsed.items() if one.kind.of_loss}
@@ -113,9 +113,10 @@ class Evaluation:
         more: dict[str, Tensor] = {}
         if group is not None:
             ids = batch.one_hot[:, batch.layout.one_hot_index[group]]
-            known = ids >= self.first_id
-            keep = known if keep is None else keep & known
-            more = {"groups": ids[keep]}
+            if group in self._first_id:  # raw ids are all ordinary
+                known = ids >= self._first_id[group]
+                keep = known if keep is None else keep & known
+            more = {"groups": _kept(ids, keep)}
         weight = None if batch.weight is None else _kept(batch.weight, keep)
         metric.update(_kept(p, keep), _kept(batch.labels[:, label], keep), weight, **more)
 
