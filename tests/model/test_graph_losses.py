@@ -246,6 +246,8 @@ def test_summary_and_plot_show_losses_and_rows():
     lines = {layer.names[0]: layer for layer in model.describe().layers}
     assert lines["loss_both"].bottoms == ("to_both", "both")
     assert lines["loss_both"].num_parameters == 0
+    assert lines["loss_both"].options == ()
+    assert lines["loss_click"].options == ("weight 0.5", "L1 0.01")
 
 
 def test_a_deep_interest_network_of_hugectr_s_layers_trains(tmp_path):

@@ -9,6 +9,7 @@ from typing import Final
 from viviane.core.errors import ConfigError, SchemaError, suggest
 from viviane.model.nodes import DenseLayer, Node
 from viviane.nn import LAYERS, Loss
+from viviane.nn.loss import LossParameters
 from viviane.schema import Schema
 from viviane.training.objective import LossTerm
 
@@ -102,3 +103,16 @@ def weigh_losses(nodes: Sequence[Node], weights: Mapping[str, float]) -> list[No
         else node
         for node in nodes
     ]
+
+
+def loss_options(node: DenseLayer) -> list[str]:
+    """Say a loss's weight and regularizer, where it has them.
+
+    Example:
+        >>> loss_options(DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["logit", "click"], loss_weight=0.5))
+        ['weight 0.5']
+    """
+    settings = LAYERS[node.type].Parameters(**node.params)
+    assert isinstance(settings, LossParameters)
+    lines = [] if settings.loss_weight == 1.0 else [f"weight {settings.loss_weight:g}"]
+    return lines + ([f"{settings.regularizer_type} {settings.lambda_:g}"] if settings.use_regularizer else [])

@@ -11,10 +11,9 @@ from typing import Any, Final
 from viviane.embedding import DynamicTableConfig, TableConfig
 from viviane.model.graph import Plan, plan_graph
 from viviane.model.layout import Placed, lay_out
+from viviane.model.losses import loss_options
 from viviane.model.nodes import DenseLayer, Input, SparseEmbedding
 from viviane.model.saving import ModelFile
-from viviane.nn import LAYERS
-from viviane.nn.loss import LossParameters
 from viviane.nn.rows import Shape, show_shape
 from viviane.schema import Schema
 
@@ -106,7 +105,7 @@ def _boxes(plan: Plan) -> dict[str, Box]:
             shapes = [plan.shapes[top] for top in node.top]
             boxes[node.name] = Box("layer", (node.name, _short(node), _show(shapes)))
         elif isinstance(node, DenseLayer):
-            boxes[node.name] = Box("loss", (node.name, node.type, *_loss_options(node)))
+            boxes[node.name] = Box("loss", (node.name, node.type, *loss_options(node)))
     return boxes
 
 
@@ -136,14 +135,6 @@ def _short(node: DenseLayer) -> str:
         if key in params:
             return f"{node.type} · {key} {params[key]}"
     return node.type
-
-
-def _loss_options(node: DenseLayer) -> list[str]:
-    """Say a loss's weight and regularizer, where it has them."""
-    settings = LAYERS[node.type].Parameters(**node.params)
-    assert isinstance(settings, LossParameters)
-    lines = [] if settings.loss_weight == 1.0 else [f"weight {settings.loss_weight:g}"]
-    return lines + ([f"{settings.regularizer_type} {settings.lambda_:g}"] if settings.use_regularizer else [])
 
 
 def _show(shapes: Sequence[Shape]) -> str:

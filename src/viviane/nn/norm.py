@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from viviane.config.base import Settings
+from viviane.core.errors import SchemaError
 from viviane.nn.init import Initializer, InitializerName
 from viviane.nn.registry import LAYERS, Layer, Shape
 
@@ -57,7 +58,17 @@ class BatchNorm(Layer):
         return [(n,)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised batch."""
+        """Return the normalised batch.
+
+        Raises:
+            SchemaError: a training batch of one row, which has no variance.
+        """
+        if self.training and x.shape[0] == 1:
+            raise SchemaError(
+                "a batch of one row has no variance to normalise with",
+                where=f"layer {self.name!r}",
+                fix="leave the last, shorter batch out: Solver(drop_last=True)",
+            )
         return cast(Tensor, self.norm(x))
 
 
