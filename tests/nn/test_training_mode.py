@@ -184,6 +184,8 @@ def test_initializers_in_hugectr_s_spelling(spelling):
     weight = build_layer("InnerProduct", {"num_output": 30, "weight_init_type": spelling}, [(50,)]).weight
     same = build_layer("InnerProduct", {"num_output": 30, "weight_init_type": "xavier_uniform"}, [(50,)]).weight
     assert torch.equal(weight, same)
+    bias = build_layer("InnerProduct", {"num_output": 300, "bias_init_type": "Uniform"}, [(50,)]).bias
+    assert 0.9 / 300 < bias.abs().max() <= 1 / 300  # a bias has no inputs
     assert 0.9 * math.sqrt(6 / 80) < weight.abs().max() <= math.sqrt(6 / 80)  # 1500 draws reach near the bound
     with pytest.raises(ConfigError, match="xavier_normal"):
         build_layer("InnerProduct", {"num_output": 3, "weight_init_type": "XavierNormal"}, [(5,)])

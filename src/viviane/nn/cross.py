@@ -76,7 +76,7 @@ class MultiCross(Layer):
             if settings.bias_init_type == "default":
                 self.biases.append(init.constant((n,)))
             else:
-                self.biases.append(init.weight(f"{i}.bias", (n,), settings.bias_init_type, fan_in=1, fan_out=n))
+                self.biases.append(init.weight(f"{i}.bias", (n,), settings.bias_init_type, fan_in=0, fan_out=n))
         return [(n,)]
 
     def forward(self, x: Tensor) -> Tensor:

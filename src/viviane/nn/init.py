@@ -77,6 +77,8 @@ class Initializer:
         uniform         U(-1/(fan_in + fan_out), 1/(fan_in + fan_out))
         xavier_normal   N(0, 2 / (fan_in + fan_out))
         xavier_uniform  U(-a, a), a = sqrt(6 / (fan_in + fan_out))
+
+        The fan_in of a bias is 0, as in HugeCTR.
         """
         total = fan_in + fan_out
         if kind == "zero":

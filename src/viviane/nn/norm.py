@@ -118,4 +118,4 @@ class LayerNorm(Layer):
 def _gain(init: Initializer, name: str, n: int, kind: InitializerName, default: float) -> nn.Parameter:
     if kind == "default":
         return init.constant((n,), default)
-    return init.weight(name, (n,), kind, fan_in=1, fan_out=n)
+    return init.weight(name, (n,), kind, fan_in=0, fan_out=n)

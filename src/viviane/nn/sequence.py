@@ -78,7 +78,7 @@ class GRU(Layer):
         kind = settings.bias_init_type if name == "bias" else settings.weight_init_type
         if kind == "default":
             return init.uniform(name, shape, math.sqrt(1 / n))
-        return init.weight(name, shape, kind, fan_in=shape[-1] if len(shape) == 2 else 1, fan_out=n)
+        return init.weight(name, shape, kind, fan_in=shape[-1] if len(shape) == 2 else 0, fan_out=n)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the states.
