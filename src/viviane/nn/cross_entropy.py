@@ -42,8 +42,9 @@ def cross_entropy(
         0.6931
     """
     z, classes = _wide(logits), labels.flatten().long()
-    if z.dim() != 2 or len(z) != len(classes):
-        raise SchemaError("logits (B, C) and one class a row", value=f"{tuple(z.shape)} and {len(classes)} labels")
+    if z.dim() != 2 or z.shape[0] != classes.shape[0]:
+        value = f"{tuple(z.shape)} and {classes.shape[0]} labels"
+        raise SchemaError("logits (B, C) and one class a row", value=value)
     losses = F.cross_entropy(z, classes, reduction="none", label_smoothing=label_smoothing)
     if class_weights is not None:
         losses = losses * torch.tensor(class_weights, dtype=z.dtype, device=z.device)[classes]
