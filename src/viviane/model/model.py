@@ -117,7 +117,7 @@ class Model:
         Args:
             optimizer: of the dense layers; None takes Adam().
             embedding_optimizer: of tables without their own; None takes `optimizer`.
-            metrics: names; the first one leads. None takes "auc" and "log_loss".
+            metrics: names, such as "auc" or "gauc:user"; the first one leads. None takes "auc" and "log_loss".
             loss_weights: weights of several losses, by label tensor or loss node; they scale gradients too. It is
                 the same as `loss_weight` at the loss nodes.
 
