@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from viviane import nn
 from viviane.batch import Batch
 from viviane.config import SGD, Solver
 from viviane.core.errors import ConfigError, DataError, SchemaError
@@ -15,6 +16,7 @@ from viviane.data import write_dataset
 from viviane.model import DenseLayer, Input, Model, SparseEmbedding
 from viviane.report import write_report
 from viviane.schema import Schema
+from viviane.training import LossTerm, Trainer
 
 SCHEMA = Schema(
     labels=[
@@ -289,6 +291,56 @@ def test_a_deep_interest_network_of_hugectr_s_layers_trains(tmp_path):
     assert str(plan.shapes["history"].rows) == "4 B"
     assert plan.shapes["scores"] == (length,)
     assert model.fit(data, data).best("auc") > 0.9
+
+
+def test_a_torch_module_trains_with_terms():
+    class Heads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def forward(self, batch):
+            return self.layer(batch.dense)
+
+    schema = SCHEMA.select(["price", "like", "x"])
+    rows = {name: value for name, value in make_rows().items() if name in ("price", "like", "x", "w")}
+    batch = Batch.from_columns(schema, rows)
+    terms = [
+        LossTerm(nn.MeanSquaredErrorLoss([(1,), (1,)], loss_weight=0.5), (2, 3), (0,)),
+        LossTerm(nn.CrossEntropyLoss([(2,), (1,)]), (0, 2), (1,)),
+    ]
+    trainer = Trainer(Heads(), schema, Solver(device="cpu", lr=0.1), SGD(), terms=terms, progress=False)
+    out, w = trainer.module(batch).detach(), batch.weight
+    square = ((out[:, 2] - batch.label("price")) ** 2 * w).sum() / w.sum()
+    cross = (F.cross_entropy(out[:, :2], batch.label("like").long(), reduction="none") * w).sum() / w.sum()
+    assert trainer.train_step(batch).item() == pytest.approx((0.5 * square + cross).item(), rel=1e-5)  # float32
+    predictions = trainer.objective.predictions(out, batch.size)
+    torch.testing.assert_close(predictions, torch.stack([out[:, 2], out[:, :2].softmax(1)[:, 1]], 1))
+
+
+def test_a_loss_of_ones_own_goes_by_its_name(monkeypatch):
+    class HingeLoss(nn.Loss):
+        """max(0, 1 - (2 y - 1) z)."""
+
+        def build(self, init):
+            return [()]
+
+        def mean_loss(self, output, label, weight=None, class_weights=None, label_smoothing=0.0):
+            return (1 - (2 * label - 1) * output).clamp_min(0).mean()
+
+    monkeypatch.setitem(nn.LAYERS._items, "HingeLoss", HingeLoss)
+    schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}])
+    model = Model(Solver(device="cpu"), schema)
+    for node in (
+        Input(label="y"),
+        DenseLayer("z", "InnerProduct", bottom="dense", num_output=1, weight_init_type="zero", bias_init_type="zero"),
+        DenseLayer("hinge", "HingeLoss", bottom=["z", "y"]),
+    ):
+        model.add(node)
+    model.compile(loss_weights={"y": 3.0})
+    batch = Batch.from_columns(schema, {"y": [1.0, 0.0], "x": [1.0, 2.0]})
+    assert model.trainer.train_step(batch).item() == 3.0
+    assert "weight 3" in model.plot()
 
 
 MISTAKES = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from viviane.core.errors import ConfigError, SchemaError, suggest
 from viviane.model.nodes import DenseLayer, Node
@@ -12,8 +11,6 @@ from viviane.nn import LAYERS, Loss
 from viviane.nn.loss import LossParameters
 from viviane.schema import Schema
 from viviane.training.objective import LossTerm
-
-LOSSES: Final = frozenset(name for name, layer in LAYERS.items() if issubclass(layer, Loss))
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def weigh_losses(nodes: Sequence[Node], weights: Mapping[str, float]) -> list[No
         >>> weigh_losses([node], {"click": 0.5})[0].params
         {'loss_weight': 0.5}
     """
-    losses = [node for node in nodes if isinstance(node, DenseLayer) and node.type in LOSSES]
+    losses = [node for node in nodes if isinstance(node, DenseLayer) and issubclass(LAYERS[node.type], Loss)]
     owners = {node.name: node.name for node in losses} | {node.bottom[-1]: node.name for node in losses}
     chosen: dict[str, float] = {}
     for name, weight in weights.items():
