@@ -46,11 +46,20 @@ class LabelColumn(Settings):
         name: the Parquet column.
         task: "binary" for 0/1 labels (checked by the reader), "regression" for real numbers.
         dtype: physical type in Parquet.
+        optional: a binary label may be -1, which says that the row has none: it counts neither in the loss nor in
+            the metrics of this label.
     """
 
     name: str = Field(min_length=1)
     task: Literal["binary", "regression"] = "binary"
     dtype: Literal["float32", "int8", "int32", "int64", "bool"] = "float32"
+    optional: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> LabelColumn:
+        if self.optional and (self.task != "binary" or self.dtype == "bool"):
+            raise ValueError(f"label {self.name!r}: optional is for binary labels of a type that can hold -1")
+        return self
 
 
 class DenseColumn(Settings):

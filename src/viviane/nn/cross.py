@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -76,7 +77,7 @@ class MultiCross(Layer):
             if settings.bias_init_type == "default":
                 self.biases.append(init.constant((n,)))
             else:
-                self.biases.append(init.weight(f"{i}.bias", (n,), settings.bias_init_type, fan_in=1, fan_out=n))
+                self.biases.append(init.weight(f"{i}.bias", (n,), settings.bias_init_type, fan_in=0, fan_out=n))
         return [(n,)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +124,8 @@ class FmOrder2(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the pairwise products, summed over pairs."""
-        e = x.view(x.shape[0], -1, self.out_shapes[0][0])  # (B, s, d)
+        d = self.out_shapes[0][0]
+        e = x.view(x.shape[0], math.prod(self.in_shapes[0]) // d, d)  # (B, s, d)
         return 0.5 * (e.sum(1).square() - e.square().sum(1))
 
 

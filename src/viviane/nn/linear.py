@@ -50,7 +50,7 @@ class InnerProduct(Layer):
         if settings.bias_init_type == "default":
             self.bias = init.truncated_normal("bias", (n,), math.sqrt(1 / n))
         else:
-            self.bias = init.weight("bias", (n,), settings.bias_init_type, fan_in=1, fan_out=n)
+            self.bias = init.weight("bias", (n,), settings.bias_init_type, fan_in=0, fan_out=n)
         return [(*front, n)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class MLP(Layer):
         if bias and settings.bias_init_type == "default":
             linear.bias = init.uniform(f"{index}.bias", (n,), bound)
         elif bias:
-            linear.bias = init.weight(f"{index}.bias", (n,), settings.bias_init_type, fan_in=1, fan_out=n)
+            linear.bias = init.weight(f"{index}.bias", (n,), settings.bias_init_type, fan_in=0, fan_out=n)
         return linear
 
     def unfused(self, x: Tensor) -> str | None:

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from viviane.config.base import Settings
 from viviane.core.errors import SchemaError
 from viviane.nn.init import Initializer
-from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.nn.loss import Loss
+from viviane.nn.registry import LAYERS, Shape
 from viviane.ops.logistic_loss import logistic_loss
 
 
@@ -63,12 +63,8 @@ def regularization_loss(
     return torch.stack([w.square().sum() for w in weights]).sum() * (strength / (2 * batch_size))
 
 
-class BinaryCrossEntropyLossParameters(Settings):
-    """Parameters of `BinaryCrossEntropyLoss`: none yet; weights and smoothing belong to the solver."""
-
-
 @LAYERS.register("BinaryCrossEntropyLoss")
-class BinaryCrossEntropyLoss(Layer):
+class BinaryCrossEntropyLoss(Loss):
     """Binary cross-entropy of (logit, label): (B, 1) and (B, 1) -> a number; the sigmoid is inside.
 
     Example:
@@ -77,14 +73,19 @@ class BinaryCrossEntropyLoss(Layer):
         0.6931
     """
 
-    Parameters = BinaryCrossEntropyLossParameters
-
     def build(self, init: Initializer) -> list[Shape]:
         """Check that there is one logit per label."""
         if len(self.in_shapes) != 2 or any(shape not in ((1,), ()) for shape in self.in_shapes):
             raise self.refuse("a logit (B, 1) and a label (B, 1)")
         return [()]
 
-    def forward(self, logit: Tensor, label: Tensor) -> Tensor:
-        """Return the mean loss."""
-        return binary_cross_entropy(logit, label)
+    def mean_loss(
+        self,
+        output: Tensor,
+        label: Tensor,
+        weight: Tensor | None = None,
+        class_weights: tuple[float, float] | None = None,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """Return the loss of a batch."""
+        return binary_cross_entropy(output, label, weight, class_weights, label_smoothing)

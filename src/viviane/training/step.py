@@ -112,7 +112,8 @@ class TrainStep:
                 where=type(self.module).__name__,
                 fix="unfreeze a parameter or a table, and let the module's output come from it",
             )
-        return loss
+        penalty = self.objective.penalty(self.parameters.values(), batch.size)
+        return loss if penalty is None else loss + penalty
 
     def _clip_scale(self) -> float | Tensor:
         limit = self.solver.clip_grad_norm
