@@ -5,7 +5,6 @@ Shapes: B rows of the batch, F one-hot columns, N entries of a bag, L places of 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from viviane.batch import Bag, Batch
 from viviane.core.errors import DataError, suggest
 from viviane.embedding.config import FeatureConfig, TableConfig
-from viviane.embedding.keys import BagTooLong, RowMap, Violation, report
+from viviane.embedding.keys import BagTooLong, RowMap, Violations, report
 from viviane.embedding.lookup import Part
 from viviane.embedding.output import Place
 from viviane.embedding.storage import Storage
@@ -88,7 +87,8 @@ class BagPlan:
             longest = lengths.argmax().view(1)
             excess = lengths.index_select(0, longest)  # indexing by a 0-dim tensor would wait for a GPU
             record = torch.cat([(excess > length).to(torch.int64), longest, excess])
-            report(BagTooLong(record, origin, self.feature.name, length), self.row_map.violations)
+            found = BagTooLong(record, origin, self.feature.name, length)
+            report(found, self.row_map.violations, ("length", self.feature.name))
         bags = entry_bags(offsets, len(rows))
         position = torch.arange(len(rows), device=rows.device) - offsets[bags]
         target = torch.where(position < length, bags * length + position, size * length)
@@ -146,7 +146,7 @@ class Planner:
     tables: Mapping[str, TableConfig]
     storages: Sequence[Storage]
     places: Mapping[str, Place]
-    violations: deque[Violation]
+    violations: Violations
     device: torch.device
 
     def plan(self, one_hot: Sequence[str]) -> Plan:

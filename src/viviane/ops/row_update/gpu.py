@@ -16,8 +16,10 @@ from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
+from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state
 from viviane.ops.row_update.gpu_kernels import rest_kernel, span_kernel
+from viviane.ops.row_update.gpu_numbers import rule_on_device
 from viviane.ops.row_update.gpu_rules import SUM, Rule, rule_of
 from viviane.ops.triton_parts.launch import WARP, ceil_div, devices_agree, on_device, power_of_two, warps_for
 
@@ -78,15 +80,20 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def join_rows(device: torch.device, scratch: Scratch) -> None:
+    """Let the current stream wait for what `prepare_rows` began; every recorded fork of a CUDA graph must be joined."""
+    if scratch.ready is not None:
+        torch.cuda.current_stream(device).wait_event(scratch.ready)
+        scratch.ready = None
+
+
 def _sorted(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Take what `prepare_rows` made, or sort now.
 
     What it made lies in the side stream's memory. That is used again only after `wait_stream` of a later call, which
     comes after every use here.
     """
-    if scratch.ready is not None:
-        torch.cuda.current_stream(rows.device).wait_event(scratch.ready)
-        scratch.ready = None
+    join_rows(rows.device, scratch)
     return sort_entries(rows, scratch)
 
 
@@ -108,10 +115,12 @@ def sort_entries(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         >>> [part.tolist() for part in sort_entries(torch.tensor([7, 2, 7]), Scratch())]
         [[2, 7, 7], [1, 0, 2]]
     """
-    kept = scratch.tensors.get(_SORTED[0])
-    if kept is None or not _same(kept, rows):
+    kept, recorded = scratch.tensors.get(_SORTED[0]), is_capturing(rows.device)
+    # What a graph sorts holds once it is replayed, and what was sorted before it is not sorted by its replays.
+    if kept is None or recorded != scratch.recorded or not _same(kept, rows):
         found, order = torch.sort(rows, stable=True)
         scratch.tensors.update(zip(_SORTED, (rows, found, order), strict=True))
+        scratch.recorded = recorded
     return scratch.tensors[_SORTED[1]], scratch.tensors[_SORTED[2]]
 
 
@@ -155,15 +164,16 @@ def update_rows(
     entries: Entries,
     rule: AnyOptimizer,
     *,
-    lr: float,
-    step: int,
+    lr: float | Tensor,
+    step: int | Tensor,
     scale: float | Tensor = 1.0,
     first_row: int = 0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     scratch: Scratch,
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place."""
-    _check(entries, weight, scale if isinstance(scale, Tensor) else None, *state.values())
+    held = [part for part in (lr, step, seed, scale) if isinstance(part, Tensor)]
+    _check(entries, weight, *held, *state.values())
     if not weight.numel():
         return
     whole = getattr(rule, "update", "local") == "global"
@@ -171,8 +181,12 @@ def update_rows(
     parts = [state[name] for name in initial_state(rule)]
     own = [part for part in parts if part.dim() == 1]
     wide = [part for part in parts if part.dim() == 2]
+    if isinstance(lr, Tensor) or isinstance(step, Tensor) or isinstance(seed, Tensor):
+        own_rule, dither = rule_on_device(rule, lr, step, seed, weight.device), 0
+    else:
+        own_rule, dither = rule_of(rule, float(lr), step), _signed(seed + step * 0x9E3779B1)
     target = _Target(
-        weight, rule_of(rule, float(lr), step), first_row, len(weight),
+        weight, own_rule, first_row, len(weight),
         first=wide[0] if wide else None,
         second=wide[1] if len(wide) > 1 else None,
         own=own[0] if own else None,
@@ -181,7 +195,7 @@ def update_rows(
         scale_at=scale if isinstance(scale, Tensor) else None,
         clip=rule.clip_row_norm,
         decay=rule.weight_decay or None,
-        dither=_signed(seed + step * 0x9E3779B1),
+        dither=dither,
     )  # fmt: skip
     if len(entries.rows):
         _take_spans(target, *_sorted(entries.rows, scratch), entries)
@@ -247,7 +261,8 @@ def _move_rest(target: _Target) -> None:
 def _fixed(target: _Target) -> dict[str, Any]:
     dim = target.table.shape[1]
     return {
-        "kind": target.rule.kind, "inside": target.rule.inside, "dim": dim, "block": power_of_two(dim),
+        "kind": target.rule.kind, "inside": target.rule.inside, "held": isinstance(target.rule.numbers, Tensor),
+        "dim": dim, "block": power_of_two(dim),
         "vector": _vector(dim),
     }  # fmt: skip
 
@@ -272,4 +287,4 @@ def _check(entries: Entries, *others: Tensor | None) -> None:
     if entries.gradients.dtype not in _FLOATS or not entries.gradients.is_contiguous():
         raise VivianeError("gradients must be contiguous, of a type that kernels know", value=entries.gradients.dtype)
     if not devices_agree([entries.rows, entries.gradients, entries.sources, entries.weights, *others]):
-        raise VivianeError("a table, its state, its entries and the scale must be on one device")
+        raise VivianeError("a table, its state, its entries and the numbers of the step must be on one device")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from viviane.ops.row_update.gpu_numbers import held_numbers
 from viviane.ops.row_update.gpu_rules import SUM, move
 from viviane.ops.triton_parts.rounding import rounded
 
@@ -130,7 +131,7 @@ def _find_entries(rows, order, sources, n, stop, dim: tl.constexpr, aligned: tl.
     row = tl.load(rows + n, mask=n < stop, other=-1)
     entry = n.to(tl.int64)
     if order is not None:
-        entry = tl.load(order + n, mask=n < stop, other=0)
+        entry = tl.load(order + n, mask=n < stop, other=0).to(tl.int64)
     source = entry * dim
     if sources is not None:
         source = tl.load(sources + entry, mask=n < stop, other=0).to(tl.int64)
@@ -178,6 +179,7 @@ def span_kernel(
     dither,
     kind: tl.constexpr,
     inside: tl.constexpr,
+    held: tl.constexpr,
     dim: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
@@ -186,6 +188,8 @@ def span_kernel(
     span: tl.constexpr,
 ):
     """Sum the runs of a span of entries, and move the rows whose runs it holds whole; without order, of slots."""
+    if held:
+        numbers, dither = held_numbers(numbers)
     p = tl.program_id(0)
     start = p * span
     end = tl.minimum(start + span, count)
@@ -249,12 +253,15 @@ def rest_kernel(
     dither,
     kind: tl.constexpr,
     inside: tl.constexpr,
+    held: tl.constexpr,
     dim: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
     tile: tl.constexpr,
 ):
     """Move the rows that no entry touched, whose gradient is zero, for the "global" rules."""
+    if held:
+        numbers, dither = held_numbers(numbers)
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
     cols = tl.arange(0, block)
     here = (row < num_rows) & (tl.load(touched + row, mask=row < num_rows, other=1) == 0)
