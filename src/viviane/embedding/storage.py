@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class Storage(nn.Module):
     def prepare(self, rows: Tensor) -> None:
         """Begin the part of an update that needs no gradients, for the rows of a lookup that will be trained."""
         if not self._pending:
-            prepare_rows(rows, self._scratch)
+            prepare_rows(rows, self._scratch, self.null_row + _ZERO_ROWS)
 
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
@@ -200,7 +200,8 @@ class Storage(nn.Module):
             entries = Entries(rows, sums.view(-1))
             before = None if self.row_mean is None else self.weight.index_select(0, rows)
         else:
-            entries = _joined([one.entries for one in self._pending])
+            joined = _joined([one.entries for one in self._pending])
+            entries = replace(joined, bound=self.null_row + _ZERO_ROWS)
         for index, start, stop, tables in self._ranges(active):
             rule = self.segments[index].optimizer
             assert rule is not None

@@ -99,7 +99,7 @@ def update_rows(
     )  # fmt: skip
 
 
-def prepare_rows(rows: Tensor, scratch: Scratch) -> None:
+def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> None:
     """Begin what an update needs to know of the rows alone, while the forward and backward pass go on.
 
     On a GPU that is their sorting, on a stream of its own; the next `update_rows` or `sum_rows` with this scratch and
@@ -108,12 +108,13 @@ def prepare_rows(rows: Tensor, scratch: Scratch) -> None:
     Args:
         rows: (N,), int32 or int64, contiguous; what they hold must not change before the update.
         scratch: of the table.
+        bound: as in `Entries`.
 
     Example:
         >>> prepare_rows(torch.tensor([2, 0, 2]), Scratch())
     """
     if rows.is_cuda and len(rows) and choose(rows.device) == "gpu":
-        implementation("row_update", rows.device).prepare_rows(rows, scratch)
+        implementation("row_update", rows.device).prepare_rows(rows, scratch, bound)
 
 
 def join_rows(device: torch.device, scratch: Scratch) -> None:

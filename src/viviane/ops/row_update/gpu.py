@@ -18,9 +18,10 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
 from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state
-from viviane.ops.row_update.gpu_kernels import rest_kernel, span_kernel
+from viviane.ops.row_update.gpu_kernels import join_kernel, rest_kernel, span_kernel
 from viviane.ops.row_update.gpu_numbers import rule_on_device
 from viviane.ops.row_update.gpu_rules import SUM, Rule, rule_of
+from viviane.ops.row_update.gpu_sort import sort_rows
 from viviane.ops.triton_parts.launch import WARP, ceil_div, devices_agree, on_device, power_of_two, warps_for
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _SPAN = 64
 _SLOT_SPAN = 32
 _WIDEST_TILE = 64
+_MOST_JOINED = 2048  # spans that one row may cross before their slots are summed in two steps
 _LOW = 0xFFFFFFFF
 _SORTED = ("sorted_of", "sorted_rows", "sorted_order")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,12 +67,23 @@ def slot_shape(dim: int) -> SpanShape:
     return SpanShape(min(shape.tile, _SLOT_SPAN), _SLOT_SPAN, shape.warps)
 
 
-def prepare_rows(rows: Tensor, scratch: Scratch) -> None:
+def join_shape(dim: int) -> tuple[int, int]:
+    """Choose how many partial sums of one row are added at once, and by how many warps.
+
+    Example:
+        >>> join_shape(128)
+        (32, 4)
+    """
+    warps = max(4, warps_for(dim))
+    return max(1, min(32, 32 * WARP * warps // power_of_two(dim))), warps
+
+
+def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> None:
     """Sort rows on a stream of its own, after all that the current stream was given so far."""
     stream = _side_stream(rows.device)
     stream.wait_stream(torch.cuda.current_stream(rows.device))
     with torch.cuda.stream(stream):
-        sort_entries(rows, scratch)
+        sort_entries(rows, scratch, bound)
         scratch.ready = stream.record_event()
     rows.record_stream(stream)  # a forward pass without a step lets go of them at once
 
@@ -87,17 +100,17 @@ def join_rows(device: torch.device, scratch: Scratch) -> None:
         scratch.ready = None
 
 
-def _sorted(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+def _sorted(entries: Entries, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Take what `prepare_rows` made, or sort now.
 
     What it made lies in the side stream's memory. That is used again only after `wait_stream` of a later call, which
     comes after every use here.
     """
-    join_rows(rows.device, scratch)
-    return sort_entries(rows, scratch)
+    join_rows(entries.rows.device, scratch)
+    return sort_entries(entries.rows, scratch, entries.bound)
 
 
-def sort_entries(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+def sort_entries(rows: Tensor, scratch: Scratch, bound: int | None = None) -> tuple[Tensor, Tensor]:
     """Sort rows, those of equal rows in the order of the entries; kept in the scratch until other rows come.
 
     A later `update_rows` or `sum_rows` with this scratch and the same tensor takes what is kept. Where it runs on a
@@ -106,9 +119,10 @@ def sort_entries(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     Args:
         rows: (N,), int32 or int64.
         scratch: of the table.
+        bound: as in `Entries`.
 
     Returns:
-        rows in rising order, and the entry that each came from, int64; (N,) each.
+        rows in rising order, and the entry that each came from, int32 or int64; (N,) each.
 
     Example:
         >>> from viviane.ops.row_update import Scratch
@@ -118,7 +132,7 @@ def sort_entries(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     kept, recorded = scratch.tensors.get(_SORTED[0]), is_capturing(rows.device)
     # What a graph sorts holds once it is replayed, and what was sorted before it is not sorted by its replays.
     if kept is None or recorded != scratch.recorded or not _same(kept, rows):
-        found, order = torch.sort(rows, stable=True)
+        found, order = sort_rows(rows, bound)
         scratch.tensors.update(zip(_SORTED, (rows, found, order), strict=True))
         scratch.recorded = recorded
     return scratch.tensors[_SORTED[1]], scratch.tensors[_SORTED[2]]
@@ -143,7 +157,7 @@ def sum_rows(
     device = entries.rows.device
     if not len(entries.rows):
         return torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dim, device=device)
-    rows, order = _sorted(entries.rows, scratch)
+    rows, order = _sorted(entries, scratch)
     inside = (rows >= first_row) & (rows < first_row + num_rows)
     starts = inside.clone()
     starts[1:] &= rows[1:] != rows[:-1]
@@ -198,7 +212,7 @@ def update_rows(
         dither=dither,
     )  # fmt: skip
     if len(entries.rows):
-        _take_spans(target, *_sorted(entries.rows, scratch), entries)
+        _take_spans(target, *_sorted(entries, scratch), entries)
     if whole:
         _move_rest(target)
 
@@ -223,11 +237,13 @@ class _Target:
 
 
 def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) -> None:
-    """Launch until one span takes all: first the entries, then the partial sums of runs that crossed an edge."""
+    """Launch over the entries, over their slots while they are many, and last over the runs that crossed an edge."""
     dim = target.table.shape[1]
     shape = span_shape(dim, sum(part is not None for part in (target.first, target.second)))
     count, aligned = len(rows), min(entries.aligned, _vector(dim))
     parts: tuple[Tensor | None, ...] = (order, entries.sources, entries.weights, entries.gradients)
+    # Pooled gradients are read once for each row of their bag, others once; rows are read and written once.
+    shared = entries.sources is not None and count * dim > 2 * len(entries.gradients)
     with on_device(rows):
         while True:
             spans = ceil_div(count, shape.span)
@@ -238,13 +254,21 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
             span_kernel[(spans,)](
                 rows, *parts, slot_rows, slot_sums, target.table, target.first, target.second, target.own,
                 target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
-                target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned, tile=shape.tile,
-                span=shape.span, num_warps=shape.warps, enable_fp_fusion=False,
+                target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned, shared=shared,
+                tile=shape.tile, span=shape.span, num_warps=shape.warps, enable_fp_fusion=False,
             )  # fmt: skip
-            if slot_rows is None:
+            if slot_rows is None or slot_sums is None:
                 return
-            rows, parts, count = slot_rows, (None, None, None, slot_sums), 2 * spans
+            if spans <= _MOST_JOINED:
+                break
+            rows, parts, count, shared = slot_rows, (None, None, None, slot_sums), 2 * spans, False
             shape, aligned = slot_shape(dim), _vector(dim)
+        tile, warps = join_shape(dim)
+        join_kernel[(spans,)](
+            slot_rows, slot_sums, target.table, target.first, target.second, target.own, target.touched, target.scale,
+            target.scale_at, target.clip, target.decay, target.rule.numbers, spans, target.first_row, target.dither,
+            **_fixed(target), tile=tile, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _move_rest(target: _Target) -> None:

@@ -3,9 +3,9 @@
 Entries come sorted by row. A program takes a span of neighbouring entries in tiles of T, sums runs of equal rows by a
 segmented scan, and moves a row once its run ends. A run that crosses the edge of a span leaves partial sums: slot 2p
 holds what span p has of a run that began before it, slot 2p + 1 what it has of a run that goes on behind it. Slots in
-their order are again entries sorted by row, empty ones with row -1, and go through the same kernel, until one span
-takes all. So the work of a program does not depend on how often a row stands in the batch, and the order of every sum
-is fixed by the sorted list alone.
+their order are again entries sorted by row, empty ones with row -1; where they are many they go through the same
+kernel, and the runs that are left are summed each by a program of its own. So the work of a program hardly depends on
+how often a row stands in the batch, and the order of every sum is fixed by the sorted list alone.
 
 A row of D numbers lies across a warp, `vector` numbers a thread, so that the scan along entries stays within threads.
 """
@@ -184,6 +184,7 @@ def span_kernel(
     block: tl.constexpr,
     vector: tl.constexpr,
     aligned: tl.constexpr,
+    shared: tl.constexpr,
     tile: tl.constexpr,
     span: tl.constexpr,
 ):
@@ -208,7 +209,7 @@ def span_kernel(
     for at in range(start, stop, tile):
         n = at + lane
         here = (n < stop) & (row >= first_row) & (row < first_row + num_rows)
-        g = _load(gradients, source, cols, here, dim, block, "evict_first")
+        g = _load(gradients, source, cols, here, dim, block, "evict_last" if shared else "evict_first")
         if weights is not None:
             g *= tl.load(weights + entry, mask=here, other=0.0)[:, None]
         next_row = tl.load(rows + n + 1, mask=n + 1 < count, other=-1)
@@ -238,6 +239,60 @@ def span_kernel(
                 tl.store(slot_sums + (2 * p).to(tl.int64) * dim + cols, total, mask=cols < dim)
     if slot_sums is not None:
         _store_slots(slot_rows, slot_sums, carry, p, head, last, before, behind, first_row, num_rows, cols, dim)
+
+
+@triton.jit(do_not_specialize=["spans", "first_row", "dither"])
+def join_kernel(
+    slot_rows,
+    slot_sums,
+    table,
+    first,
+    second,
+    own,
+    touched,
+    scale,
+    scale_at,
+    clip,
+    decay,
+    numbers,
+    spans,
+    first_row,
+    dither,
+    kind: tl.constexpr,
+    inside: tl.constexpr,
+    held: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Sum the run that begins in a span and goes on behind it, over the spans that it crosses, and move its row."""
+    p = tl.program_id(0)
+    run = tl.load(slot_rows + 2 * p + 1)
+    if held:
+        numbers, dither = held_numbers(numbers)
+    if (run != -1) & (tl.load(slot_rows + 2 * p) != run):
+        cols = tl.arange(0, block)
+        lane = tl.arange(0, tile)
+        sums = slot_sums + (2 * p).to(tl.int64) * dim + cols
+        g = tl.load(sums + dim, mask=cols < dim, other=0.0)
+        done = tl.full([], 1, tl.int32)
+        goes_on = run != -1
+        while goes_on:
+            here = tl.load(slot_rows + 2 * (p + done + lane), mask=p + done + lane < spans, other=-1) == run
+            place = 2 * (done + lane).to(tl.int64) * dim
+            parts = tl.load(sums[None, :] + place[:, None], mask=here[:, None] & (cols < dim)[None, :], other=0.0)
+            g += tl.sum(parts, 0)
+            goes_on = tl.min(here.to(tl.int32), 0) == 1
+            done += tile
+        here = tl.full([1], 1, tl.int1)
+        place = tl.full([1], 0, tl.int64) + (run - first_row)
+        w, one, two, per_row = _load_rows(table, first, second, own, place, cols, here, kind, dim, block, vector)
+        g = g[None, :]
+        if kind != _sum:
+            g = _scaled(g, w, scale, scale_at, clip, decay)
+            g, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
+        _store_rows(table, first, second, own, touched, g, one, two, per_row, place, cols, here, dim, vector, dither)
 
 
 @triton.jit(do_not_specialize=["num_rows", "dither"])
