@@ -67,6 +67,23 @@ def slot_shape(dim: int) -> SpanShape:
     return SpanShape(min(shape.tile, _SLOT_SPAN), _SLOT_SPAN, shape.warps)
 
 
+class CacheHints(NamedTuple):
+    """What the caches are told of gradients and of rows with their state."""
+
+    gradients: str
+    rows: str
+
+
+def cache_hints(reads: float) -> CacheHints:
+    """Keep gradients that bags share, each read by several entries; all else passes through.
+
+    Example:
+        >>> cache_hints(1.0), cache_hints(8.2)
+        (CacheHints(gradients='evict_first', rows=''), CacheHints(gradients='evict_last', rows='evict_first'))
+    """
+    return CacheHints("evict_last", "evict_first") if reads > 2 else CacheHints("evict_first", "")
+
+
 def join_shape(dim: int) -> tuple[int, int]:
     """Choose how many partial sums of one row are added at once, and by how many warps.
 
@@ -242,8 +259,7 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
     shape = span_shape(dim, sum(part is not None for part in (target.first, target.second)))
     count, aligned = len(rows), min(entries.aligned, _vector(dim))
     parts: tuple[Tensor | None, ...] = (order, entries.sources, entries.weights, entries.gradients)
-    # Pooled gradients are read once for each row of their bag, others once; rows are read and written once.
-    shared = entries.sources is not None and count * dim > 2 * len(entries.gradients)
+    hints = cache_hints(count * dim / len(entries.gradients))
     with on_device(rows):
         while True:
             spans = ceil_div(count, shape.span)
@@ -254,15 +270,16 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
             span_kernel[(spans,)](
                 rows, *parts, slot_rows, slot_sums, target.table, target.first, target.second, target.own,
                 target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
-                target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned, shared=shared,
-                tile=shape.tile, span=shape.span, num_warps=shape.warps, enable_fp_fusion=False,
+                target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned,
+                hint_gradients=hints.gradients, hint_rows=hints.rows, tile=shape.tile, span=shape.span,
+                num_warps=shape.warps, enable_fp_fusion=False,
             )  # fmt: skip
             if slot_rows is None or slot_sums is None:
                 return
             if spans <= _MOST_JOINED:
                 break
-            rows, parts, count, shared = slot_rows, (None, None, None, slot_sums), 2 * spans, False
-            shape, aligned = slot_shape(dim), _vector(dim)
+            rows, parts, count = slot_rows, (None, None, None, slot_sums), 2 * spans
+            shape, aligned, hints = slot_shape(dim), _vector(dim), cache_hints(1.0)
         tile, warps = join_shape(dim)
         join_kernel[(spans,)](
             slot_rows, slot_sums, target.table, target.first, target.second, target.own, target.touched, target.scale,

@@ -77,17 +77,18 @@ def _load_rows(
     dim: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
+    hint: tl.constexpr,
 ):
     """Load rows and their state; what a rule lacks is zero."""
     place = tl.multiple_of(row * dim, [vector])
     w = tl.zeros([row.shape[0], block], dtype=tl.float32)
     one, two, per_row = w, w, tl.zeros([row.shape[0]], dtype=tl.float32)
     if kind != _sum:
-        w = _load(table, place, cols, here, dim, block, "")
+        w = _load(table, place, cols, here, dim, block, hint)
     if first is not None:
-        one = _load(first, place, cols, here, dim, block, "")
+        one = _load(first, place, cols, here, dim, block, hint)
     if second is not None:
-        two = _load(second, place, cols, here, dim, block, "")
+        two = _load(second, place, cols, here, dim, block, hint)
     if own is not None:
         per_row = tl.load(own + row, mask=here, other=0.0)
     return w, one, two, per_row
@@ -110,15 +111,16 @@ def _store_rows(
     dim: tl.constexpr,
     vector: tl.constexpr,
     dither,
+    hint: tl.constexpr,
 ):
     """Store rows, rounded to their type, and their state."""
     place = tl.multiple_of(row * dim, [vector])[:, None] + cols[None, :]
     mask = here[:, None] & (cols < dim)[None, :]
-    tl.store(table + place, rounded(w, table.dtype.element_ty, dither, row, cols), mask=mask)
+    tl.store(table + place, rounded(w, table.dtype.element_ty, dither, row, cols), mask=mask, eviction_policy=hint)
     if first is not None:
-        tl.store(first + place, one, mask=mask)
+        tl.store(first + place, one, mask=mask, eviction_policy=hint)
     if second is not None:
-        tl.store(second + place, two, mask=mask)
+        tl.store(second + place, two, mask=mask, eviction_policy=hint)
     if own is not None:
         tl.store(own + row, per_row, mask=here)
     if touched is not None:
@@ -184,7 +186,8 @@ def span_kernel(
     block: tl.constexpr,
     vector: tl.constexpr,
     aligned: tl.constexpr,
-    shared: tl.constexpr,
+    hint_gradients: tl.constexpr,
+    hint_rows: tl.constexpr,
     tile: tl.constexpr,
     span: tl.constexpr,
 ):
@@ -209,7 +212,7 @@ def span_kernel(
     for at in range(start, stop, tile):
         n = at + lane
         here = (n < stop) & (row >= first_row) & (row < first_row + num_rows)
-        g = _load(gradients, source, cols, here, dim, block, "evict_last" if shared else "evict_first")
+        g = _load(gradients, source, cols, here, dim, block, hint_gradients)
         if weights is not None:
             g *= tl.load(weights + entry, mask=here, other=0.0)[:, None]
         next_row = tl.load(rows + n + 1, mask=n + 1 < count, other=-1)
@@ -219,7 +222,9 @@ def span_kernel(
         came_in = ends & (row == before)
         goes_on = (lane == tile - 1) & here & (row == next_row)
         place = (row - first_row).to(tl.int64)
-        w, one, two, per_row = _load_rows(table, first, second, own, place, cols, done, kind, dim, block, vector)
+        w, one, two, per_row = _load_rows(
+            table, first, second, own, place, cols, done, kind, dim, block, vector, hint_rows
+        )
         # The next tile's places are on their way while this tile's vectors are.
         row, entry, source = _find_entries(rows, order, sources, n + tile, stop, dim, aligned)
         g = _summed(starts, g, carry)
@@ -231,8 +236,9 @@ def span_kernel(
             else:
                 w = g
             _store_rows(
-                table, first, second, own, touched, w, one, two, per_row, place, cols, done, dim, vector, dither
-            )
+                table, first, second, own, touched, w, one, two, per_row, place, cols, done, dim, vector, dither,
+                hint_rows,
+            )  # fmt: skip
         if slot_sums is not None:  # noqa: SIM102
             if tl.max(came_in.to(tl.int32)) > 0:
                 total = tl.sum(tl.where(came_in[:, None], g, 0.0), 0)
@@ -287,12 +293,14 @@ def join_kernel(
             done += tile
         here = tl.full([1], 1, tl.int1)
         place = tl.full([1], 0, tl.int64) + (run - first_row)
-        w, one, two, per_row = _load_rows(table, first, second, own, place, cols, here, kind, dim, block, vector)
+        w, one, two, per_row = _load_rows(table, first, second, own, place, cols, here, kind, dim, block, vector, "")
         g = g[None, :]
         if kind != _sum:
             g = _scaled(g, w, scale, scale_at, clip, decay)
             g, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
-        _store_rows(table, first, second, own, touched, g, one, two, per_row, place, cols, here, dim, vector, dither)
+        _store_rows(
+            table, first, second, own, touched, g, one, two, per_row, place, cols, here, dim, vector, dither, ""
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows", "dither"])
@@ -320,7 +328,7 @@ def rest_kernel(
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
     cols = tl.arange(0, block)
     here = (row < num_rows) & (tl.load(touched + row, mask=row < num_rows, other=1) == 0)
-    w, one, two, per_row = _load_rows(table, first, second, own, row, cols, here, kind, dim, block, vector)
+    w, one, two, per_row = _load_rows(table, first, second, own, row, cols, here, kind, dim, block, vector, "")
     g = _scaled(tl.zeros_like(w), w, None, None, None, decay)
     w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
-    _store_rows(table, first, second, own, None, w, one, two, per_row, row, cols, here, dim, vector, dither)
+    _store_rows(table, first, second, own, None, w, one, two, per_row, row, cols, here, dim, vector, dither, "")
