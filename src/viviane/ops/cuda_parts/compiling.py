@@ -13,6 +13,7 @@ from viviane.core.errors import VivianeError
 from viviane.ops.capture import refuse_capture
 
 _SUCCESS = 0
+_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class Kernel:
@@ -23,9 +24,12 @@ class Kernel:
         name: the kernel's.
         defines: macros, by name.
         device: where it runs.
+        shared_bytes: the most dynamic shared memory of a block.
     """
 
-    def __init__(self, source: str, name: str, defines: dict[str, int], device: torch.device) -> None:
+    def __init__(
+        self, source: str, name: str, defines: dict[str, int], device: torch.device, shared_bytes: int = 0
+    ) -> None:
         refuse_capture(device, "compiling a kernel", fix="run an iteration before the capture")
         major, minor = torch.cuda.get_device_capability(device)
         options = [f"--gpu-architecture=sm_{major}{minor}", *(f"-D{key}={value}" for key, value in defines.items())]
@@ -37,23 +41,27 @@ class Kernel:
             torch.cuda.synchronize()  # makes the device's context current
             self._call("cuModuleLoadData", ctypes.byref(self._module), binary)
             self._call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+            self._call("cuFuncSetAttribute", self._function, _MOST_SHARED, shared_bytes)
         self._launch = self._driver.cuLaunchCooperativeKernel
         self._launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
 
-    def launch_together(self, blocks: int, threads: int, arguments: Sequence[ctypes.c_void_p | ctypes.c_int]) -> None:
+    def launch_together(
+        self, blocks: int, threads: int, arguments: Sequence[ctypes.c_void_p | ctypes.c_int], shared_bytes: int = 0
+    ) -> None:
         """Launch blocks that may wait for one another, on the current stream.
 
         Args:
             blocks: at most as many as fit on the device at a time.
             threads: of each block.
             arguments: the kernel's: `ctypes.c_void_p` of pointers, `ctypes.c_int` of numbers.
+            shared_bytes: dynamic shared memory of each block.
         """
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device).cuda_stream
             _check(
                 "cuLaunchCooperativeKernel",
-                self._launch(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, places),
+                self._launch(self._function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, places),
             )
 
     def _call(self, name: str, *arguments: object) -> None:

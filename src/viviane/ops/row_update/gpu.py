@@ -19,7 +19,7 @@ from viviane.core.errors import VivianeError
 from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state
 from viviane.ops.row_update.gpu_kernels import join_kernel, rest_kernel, span_kernel
-from viviane.ops.row_update.gpu_numbers import rule_on_device
+from viviane.ops.row_update.gpu_numbers import rule_on_device, signed
 from viviane.ops.row_update.gpu_rules import SUM, Rule, rule_of
 from viviane.ops.row_update.gpu_sort import sort_rows
 from viviane.ops.triton_parts.launch import WARP, ceil_div, devices_agree, on_device, power_of_two, warps_for
@@ -31,17 +31,17 @@ _SPAN = 64
 _SLOT_SPAN = 32
 _WIDEST_TILE = 64
 _MOST_JOINED = 2048  # spans that one row may cross before their slots are summed in two steps
-_LOW = 0xFFFFFFFF
 _SORTED = ("sorted_of", "sorted_rows", "sorted_order")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class SpanShape(NamedTuple):
-    """What one program of an update does: entries in flight at once, entries in all, its warps."""
+    """What one program of an update does: entries in flight at once, entries in all, its warps, registers at most."""
 
     tile: int
     span: int
     warps: int
+    registers: int | None = None
 
 
 def span_shape(dim: int, num_states: int = 0) -> SpanShape:
@@ -215,7 +215,7 @@ def update_rows(
     if isinstance(lr, Tensor) or isinstance(step, Tensor) or isinstance(seed, Tensor):
         own_rule, dither = rule_on_device(rule, lr, step, seed, weight.device), 0
     else:
-        own_rule, dither = rule_of(rule, float(lr), step), _signed(seed + step * 0x9E3779B1)
+        own_rule, dither = rule_of(rule, float(lr), step), signed(seed + step * 0x9E3779B1)
     target = _Target(
         weight, own_rule, first_row, len(weight),
         first=wide[0] if wide else None,
@@ -272,7 +272,7 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
                 target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
                 target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned,
                 hint_gradients=hints.gradients, hint_rows=hints.rows, tile=shape.tile, span=shape.span,
-                num_warps=shape.warps, enable_fp_fusion=False,
+                num_warps=shape.warps, maxnreg=shape.registers, enable_fp_fusion=False,
             )  # fmt: skip
             if slot_rows is None or slot_sums is None:
                 return
@@ -313,12 +313,6 @@ def _vector(dim: int) -> int:
     block = power_of_two(dim)
     wanted = 4 if block < WARP else min(4, block // WARP)
     return math.gcd(wanted, dim)
-
-
-def _signed(number: int) -> int:
-    """Return the signed whole number of the same lowest 32 bits, the type of all small numbers in a kernel."""
-    low = number & _LOW
-    return low - (1 << 32) if low >= 1 << 31 else low
 
 
 def _check(entries: Entries, *others: Tensor | None) -> None:

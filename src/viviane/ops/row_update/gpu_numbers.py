@@ -21,6 +21,7 @@ from viviane.config.optimizers import Adam, AnyOptimizer, Ftrl
 from viviane.ops.row_update.gpu_rules import ADAM, FTRL, LAZY_ADAM, MOST_NUMBERS, Rule, rule_of
 from viviane.ops.triton_parts.launch import on_device
 
+_LOW = 0xFFFFFFFF
 _adam = tl.constexpr(ADAM)
 _lazy_adam = tl.constexpr(LAZY_ADAM)
 _ftrl = tl.constexpr(FTRL)
@@ -34,21 +35,33 @@ def rule_on_device(
 
     Args:
         rule: its settings.
-        lr, step, seed: numbers, or 0-dim tensors on the device; a number is written there by a launch.
+        lr, step, seed: numbers, or 0-dim tensors on the device.
         device: of the table.
     """
     kind, inside, fixed = rule_of(rule, 1.0, 1)
     held = [
         part if isinstance(part, Tensor) else torch.full((), part, dtype=dtype, device=device)
-        for part, dtype in ((lr, torch.float64), (step, torch.int64), (seed, torch.int64))
+        for part, dtype in ((lr, torch.float64), (step, torch.int64))
     ]
+    start = seed if isinstance(seed, Tensor) else signed(seed)
     numbers = torch.empty(MOST_NUMBERS + 1, dtype=torch.float32, device=device)
     padded = (*fixed, *[0.0] * (MOST_NUMBERS - len(fixed)))
     with on_device(numbers):
         numbers_kernel[(1,)](
-            *held, numbers, kind=kind, fixed=padded, **_exact(rule), num_warps=1, enable_fp_fusion=False
+            *held, start, numbers, kind=kind, fixed=padded, **_exact(rule), num_warps=1, enable_fp_fusion=False
         )
     return Rule(kind, inside, numbers)
+
+
+def signed(number: int) -> int:
+    """Return the signed whole number of the same lowest 32 bits, the type of all small numbers in a kernel.
+
+    Example:
+        >>> signed(2**32 - 1)
+        -1
+    """
+    low = number & _LOW
+    return low - (1 << 32) if low >= 1 << 31 else low
 
 
 def _exact(rule: AnyOptimizer) -> dict[str, Any]:
@@ -71,7 +84,7 @@ def _power(beta, exponent):
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def numbers_kernel(
     lr, step, seed, numbers, kind: tl.constexpr, fixed: tl.constexpr, first: tl.constexpr, second: tl.constexpr
 ):
@@ -92,7 +105,9 @@ def numbers_kernel(
             tl.store(numbers + 9, age.to(tl.float32))
     else:
         tl.store(numbers, rate.to(tl.float32))
-    dither = (tl.load(seed).to(tl.int64) + age * 0x9E3779B1).to(tl.uint32)
+    if seed.dtype.is_ptr():
+        seed = tl.load(seed)
+    dither = (seed.to(tl.int64) + age * 0x9E3779B1).to(tl.uint32)
     tl.store((numbers + _most).to(tl.pointer_type(tl.uint32), bitcast=True), dither)
 
 

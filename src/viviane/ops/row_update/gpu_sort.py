@@ -6,7 +6,8 @@ a pass, so that nothing is launched again:
 
     count      each block ranks the rows of its part by their digit, in the order in which they stand
     offsets    each digit's counts are summed over the blocks before, by one warp a digit
-    scatter    each row goes to: rows of lower digits + rows of its digit in blocks before + its rank
+    scatter    each row goes to: rows of lower digits + rows of its digit in blocks before + its rank; a block first
+               puts its own in order in shared memory, since single rows cost eight times what neighbours do
 
 Equal rows keep their order, and nothing depends on which block or warp comes first: the result is torch's stable sort.
 """
@@ -32,6 +33,7 @@ SOURCE = r"""
 #define WARPS (THREADS / 32)
 #define DIGITS (1 << DIGIT_BITS)
 #define TILE (THREADS * ITEMS)
+#define AHEAD 5
 typedef unsigned int u32;
 
 // Blocks wait here until all have come; `arrived` counts up and is never put back.
@@ -75,7 +77,8 @@ __device__ void rank_tile(const u32* keys, u32 start, u32 n, u32 flip, int shift
         const bool here = first + i * 32 < n;
         const u32 digit = (key[i] >> shift) & mask;
         u32 same = __ballot_sync(0xffffffffu, here);
-        for (int bit = 0; bit < bits; bit++) {
+        #pragma unroll
+        for (int bit = 0; bit < DIGIT_BITS; bit++) {
             const bool set = (digit >> bit) & 1;
             const u32 others = __ballot_sync(0xffffffffu, set);
             same &= set ? others : ~others;
@@ -103,8 +106,11 @@ __device__ u32 sum_warps(unsigned short (*counts)[DIGITS]) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
     const u32* rows, u32* work, u32* sums, u32 n, int total_bits, int digit_bits, u32 sign, int tiles) {
-    __shared__ __align__(16) unsigned short counts[WARPS][DIGITS];
-    __shared__ u32 base[DIGITS], of_warps[WARPS];
+    extern __shared__ u32 shared[];  // keys and places of a tile, then counts by warp
+    __shared__ u32 base[DIGITS], local[DIGITS], of_warps[WARPS];
+    u32* const tile_keys = shared;
+    u32* const tile_places = shared + TILE;
+    unsigned short (*counts)[DIGITS] = (unsigned short (*)[DIGITS])(shared + 2 * TILE);
     const u32 blocks = gridDim.x, block = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     u32* const arrived = sums;
     u32* const totals = sums + 32;
@@ -127,15 +133,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
         wait_for_all(arrived, ++phase * blocks);
         for (u32 digit = block + blocks * warp; digit < digits; digit += blocks * WARPS) {
             u32 sum = 0;
-            for (u32 b = 0; b < blocks; b += 32) {
-                const u32 count = b + lane < blocks ? __ldcg(by_block + digit * blocks + b + lane) : 0u;
-                u32 upto = count;
-                for (int step = 1; step < 32; step *= 2) {
-                    const u32 other = __shfl_up_sync(0xffffffffu, upto, step);
-                    if (lane >= step) upto += other;
+            for (u32 b = 0; b < blocks; b += 32 * AHEAD) {
+                u32 count[AHEAD];
+                #pragma unroll
+                for (int j = 0; j < AHEAD; j++) {
+                    const u32 at = b + j * 32 + lane;
+                    count[j] = at < blocks ? __ldcg(by_block + digit * blocks + at) : 0u;
                 }
-                if (b + lane < blocks) __stcg(by_block + digit * blocks + b + lane, sum + upto - count);
-                sum += __shfl_sync(0xffffffffu, upto, 31);
+                #pragma unroll
+                for (int j = 0; j < AHEAD; j++) {
+                    const u32 at = b + j * 32 + lane;
+                    u32 upto = count[j];
+                    for (int step = 1; step < 32; step *= 2) {
+                        const u32 other = __shfl_up_sync(0xffffffffu, upto, step);
+                        if (lane >= step) upto += other;
+                    }
+                    if (at < blocks) __stcg(by_block + digit * blocks + at, sum + upto - count[j]);
+                    sum += __shfl_sync(0xffffffffu, upto, 31);
+                }
             }
             if (lane == 0) __stcg(totals + digit, sum);
         }
@@ -147,26 +162,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
         u32* const next_places = next_keys + n;
         const u32 back = shift + digit_bits >= total_bits ? sign : 0u, mask = digits - 1;
         for (int t = 0; t < tiles; t++) {
-            const u32 start = begin + t * TILE, first = start + warp * (32 * ITEMS) + lane;
-            u32 sum = 0;
-            __syncthreads();
+            const u32 start = begin + t * TILE, mine = warp * (32 * ITEMS) + lane;
             if (tiles > 1) {  // of a single tile everything is still there
                 rank_tile(keys, start, n, flip, shift, bits, counts, key, rank);
-                if (threadIdx.x < digits) sum = sum_warps(counts);
-                __syncthreads();
+                if (threadIdx.x < digits) own = sum_warps(counts);
             }
+            __syncthreads();
+            // Put the tile in order in shared memory, so that neighbours go to neighbouring places.
+            const u32 before = sum_before(threadIdx.x < digits ? own : 0u, of_warps);
+            if (threadIdx.x < digits) {
+                local[threadIdx.x] = before;
+                base[threadIdx.x] -= before;
+            }
+            __syncthreads();
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
-                const u32 from = first + i * 32;
+                const u32 from = start + mine + i * 32;
                 if (from < n) {
-                    const u32 digit = (key[i] >> shift) & mask;
-                    const u32 to = base[digit] + counts[warp][digit] + rank[i];
-                    __stcg(next_keys + to, key[i] ^ back);
-                    __stcg(next_places + to, places ? __ldcg(places + from) : from);
+                    const u32 digit = (key[i] >> shift) & mask, to = local[digit] + counts[warp][digit] + rank[i];
+                    tile_keys[to] = key[i];
+                    tile_places[to] = places ? __ldcg(places + from) : from;
                 }
             }
             __syncthreads();
-            if (tiles > 1 && threadIdx.x < digits) base[threadIdx.x] += sum;
+            #pragma unroll
+            for (int i = 0; i < ITEMS; i++) {
+                const u32 from = i * THREADS + threadIdx.x;
+                if (start + from < n) {
+                    const u32 one = tile_keys[from], to = base[(one >> shift) & mask] + from;
+                    __stcg(next_keys + to, one ^ back);
+                    __stcg(next_places + to, tile_places[from]);
+                }
+            }
+            __syncthreads();
+            if (threadIdx.x < digits) base[threadIdx.x] += before + own;
         }
         keys = next_keys;
         places = next_places;
@@ -202,7 +231,7 @@ def sort_rows(rows: Tensor, bound: int | None) -> tuple[Tensor, Tensor]:
     sign = _SIGN if bound is None else 0
     pointers = [ctypes.c_void_p(part.data_ptr()) for part in (rows, work, sums)]
     numbers = [ctypes.c_int(part) for part in (count, bits, ceil_div(bits, passes), sign, tiles)]
-    _kernel(items, device).launch_together(blocks, _THREADS, [*pointers, *numbers])
+    _kernel(items, device).launch_together(blocks, _THREADS, [*pointers, *numbers], _shared_bytes(items))
     start = 2 * count * ((passes - 1) & 1)
     return work[start : start + count], work[start + count : start + 2 * count]
 
@@ -226,4 +255,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _kernel(items: int, device: torch.device) -> Kernel:
-    return Kernel(SOURCE, "sort_rows", {"THREADS": _THREADS, "ITEMS": items, "DIGIT_BITS": _DIGIT_BITS}, device)
+    defines = {"THREADS": _THREADS, "ITEMS": items, "DIGIT_BITS": _DIGIT_BITS}
+    return Kernel(SOURCE, "sort_rows", defines, device, _shared_bytes(items))
+
+
+def _shared_bytes(items: int) -> int:
+    return 8 * items * _THREADS + 2 * _ROOM * _THREADS // 32
