@@ -37,7 +37,7 @@ def small_spans(monkeypatch):
     monkeypatch.setattr(gpu, "span_shape", lambda dim, num_states=0: gpu.SpanShape(4, 16, 1))
     monkeypatch.setattr(gpu, "slot_shape", lambda dim: gpu.SpanShape(4, 8, 1))
     monkeypatch.setattr(gpu, "join_shape", lambda dim: (2, 1))
-    monkeypatch.setattr(gpu, "_MOST_JOINED", 3)
+    monkeypatch.setattr(gpu, "_MOST_JOINED", (3, 2))
 
 
 def random(seed):

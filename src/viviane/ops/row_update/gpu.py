@@ -20,7 +20,7 @@ from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state
 from viviane.ops.row_update.gpu_kernels import join_kernel, rest_kernel, span_kernel
 from viviane.ops.row_update.gpu_numbers import rule_on_device, signed
-from viviane.ops.row_update.gpu_rules import SUM, Rule, rule_of
+from viviane.ops.row_update.gpu_rules import ROW_WISE, SUM, Rule, rule_of
 from viviane.ops.row_update.gpu_sort import sort_rows
 from viviane.ops.triton_parts.launch import WARP, ceil_div, devices_agree, on_device, power_of_two, warps_for
 
@@ -30,30 +30,46 @@ if TYPE_CHECKING:
 _SPAN = 64
 _SLOT_SPAN = 32
 _WIDEST_TILE = 64
-_MOST_JOINED = 2048  # spans that one row may cross before their slots are summed in two steps
+_MOST_JOINED = (1024, 2048)  # spans of entries, and of slots, that one program may have to sum for a row
 _SORTED = ("sorted_of", "sorted_rows", "sorted_order")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class SpanShape(NamedTuple):
-    """What one program of an update does: entries in flight at once, entries in all, its warps, registers at most."""
+    """What one program of an update does: entries in flight at once, entries in all, its warps."""
 
     tile: int
     span: int
     warps: int
-    registers: int | None = None
 
 
 def span_shape(dim: int, num_states: int = 0) -> SpanShape:
-    """Choose the update's shape: 16 numbers of each operand a thread, 8 where state of the table's size has to fit too.
+    """Choose the update's shape: 16 numbers of each operand a thread, 8 where two states of the table's size take part.
 
     Example:
-        >>> span_shape(128), span_shape(128, num_states=1)
+        >>> span_shape(128), span_shape(128, num_states=2)
         (SpanShape(tile=4, span=64, warps=1), SpanShape(tile=2, span=64, warps=1))
     """
     warps = warps_for(dim)
-    wanted = (256 if num_states else 512) * warps // power_of_two(dim)
+    few = num_states < (2 if _fills_a_warp(dim) else 1)
+    wanted = (512 if few else 256) * warps // power_of_two(dim)
     return SpanShape(max(2, min(_WIDEST_TILE, wanted)), _SPAN, warps)
+
+
+def register_limit(dim: int, num_states: int, row_wise: bool) -> int | None:
+    """Return how many registers a thread may have, so that more warps run at a time; none of these limits spills.
+
+    Example:
+        >>> register_limit(128, 1, False), register_limit(128, 0, True), register_limit(16, 1, False)
+        (80, 96, None)
+    """
+    if not _fills_a_warp(dim):
+        return None
+    return 96 if row_wise else 80 if num_states == 1 else None
+
+
+def _fills_a_warp(dim: int) -> bool:
+    return power_of_two(dim) >= 4 * WARP
 
 
 def slot_shape(dim: int) -> SpanShape:
@@ -256,10 +272,11 @@ class _Target:
 def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) -> None:
     """Launch over the entries, over their slots while they are many, and last over the runs that crossed an edge."""
     dim = target.table.shape[1]
-    shape = span_shape(dim, sum(part is not None for part in (target.first, target.second)))
+    num_states = sum(part is not None for part in (target.first, target.second))
+    shape, registers = span_shape(dim, num_states), register_limit(dim, num_states, target.rule.kind == ROW_WISE)
     count, aligned = len(rows), min(entries.aligned, _vector(dim))
     parts: tuple[Tensor | None, ...] = (order, entries.sources, entries.weights, entries.gradients)
-    hints = cache_hints(count * dim / len(entries.gradients))
+    hints, most = cache_hints(count * dim / len(entries.gradients)), _MOST_JOINED[0]
     with on_device(rows):
         while True:
             spans = ceil_div(count, shape.span)
@@ -272,12 +289,13 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
                 target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
                 target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned,
                 hint_gradients=hints.gradients, hint_rows=hints.rows, tile=shape.tile, span=shape.span,
-                num_warps=shape.warps, maxnreg=shape.registers, enable_fp_fusion=False,
+                num_warps=shape.warps, maxnreg=registers, enable_fp_fusion=False,
             )  # fmt: skip
             if slot_rows is None or slot_sums is None:
                 return
-            if spans <= _MOST_JOINED:
+            if spans <= most:
                 break
+            most = _MOST_JOINED[1]
             rows, parts, count = slot_rows, (None, None, None, slot_sums), 2 * spans
             shape, aligned, hints = slot_shape(dim), _vector(dim), cache_hints(1.0)
         tile, warps = join_shape(dim)
