@@ -59,18 +59,19 @@ def measure(setting: Setting, name: str, rule: AnyOptimizer, goal: float | None,
     none = torch.empty(setting.size, 0, device="cuda")
     lr = torch.full((), 1e-6, dtype=torch.float64, device="cuda")
 
-    def iterate(keys: Tensor) -> None:
+    def iterate(keys: Tensor, rate: float | Tensor) -> None:
         emb(Batch(layout, none, none, keys)).flat.backward(gradient)
-        emb.step(lr)
+        emb.step(rate)
 
     def eager(i: int) -> None:
-        iterate(batches[i])
+        iterate(batches[i], 1e-6)
 
     times = between_events(eager)
     keep_times(setting.name, f"iteration from Python, {name}", times, setting.shape)
+    iterate(static, lr)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        iterate(static)
+        iterate(static, lr)
 
     def replay(i: int) -> None:
         static.copy_(batches[i])
