@@ -5,7 +5,7 @@ torch.sort goes through all 32 bits in four passes and carries 64-bit places. He
 a pass, so that nothing is launched again:
 
     count      each block ranks the rows of its part by their digit, in the order in which they stand
-    offsets    each block sums each digit's counts over all blocks and over those before it
+    offsets    each digit's counts are summed over the blocks before, by one warp a digit
     scatter    each row goes to: rows of lower digits + rows of its digit in blocks before + its rank; a block first
                puts its own in order in shared memory, since single rows cost eight times what neighbours do
 
@@ -33,25 +33,17 @@ SOURCE = r"""
 #define WARPS (THREADS / 32)
 #define DIGITS (1 << DIGIT_BITS)
 #define TILE (THREADS * ITEMS)
-#define PARTS (THREADS / (DIGITS / 2))
+#define AHEAD 5
 typedef unsigned int u32;
-#if WIDE  // a block's count of a digit may pass 16 bits
-typedef u32 COUNT;
-typedef uint2 PAIR;
-#else
-typedef unsigned short COUNT;
-typedef ushort2 PAIR;
-#endif
 
 // Blocks wait here until all have come; `arrived` counts up and is never put back.
 __device__ void wait_for_all(u32* arrived, u32 target) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        u32 seen;
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(arrived) : "memory");
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
-        } while (seen < target);
+        __threadfence();
+        atomicAdd(arrived, 1u);
+        while (*(volatile u32*)arrived < target) {}
+        __threadfence();
     }
     __syncthreads();
 }
@@ -121,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
     unsigned short (*counts)[DIGITS] = (unsigned short (*)[DIGITS])(shared + 2 * TILE);
     const u32 blocks = gridDim.x, block = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     u32* const arrived = sums;
-    COUNT* const by_block = (COUNT*)(sums + 32);
+    u32* const totals = sums + 32;
+    u32* const by_block = totals + DIGITS;
     const u32* keys = rows;
     const u32* places = 0;
     u32 phase = 0, key[ITEMS];
@@ -136,29 +129,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
             if (threadIdx.x < digits) own += sum_warps(counts);
             __syncthreads();
         }
-        if (threadIdx.x < DIGITS) {
-            __stcg(by_block + block * DIGITS + threadIdx.x, (COUNT)own);
-            base[threadIdx.x] = local[threadIdx.x] = 0;
+        if (threadIdx.x < digits) __stcg(by_block + threadIdx.x * blocks + block, own);
+        wait_for_all(arrived, ++phase * blocks);
+        for (u32 digit = block + blocks * warp; digit < digits; digit += blocks * WARPS) {
+            u32 sum = 0;
+            for (u32 b = 0; b < blocks; b += 32 * AHEAD) {
+                u32 count[AHEAD];
+                #pragma unroll
+                for (int j = 0; j < AHEAD; j++) {
+                    const u32 at = b + j * 32 + lane;
+                    count[j] = at < blocks ? __ldcg(by_block + digit * blocks + at) : 0u;
+                }
+                #pragma unroll
+                for (int j = 0; j < AHEAD; j++) {
+                    const u32 at = b + j * 32 + lane;
+                    u32 upto = count[j];
+                    for (int step = 1; step < 32; step *= 2) {
+                        const u32 other = __shfl_up_sync(0xffffffffu, upto, step);
+                        if (lane >= step) upto += other;
+                    }
+                    if (at < blocks) __stcg(by_block + digit * blocks + at, sum + upto - count[j]);
+                    sum += __shfl_sync(0xffffffffu, upto, 31);
+                }
+            }
+            if (lane == 0) __stcg(totals + digit, sum);
         }
         wait_for_all(arrived, ++phase * blocks);
-        // Each thread sums two digits over every PARTS-th block: in all, and in the blocks before.
-        const u32 pair = threadIdx.x % (DIGITS / 2);
-        u32 before_0 = 0, before_1 = 0, total_0 = 0, total_1 = 0;
-        #pragma unroll 8
-        for (u32 b = threadIdx.x / (DIGITS / 2); b < blocks; b += PARTS) {
-            const PAIR two = __ldcg((const PAIR*)(by_block + b * DIGITS) + pair);
-            total_0 += two.x;
-            total_1 += two.y;
-            before_0 += b < block ? two.x : 0;
-            before_1 += b < block ? two.y : 0;
-        }
-        atomicAdd(local + 2 * pair, total_0);
-        atomicAdd(local + 2 * pair + 1, total_1);
-        atomicAdd(base + 2 * pair, before_0);
-        atomicAdd(base + 2 * pair + 1, before_1);
-        __syncthreads();
-        const u32 lower = sum_before(threadIdx.x < digits ? local[threadIdx.x] : 0u, of_warps);
-        if (threadIdx.x < digits) base[threadIdx.x] += lower;
+        const u32 total = threadIdx.x < digits ? __ldcg(totals + threadIdx.x) : 0u;
+        const u32 lower = sum_before(total, of_warps);
+        if (threadIdx.x < digits) base[threadIdx.x] = lower + __ldcg(by_block + threadIdx.x * blocks + block);
         u32* const next_keys = work + (size_t)which * 2 * n;
         u32* const next_places = next_keys + n;
         const u32 back = shift + digit_bits >= total_bits ? sign : 0u, mask = digits - 1;
@@ -228,11 +227,11 @@ def sort_rows(rows: Tensor, bound: int | None) -> tuple[Tensor, Tensor]:
     passes = ceil_div(bits, _DIGIT_BITS)
     blocks, items, tiles = sort_shape(count, _multiprocessors(device))
     work = torch.empty(4 * count, dtype=torch.int32, device=device)
-    sums = torch.zeros(32 + _ROOM * blocks, dtype=torch.int32, device=device)
+    sums = torch.zeros(32 + _ROOM * (blocks + 1), dtype=torch.int32, device=device)
     sign = _SIGN if bound is None else 0
     pointers = [ctypes.c_void_p(part.data_ptr()) for part in (rows, work, sums)]
     numbers = [ctypes.c_int(part) for part in (count, bits, ceil_div(bits, passes), sign, tiles)]
-    _kernel(items, tiles > 1, device).launch_together(blocks, _THREADS, [*pointers, *numbers], _shared_bytes(items))
+    _kernel(items, device).launch_together(blocks, _THREADS, [*pointers, *numbers], _shared_bytes(items))
     start = 2 * count * ((passes - 1) & 1)
     return work[start : start + count], work[start + count : start + 2 * count]
 
@@ -255,8 +254,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _kernel(items: int, wide: bool, device: torch.device) -> Kernel:
-    defines = {"THREADS": _THREADS, "ITEMS": items, "DIGIT_BITS": _DIGIT_BITS, "WIDE": int(wide)}
+def _kernel(items: int, device: torch.device) -> Kernel:
+    defines = {"THREADS": _THREADS, "ITEMS": items, "DIGIT_BITS": _DIGIT_BITS}
     return Kernel(SOURCE, "sort_rows", defines, device, _shared_bytes(items))
 
 
