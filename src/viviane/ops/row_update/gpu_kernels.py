@@ -54,6 +54,20 @@ def _scaled(g, w, scale, scale_at, clip, decay):
 
 
 @triton.jit
+def _moved(
+    kind: tl.constexpr, inside: tl.constexpr, dim: tl.constexpr, g, parts, numbers, scale, scale_at, clip, decay
+):
+    """Return new rows and state from summed gradients; without a rule the rows are the sums."""
+    w, one, two, per_row = parts
+    if kind == _sum:
+        w = g
+    else:
+        g = _scaled(g, w, scale, scale_at, clip, decay)
+        w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
+    return w, one, two, per_row
+
+
+@triton.jit
 def _load(base, place, cols, here, dim: tl.constexpr, block: tl.constexpr, hint: tl.constexpr):
     """Load vectors (T, D) as float32. Those left out hold anything; only columns past D are zero, for sums over D."""
     at = base + place[:, None] + cols[None, :]
@@ -141,6 +155,14 @@ def _find_entries(rows, order, sources, n, stop, dim: tl.constexpr, aligned: tl.
 
 
 @triton.jit
+def _store_came_in(slot_sums, g, came_in, p, cols, dim: tl.constexpr):
+    """Store what a span has of the run that began before it, once that ends."""
+    if tl.max(came_in.to(tl.int32)) > 0:
+        total = tl.sum(tl.where(came_in[:, None], g, 0.0), 0)
+        tl.store(slot_sums + (2 * p).to(tl.int64) * dim + cols, total, mask=cols < dim)
+
+
+@triton.jit
 def _store_slots(
     slot_rows, slot_sums, carry, p, head, last, before, behind, first_row, num_rows, cols, dim: tl.constexpr
 ):
@@ -198,11 +220,9 @@ def span_kernel(
     start = p * span
     end = tl.minimum(start + span, count)
     stop = end
-    lane = tl.arange(0, tile)
-    cols = tl.arange(0, block)
+    lane, cols = tl.arange(0, tile), tl.arange(0, block)
     before = tl.load(rows + start - 1, mask=start > 0, other=-1)
-    head = tl.load(rows + start)
-    last = tl.load(rows + end - 1)
+    head, last = tl.load(rows + start), tl.load(rows + end - 1)
     behind = tl.load(rows + end, mask=end < count, other=-1)
     if order is not None:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
         if (last < first_row) | (head >= first_row + num_rows):  # the span has no row of this table
@@ -217,9 +237,8 @@ def span_kernel(
             g *= tl.load(weights + entry, mask=here, other=0.0)[:, None]
         next_row = tl.load(rows + n + 1, mask=n + 1 < count, other=-1)
         starts = (row != tl.load(rows + n - 1, mask=(n > 0) & (n < stop), other=-1)).to(tl.int32)
-        ends = here & (row != next_row)
-        done = ends & (row != before)
-        came_in = ends & (row == before)
+        done = here & (row != next_row) & (row != before)
+        came_in = here & (row != next_row) & (row == before)
         goes_on = (lane == tile - 1) & here & (row == next_row)
         place = (row - first_row).to(tl.int64)
         w, one, two, per_row = _load_rows(
@@ -230,19 +249,14 @@ def span_kernel(
         g = _summed(starts, g, carry)
         carry = tl.sum(tl.where(goes_on[:, None], g, 0.0), 0)
         if tl.max(done.to(tl.int32)) > 0:
-            if kind != _sum:
-                moved = _scaled(g, w, scale, scale_at, clip, decay)
-                w, one, two, per_row = move(kind, inside, dim, w, moved, one, two, per_row, numbers)
-            else:
-                w = g
+            parts = w, one, two, per_row
+            w, one, two, per_row = _moved(kind, inside, dim, g, parts, numbers, scale, scale_at, clip, decay)
             _store_rows(
                 table, first, second, own, touched, w, one, two, per_row, place, cols, done, dim, vector, dither,
                 hint_rows,
             )  # fmt: skip
-        if slot_sums is not None:  # noqa: SIM102
-            if tl.max(came_in.to(tl.int32)) > 0:
-                total = tl.sum(tl.where(came_in[:, None], g, 0.0), 0)
-                tl.store(slot_sums + (2 * p).to(tl.int64) * dim + cols, total, mask=cols < dim)
+        if slot_sums is not None:
+            _store_came_in(slot_sums, g, came_in, p, cols, dim)
     if slot_sums is not None:
         _store_slots(slot_rows, slot_sums, carry, p, head, last, before, behind, first_row, num_rows, cols, dim)
 
@@ -294,12 +308,10 @@ def join_kernel(
         here = tl.full([1], 1, tl.int1)
         place = tl.full([1], 0, tl.int64) + (run - first_row)
         w, one, two, per_row = _load_rows(table, first, second, own, place, cols, here, kind, dim, block, vector, "")
-        g = g[None, :]
-        if kind != _sum:
-            g = _scaled(g, w, scale, scale_at, clip, decay)
-            g, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
+        parts = w, one, two, per_row
+        w, one, two, per_row = _moved(kind, inside, dim, g[None, :], parts, numbers, scale, scale_at, clip, decay)
         _store_rows(
-            table, first, second, own, touched, g, one, two, per_row, place, cols, here, dim, vector, dither, ""
+            table, first, second, own, touched, w, one, two, per_row, place, cols, here, dim, vector, dither, ""
         )
 
 
