@@ -241,7 +241,7 @@ def sort_shape(count: int, multiprocessors: int) -> tuple[int, int, int]:
 
     Example:
         >>> sort_shape(1_048_570, 132), sort_shape(53_248, 132)
-        ((129, 8, 1), (52, 1, 1))
+        ((128, 8, 1), (52, 1, 1))
     """
     items = next((one for one in _ITEMS if count <= one * _THREADS * multiprocessors), _ITEMS[-2])
     tiles = ceil_div(count, items * _THREADS * multiprocessors)
