@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
-from viviane.embedding.keys import Violation, raise_first
+from viviane.embedding.keys import Violations
 from viviane.embedding.lookup import Lookup, Part, gather
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
@@ -97,7 +96,7 @@ class EmbeddingCollection(nn.Module):
         self.storages = nn.ModuleList(_storages(tables, optimizer, resolve_device(str(device)), seed))
         self._storage_of = {name: i for i, s in enumerate(self.storages) for name in s.tables}  # type: ignore[union-attr]
         self._frozen = frozenset(table.name for table in tables if not table.trainable)
-        self._violations: deque[Violation] = deque()
+        self._violations = Violations()
         self._memory = Buffers(_output_dtype(output_dtype))
         self._plans: dict[tuple[tuple[str, ...], torch.device], Plan] = {}
         self._number = new_number(self)
@@ -196,26 +195,33 @@ class EmbeddingCollection(nn.Module):
         return self._plans[key]
 
     def check(self) -> None:
-        """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
+        """Raise what a GPU found since the last check: a key out of range in a table with "raise".
+
+        Between the replays of a CUDA graph too; while one is recorded nothing is read.
+        """
         if torch.compiler.is_compiling():
             compiled_call(self._number, "check")
             return
-        found = list(self._violations)
-        self._violations.clear()
-        raise_first(found)
+        self._violations.check()
+        for storage in self.all_storages():
+            if isinstance(storage, Storage):
+                storage.steps.check()
 
     # Update -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, lr: float, scale: float | Tensor = 1.0, factor: float = 1.0) -> None:
+    def step(self, lr: float | Tensor, scale: float | Tensor = 1.0, factor: float | Tensor = 1.0) -> None:
         """Sum the gradients of equal rows, move the touched rows and their state, and drop the gradients.
 
         Args:
-            lr: rate of optimizers without one of their own.
+            lr: rate of optimizers without one of their own; a number, or a 0-dim tensor on the device, as a CUDA graph
+                needs it: then the device counts the steps too. See docs/how-to/cuda-graphs.md.
             scale: what gradients are multiplied by first, such as a clipping factor.
             factor: the schedule's factor, by which an optimizer's own rate (`settings.lr`) is multiplied.
         """
         if torch.compiler.is_compiling():
+            if isinstance(lr, Tensor) or isinstance(factor, Tensor):
+                raise ConfigError("in compiled code lr and factor are numbers", fix="call step outside of it")
             compiled_step(self._number, lr, scale, factor)
             return
         self.check()

@@ -101,7 +101,14 @@ class DynamicTable(DynamicStore):
         self.release()
 
     @torch.no_grad()
-    def update(self, entries: Entries, lr: float, *, factor: float = 1.0, scale: float | Tensor = 1.0) -> None:
+    def update(
+        self,
+        entries: Entries,
+        lr: float | Tensor,
+        *,
+        factor: float | Tensor = 1.0,
+        scale: float | Tensor = 1.0,
+    ) -> None:
         """Sum the gradients of equal rows, and move rows and state by the optimizer's rule.
 
         Args:

@@ -103,7 +103,7 @@ class DynamicStorage(nn.Module):
         self._summed = None
         self.table.release()
 
-    def step(self, lr: float, factor: float, scale: float | Tensor) -> None:
+    def step(self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor) -> None:
         """Apply the table's rule to the touched rows, and drop the gradients."""
         if self._pending:
             if self._summed is not None:

@@ -19,6 +19,7 @@ from viviane.embedding.buffers import Buffers
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.gradients import RowGradients
 from viviane.embedding.storage import Storage
+from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.embedding_bag import entry_bags, gather_rows, pool_rows
 from viviane.ops.row_update import Entries
 
@@ -112,12 +113,22 @@ def _entries(part: Part, gradient: Tensor, size: int, width: int) -> Entries:
     return Entries(part.rows.reshape(-1), gradient, sources, weights, aligned)
 
 
-@lru_cache(maxsize=32)
 def _sources(size: int, width: int, columns: tuple[int, ...], device: torch.device, *, by_row: bool = True) -> Tensor:
-    """Return where each vector begins in a flat gradient (B * W): by row and place, or by place and row.
+    """Return where each vector begins in a flat gradient (B * W): by row and place, or by place and row."""
+    sources = _kept_sources(size, width, columns, device, by_row)
+    if is_capturing(device):
+        _recorded.setdefault((size, width, columns, device, by_row), sources)
+    return sources
 
-    Kept, since batches of one size follow one another.
-    """
+
+_recorded: dict[tuple[Any, ...], Tensor] = {}
+"""What CUDA graphs read, kept as long as they may be replayed, which nobody says."""
+
+
+@lru_cache(maxsize=32)
+def _kept_sources(size: int, width: int, columns: tuple[int, ...], device: torch.device, by_row: bool) -> Tensor:
+    """Make the sources; kept, since batches of one size follow one another."""
+    refuse_capture(device, "a new size of batch", fix="run an iteration with such a batch before the capture")
     dtype = torch.int32 if size * width < 2**31 else torch.int64
     starts = torch.arange(size, dtype=dtype, device=device) * width
     places = torch.tensor(columns, dtype=dtype).to(device)

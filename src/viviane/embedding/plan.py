@@ -5,7 +5,6 @@ Shapes: B rows of the batch, F one-hot columns, N entries of a bag, L places of 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,7 +18,7 @@ from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.jagged import Jagged, is_keyed_jagged, read_keyed_jagged
-from viviane.embedding.keys import BagTooLong, RowMap, Violation, check_key_type, report
+from viviane.embedding.keys import BagTooLong, RowMap, Violations, check_key_type, report
 from viviane.embedding.lookup import Part
 from viviane.embedding.output import Place
 from viviane.embedding.storage import Storage
@@ -97,7 +96,7 @@ class BagPlan:
     feature: FeatureConfig
     table: AnyTable
     row_map: RowMap | None
-    violations: deque[Violation]
+    violations: Violations
     place: Place
 
     def rows(self, bag: Bag, origin: str) -> Tensor:
@@ -129,7 +128,8 @@ class BagPlan:
         null_row, length = self.storage.null_row, self.place.num_places
         laid, weights, record = spread_bags(rows, offsets, weights, length, null_row)
         if record is not None:
-            report(BagTooLong(record, origin, self.feature.name, length), self.violations)
+            found = BagTooLong(record, origin, self.feature.name, length)
+            report(found, self.violations, ("length", self.feature.name))
         return laid, weights, laid != null_row
 
 
@@ -233,7 +233,7 @@ class Planner:
     tables: Mapping[str, AnyTable]
     storages: Sequence[Storage | DynamicStorage]
     places: Mapping[str, Place]
-    violations: deque[Violation]
+    violations: Violations
     device: torch.device
 
     def plan(self, one_hot: Sequence[str]) -> Plan:

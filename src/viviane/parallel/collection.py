@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +12,7 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, DataError, suggest
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, TableState
-from viviane.embedding.keys import Violation, raise_first
+from viviane.embedding.keys import Violations
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import Keys, place_features, read_keys
 from viviane.ops.row_update import initial_state, state_shape
@@ -90,7 +89,7 @@ class ShardedCollection(nn.Module):
         self._output_dtype = output_dtype
         wide = any(not isinstance(table, TableConfig) or table.num_rows >= 2**31 for table in tables)
         self._row_dtype = torch.int64 if wide else torch.int32
-        self._violations: deque[Violation] = deque()
+        self._violations = Violations()
         self._routes: dict[tuple[str, ...], _Route] = {}
 
     def _check(self, features: Sequence[FeatureConfig]) -> None:
@@ -228,9 +227,7 @@ class ShardedCollection(nn.Module):
 
     def check(self) -> None:
         """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
-        found = list(self._violations)
-        self._violations.clear()
-        raise_first(found)
+        self._violations.check()
 
     # Update -------------------------------------------------------------------------------------------------
 
