@@ -173,7 +173,7 @@ def test_parquet_metadata_that_contradicts_the_files(tmp_path: Path) -> None:
     assert "missing in _metadata.json" in with_change(cats=[])
     assert "malformed" in with_change(file_stats=[{"file_name": "x"}])
     path.unlink()
-    with pytest.raises(DataError, match="_metadata.json is missing"):
+    with pytest.raises(DataError, match=r"_metadata\.json is missing"):
         Dataset(data.path)
 
 

@@ -32,14 +32,14 @@ def check_chain(schema: Schema, rows: dict[str, list[Any]], formats: list[Format
             assert rows_of(again) == rows
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), order=st.permutations(list(ANY_BAGS)))
 def test_bags_sequences_wide_keys_and_names(data: st.DataObject, order: list[str]) -> None:
     schema = data.draw(schemas(bags=True))
     check_chain(schema, data.draw(rows_for(schema)), [ANY_BAGS[name] for name in order])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), order=st.permutations(list(ONE_HOT)))
 def test_one_hot_columns_pass_through_every_format(data: st.DataObject, order: list[str]) -> None:
     schema = data.draw(schemas(bags=False))
