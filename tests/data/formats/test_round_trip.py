@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from viviane.data import Dataset, write_dataset
-from viviane.data.convert import convert
+from viviane.data.conversion import convert
 from viviane.data.formats import Format
 from viviane.schema import Schema
 
