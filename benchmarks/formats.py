@@ -87,7 +87,7 @@ def read_peer(data: Dataset, shuffle: bool, threads: int) -> float:
 
 
 def main() -> None:
-    rows, rounds = (400_000, 3) if "--small" in sys.argv else (1_000_000, 7)
+    rows, rounds = (400_000, 3) if "--small" in sys.argv else (1_000_000, 5)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         generate(SyntheticConfig(rows=rows), root / "parquet")
