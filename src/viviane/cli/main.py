@@ -17,6 +17,7 @@ from viviane.core.errors import VivianeError, suggest
 COMMANDS = {
     "generate": "viviane.cli.generate",
     "etl": "viviane.cli.etl",
+    "convert": "viviane.cli.convert",
     "train": "viviane.cli.train",
     "evaluate": "viviane.cli.evaluate",
     "predict": "viviane.cli.predict",

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from viviane.batch import Bag, Batch, Layout
 from viviane.schema import Schema
 
 Rows = slice | NDArray[np.int64]
+Matrix = tuple[tuple[int, NDArray[Any]], ...]
+"""Pieces of a matrix with R rows: the first column of each piece, and its columns, (R, k), of any number type."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,30 @@ class Jagged:
     """Ids of a bag feature: row r holds values[offsets[r]:offsets[r + 1]]."""
 
     values: NDArray[Any]  # (nnz,)
-    offsets: NDArray[np.int64]  # (R + 1,), from 0
+    offsets: NDArray[Any]  # (R + 1,), from 0
     weights: NDArray[np.float32] | None = None  # (nnz,)
 
-    def take(self, rows: Rows) -> Jagged:
-        """Return chosen rows: a slice, or an array of row numbers."""
+    def lengths(self, rows: Rows) -> NDArray[np.int64]:
+        """Return how many ids chosen rows have."""
         if isinstance(rows, slice):
-            offsets = self.offsets[rows.start : rows.stop + 1]
-            inside: Any = slice(offsets[0], offsets[-1])
-            weights = None if self.weights is None else self.weights[inside].copy()
-            return Jagged(self.values[inside].copy(), offsets - offsets[0], weights)
-        starts = self.offsets[rows]
-        lengths = self.offsets[rows + 1] - starts
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        inside = np.repeat(starts - offsets[:-1], lengths)
-        inside += np.arange(len(inside))
-        weights = None if self.weights is None else self.weights[inside]
-        return Jagged(self.values[inside], offsets, weights)
+            ends = self.offsets[rows.start : rows.stop + 1].astype(np.int64, copy=False)
+            return ends[1:] - ends[:-1]
+        lengths: NDArray[np.int64] = np.subtract(self.offsets[rows + 1], self.offsets[rows], dtype=np.int64)
+        return lengths
+
+    def take(self, rows: Rows, values: NDArray[Any], weights: NDArray[np.float32] | None) -> None:
+        """Copy the ids of chosen rows, one after another, into `values`, and their weights into `weights`."""
+        if isinstance(rows, slice):
+            inside: Any = slice(int(self.offsets[rows.start]), int(self.offsets[rows.stop]))
+        else:
+            lengths = self.lengths(rows)
+            ends = np.cumsum(lengths)
+            inside = np.repeat(self.offsets[rows] - (ends - lengths), lengths)
+            inside += np.arange(len(inside))
+        np.copyto(values, self.values[inside])
+        if weights is not None:
+            assert self.weights is not None
+            np.copyto(weights, self.weights[inside])
 
     @classmethod
     def join(cls, parts: list[Jagged]) -> Jagged:
@@ -57,83 +63,48 @@ class Jagged:
         )
 
 
+@dataclass(frozen=True)
+class View:
+    """Rows that can be taken where they stand: in a block, or in a file that is mapped into memory.
+
+    Columns may be narrower than in a batch; they are widened when they are taken.
+    """
+
+    labels: Matrix
+    dense: Matrix
+    one_hot: Matrix
+    weight: NDArray[np.float32] | None
+    bags: dict[str, Jagged]
+
+
 class Block:
     """A buffer of a known number of rows; its parts are filled by row group, in any order."""
 
     def __init__(self, schema: Schema, num_rows: int, num_parts: int) -> None:
-        wide = any(column.dtype == "int64" for column in schema.one_hot)
         self.num_rows = num_rows
         self.labels = np.empty((num_rows, len(schema.labels)), np.float32)
         self.dense = np.empty((num_rows, schema.num_dense), np.float32)
-        self.one_hot = np.empty((num_rows, len(schema.one_hot)), np.int64 if wide else np.int32)
+        self.one_hot = np.empty((num_rows, len(schema.one_hot)), one_hot_type(schema))
         self.weight = None if schema.sample_weight is None else np.empty(num_rows, np.float32)
         self.parts: dict[str, list[Jagged | None]] = {bag.name: [None] * num_parts for bag in schema.bags}
-        self.bags: dict[str, Jagged] = {}
 
-    def finish(self) -> None:
-        """Join the bags, once all parts are there."""
-        for name, parts in self.parts.items():
-            self.bags[name] = Jagged.join([part for part in parts if part is not None])
-        self.parts = {}
+    def finish(self) -> View:
+        """Join the bags, once all parts are there, and return the rows."""
+        bags = {name: Jagged.join([part for part in parts if part is not None]) for name, parts in self.parts.items()}
+        return View(((0, self.labels),), ((0, self.dense),), ((0, self.one_hot),), self.weight, bags)
 
-
-@dataclass(frozen=True)
-class Slab:
-    """Rows taken from a block: fresh memory, ready to become a batch."""
-
-    labels: NDArray[np.float32]
-    dense: NDArray[np.float32]
-    one_hot: NDArray[Any]
-    weight: NDArray[np.float32] | None
-    bags: dict[str, Jagged]
-
-    @classmethod
-    def take(cls, block: Block, rows: Rows) -> Slab:
-        """Copy chosen rows of a block: each row once."""
-        return cls(
-            _take(block.labels, rows),
-            _take(block.dense, rows),
-            _take(block.one_hot, rows),
-            None if block.weight is None else _take(block.weight, rows),
-            {name: bag.take(rows) for name, bag in block.bags.items()},
-        )
-
-    @classmethod
-    def join(cls, parts: list[Slab]) -> Slab:
-        """Return the rows of several slabs, one after another."""
-        if len(parts) == 1:
-            return parts[0]
-        weights = [part.weight for part in parts if part.weight is not None]
-        return cls(
-            np.concatenate([part.labels for part in parts]),
-            np.concatenate([part.dense for part in parts]),
-            np.concatenate([part.one_hot for part in parts]),
-            np.concatenate(weights) if weights else None,
-            {name: Jagged.join([part.bags[name] for part in parts]) for name in parts[0].bags},
-        )
-
-    def batch(self, layout: Layout, origin: str) -> Batch:
-        """Return the rows as a batch, without another copy."""
-        return Batch(
-            layout=layout,
-            labels=torch.from_numpy(self.labels),
-            dense=torch.from_numpy(self.dense),
-            one_hot=torch.from_numpy(self.one_hot),
-            bags={
-                name: Bag(
-                    torch.from_numpy(bag.values),
-                    torch.from_numpy(bag.offsets),
-                    None if bag.weights is None else torch.from_numpy(bag.weights),
-                )
-                for name, bag in self.bags.items()
-            },
-            weight=None if self.weight is None else torch.from_numpy(self.weight),
-            origin=origin,
-        )
+    def fill(self, view: View, start: int, num_rows: int, part: int) -> None:
+        """Copy all rows of a view to rows [start, start + num_rows); its bags become part number `part`."""
+        rows = slice(start, start + num_rows)
+        for matrix, pieces in ((self.labels, view.labels), (self.dense, view.dense), (self.one_hot, view.one_hot)):
+            for first, piece in pieces:
+                np.copyto(matrix[rows, first : first + piece.shape[1]], piece)
+        if self.weight is not None and view.weight is not None:
+            self.weight[rows] = view.weight
+        for name, bag in view.bags.items():
+            self.parts[name][part] = bag
 
 
-def _take(array: NDArray[Any], rows: Rows) -> NDArray[Any]:
-    if isinstance(rows, slice):
-        return array[rows].copy()
-    # mode="clip" skips a second pass over the row numbers; they are a permutation, so nothing is clipped
-    return np.take(array, rows, axis=0, mode="clip")
+def one_hot_type(schema: Schema) -> type[np.signedinteger[Any]]:
+    """Return the type of the one-hot matrix: int64 as soon as one column needs it."""
+    return np.int64 if any(column.dtype == "int64" for column in schema.one_hot) else np.int32

@@ -21,13 +21,14 @@ class Place:
     group: int
     first_row: int
     column: str
+    unit: str = "row group"
 
     def row(self, number: int) -> str:
         """Name one row of the group."""
-        return f"{self.file}, row group {self.group}, column {self.column!r}, row {self.first_row + number}"
+        return f"{self.file}, {self.unit} {self.group}, column {self.column!r}, row {self.first_row + number}"
 
     def __str__(self) -> str:
-        return f"{self.file}, row group {self.group}, column {self.column!r}"
+        return f"{self.file}, {self.unit} {self.group}, column {self.column!r}"
 
 
 def check_no_nulls(array: Any, place: Place) -> None:

@@ -1,4 +1,4 @@
-"""A data set: a folder of Parquet files with its schema, checked when it is opened."""
+"""A data set: files in one of the formats with their schema, checked when it is opened."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any, Final
 from viviane.batch import Batch
 from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, DataError
-from viviane.data.block import Block
-from viviane.data.decode import FileStamp, decode_group, open_parquet, stamp
-from viviane.data.plan import Group
+from viviane.data.formats import Format, Manifest, guess_format, named_format
 from viviane.data.reader import DEFAULT_SHUFFLE_ROWS, Reader
 from viviane.schema import SCHEMA_FILE, Schema
 
@@ -21,19 +19,25 @@ INFO_FILE: Final = "info.json"
 
 
 class Dataset:
-    """A folder `part-00000.parquet, ...` with `schema.json` and perhaps `info.json`.
+    """Rows on disk with their schema.
 
-    Opening reads the footer of every file: all columns must have the schema's names and types. Values are
+    A folder `part-00000.parquet, ...` with `schema.json`, or a folder with `manifest.json` in any other format of
+    `viviane.data.formats`: both are recognised. Foreign files are opened with an explicit schema and format.
+
+    Opening compares what is cheap: the footer of every Parquet file, headers and sizes of others. Values are
     checked when rows are read: ids against num_ids, no nulls, dense numbers and weights finite, binary labels
     0 or 1, bags no longer than max_length.
 
     Args:
-        path: the folder.
+        path: the folder; a file or a file list of a foreign format.
         schema: read the files by this schema (a model's, say) instead of the folder's own.
+        format: name of a format, or a format with its options: "norm", RawFormat(num_samples=1000).
+        stored: every column in the files of a foreign format, where `schema` names some of them alone.
 
     Raises:
-        DataError: no such folder, no Parquet file in it, or one that is truncated.
+        DataError: no such folder, no data file in it, or one that is truncated.
         SchemaError: no schema, or files whose columns are not the schema's.
+        ConfigError: an unknown format, or another than the manifest says.
 
     Example:
         >>> import tempfile
@@ -45,30 +49,38 @@ class Dataset:
         (3, [2, 1])
     """
 
-    def __init__(self, path: str | Path, schema: Schema | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        schema: Schema | None = None,
+        format: str | Format | None = None,  # noqa: A002 - the word on the command line
+        *,
+        stored: Schema | None = None,
+    ) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise DataError("no such data set folder", where=str(path), fix="give the folder that holds schema.json")
-        self.schema = schema if schema is not None else Schema.load(self.path / SCHEMA_FILE)
-        self.files: list[Path] = sorted(
-            file for file in self.path.glob("*.parquet") if not file.name.startswith((".", "_"))
-        )
-        if not self.files:
-            raise DataError("the data set has no Parquet files", where=str(path), fix="write it with `viviane etl`")
-        self.stamps: list[FileStamp] = []
-        self.groups: list[Group] = []
-        for number, file in enumerate(self.files):
-            self._add_footer(number, file)
+        given = None if format is None else named_format(format)
+        manifest = Manifest.load(self.path)
+        if manifest is not None:
+            if given is not None and given.format != manifest.format.format:
+                raise ConfigError(
+                    "the folder is in another format", where=str(path), value=given.format,
+                    allowed=manifest.format.format, fix="leave `format` out: the manifest says it",
+                )  # fmt: skip
+            self.format = given or manifest.format
+            files, entries, stored = manifest.paths(self.path), manifest.files, manifest.stored
+            schema = schema or Schema.load(self.path)
+        else:
+            self.format = given or guess_format(self.path)
+            if self.format.format == "parquet" and not self.path.is_dir():
+                fix = "give the folder that holds schema.json; a foreign file needs its `format`"
+                raise DataError("no such data set folder", where=str(path), fix=fix)
+            if schema is None:
+                schema = Schema.load(self.path if self.path.is_dir() else self.path.with_name(SCHEMA_FILE))
+            files, entries, stored = self.format.files_at(self.path), None, stored or schema
+        self.schema, self.stored = schema, stored
+        self.storage = self.format.open(files, stored, schema, entries)
+        self.files, self.stamps, self.groups = self.storage.files, self.storage.stamps, self.storage.groups
         self.num_rows = sum(group.num_rows for group in self.groups)
-
-    def _add_footer(self, number: int, path: Path) -> None:
-        self.stamps.append(stamp(path))
-        with open_parquet(path, self.schema) as file:
-            row = 0
-            for index in range(file.metadata.num_row_groups):
-                rows = file.metadata.row_group(index).num_rows
-                self.groups.append(Group(number, index, row, rows))
-                row += rows
 
     def __len__(self) -> int:
         return self.num_rows
@@ -102,8 +114,7 @@ class Dataset:
             DataError, KeyRangeError, SchemaError: the first problem, with file, row group, column and row.
         """
         for group in self.groups:
-            block = Block(self.schema, group.num_rows, 1)
-            decode_group(self.files[group.file], self.stamps[group.file], group, self.schema, block, 0, 0)
+            self.storage.view(group)
 
     def head(self, num_rows: int = 5) -> Batch:
         """Return the first rows in the order of the files.
@@ -130,6 +141,9 @@ class Dataset:
         num_threads: int = 2,
         shuffle_rows: int = DEFAULT_SHUFFLE_ROWS,
         max_batches: int | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        pin_memory: bool = False,
     ) -> Reader:
         """Return a reader of this data set's batches; see Reader for the arguments."""
         return Reader(
@@ -142,4 +156,7 @@ class Dataset:
             num_threads=num_threads,
             shuffle_rows=shuffle_rows,
             max_batches=max_batches,
+            rank=rank,
+            num_ranks=num_ranks,
+            pin_memory=pin_memory,
         )

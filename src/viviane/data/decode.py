@@ -6,6 +6,7 @@ assignment per column ran as fast as transposing in cache-sized tiles and as tor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,13 @@ from viviane.core.errors import DataError
 from viviane.data import checks
 from viviane.data.block import Block, Jagged
 from viviane.data.checks import Place
-from viviane.data.columns import check_columns
 from viviane.data.plan import Group
+from viviane.data.storage import FileStamp, refuse_changed, stamp
 from viviane.schema import CategoricalColumn, DenseColumn, Schema
 
-FileStamp = tuple[int, int]  # size in bytes, time of change in ns
 
-
-def stamp(path: Path) -> FileStamp:
-    """Return what changes when a file is written again.
-
-    Raises:
-        DataError: the file is not there.
-    """
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(
-            "a file of the data set cannot be opened",
-            where=str(path),
-            value=error.strerror or str(error),
-            fix="put the file back, or open the data set again if it was replaced",
-        ) from error
-    return status.st_size, status.st_mtime_ns
-
-
-def open_parquet(path: Path, schema: Schema) -> pq.ParquetFile:
-    """Open a file, and compare its columns with the schema.
+def open_parquet(path: Path, compare: Callable[[pa.Schema, str], None]) -> pq.ParquetFile:
+    """Open a file, and compare its columns with the schema: `compare` gets the columns and the file's name.
 
     Raises:
         DataError: the file is missing, truncated or not Parquet.
@@ -61,7 +42,7 @@ def open_parquet(path: Path, schema: Schema) -> pq.ParquetFile:
             fix="copy or write the file again",
         ) from error
     try:
-        check_columns(file.schema_arrow, schema, str(path))
+        compare(file.schema_arrow, str(path))
     except BaseException:
         file.close()
         raise
@@ -77,15 +58,31 @@ def decode_group(
         DataError: the file vanished, changed or is damaged; a value is null, not finite, no label, too long.
         KeyRangeError: an id is out of range.
     """
-    table = _read(path, expected, group, schema)
+    table = read_group(path, expected, group, schema)
+    decode_table(table, lambda name: Place(str(path), group.index, group.first_row, name), schema, block, start, part)
+
+
+def decode_table(
+    table: pa.Table, place_of: Callable[[str], Place], schema: Schema, block: Block, start: int, part: int
+) -> None:
+    """Check a table with the schema's types, and stack it into block rows [start, start + num_rows).
+
+    Args:
+        table: rows.
+        place_of: says where a column stands, for messages.
+        schema, block, start, part: see `decode_group`.
+
+    Raises:
+        DataError, KeyRangeError: see `decode_group`.
+    """
 
     def column(name: str) -> tuple[Any, Place]:
-        place = Place(str(path), group.index, group.first_row, name)
+        place = place_of(name)
         array = _whole(table.column(name))
         checks.check_no_nulls(array, place)
         return array, place
 
-    rows = slice(start, start + group.num_rows)
+    rows = slice(start, start + table.num_rows)
     for i, label in enumerate(schema.labels):
         array, place = column(label.name)
         values = array.to_numpy(zero_copy_only=False)
@@ -112,13 +109,17 @@ def decode_group(
         checks.check_weights(block.weight[rows], place)
 
 
-def _read(path: Path, expected: FileStamp, group: Group, schema: Schema) -> pa.Table:
-    if stamp(path) != expected:
-        raise DataError("a file changed after the data set was opened", where=str(path), fix="open the data set again")
+def read_group(path: Path, expected: FileStamp, group: Group, schema: Schema, *, named: bool = False) -> pa.Table:
+    """Return a row group as it stands in the file; `named`: the schema's columns alone.
+
+    Raises:
+        DataError: the file vanished, changed or is damaged.
+    """
+    refuse_changed(path, expected)
     try:
         with pq.ParquetFile(path) as file:
             # other columns stand in the file only if the schema ignores some: naming columns costs a look-up each
-            names = schema.column_names if schema.ignored else None
+            names = schema.column_names if named or schema.ignored else None
             table = file.read_row_group(group.index, columns=names, use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise DataError(

@@ -54,11 +54,11 @@ class EpochPlan:
     """
 
     def __init__(self, groups: Sequence[Group], shuffle_rows: int | None, seed: int, epoch: int) -> None:
-        self._shuffled = shuffle_rows is not None
+        self.shuffled = shuffle_rows is not None
         self._seed = seed
         self._epoch = epoch
         ordered = [group for group in groups if group.num_rows]
-        if self._shuffled:
+        if self.shuffled:
             order = self._random("groups").permutation(len(ordered))
             ordered = [ordered[i] for i in order]
         self.windows: list[Window] = []
@@ -80,7 +80,7 @@ class EpochPlan:
 
     def permutation(self, window: Window) -> NDArray[np.int64] | None:
         """Return the order of a window's rows, (num_rows,), or None where they keep their order."""
-        if not self._shuffled:
+        if not self.shuffled:
             return None
         order: NDArray[Any] = self._random("rows", window.number).permutation(window.num_rows)
         return order

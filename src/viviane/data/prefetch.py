@@ -9,42 +9,55 @@ when the iterator is dropped. A batch task may wait for decode tasks, which alwa
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from viviane.data.block import Block, Rows, Slab
-from viviane.data.plan import EpochPlan, Group, Window
+from viviane.data.block import Block, Rows, View
+from viviane.data.buffers import Buffers
+from viviane.data.plan import EpochPlan, Window
+from viviane.data.slab import BatchShape, Slab
+from viviane.data.storage import Storage
 
-Decode = Callable[[Group, Block, int, int], None]  # (group, block, first row in the block, part number)
 _THREAD_NAME = "viviane-reader"
-Ready = tuple[Block, NDArray[np.int64] | None]
+_RUN_ROWS = 16_384  # rows of a task at least: handing one to a thread costs as much as copying 10,000 rows
+Ready = tuple[View, NDArray[np.int64] | None]
+Made = tuple[Slab, list[Window]] | Exception
 
 
 class _Loading:
-    """A window being decoded."""
+    """A window that becomes ready: row groups being decoded into a block, or one group where it stands in its file."""
 
-    def __init__(self, block: Block) -> None:
-        self._block = block
+    def __init__(self, block: Block | None) -> None:
+        self.block = block
         self._lock = threading.Lock()
-        self._finished = False
+        self._view: View | None = None
         self.order: Future[NDArray[np.int64] | None] | None = None
         self.decodes: list[Future[None]] = []
+        self.mapped: Future[View] | None = None
 
     def wait(self) -> Ready:
-        """Return the decoded block and the order of its rows; raises what a decode task raised."""
+        """Return the rows and their order; raises what a decode task raised."""
         for task in self.decodes:
             task.result()
         assert self.order is not None
         order = self.order.result()
         with self._lock:
-            if not self._finished:
-                self._block.finish()
-                self._finished = True
-        return self._block, order
+            if self._view is None:
+                if self.mapped is not None:
+                    self._view = self.mapped.result()
+                else:
+                    assert self.block is not None
+                    self._view = self.block.finish()
+        return self._view, order
+
+
+Asked = list[tuple[tuple[Window, int, int], _Loading]]
 
 
 class Prefetcher:
@@ -52,28 +65,39 @@ class Prefetcher:
 
     Args:
         plan: the epoch's order.
-        new_block: makes the buffer of a window, from its number of rows and of row groups.
-        decode: reads one row group into a block.
+        storage: where the row groups stand.
+        batch_size, first_row, last_row: which rows.
+        share: (r, n): of every batch of B rows, take the rows B r // n to B (r + 1) // n alone.
+        buffers: memory of the batches.
         num_threads: size of the pool.
     """
 
     def __init__(
         self,
         plan: EpochPlan,
-        new_block: Callable[[int, int], Block],
-        decode: Decode,
+        storage: Storage,
         *,
         batch_size: int,
         first_row: int,
         last_row: int,
+        share: tuple[int, int],
+        buffers: Buffers,
         num_threads: int,
     ) -> None:
         self._plan = plan
-        self._new_block = new_block
-        self._decode = decode
-        self._ranges = deque(
-            (start, min(start + batch_size, last_row)) for start in range(first_row, last_row, batch_size)
-        )
+        self._storage = storage
+        self._buffers = buffers
+        rank, ranks = share
+        self._ranges = [
+            (start + (stop - start) * rank // ranks, start + (stop - start) * (rank + 1) // ranks)
+            for start in range(first_row, last_row, batch_size)
+            for stop in [min(start + batch_size, last_row)]
+        ]
+        self._next = 0
+        self._shape = BatchShape.of(storage.schema)
+        # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
+        self._inline = storage.mapped and not plan.shuffled
+        self._run = 1 if self._inline else max(1, _RUN_ROWS // batch_size)
         self._depth = 2 * num_threads
         self._loading: dict[int, _Loading] = {}
         self._pending = deque(self._due_tasks(first_row, last_row, num_threads))
@@ -87,6 +111,8 @@ class Prefetcher:
         for window in self._plan.windows[first:]:
             if window.start >= last_row:
                 return
+            if not self._wanted(window):
+                continue
             before = self._plan.windows[max(0, window.number - 1)].num_rows
             largest = max(group.num_rows for group in window.groups)
             ahead = max(before, (num_threads + 1) * largest)
@@ -94,49 +120,76 @@ class Prefetcher:
             for part in range(count):
                 yield window.start - ahead * (count - part) // count, window, part
 
+    def _wanted(self, window: Window) -> bool:
+        """Say whether a window holds rows to be read: with shares, it may hold other ranks' rows alone."""
+        before_end = bisect_left(self._ranges, (window.start + window.num_rows, 0))
+        # two, because the epoch's last range may be empty
+        return any(
+            start < stop and stop > window.start for start, stop in self._ranges[max(0, before_end - 2) : before_end]
+        )
+
     def _hand_in_next(self) -> None:
         _, window, part = self._pending.popleft()
         loading = self._loading.get(window.number)
+        as_it_stands = self._storage.mapped and len(window.groups) == 1
         if loading is None:
-            block = self._new_block(window.num_rows, len(window.groups))
+            block = None if as_it_stands else Block(self._storage.schema, window.num_rows, len(window.groups))
             loading = self._loading[window.number] = _Loading(block)
             loading.order = self._pool.submit(self._plan.permutation, window)
+        if as_it_stands:
+            loading.mapped = self._pool.submit(self._storage.view, window.groups[part])
+            return
+        assert loading.block is not None
         start = sum(group.num_rows for group in window.groups[:part])
-        task = self._pool.submit(self._decode, window.groups[part], loading._block, start, part)
-        loading.decodes.append(task)
+        loading.decodes.append(self._pool.submit(self._storage.decode, window.groups[part], loading.block, start, part))
 
-    def _hand_in_batch(self) -> Future[tuple[Slab, list[Window]]]:
-        start, stop = self._ranges.popleft()
-        pieces = self._plan.pieces(start, stop)
-        last = pieces[-1][0]
-        while self._pending and self._pending[0][1].number <= last.number:
-            self._hand_in_next()
-        loadings = [self._loading[window.number] for window, _, _ in pieces]
-        for number in [n for n in self._loading if n < last.number]:
-            del self._loading[number]  # freed as soon as the tasks that use it are done
-        return self._pool.submit(_assemble, pieces, loadings)
+    def _hand_in_run(self) -> Callable[[], list[Made]]:
+        """Hand in one task for a run of batches; return what waits for it, or does it."""
+        asked: list[Asked] = []
+        for start, stop in self._ranges[self._next : self._next + self._run]:
+            pieces = self._plan.pieces(start, stop)
+            if pieces:  # a share may have no rows
+                last = pieces[-1][0].number
+                while self._pending and self._pending[0][1].number <= last:
+                    self._hand_in_next()
+                for number in [n for n in self._loading if n < pieces[0][0].number]:
+                    del self._loading[number]  # freed as soon as the tasks that use it are done
+            asked.append([(piece, self._loading[piece[0].number]) for piece in pieces])
+        self._next += len(asked)
+        if self._inline:
+            return partial(_assemble, self._shape, asked, self._buffers)
+        return self._pool.submit(_assemble, self._shape, asked, self._buffers).result
 
     def __iter__(self) -> Iterator[tuple[Slab, list[Window]]]:
         """Yield slabs with the windows that their rows come from."""
-        tasks: deque[Future[tuple[Slab, list[Window]]]] = deque()
+        tasks: deque[Callable[[], list[Made]]] = deque()
         try:
-            while tasks or self._ranges:
-                while self._ranges and len(tasks) < self._depth:
-                    row = self._ranges[0][0]
+            while tasks or self._next < len(self._ranges):
+                while self._next < len(self._ranges) and len(tasks) < self._depth:
+                    row = self._ranges[self._next][0]
                     while self._pending and self._pending[0][0] <= row:
                         self._hand_in_next()
-                    tasks.append(self._hand_in_batch())
-                yield tasks.popleft().result()
+                    tasks.append(self._hand_in_run())
+                for made in tasks.popleft()():
+                    if isinstance(made, Exception):
+                        raise made
+                    yield made
         finally:
             # the garbage collector may close a forgotten iterator in one of our own threads: it cannot join itself
             own = threading.current_thread().name.startswith(_THREAD_NAME)
             self._pool.shutdown(wait=not own, cancel_futures=True)
 
 
-def _assemble(pieces: list[tuple[Window, int, int]], loadings: list[_Loading]) -> tuple[Slab, list[Window]]:
-    slabs = []
-    for (_, first, last), loading in zip(pieces, loadings, strict=True):
-        block, order = loading.wait()
-        rows: Rows = slice(first, last) if order is None else order[first:last]
-        slabs.append(Slab.take(block, rows))
-    return Slab.join(slabs), [window for window, _, _ in pieces]
+def _assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
+    """Take the rows of each batch; an error stands in place of its batch and ends the list."""
+    made: list[Made] = []
+    try:
+        for batch in asked:
+            parts: list[tuple[View, Rows]] = []
+            for (_, first, last), loading in batch:
+                view, order = loading.wait()
+                parts.append((view, slice(first, last) if order is None else order[first:last]))
+            made.append((Slab.gather(shape, parts, buffers), [window for (window, _, _), _ in batch]))
+    except Exception as error:
+        made.append(error)
+    return made

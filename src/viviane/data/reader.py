@@ -8,11 +8,12 @@ from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import torch
+
 from viviane.batch import Batch, Layout
 from viviane.core.errors import CheckpointError, ConfigError
-from viviane.data.block import Block
-from viviane.data.decode import decode_group
-from viviane.data.plan import EpochPlan, Group, Window
+from viviane.data.buffers import Buffers
+from viviane.data.plan import EpochPlan, Window
 from viviane.data.prefetch import Prefetcher
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ class Reader:
         num_threads: decoding threads.
         shuffle_rows: rows that are mixed with each other. Two windows are in memory at a time.
         max_batches: end the epoch after so many batches.
+        rank, num_ranks: share every batch among num_ranks readers; this one delivers rows B r // n to B (r + 1) // n
+            of a batch of B rows. All ranks see equally many batches, whatever the number of rows: where the last one
+            has fewer rows than ranks, some get a batch of 0 rows. Together they see what one reader would. A saved
+            position is that of any rank, and of any number of ranks.
+        pin_memory: deliver batches in page-locked memory, from which a GPU reads on its own.
 
     Raises:
         ConfigError: a number is out of range.
@@ -70,8 +76,13 @@ class Reader:
         num_threads: int = 2,
         shuffle_rows: int = DEFAULT_SHUFFLE_ROWS,
         max_batches: int | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        pin_memory: bool = False,
     ) -> None:
-        at_least_one = {"batch_size": batch_size, "num_threads": num_threads, "shuffle_rows": shuffle_rows}
+        at_least_one = {
+            "batch_size": batch_size, "num_threads": num_threads, "shuffle_rows": shuffle_rows, "num_ranks": num_ranks,
+        }  # fmt: skip
         if max_batches is not None:
             at_least_one["max_batches"] = max_batches
         for name, value in at_least_one.items():
@@ -79,6 +90,10 @@ class Reader:
                 raise ConfigError(f"the reader's {name} is too small", value=value, allowed=f"{name} >= 1")
         if epoch < 0:
             raise ConfigError("the reader's epoch is negative", value=epoch, allowed="epoch >= 0")
+        if not 0 <= rank < num_ranks:
+            raise ConfigError("the reader's rank is out of range", value=rank, allowed=f"0 <= rank < {num_ranks}")
+        if pin_memory and not torch.cuda.is_available():
+            raise ConfigError("page-locked memory needs a GPU", value=pin_memory, fix="leave pin_memory out on a CPU")
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -87,6 +102,8 @@ class Reader:
         self.num_threads = num_threads
         self.shuffle_rows = shuffle_rows
         self.max_batches = max_batches
+        self.rank, self.num_ranks = rank, num_ranks
+        self._buffers = Buffers(pin_memory)
         self._epoch = epoch
         self._delivered = 0
         self._layout = Layout.of(dataset.schema)
@@ -132,30 +149,30 @@ class Reader:
         plan = EpochPlan(dataset.groups, self.shuffle_rows if self.shuffle else None, self.seed, self._epoch)
         prefetcher = Prefetcher(
             plan,
-            lambda rows, parts: Block(dataset.schema, rows, parts),
-            self._decode,
+            dataset.storage,
+            share=(self.rank, self.num_ranks),
+            buffers=self._buffers,
             batch_size=self.batch_size,
             first_row=min(self._delivered * self.batch_size, plan.num_rows),
             last_row=min(len(self) * self.batch_size, plan.num_rows),
             num_threads=self.num_threads,
         )
         with closing(iter(prefetcher)) as slabs:  # type: ignore[type-var]
+            source, known = "", None
             for slab, windows in slabs:
-                origin = self._origin(windows)
+                if windows != known:
+                    source, known = self._source(windows), windows
+                origin = f"{dataset.path}, epoch {self._epoch}, batch {self._delivered} (from {source})"
                 self._delivered += 1
                 yield slab.batch(self._layout, origin)
         self._epoch, self._delivered = self._epoch + 1, 0
 
-    def _decode(self, group: Group, block: Block, start: int, part: int) -> None:
-        dataset = self.dataset
-        path, stamp = dataset.files[group.file], dataset.stamps[group.file]
-        decode_group(path, stamp, group, dataset.schema, block, start, part)
-
-    def _origin(self, windows: list[Window]) -> str:
+    def _source(self, windows: list[Window]) -> str:
         groups = [group for window in windows for group in window.groups]
-        named = [f"{self.dataset.files[group.file].name} row group {group.index}" for group in groups[:3]]
+        unit = self.dataset.storage.unit
+        named = [f"{self.dataset.files[group.file].name} {unit} {group.index}" for group in groups[:3]]
         more = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
-        return f"{self.dataset.path}, epoch {self._epoch}, batch {self._delivered} (from {', '.join(named)}{more})"
+        return ", ".join(named) + more
 
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a position to mean the same rows."""

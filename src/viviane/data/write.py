@@ -8,19 +8,16 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.files import replace_folder, write_json_atomic
 from viviane.data.columns import arrow_types, check_columns, is_list
 from viviane.data.dataset import INFO_FILE, Dataset
+from viviane.data.formats import MANIFEST_FILE, Format, Manifest, named_format
 from viviane.schema import Schema
 
 ROWS_PER_GROUP: Final = 131_072
 ROWS_PER_FILE: Final = 8 * ROWS_PER_GROUP
-# lz4 decodes two to three times as fast as zstd. Ids, labels and whole-number dense columns repeat and shrink
-# by dictionary; the small limit makes columns that do not repeat give it up early.
-_ENCODING: Final[dict[str, Any]] = {"compression": "lz4", "dictionary_pagesize_limit": 65_536}
 
 
 def write_dataset(
@@ -28,6 +25,7 @@ def write_dataset(
     schema: Schema,
     source: Iterable[pa.Table | pa.RecordBatch | Mapping[str, Any]],
     *,
+    format: str | Format = "parquet",  # noqa: A002 - the word on the command line
     rows_per_group: int = ROWS_PER_GROUP,
     rows_per_file: int = ROWS_PER_FILE,
     info: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
@@ -39,7 +37,8 @@ def write_dataset(
         path: the folder; it appears only when everything is written.
         source: Arrow tables, or dicts of arrays or lists by column name, of any sizes. Tables must have the
             schema's types; the values of dicts are converted where no information is lost.
-        rows_per_group: rows of a Parquet row group, the unit of reading.
+        format: name of a format of `viviane.data.formats`, or a format with its options.
+        rows_per_group: rows of a Parquet row group or of a block, the unit of reading.
         rows_per_file: rows of a file.
         info: statistics to keep in info.json, or a function that gives them once the source is exhausted;
             "rows" is added.
@@ -47,8 +46,9 @@ def write_dataset(
 
     Raises:
         ConfigError: the folder exists, or a size is below 1.
-        SchemaError: a table's columns are not the schema's.
-        DataError: a value cannot be converted, or is null.
+        SchemaError: a table's columns are not the schema's, or the format cannot hold such columns.
+        DataError: a value cannot be converted, or is null. Formats other than Parquet compare all values with the
+            schema when they are written (KeyRangeError: an id is out of range); Parquet, when they are read.
 
     Example:
         >>> import tempfile
@@ -65,35 +65,19 @@ def write_dataset(
         )
     if target.exists() and not overwrite:
         raise ConfigError("the folder exists", where=str(target), fix="choose another, or pass overwrite=True")
+    chosen = named_format(format)
+    chosen.check_schema(schema)
     wanted = pa.schema([pa.field(name, kind, nullable=False) for name, kind in arrow_types(schema).items()])
     tables = (_conform(part, wanted, schema, number) for number, part in enumerate(source))
     with replace_folder(target) as folder:
-        rows = _write_files(folder, wanted, _regroup(tables, wanted, rows_per_group), rows_per_file)
+        files = chosen.write(folder, target.absolute(), schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
         schema.save(folder)
+        rows = sum(file.rows for file in files)
         write_json_atomic(folder / INFO_FILE, {"rows": rows, **(info() if callable(info) else info or {})})
+        if chosen.format != "parquet":  # last: a folder with a manifest is complete
+            manifest = Manifest(format=chosen, stored=schema, files=files)
+            write_json_atomic(folder / MANIFEST_FILE, manifest.to_dict())
     return Dataset(target)
-
-
-def _write_files(folder: Path, wanted: pa.Schema, groups: Iterator[pa.Table], rows_per_file: int) -> int:
-    total, in_file, number = 0, 0, 0
-    writer: pq.ParquetWriter | None = None
-    try:
-        for group in groups:
-            if writer is not None and in_file + group.num_rows > rows_per_file:
-                writer.close()
-                writer, in_file, number = None, 0, number + 1
-            if writer is None:
-                file = folder / f"part-{number:05}.parquet"
-                writer = pq.ParquetWriter(file, wanted, **_ENCODING)
-            writer.write_table(group, row_group_size=max(1, group.num_rows))
-            total += group.num_rows
-            in_file += group.num_rows
-        if writer is None:  # no rows at all: the types are still worth a file
-            writer = pq.ParquetWriter(folder / "part-00000.parquet", wanted, **_ENCODING)
-    finally:
-        if writer is not None:
-            writer.close()
-    return total
 
 
 def _regroup(tables: Iterator[pa.Table], wanted: pa.Schema, rows_per_group: int) -> Iterator[pa.Table]:

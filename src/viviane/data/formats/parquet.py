@@ -1,0 +1,104 @@
+"""Parquet files with the schema's own types: what the ETL writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from viviane.core.errors import DataError
+from viviane.data.block import Block
+from viviane.data.columns import arrow_types, check_columns
+from viviane.data.decode import decode_group, open_parquet
+from viviane.data.formats.format import FileEntry, Format
+from viviane.data.plan import Group
+from viviane.data.storage import Storage
+from viviane.schema import Schema
+
+# lz4 decodes two to three times as fast as zstd. Ids, labels and whole-number dense columns repeat and shrink
+# by dictionary; the small limit makes columns that do not repeat give it up early.
+ENCODING: Final[dict[str, Any]] = {"compression": "lz4", "dictionary_pagesize_limit": 65_536}
+
+
+class ParquetStorage(Storage):
+    """Parquet files whose columns have the schema's names and types."""
+
+    unit: ClassVar[str] = "row group"
+
+    def __init__(self, schema: Schema, files: Sequence[Path]) -> None:
+        super().__init__(schema, files)
+        for number, path in enumerate(self.files):
+            with open_parquet(path, lambda found, where: check_columns(found, schema, where)) as file:
+                self.groups += groups_of(number, file)
+
+    def decode(self, group: Group, block: Block, start: int, part: int) -> None:
+        """Read a row group into a block; see Storage."""
+        decode_group(self.files[group.file], self.stamps[group.file], group, self.schema, block, start, part)
+
+
+class ParquetFormat(Format):
+    """Parquet with the schema's types."""
+
+    format: Literal["parquet"] = "parquet"
+
+    def files_at(self, path: Path) -> list[Path]:
+        """Return every *.parquet file of a folder, in order of names, but those that start with "." or "_"."""
+        files = sorted(file for file in path.glob("*.parquet") if not file.name.startswith((".", "_")))
+        if not files:
+            raise DataError("the data set has no Parquet files", where=str(path), fix="write it with `viviane etl`")
+        return files
+
+    def open(
+        self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
+    ) -> Storage:
+        """Read the footer of every file and compare its columns with the schema; see Format."""
+        return ParquetStorage(schema, files)
+
+    def check_schema(self, schema: Schema) -> None:
+        """Parquet holds any schema."""
+
+    def write(
+        self, folder: Path, target: Path, schema: Schema, tables: Iterator[pa.Table], rows_per_file: int
+    ) -> tuple[FileEntry, ...]:
+        """Write `part-00000.parquet, ...`, each table a row group; see Format."""
+        types = pa.schema([pa.field(name, kind, nullable=False) for name, kind in arrow_types(schema).items()])
+        return write_parquet(folder, types, tables, rows_per_file)
+
+
+def groups_of(number: int, file: pq.ParquetFile) -> Iterator[Group]:
+    """Yield the row groups of file `number`."""
+    row = 0
+    for index in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(index).num_rows
+        yield Group(number, index, row, rows)
+        row += rows
+
+
+def write_parquet(
+    folder: Path, types: pa.Schema, tables: Iterator[pa.Table], rows_per_file: int, name: str = "part-{:05}.parquet"
+) -> tuple[FileEntry, ...]:
+    """Write tables as row groups of files named by a pattern; without any row, one file keeps the types."""
+    rows: list[int] = []
+    writer: pq.ParquetWriter | None = None
+    try:
+        for table in tables:
+            if writer is None or rows[-1] + table.num_rows > rows_per_file:
+                if writer is not None:
+                    writer.close()
+                writer = pq.ParquetWriter(folder / name.format(len(rows)), types, **ENCODING)
+                rows.append(0)
+            writer.write_table(table, row_group_size=max(1, table.num_rows))
+            rows[-1] += table.num_rows
+        if writer is None:
+            writer = pq.ParquetWriter(folder / name.format(0), types, **ENCODING)
+            rows.append(0)
+    finally:
+        if writer is not None:
+            writer.close()
+    files = [folder / name.format(number) for number in range(len(rows))]
+    return tuple(
+        FileEntry(name=file.name, rows=n, bytes=file.stat().st_size) for file, n in zip(files, rows, strict=True)
+    )

@@ -1,0 +1,41 @@
+"""HugeCTR's Raw: one file without a header, one key a slot."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from viviane.core.errors import SchemaError
+from viviane.data.formats.fixed_records import FixedRecordFormat, Record
+from viviane.data.formats.slots import check_slots, slots_of
+from viviane.schema import Schema
+
+
+class RawFormat(FixedRecordFormat):
+    """HugeCTR's Raw. A row is labels | dense numbers | one key of 4 bytes a slot; keys are ids of their own column.
+
+    Args:
+        float_label_dense: labels and dense numbers are float32; else int32, where a dense k stands for ln(k + 1).
+        num_samples: rows that the file must have; without it, a file cut between two rows goes unnoticed.
+
+    Example:
+        >>> schema = Schema(labels=[{"name": "y"}], categorical=[{"name": "c", "num_ids": 9}])
+        >>> RawFormat().record(schema).dtype.itemsize
+        8
+    """
+
+    format: Literal["raw"] = "raw"
+    float_label_dense: bool = True
+    num_samples: int | None = Field(default=None, ge=0)
+
+    def record(self, schema: Schema) -> Record:
+        """Return what one record of these columns holds; see FixedRecordFormat."""
+        for column in schema.bags:
+            raise SchemaError(
+                "raw holds one key a slot",
+                value=f"{column.name!r}, {column.kind}",
+                fix="use raw-async, norm or parquet",
+            )
+        check_slots(schema, slots_of(schema, None, False), 4, "raw")
+        return Record(schema, not self.float_label_dense, not self.float_label_dense, 4)

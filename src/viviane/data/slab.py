@@ -1,0 +1,138 @@
+"""Rows taken from where they stand into fresh memory, each once: what becomes a batch.
+
+Shapes: B rows of the batch, L labels, N dense numbers, F one-hot features, nnz ids of a bag feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from viviane.batch import Bag, Batch, Layout
+from viviane.data.block import Jagged, Matrix, Rows, View, one_hot_type
+from viviane.data.buffers import Buffers
+from viviane.schema import Schema
+
+Part = tuple[View, Rows]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a schema's batches hold, looked up once."""
+
+    num_labels: int
+    num_dense: int
+    num_one_hot: int
+    ids: torch.dtype
+    weighted: bool
+    bags: tuple[tuple[str, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, schema: Schema) -> BatchShape:
+        """Return the shape of a schema's batches."""
+        return cls(
+            len(schema.labels),
+            schema.num_dense,
+            len(schema.one_hot),
+            torch.int64 if one_hot_type(schema) is np.int64 else torch.int32,
+            schema.sample_weight is not None,
+            tuple((column.name, getattr(torch, column.dtype)) for column in schema.bags),
+        )
+
+
+@dataclass(frozen=True)
+class Slab:
+    """The parts of a batch."""
+
+    labels: Tensor  # (B, L)
+    dense: Tensor  # (B, N)
+    one_hot: Tensor  # (B, F)
+    weight: Tensor | None  # (B,)
+    bags: dict[str, Bag]
+
+    @classmethod
+    def gather(cls, shape: BatchShape, parts: Sequence[Part], buffers: Buffers) -> Slab:
+        """Copy chosen rows of one view or several, one after another.
+
+        Args:
+            shape: of the batch.
+            parts: views, and which of their rows: a slice, or an array of row numbers.
+            buffers: memory to copy into.
+        """
+        counts = [rows.stop - rows.start if isinstance(rows, slice) else len(rows) for _, rows in parts]
+        size = sum(counts)
+        places = [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
+
+        def matrix(kind: str, width: int, dtype: torch.dtype) -> Tensor:
+            made = buffers.new((size, width), dtype)
+            target = made.numpy()
+            for (view, rows), place in zip(parts, places, strict=True):
+                _take(getattr(view, kind), rows, target[place])
+            return made
+
+        weight = None
+        if shape.weighted:
+            weight = buffers.new((size,), torch.float32)
+            for (view, rows), place in zip(parts, places, strict=True):
+                assert view.weight is not None
+                weight.numpy()[place] = view.weight[rows]
+        return cls(
+            matrix("labels", shape.num_labels, torch.float32),
+            matrix("dense", shape.num_dense, torch.float32),
+            matrix("one_hot", shape.num_one_hot, shape.ids),
+            weight,
+            {
+                name: _bag([(view.bags[name], rows) for view, rows in parts], places, dtype, buffers)
+                for name, dtype in shape.bags
+            },
+        )
+
+    def batch(self, layout: Layout, origin: str) -> Batch:
+        """Return the rows as a batch, without another copy."""
+        return Batch(
+            layout=layout,
+            labels=self.labels,
+            dense=self.dense,
+            one_hot=self.one_hot,
+            bags=self.bags,
+            weight=self.weight,
+            origin=origin,
+        )
+
+
+def _take(matrix: Matrix, rows: Rows, out: NDArray[Any]) -> None:
+    for first, piece in matrix:
+        target = out[:, first : first + piece.shape[1]]
+        if isinstance(rows, slice):
+            np.copyto(target, piece[rows])
+        elif not piece.flags.c_contiguous:
+            np.copyto(target, piece[rows])  # np.take would copy all of it first
+        elif target.flags.c_contiguous and target.dtype == piece.dtype:
+            # mode="clip" skips a second pass over the row numbers; they are a permutation, so nothing is clipped
+            np.take(piece, rows, axis=0, mode="clip", out=target)
+        else:
+            np.copyto(target, np.take(piece, rows, axis=0, mode="clip"))
+
+
+def _bag(parts: list[tuple[Jagged, Rows]], places: list[slice], dtype: torch.dtype, buffers: Buffers) -> Bag:
+    size = places[-1].stop if places else 0
+    offsets = buffers.new((size + 1,), torch.int64)
+    ends = offsets.numpy()
+    ends[0] = 0
+    for (bag, rows), place in zip(parts, places, strict=True):
+        np.cumsum(bag.lengths(rows), out=ends[place.start + 1 : place.stop + 1])
+        ends[place.start + 1 : place.stop + 1] += ends[place.start]
+    weighted = any(bag.weights is not None for bag, _ in parts)
+    values = buffers.new((int(ends[-1]),), dtype)
+    weights = buffers.new((len(values),), torch.float32) if weighted else None
+    for (bag, rows), place in zip(parts, places, strict=True):
+        inside = slice(int(ends[place.start]), int(ends[place.stop]))
+        bag.take(rows, values.numpy()[inside], None if weights is None else weights.numpy()[inside])
+    return Bag(values, offsets, weights)

@@ -1,0 +1,89 @@
+"""Where the rows of a data set stand: files, the groups of rows in them, and how a group gets into memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Final
+
+from viviane.core.errors import DataError
+from viviane.data.block import Block, View
+from viviane.data.checks import Place
+from viviane.data.plan import Group
+from viviane.schema import Schema
+
+ROWS_PER_BLOCK: Final = 131_072
+"""Rows of a group in formats whose files have no groups of their own."""
+FileStamp = tuple[int, int]  # size in bytes, time of change in ns
+
+
+def stamp(path: Path) -> FileStamp:
+    """Return what changes when a file is written again.
+
+    Raises:
+        DataError: the file is not there.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(
+            "a file of the data set cannot be opened",
+            where=str(path),
+            value=error.strerror or str(error),
+            fix="put the file back, or open the data set again if it was replaced",
+        ) from error
+    return status.st_size, status.st_mtime_ns
+
+
+def refuse_changed(path: Path, expected: FileStamp) -> None:
+    """Refuse a file that is no longer as it was when the data set was opened.
+
+    Raises:
+        DataError: the file vanished or changed.
+    """
+    if stamp(path) != expected:
+        raise DataError("a file changed after the data set was opened", where=str(path), fix="open the data set again")
+
+
+class Storage(ABC):
+    """The files of one data set in one format, opened and checked as far as is cheap.
+
+    Args:
+        schema: what is read.
+        files: in the order of their rows.
+    """
+
+    unit: ClassVar[str] = "block"
+    """What a group of rows is called in messages."""
+    mapped: bool = False
+    """Whether `view` shows the rows of a group where they stand, without decoding."""
+
+    def __init__(self, schema: Schema, files: Sequence[Path]) -> None:
+        self.schema = schema
+        self.files: list[Path] = list(files)
+        self.stamps: list[FileStamp] = [stamp(file) for file in self.files]
+        self.groups: list[Group] = []
+
+    @abstractmethod
+    def decode(self, group: Group, block: Block, start: int, part: int) -> None:
+        """Read a group into block rows [start, start + num_rows); its bags become part number `part`.
+
+        Raises:
+            DataError: the file vanished, changed or is damaged; a value is null, not finite, no label, too long.
+            KeyRangeError: an id is out of range.
+        """
+
+    def view(self, group: Group) -> View:
+        """Return the rows of a group as they stand in the file.
+
+        Raises:
+            DataError, KeyRangeError: see `decode`.
+        """
+        block = Block(self.schema, group.num_rows, 1)
+        self.decode(group, block, 0, 0)
+        return block.finish()
+
+    def place(self, group: Group, column: str) -> Place:
+        """Name a column of a group, for messages."""
+        return Place(str(self.files[group.file]), group.index, group.first_row, column, self.unit)
