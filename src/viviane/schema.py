@@ -108,6 +108,17 @@ class CategoricalColumn(Settings):
         return self
 
     @property
+    def id_range(self) -> int:
+        """num_ids, where they have to be known.
+
+        Raises:
+            SchemaError: the column holds raw ids.
+        """
+        if self.num_ids is None:
+            raise SchemaError("raw ids have no range, and one is needed here", value=self.name, fix="give it num_ids")
+        return self.num_ids
+
+    @property
     def table(self) -> str:
         """The table the column looks up by default: its vocabulary's, else its own."""
         return self.vocabulary or self.name

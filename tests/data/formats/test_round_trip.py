@@ -10,6 +10,7 @@ from format_rows import ANY_BAGS, ONE_HOT, rows_for, rows_of, schemas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from viviane.core.errors import SchemaError
 from viviane.data import Dataset, write_dataset
 from viviane.data.conversion import convert
 from viviane.data.formats import Format
@@ -76,3 +77,15 @@ def test_one_key_very_often_and_the_largest(tmp_path: Path, name: str) -> None:
     data = write_dataset(tmp_path / "set", schema, [rows], format=ONE_HOT[name], rows_per_group=30_000)
     found = [key for batch in data.reader(40_000) for key in batch.one_hot[:, 0].tolist()]
     assert found == rows["k"]
+
+
+def test_raw_ids_keep_all_their_bits_in_the_own_format_and_are_refused_where_a_range_is_needed(tmp_path):
+    columns = [{"name": "user", "num_ids": None}, {"name": "seen", "num_ids": None, "kind": "multi_hot"}]
+    schema = Schema(labels=[{"name": "y"}], categorical=columns)
+    rows = {"y": [0, 1], "user": [-(2**63), 2**63 - 1], "seen": [[0, -1], []]}
+    source = write_dataset(tmp_path / "parquet", schema, [rows])
+    copy = convert(source, tmp_path / "own", "viviane")
+    assert copy.head().one_hot[:, 0].tolist() == rows["user"]
+    assert copy.head().bags["seen"].values.tolist() == [0, -1]
+    with pytest.raises(SchemaError, match=r"raw ids have no range[\s\S]*'user'"):
+        convert(source, tmp_path / "norm", "norm")

@@ -64,7 +64,7 @@ class HugectrParquetFormat(Format):
         slots = slots_of(schema, self.slot_sizes, self.shifted_keys)
         check_slots(schema, slots, 8 if self.i64_input_key else 4, "hugectr-parquet")
         for slot in slots:
-            if not self.i64_input_key and slot.shift + slot.column.num_ids > 2**31:
+            if not self.i64_input_key and slot.shift + slot.column.id_range > 2**31:
                 raise SchemaError("the keys do not fit int32", value=slot.column.name, fix="set i64_input_key")
 
     def types(self, schema: Schema) -> pa.Schema:

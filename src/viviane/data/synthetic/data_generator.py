@@ -211,7 +211,7 @@ def _chunks(
             counts = random.integers(0, _LARGEST_COUNT, count)
             columns[dense.name] = np.log1p(counts) if config.whole_dense else _open_interval(random, count)
         for column, nnz in zip(schema.categorical, config.hotness, strict=True):
-            keys = _keys(config, random, (count, nnz), column.num_ids)
+            keys = _keys(config, random, (count, nnz), column.id_range)
             if column.kind == "one_hot":
                 columns[column.name] = keys[:, 0]
             elif config.format == "parquet":
