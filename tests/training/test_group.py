@@ -22,6 +22,9 @@ from viviane.parallel import Group
 from viviane.training import Trainer
 
 METRICS = ["auc", "log_loss", "accuracy", "calibration"]
+# Sums of float32 gradients in another order, through 51 steps of Adam and AdaGrad. Two rows of 161 whose scores are
+# equal but for that may change places: a pair is up to 9 of about 14,000 weights of the AUC, a row 3 of 240.
+ROUNDING = {"loss": 1e-4, "log_loss": 1e-4, "calibration": 1e-4, "auc": 4e-3, "accuracy": 2e-2}
 
 
 def mine(size_or_batch, group):
@@ -41,13 +44,12 @@ def train_alike(folder, group):
     for mine_row, row in zip(many.rows, one.rows, strict=True):
         for name in ("loss", *METRICS):
             if name in row:
-                # Sums of float32 gradients in another order, through 51 steps of Adam and AdaGrad.
-                assert mine_row[name] == pytest.approx(row[name], rel=2e-4), (name, mine_row, row)
+                assert mine_row[name] == pytest.approx(row[name], rel=ROUNDING[name]), (name, mine_row, row)
     close(tensors_of(ours), tensors_of(truth))
     mean, other = ours.stepper.mean.tensors(), truth.stepper.mean.tensors()
     close(mean, other)
     for name, value in truth.evaluate(valid).items():
-        assert ours.evaluate(valid)[name] == pytest.approx(value, rel=2e-4), name
+        assert ours.evaluate(valid)[name] == pytest.approx(value, rel=ROUNDING[name]), name
     np.testing.assert_allclose(ours.predict(valid), truth.predict(valid), rtol=1e-3, atol=1e-5)  # of those weights
 
 

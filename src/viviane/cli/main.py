@@ -22,6 +22,8 @@ COMMANDS = {
     "evaluate": "viviane.cli.evaluate",
     "predict": "viviane.cli.predict",
     "summary": "viviane.cli.summary",
+    "plan": "viviane.cli.plan",
+    "bench": "viviane.cli.bench",
     "doctor": "viviane.cli.doctor",
 }
 
