@@ -109,7 +109,9 @@ class EmbeddingCollection(TableCollection):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return self.all_storages()[0].weight.device
+        first = next(iter(self.storages))  # asked for at every lookup: no list of all storages is made
+        device: torch.device = first.weight.device  # type: ignore[assignment]
+        return device
 
     @property
     def width(self) -> int:
