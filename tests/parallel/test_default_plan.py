@@ -5,7 +5,7 @@ import pytest
 from viviane.config import SGD, Adam, Solver
 from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
-from viviane.parallel import Group, Plan, TablePlan, default_plan, join_processes, make_tables
+from viviane.parallel import Group, Plan, TablePlan, check_plan_names, default_plan, join_processes, make_tables
 from viviane.parallel.default_plan import MOST_REPLICATED, table_bytes
 
 
@@ -59,6 +59,15 @@ def test_one_process_gets_an_ordinary_collection_and_a_plan_for_others_is_refuse
     with pytest.raises(ConfigError, match=r"torchrun --nproc-per-node 2"):
         make_tables([table("a", 9)], features, SGD(), plan=Solver(plan=plan).plan)
     assert Solver(plan=plan).plan == plan.to_dict() == Solver(**Solver(plan=plan).to_dict()).plan
+
+
+def test_a_plan_of_other_tables_is_refused():
+    check_plan_names(None, ["item"])
+    check_plan_names({"item": "row"}, ["item"])
+    plan = Plan(world_size=1, tables=[TablePlan(table="itm", kind="replicated")]).to_dict()
+    for given in (plan, {"itm": "row"}):
+        with pytest.raises(ConfigError, match=r"solver.plan[\s\S]*did you mean 'item'"):
+            check_plan_names(given, ["item"])
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

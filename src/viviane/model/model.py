@@ -26,7 +26,7 @@ from viviane.model.plot import graph_svg
 from viviane.model.prediction import as_batches, predict_rows
 from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
 from viviane.model.summary import ModelSummary, summarize
-from viviane.parallel import join_processes, make_tables
+from viviane.parallel import check_plan_names, join_processes, make_tables
 from viviane.schema import Schema
 from viviane.training import Callback, History, Trainer
 from viviane.training.dense_state import collections_of, dense_parameters
@@ -145,25 +145,13 @@ class Model:
             self._terms = terms(plan.losses, self.schema)
             if plan.unused:
                 _log.warning("%s: %s", self.name, unused_message(plan.unused))
-            self._check_plan(plan)
-            wire = self.solver.wire_dtype
-            make = partial(make_tables, group=group, plan=self.solver.plan, wire_dtype=wire)
+            check_plan_names(self.solver.plan, [table.name for one in plan.tables.values() for table in one.tables])
+            make = partial(make_tables, group=group, plan=self.solver.plan, wire_dtype=self.solver.wire_dtype)
             module = GraphModule(plan, embedding_optimizer or chosen, device=device, seed=self.solver.seed, make=make)
         self.optimizer, self.embedding_optimizer = chosen, embedding_optimizer
         self.metrics = None if metrics is None else tuple(metrics)
         self._trainer = Trainer(module, self.schema, self.solver, chosen, metrics=self.metrics, terms=self._terms)
         self._module = module
-
-    def _check_plan(self, plan: Plan) -> None:
-        """Refuse a solver's plan that speaks of tables which are in no embedding."""
-        given = self.solver.plan or {}
-        names = [one["table"] for one in given["tables"]] if "world_size" in given else list(given)
-        known = {table.name for one in plan.tables.values() for table in one.tables}
-        for name in names:
-            if name not in known:
-                where = "solver.plan"
-                raise ConfigError("the plan names a table that is not there", where=where, value=name,
-                                  fix=suggest(name, known))  # fmt: skip
 
     @property
     def module(self) -> nn.Module:

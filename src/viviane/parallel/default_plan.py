@@ -121,6 +121,19 @@ def read_plan(
     return default_plan(tables, optimizer, group.size, kinds=kinds, device_bytes=_memory(device))
 
 
+def check_plan_names(given: Mapping[str, Any] | None, tables: Sequence[str]) -> None:
+    """Refuse a `Solver.plan` that speaks of a table which is in no collection of a model.
+
+    Raises:
+        ConfigError: naming the table and the nearest one.
+    """
+    names = [one["table"] for one in given["tables"]] if given and "world_size" in given else list(given or {})
+    for name in names:
+        if name not in tables:
+            fix = suggest(name, tables)
+            raise ConfigError("the plan names a table that is not there", where="solver.plan", value=name, fix=fix)
+
+
 def make_tables(
     tables: Sequence[AnyTable],
     features: Sequence[FeatureConfig],

@@ -108,13 +108,19 @@ class Group:
                 dist.all_reduce(tensor, group=self._for(tensor))
         return tensor
 
+    def open_beside(self) -> None:
+        """Make a second group, whose calls may stand in any order to those of the embedding exchange."""
+        if self._group is not None and self._beside is None:
+            self._beside = dist.new_group(backend=dist.get_backend(self._group))
+
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to sum a tensor in place, beside the other exchanges; the function that is returned waits for it."""
+        """Begin to sum a tensor in place, beside the other exchanges; the function that is returned waits for it.
+
+        All processes have called `open_beside` before.
+        """
         if self._group is None:
             return lambda: None
-        if self._beside is None:
-            # A group of its own: its calls may stand in any order to those of the embedding exchange.
-            self._beside = dist.new_group(backend=dist.get_backend(self._group))
+        assert self._beside is not None
         with self._call():
             work = dist.all_reduce(tensor, group=self._beside, async_op=True)
 
