@@ -23,6 +23,7 @@ def call(folder, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_model_that_one_trains(tmp_path):
     call(tmp_path, "generate", "data", "--rows", 3001, "--valid-rows", 500, "--max-cardinality", 100)
     config = {
