@@ -22,6 +22,7 @@ COMMANDS = {
     "evaluate": "viviane.cli.evaluate",
     "predict": "viviane.cli.predict",
     "summary": "viviane.cli.summary",
+    "checkpoint": "viviane.cli.checkpoint",
     "doctor": "viviane.cli.doctor",
 }
 

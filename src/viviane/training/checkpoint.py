@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -106,31 +106,13 @@ def write_checkpoint(
     writers = choose_writers({file.full: file.parts for file in files}, group.size)
 
     def guarded(make: Callable[[], T]) -> T:
-        """Put an error of the disk into words, on the process that had it."""
-        try:
-            return make()
-        except OSError as error:
-            raise _write_error(path, module, optimizer, error.errno, error) from error
-        except Exception as error:
-            code = re.search(r"\(os error (\d+)\)", str(error))  # safetensors' own error carries the number as text
-            if isinstance(error, CheckpointError) or code is None:
-                raise
-            raise _write_error(path, module, optimizer, int(code[1]), error) from error
+        return _in_words(path, module, optimizer, make)
 
     def write_own(work: Path) -> dict[str, Any]:
-        entries = {}
-        for file in files:
-            own = [i for i in range(len(file.parts)) if writers[file.full, i] == group.rank]
-            entry = file.write(work, own, optimizer_state)
-            if entry is not None:
-                entries[file.full] = entry
-        written = {name for file in files for name in _own_names(file, writers, group.rank)}
+        own = _write_tables(work, files, writers, group.rank, optimizer_state)
         if group.rank == 0:
-            written |= _write_dense(work, module, trained, progress)
-        return {
-            "tables": {full: entry.to_dict() for full, entry in entries.items()},
-            "files": {name: _flushed(work / name).to_dict() for name in sorted(written)},
-        }
+            own["files"] |= _flushed(work, _write_dense(work, module, trained, progress))
+        return own
 
     with ExitStack() as stack:
         work = Path(on_first(group, lambda: guarded(lambda: str(stack.enter_context(replace_folder(path))))))
@@ -138,7 +120,7 @@ def write_checkpoint(
 
         def finish() -> dict[str, Any]:
             manifest = _manifest(module, trained, optimizer_state, place, files, written)
-            for inside in (one for one in work.rglob("*") if one.is_dir()):
+            for inside in {(work / name).parent for name in manifest.files}:
                 sync_folder(inside)
             write_manifest(work, manifest)
             stack.close()
@@ -216,10 +198,36 @@ def _verified(
     ]
 
 
-def _own_names(file: TableFile, writers: Mapping[tuple[str, int], int], rank: int) -> list[str]:
-    """Return the names of a table's files that a process writes."""
-    count = len(file.parts)
-    return [table_file(file.full, i, count) for i in range(count) if writers[file.full, i] == rank]
+def _in_words(path: Path, module: nn.Module, optimizer: DenseOptimizer | None, make: Callable[[], T]) -> T:
+    """Call a function, and put an error of the disk into words on the process that had it."""
+    try:
+        return make()
+    except OSError as error:
+        raise _write_error(path, module, optimizer, error.errno, error) from error
+    except Exception as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))  # safetensors' own error carries the number as text
+        if isinstance(error, CheckpointError) or code is None:
+            raise
+        raise _write_error(path, module, optimizer, int(code[1]), error) from error
+
+
+def _write_tables(
+    work: Path,
+    files: list[TableFile],
+    writers: Mapping[tuple[str, int], int],
+    rank: int,
+    optimizer_state: bool,
+) -> dict[str, Any]:
+    """Write what a process has of the tables; returns entries of tables and of files, plain data."""
+    tables, names = {}, []
+    for file in files:
+        count = len(file.parts)
+        own = [i for i in range(count) if writers[file.full, i] == rank]
+        entry = file.write(work, own, optimizer_state)
+        if entry is not None:
+            tables[file.full] = entry.to_dict()
+            names += [table_file(file.full, i, count) for i in own]
+    return {"tables": tables, "files": _flushed(work, names)}
 
 
 def _write_dense(
@@ -240,11 +248,15 @@ def _write_dense(
     return written
 
 
-def _flushed(file: Path) -> FileEntry:
-    """Flush a file to the disk, and describe it."""
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
-    return FileEntry(bytes=file.stat().st_size, sha256=file_sha256(file))
+def _flushed(work: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Flush files to the disk, and describe them: entries by name, plain data."""
+    found = {}
+    for name in names:
+        file = work / name
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+        found[name] = FileEntry(bytes=file.stat().st_size, sha256=file_sha256(file)).to_dict()
+    return found
 
 
 def _manifest(
