@@ -24,6 +24,7 @@ COMMANDS = {
     "summary": "viviane.cli.summary",
     "plan": "viviane.cli.plan",
     "bench": "viviane.cli.bench",
+    "checkpoint": "viviane.cli.checkpoint",
     "doctor": "viviane.cli.doctor",
 }
 

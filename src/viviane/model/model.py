@@ -29,8 +29,8 @@ from viviane.model.summary import ModelSummary, summarize
 from viviane.parallel import check_plan_names, join_processes, make_tables
 from viviane.schema import Schema
 from viviane.training import Callback, History, Trainer
+from viviane.training.checkpoint import take_part
 from viviane.training.dense_state import collections_of, dense_parameters
-from viviane.training.group_checkpoint import take_part
 from viviane.training.objective import LossTerm
 
 _log = get_logger("model")

@@ -10,10 +10,12 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +24,27 @@ from viviane.config.base import load_json
 from viviane.core.errors import CheckpointError
 from viviane.core.files import file_sha256, replace_folder, sync_folder, write_json_atomic
 from viviane.optim import DenseOptimizer
+from viviane.parallel import Group
 from viviane.training.dense_state import (
     dense_parameters,
     dense_tensors,
     optimizer_tensors,
     restore_optimizer,
 )
+from viviane.training.group_results import on_first, together
 from viviane.training.manifest import (
-    MANIFEST_FILE,
     FileEntry,
     Manifest,
+    TableEntry,
     TensorEntry,
-    verify_checkpoint,
+    read_manifest,
+    verify_files,
+    version_of,
     write_manifest,
 )
-from viviane.training.table_files import table_files
+from viviane.training.saved_table import SavedTable
+from viviane.training.table_files import TableFile, table_file, table_files
+from viviane.training.table_parts import choose_writers, group_of
 from viviane.training.tensor_files import read_tensors, write_tensors
 
 DENSE_FILE: Final = "dense.safetensors"
@@ -45,6 +53,7 @@ PROGRESS_FILE: Final = "progress.safetensors"
 HISTORY_FILE: Final = "history.json"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAX_DIFFERENCES: Final = 20
+T = TypeVar("T")
 
 
 @dataclass
@@ -72,32 +81,58 @@ def write_checkpoint(
     optimizer: DenseOptimizer | None = None,
     optimizer_state: bool = True,
     progress: Progress | None = None,
+    group: Group | None = None,
 ) -> Manifest:
     """Write a checkpoint folder; an older one of that name is replaced only when the new one is whole.
 
-    Tables go to their files one after another, straight from their own memory.
+    Tables go to their files one after another, straight from their own memory. Of several processes each writes
+    what it has of the tables; rank 0 writes the rest, and the manifest when all others have finished.
 
     Args:
-        folder: the folder to make.
+        folder: the folder to make, on a disk that all processes see; that of rank 0 counts.
         module: its parameters, buffers and embedding tables are saved.
         optimizer: the dense optimizer.
         optimizer_state: False saves weights only (dense and tables), for prediction.
         progress: the place in training.
+        group: the processes that call it together; None takes those that have the module's tables.
 
     Raises:
-        CheckpointError: the disk is full or not writable; names the folder and the bytes needed and free.
+        CheckpointError: the disk is full or not writable; names the folder and the bytes needed and free. Where one
+            process fails, all of them raise its message.
     """
-    path = Path(folder)
-    try:
-        with replace_folder(path) as work:
-            return _write_parts(work, module, optimizer if optimizer_state else None, optimizer_state, progress)
-    except OSError as error:
-        raise _write_error(path, module, optimizer, error.errno, error) from error
-    except Exception as error:
-        code = re.search(r"\(os error (\d+)\)", str(error))  # safetensors' own error carries the number as text
-        if isinstance(error, CheckpointError) or code is None:
-            raise
-        raise _write_error(path, module, optimizer, int(code[1]), error) from error
+    path, group = Path(folder), group or group_of(module)
+    place, trained = progress or Progress(), optimizer if optimizer_state else None
+    files = table_files(module)
+    writers = choose_writers({file.full: file.parts for file in files}, group.size)
+
+    def guarded(make: Callable[[], T]) -> T:
+        return _in_words(path, module, optimizer, make)
+
+    def write_own(work: Path) -> dict[str, Any]:
+        own = _write_tables(work, files, writers, group.rank, optimizer_state)
+        if group.rank == 0:
+            own["files"] |= _flushed(work, _write_dense(work, module, trained, progress))
+        return own
+
+    with ExitStack() as stack:
+        work = Path(on_first(group, lambda: guarded(lambda: str(stack.enter_context(replace_folder(path))))))
+        written = group.gather_data(together(group, lambda: guarded(lambda: write_own(work))))
+
+        def finish() -> dict[str, Any]:
+            manifest = _manifest(module, trained, optimizer_state, place, files, written)
+            for inside in {(work / name).parent for name in manifest.files}:
+                sync_folder(inside)
+            write_manifest(work, manifest)
+            stack.close()
+            return manifest.to_dict()
+
+        return Manifest.from_dict(on_first(group, lambda: guarded(finish)))
+
+
+def take_part(module: nn.Module, *, optimizer_state: bool = True) -> None:
+    """Do this process's part where rank 0 alone calls `write_checkpoint`, on a module with tables of several."""
+    if group_of(module).size > 1:
+        write_checkpoint("checkpoint of rank 0", module, optimizer_state=optimizer_state)
 
 
 def load_checkpoint(
@@ -106,31 +141,25 @@ def load_checkpoint(
     *,
     optimizer: DenseOptimizer | None = None,
     weights_only: bool = False,
+    group: Group | None = None,
 ) -> Progress:
     """Verify a checkpoint, then copy it into a module of the same shape and its dense optimizer.
 
-    Nothing is changed before every file was verified and every name and shape compared.
+    Nothing is changed before every file was verified and every name and shape compared. The checkpoint may be of
+    another number of processes, or another plan: each process reads what it needs, and verifies its share of files.
 
     Args:
         folder: the checkpoint.
         module: takes parameters, buffers and embedding tables.
         optimizer: the dense optimizer; None where the module has no dense parameters.
         weights_only: leave the dense optimizer alone and start the tables' optimizers anew.
+        group: the processes that call it together; None takes those that have the module's tables.
 
     Raises:
         CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
     """
-    path = Path(folder)
-    manifest = verify_checkpoint(path)
-    _compare(path, manifest, module)
-    if not weights_only and not manifest.optimizer_state:
-        raise CheckpointError(
-            "the checkpoint holds weights only, training cannot go on from it",
-            where=str(path),
-            fix="load it with weights_only=True, or resume from a checkpoint of a run folder",
-        )
-    files = [(table, manifest.tables[table.full]) for table in table_files(module)]
-    tables = [(table, entry, table.read(path, entry, weights_only)) for table, entry in files]
+    path, group = Path(folder), group or group_of(module)
+    manifest, tables = together(group, lambda: _verified(path, module, weights_only, group))
     if optimizer is not None and not weights_only:
         restore_optimizer(
             optimizer,
@@ -143,58 +172,121 @@ def load_checkpoint(
     with torch.no_grad():
         for name, tensor in dense_tensors(module).items():
             tensor.copy_(saved[name])
-    for table, entry, content in tables:
-        table.restore(entry, content, weights_only)
+    for table, content in tables:
+        table.restore(content, weights_only)
     tensors = read_tensors(path / PROGRESS_FILE) if PROGRESS_FILE in manifest.files else {}
     history = load_json(path / HISTORY_FILE) if HISTORY_FILE in manifest.files else []
     return Progress(manifest.step, manifest.epoch, dict(manifest.progress), tensors, history)
 
 
-def _write_parts(
+def _verified(
+    path: Path, module: nn.Module, weights_only: bool, group: Group
+) -> tuple[Manifest, list[tuple[TableFile, SavedTable]]]:
+    """Verify this process's share of the files, and map the tables that it needs."""
+    manifest = read_manifest(path)
+    by_size = sorted(manifest.files, key=lambda name: (manifest.files[name].bytes, name))
+    verify_files(path, manifest, by_size[group.rank :: group.size])
+    _compare(path, manifest, module)
+    if not weights_only and not manifest.optimizer_state:
+        raise CheckpointError(
+            "the checkpoint holds weights only, training cannot go on from it",
+            where=str(path),
+            fix="load it with weights_only=True, or resume from a checkpoint of a run folder",
+        )
+    return manifest, [
+        (table, table.read(path, manifest.tables[table.full], weights_only)) for table in table_files(module)
+    ]
+
+
+def _in_words(path: Path, module: nn.Module, optimizer: DenseOptimizer | None, make: Callable[[], T]) -> T:
+    """Call a function, and put an error of the disk into words on the process that had it."""
+    try:
+        return make()
+    except OSError as error:
+        raise _write_error(path, module, optimizer, error.errno, error) from error
+    except Exception as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))  # safetensors' own error carries the number as text
+        if isinstance(error, CheckpointError) or code is None:
+            raise
+        raise _write_error(path, module, optimizer, int(code[1]), error) from error
+
+
+def _write_tables(
     work: Path,
+    files: list[TableFile],
+    writers: Mapping[tuple[str, int], int],
+    rank: int,
+    optimizer_state: bool,
+) -> dict[str, Any]:
+    """Write what a process has of the tables; returns entries of tables and of files, plain data."""
+    tables, names = {}, []
+    for file in files:
+        count = len(file.parts)
+        own = [i for i in range(count) if writers[file.full, i] == rank]
+        entry = file.write(work, own, optimizer_state)
+        if entry is not None:
+            tables[file.full] = entry.to_dict()
+            names += [table_file(file.full, i, count) for i in own]
+    return {"tables": tables, "files": _flushed(work, names)}
+
+
+def _write_dense(
+    work: Path, module: nn.Module, optimizer: DenseOptimizer | None, progress: Progress | None
+) -> set[str]:
+    """Write all but tables and manifest; returns the names of the files."""
+    write_tensors(work / DENSE_FILE, dense_tensors(module))
+    written = {DENSE_FILE}
+    if optimizer is not None:
+        write_tensors(work / OPTIMIZER_FILE, optimizer_tensors(optimizer, dense_parameters(module))[0])
+        written.add(OPTIMIZER_FILE)
+    if progress is not None:
+        write_json_atomic(work / HISTORY_FILE, progress.history)
+        written.add(HISTORY_FILE)
+        if progress.tensors:
+            write_tensors(work / PROGRESS_FILE, progress.tensors)
+            written.add(PROGRESS_FILE)
+    return written
+
+
+def _flushed(work: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Flush files to the disk, and describe them: entries by name, plain data."""
+    found = {}
+    for name in names:
+        file = work / name
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+        found[name] = FileEntry(bytes=file.stat().st_size, sha256=file_sha256(file)).to_dict()
+    return found
+
+
+def _manifest(
     module: nn.Module,
     optimizer: DenseOptimizer | None,
     optimizer_state: bool,
-    progress: Progress | None,
+    place: Progress,
+    files: list[TableFile],
+    written: list[dict[str, Any]],
 ) -> Manifest:
-    place = progress or Progress()
-    dense = dense_tensors(module)
-    write_tensors(work / DENSE_FILE, dense)
-    values: dict[str, Any] = {}
-    if optimizer is not None:
-        tensors, values = optimizer_tensors(optimizer, dense_parameters(module))
-        write_tensors(work / OPTIMIZER_FILE, tensors)
-    tables = {table.full: table.write(work, optimizer_state) for table in table_files(module)}
-    if place.tensors:
-        write_tensors(work / PROGRESS_FILE, place.tensors)
-    if progress is not None:
-        write_json_atomic(work / HISTORY_FILE, place.history)
-    manifest = Manifest(
+    """Put together what the processes have written."""
+    entries = {
+        file.full: [TableEntry.from_dict(one["tables"][file.full]) for one in written if file.full in one["tables"]]
+        for file in files
+    }
+    tables = {full: max(several, key=lambda one: one.step) for full, several in entries.items()}
+    found = {name: FileEntry.from_dict(entry) for one in written for name, entry in one["files"].items()}
+    return Manifest(
+        version=version_of(tables),
         viviane=version("viviane"),
         torch=torch.__version__,
         step=place.step,
         epoch=place.epoch,
-        dense={name: TensorEntry.of(tensor) for name, tensor in dense.items()},
+        dense={name: TensorEntry.of(tensor) for name, tensor in dense_tensors(module).items()},
         optimizer_state=optimizer_state,
-        dense_optimizer_values=values,
+        dense_optimizer_values={} if optimizer is None else optimizer_tensors(optimizer, dense_parameters(module))[1],
         tables=tables,
         progress=place.values,
-        files=_entries(work),
+        files={name: found[name] for name in sorted(found)},
     )
-    write_manifest(work, manifest)
-    return manifest
-
-
-def _entries(work: Path) -> dict[str, FileEntry]:
-    """Flush every file and folder, and describe the files."""
-    entries = {}
-    for file in sorted(work.rglob("*")):
-        if file.is_dir():
-            sync_folder(file)
-        elif file.name != MANIFEST_FILE:
-            entry = FileEntry(bytes=file.stat().st_size, sha256=file_sha256(file))
-            entries[file.relative_to(work).as_posix()] = entry
-    return entries
 
 
 def _compare(path: Path, manifest: Manifest, module: nn.Module) -> None:
@@ -236,11 +328,12 @@ def _write_error(
 
 
 def _bytes_needed(module: nn.Module, optimizer: DenseOptimizer | None) -> int:
-    """Add up what a checkpoint would take."""
+    """Add up what a checkpoint would take, of several processes this one's share."""
     tensors = list(dense_tensors(module).values())
     if optimizer is not None:
         tensors += optimizer_tensors(optimizer, dense_parameters(module))[0].values()
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     for table in table_files(module):
-        total += sum(one.numel() * one.element_size() for one in table.tensors(True).values())
+        held = [table.tensors(part, True) for part in table.parts if part.storage is not None]
+        total += sum(one.numel() * one.element_size() for tensors in held for one in tensors.values())
     return total

@@ -13,7 +13,9 @@ from viviane.core.errors import CheckpointError
 from viviane.core.files import write_json_atomic
 from viviane.core.logging import get_logger
 from viviane.optim import DenseOptimizer
+from viviane.parallel import Group
 from viviane.training.checkpoint import Progress, write_checkpoint
+from viviane.training.group_results import on_first
 from viviane.training.manifest import read_manifest, verify_checkpoint
 
 INDEX_FILE: Final = "index.json"
@@ -32,19 +34,25 @@ class CheckpointStore:
         folder: where they stand.
         keep: how many of the newest stay; the best stays besides.
         higher_is_better: how scores compare.
+        group: the processes that save together; of several, rank 0 alone looks after the folder.
 
     Example:
         >>> CheckpointStore("runs/none", keep=2).steps()
         []
     """
 
-    def __init__(self, folder: str | Path, keep: int, *, higher_is_better: bool = True) -> None:
+    def __init__(
+        self, folder: str | Path, keep: int, *, higher_is_better: bool = True, group: Group | None = None
+    ) -> None:
         self.folder = Path(folder)
         self.keep = keep
         self.higher_is_better = higher_is_better
+        self.group = group or Group()
 
     def clean(self) -> None:
         """Remove what killed saves left behind; only names that saves make."""
+        if self.group.rank > 0:
+            return
         for leftover in self.folder.glob(".*"):
             if _LEFTOVER.fullmatch(leftover.name):
                 _log.info("removing %s, left by a save that was killed", leftover)
@@ -67,7 +75,11 @@ class CheckpointStore:
         `progress.values["score"]` is the first metric of an evaluation at this very step, or None.
         """
         path = self.path(progress.step)
-        write_checkpoint(path, module, optimizer=optimizer, progress=progress)
+        write_checkpoint(path, module, optimizer=optimizer, progress=progress, group=self.group)
+        on_first(self.group, lambda: self._tidy(path, progress.step))
+        return path
+
+    def _tidy(self, path: Path, step: int) -> None:
         have = self.steps()
         best = self._best(have)
         index = {
@@ -75,11 +87,10 @@ class CheckpointStore:
             "best": None if best is None else {"folder": self.path(best[0]).name, "score": best[1]},
         }
         write_json_atomic(self.folder / INDEX_FILE, index)
-        kept = {*have[-self.keep :], progress.step, *([] if best is None else [best[0]])}
-        for step in have:
-            if step not in kept:
-                self._remove(step)
-        return path
+        kept = {*have[-self.keep :], step, *([] if best is None else [best[0]])}
+        for old in have:
+            if old not in kept:
+                self._remove(old)
 
     def latest_whole(self) -> Path | None:
         """Return the newest checkpoint whose files are all as they were written; None where there is none at all.
@@ -122,7 +133,7 @@ class CheckpointStore:
 
     def discard_after(self, step: int) -> None:
         """Remove checkpoints beyond a step: damaged ones, which training will write again."""
-        for later in self.steps():
+        for later in self.steps() if self.group.rank == 0 else []:
             if later > step:
                 self._remove(later)
 

@@ -24,7 +24,6 @@ from viviane.training.checkpoint import load_checkpoint
 from viviane.training.checkpoint_store import CheckpointStore
 from viviane.training.environment import Interrupt
 from viviane.training.events import EventWriter, open_events
-from viviane.training.group_checkpoint import FollowerStore
 from viviane.training.history import History, higher_is_better, is_better
 from viviane.training.progress import ProgressLine
 from viviane.training.run_folder import RunFolder
@@ -140,10 +139,10 @@ class FitLoop:
             if resume:
                 raise ConfigError("resume=True needs a run folder", fix="pass run_folder= to the trainer")
             if self.solver.restore_best:
-                self.store = CheckpointStore(spare, 1, higher_is_better=up)
+                self.store = CheckpointStore(spare, 1, higher_is_better=up, group=self.group)
         else:
-            kind = CheckpointStore if self.writes else FollowerStore
-            self.store = kind(self.folder.checkpoints, self.solver.keep_checkpoints, higher_is_better=up)
+            keep = self.solver.keep_checkpoints
+            self.store = CheckpointStore(self.folder.checkpoints, keep, higher_is_better=up, group=self.group)
             resume = resume or num_restarts() > 0  # torchrun started the job's processes anew
             found = self.group.from_first(partial(self._start_folder, self.folder, self.store, resume))
             if found is not None:
@@ -167,7 +166,7 @@ class FitLoop:
 
     def _go_back(self, path: Path) -> None:
         trainer = self.trainer
-        place = load_checkpoint(path, trainer.module, optimizer=trainer.stepper.optimizer)
+        place = load_checkpoint(path, trainer.module, optimizer=trainer.stepper.optimizer, group=self.group)
         values = place.values
         self.reader.restore(values["reader"])
         trainer.take_place(place)
@@ -369,6 +368,6 @@ class FitLoop:
         path = Path(found) if found else None
         if path is None:
             raise VivianeError("no evaluation gave a defined metric, so there are no best weights to restore")
-        place = load_checkpoint(path, self.trainer.module, optimizer=self.trainer.stepper.optimizer)
+        place = load_checkpoint(path, self.trainer.module, optimizer=self.trainer.stepper.optimizer, group=self.group)
         self.trainer.take_mean(place)
         _log.info("restored the weights of %s", path.name)

@@ -6,6 +6,7 @@
         dense_optimizer.safetensors their optimizer state, "<parameter>:<state>"
         progress.safetensors        states of the random generators
         tables/<collection>.<table>.safetensors     weight, state.<name>; of dynamic tables keys, rows, ... too
+        tables/<collection>.<table>.1-of-4.safetensors  the same of some keys and columns, where a table is spread
         history.json                rows of metrics so far
 
 No file holds a pickle: nothing in a checkpoint can run code when it is read.
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import CheckpointError, VivianeError
@@ -27,6 +30,7 @@ from viviane.core.files import file_sha256, write_json_atomic
 MANIFEST_FILE: Final = "manifest.json"
 FORMAT: Final = "viviane-checkpoint"
 VERSION: Final = 1
+SHARDED_VERSION: Final = 2  # with tables of several files, which readers of version 1 do not know
 
 
 class FileEntry(Settings):
@@ -51,14 +55,30 @@ class TensorEntry(Settings):
         return f"{self.dtype}{list(self.shape)}"
 
 
+class ShardEntry(Settings):
+    """A file with some keys and columns of a table.
+
+    Args:
+        keys: start, stop, step of the range of keys; row i is of key start + i * step.
+        columns: start, stop.
+    """
+
+    file: str
+    keys: tuple[int, int, int]
+    columns: tuple[int, int]
+
+
 class TableEntry(Settings):
     """One embedding table: where its rows are and what optimizer state goes with them.
 
     Args:
-        weight: of a dynamic table, a row for each key.
+        file: with the whole table; None where it has shards.
+        shards: they cover the table, without overlap.
+        weight: of the whole table; of a dynamic table, a row for each key.
     """
 
-    file: str
+    file: str | None = None
+    shards: tuple[ShardEntry, ...] = ()
     weight: TensorEntry
     state: tuple[str, ...] = ()
     step: int = 0
@@ -68,6 +88,28 @@ class TableEntry(Settings):
     def signature(self) -> str:
         """What must agree between a checkpoint and a module: type and shape; a dynamic table may have any rows."""
         return f"{self.weight.dtype}[keys, {self.weight.shape[1]}]" if self.is_dynamic else str(self.weight)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All its files."""
+        return (self.file,) if self.file is not None else tuple(shard.file for shard in self.shards)
+
+    @model_validator(mode="after")
+    def _check(self) -> TableEntry:
+        if (self.file is None) != bool(self.shards):
+            raise ValueError("a table has either a file or shards")
+        if self.shards:
+            area = sum(len(range(*one.keys)) * (one.columns[1] - one.columns[0]) for one in self.shards)
+            if area != self.weight.shape[0] * self.weight.shape[1]:
+                raise ValueError("the shards do not cover the table")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what a table does not have: one without shards is described as in version 1."""
+        body: dict[str, Any] = serialize(self)
+        del body["shards" if self.file is not None else "file"]
+        return body
 
 
 class Manifest(Settings):
@@ -96,6 +138,11 @@ class Manifest(Settings):
     files: dict[str, FileEntry]
 
 
+def version_of(tables: Mapping[str, TableEntry]) -> int:
+    """Return the version of the format that tables need."""
+    return SHARDED_VERSION if any(table.shards for table in tables.values()) else VERSION
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, sealed with a check sum of itself."""
     body = manifest.to_dict()
@@ -119,12 +166,12 @@ def read_manifest(folder: str | Path) -> Manifest:
         ) from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError("not a checkpoint of Viviane", where=str(path), allowed=f"format {FORMAT!r}")
-    if body.get("version") != VERSION:
+    if body.get("version") not in (VERSION, SHARDED_VERSION):
         raise CheckpointError(
             "the checkpoint has another format version",
             where=str(path),
             value=body.get("version"),
-            allowed=f"version {VERSION}",
+            allowed=f"version {VERSION} or {SHARDED_VERSION}",
             fix=f"read it with viviane {body.get('viviane')}, which wrote it",
         )
     sealed = body.pop("sha256", None)
@@ -143,10 +190,15 @@ def verify_checkpoint(folder: str | Path) -> Manifest:
     Raises:
         CheckpointError: naming the file that is missing, truncated or altered.
     """
-    path = Path(folder)
-    manifest = read_manifest(path)
-    for name, entry in manifest.files.items():
-        file = path / name
+    manifest = read_manifest(folder)
+    verify_files(Path(folder), manifest, manifest.files)
+    return manifest
+
+
+def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read some files of a checkpoint and compare sizes and check sums; errors as of `verify_checkpoint`."""
+    for name in names:
+        file, entry = path / name, manifest.files[name]
         if not file.is_file():
             raise CheckpointError("a file of the checkpoint is missing", where=str(file), fix="use another checkpoint")
         size = file.stat().st_size
@@ -168,7 +220,6 @@ def verify_checkpoint(folder: str | Path) -> Manifest:
                 allowed=entry.sha256,
                 fix="use another checkpoint",
             )
-    return manifest
 
 
 def _seal(body: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Embedding tables in a checkpoint: one file of named tensors each.
+"""Embedding tables in a checkpoint: files of named tensors, one for a whole table, or one for each shard.
 
 A table of a `TableConfig` writes weight (num_rows, dim) and state.<name>; a dynamic one its keys, rows, weight
 (K, dim), times and numbers of use, state.<name>, and what waits for admission.
@@ -6,22 +6,36 @@ A table of a `TableConfig` writes weight (num_rows, dim) and state.<name>; a dyn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
+import torch
 from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError
-from viviane.embedding import DynamicTableConfig, EmbeddingCollection, TableState
+from viviane.embedding import DynamicStorage, DynamicTableConfig, Storage, TableCollection
 from viviane.embedding.dynamic_content import misfits, state_entries
+from viviane.ops.row_update import initial_state
 from viviane.training.dense_state import collections_of
-from viviane.training.manifest import TableEntry, TensorEntry
-from viviane.training.tensor_files import read_tensors, write_tensors
+from viviane.training.manifest import ShardEntry, TableEntry, TensorEntry
+from viviane.training.saved_table import STATE, SavedTable
+from viviane.training.table_parts import TablePart, parts_of
+from viviane.training.tensor_files import write_tensors
 
-_STATE = "state."
-_FOR_TRAINING = (_STATE, "admission.")
+_FOR_TRAINING = (STATE, "admission.")
+
+
+def table_file(full: str, index: int = 0, count: int = 1) -> str:
+    """Return the name of a table's file.
+
+    Example:
+        >>> table_file("tables.user"), table_file("tables.user", 1, 4)
+        ('tables/tables.user.safetensors', 'tables/tables.user.2-of-4.safetensors')
+    """
+    shard = "" if count == 1 else f".{index + 1}-of-{count}"
+    return f"tables/{quote(full, safe='.-_')}{shard}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class TableFile:
     """
 
     full: str
-    collection: EmbeddingCollection
+    collection: TableCollection
     name: str
 
     @property
@@ -49,72 +63,127 @@ class TableFile:
         rows = "keys" if isinstance(table, DynamicTableConfig) else table.num_rows
         return f"{table.dtype}[{rows}, {table.dim}]"
 
+    @cached_property
+    def parts(self) -> list[TablePart]:
+        """Which process has what of it."""
+        return parts_of(self.collection, self.name)
+
     @property
-    def _step(self) -> int:
-        if self.is_dynamic:
-            return self.collection.dynamic_table(self.name).num_steps
-        return self.collection.export_table(self.name, copy=False).step
+    def _state(self) -> tuple[str, ...]:
+        """Names of its optimizer state."""
+        table = self.collection.tables[self.name]
+        rule = (table.optimizer or self.collection.optimizer) if table.trainable else None
+        return tuple(initial_state(rule))
 
-    def tensors(self, optimizer_state: bool) -> dict[str, Tensor]:
-        """Return what its file holds; views of the live memory, where it is not dynamic."""
-        if self.is_dynamic:
-            entries = state_entries(self.collection.dynamic_table(self.name), "")
-            left_out = () if optimizer_state else _FOR_TRAINING
-            return {name: part for name, part in entries.items() if not name.startswith(left_out)}
-        content = self.collection.export_table(self.name, copy=False)
-        state = content.state if optimizer_state else {}
-        return {"weight": content.weight, **{_STATE + name: part for name, part in state.items()}}
+    def tensors(self, part: TablePart, optimizer_state: bool) -> dict[str, Tensor]:
+        """Return what the file of a part of this process holds; views of the live memory, where it is not dynamic."""
+        left_out = () if optimizer_state else _FOR_TRAINING
+        entries = state_entries(part.storage.table, "") if isinstance(part.storage, DynamicStorage) else part.tensors()
+        return {name: one for name, one in entries.items() if not name.startswith(left_out)}
 
-    def write(self, folder: Path, optimizer_state: bool) -> TableEntry:
-        """Write the table's file, and describe it."""
-        tensors = self.tensors(optimizer_state)
-        file = f"tables/{quote(self.full, safe='.-_')}.safetensors"
-        write_tensors(folder / file, tensors)
-        state = tuple(name.removeprefix(_STATE) for name in tensors if name.startswith(_STATE))
+    # Writing ------------------------------------------------------------------------------------------------
+
+    def write(self, folder: Path, parts: list[int], optimizer_state: bool) -> TableEntry | None:
+        """Write some of the table's files, and describe the table; None where there are none to write.
+
+        Args:
+            folder: the checkpoint in work.
+            parts: indices of those that this process writes.
+            optimizer_state: False writes weights alone.
+        """
+        entry = None
+        for i in parts:
+            tensors = self.tensors(self.parts[i], optimizer_state)
+            write_tensors(folder / table_file(self.full, i, len(self.parts)), tensors)
+            entry = self._describe(self.parts[i], tensors["weight"], optimizer_state)
+        return entry
+
+    def _describe(self, part: TablePart, weight: Tensor, optimizer_state: bool) -> TableEntry:
+        table, storage, count = self.collection.tables[self.name], part.storage, len(self.parts)
+        if isinstance(storage, DynamicStorage):
+            step, rows = storage.table.num_steps, len(weight)
+        else:
+            assert isinstance(storage, Storage)
+            step, rows = storage.steps[self.name], max(one.keys[-1] for one in self.parts if one.keys) + 1
+        shards = [
+            ShardEntry(
+                file=table_file(self.full, i, count),
+                keys=(one.keys.start, one.keys.stop, one.keys.step),
+                columns=(one.start, one.stop),
+            )
+            for i, one in enumerate(self.parts)
+        ]
         return TableEntry(
-            file=file,
-            weight=TensorEntry.of(tensors["weight"]),
-            state=state,
-            step=self._step if optimizer_state else 0,
+            file=table_file(self.full) if count == 1 else None,
+            shards=tuple(shards) if count > 1 else (),
+            weight=TensorEntry(shape=(rows, table.dim), dtype=table.dtype),
+            state=self._state if optimizer_state else (),
+            step=step if optimizer_state else 0,
             is_dynamic=self.is_dynamic,
         )
 
-    def read(self, folder: Path, entry: TableEntry, weights_only: bool) -> dict[str, Tensor]:
-        """Map the table's file into memory, and compare it with the table; nothing is changed.
+    # Reading ------------------------------------------------------------------------------------------------
+
+    def read(self, folder: Path, entry: TableEntry, weights_only: bool) -> SavedTable:
+        """Map the table's files into memory, and compare them with the table; nothing is changed.
 
         Raises:
             CheckpointError: the table was trained by another optimizer, or its keys do not fit.
         """
-        where = f"{folder / entry.file}, table {self.name!r}"
-        mine = [name.removeprefix(_STATE) for name in self.tensors(True) if name.startswith(_STATE)]
-        if not weights_only and set(mine) != set(entry.state):
+        where = f"{folder / entry.files[0]}, table {self.name!r}"
+        if not weights_only and set(self._state) != set(entry.state):
             raise CheckpointError(
                 "the table was trained by another optimizer",
                 where=where,
                 value=f"state: {', '.join(entry.state) or 'none'}",
-                allowed=", ".join(mine) or "none",
+                allowed=", ".join(self._state) or "none",
                 fix="resume with the embedding optimizer of that run, or load with weights_only=True",
             )
-        tensors = read_tensors(folder / entry.file)
-        if weights_only:
-            tensors = {n: part for n, part in tensors.items() if not n.startswith(_FOR_TRAINING)}
-        if self.is_dynamic:
-            wrong = misfits(self.collection.dynamic_table(self.name), tensors, weights_only=weights_only)
-            if wrong:
-                raise CheckpointError("the table's keys do not fit", where=where, value="; ".join(wrong))
-        return tensors
+        saved = SavedTable(folder, entry)
+        for part in self.parts:
+            if isinstance(part.storage, DynamicStorage):
+                tensors = self._dynamic(saved, weights_only)
+                wrong = misfits(part.storage.table, tensors, weights_only=weights_only)
+                if wrong:
+                    raise CheckpointError("the table's keys do not fit", where=where, value="; ".join(wrong))
+            elif part.storage is not None:
+                self._check_widths(saved, part, where, weights_only)
+        return saved
 
-    def restore(self, entry: TableEntry, tensors: Mapping[str, Tensor], weights_only: bool) -> None:
-        """Copy what `read` gave into the table."""
-        if self.is_dynamic:
-            table = self.collection.dynamic_table(self.name)
-            table.replace(tensors)
-            if weights_only:
-                table.num_steps = 0
-            return
-        state = {name: tensors[_STATE + name] for name in entry.state} if not weights_only else {}
-        content = TableState(tensors["weight"], state, 0 if weights_only else entry.step)
-        self.collection.import_table(self.name, content)
+    def _dynamic(self, saved: SavedTable, weights_only: bool) -> dict[str, Tensor]:
+        left_out = _FOR_TRAINING if weights_only else ()
+        return {name: one for name, one in saved.content().items() if not name.startswith(left_out)}
+
+    def _check_widths(self, saved: SavedTable, part: TablePart, where: str, weights_only: bool) -> None:
+        for name, own in part.tensors().items():
+            if weights_only and name != "weight":
+                continue
+            wide, _ = saved.meta(name)
+            if wide != (own.dim() == 2):
+                kinds = {True: "a number for every column", False: "one number a row"}
+                raise CheckpointError(
+                    "the shape differs", where=f"{where}, {name}", value=kinds[wide], allowed=kinds[not wide]
+                )
+
+    @torch.no_grad()
+    def restore(self, saved: SavedTable, weights_only: bool) -> None:
+        """Copy what `read` gave into the parts of this process."""
+        padding = self.collection.tables[self.name].padding_id
+        for part in self.parts:
+            if isinstance(part.storage, DynamicStorage):
+                part.storage.table.replace(self._dynamic(saved, weights_only))
+                if weights_only:
+                    part.storage.table.num_steps = 0
+            elif part.storage is not None:
+                for name, own in part.tensors().items():
+                    if name == "weight" or not weights_only:
+                        saved.copy_to(name, own, part.keys, part.start, part.stop)
+                if weights_only:
+                    part.storage.reset_table_state(self.name)
+                else:
+                    part.storage.steps[self.name] = saved.entry.step
+                if padding is not None and padding in part.keys:
+                    part.storage.table_rows(self.name)[part.keys.index(padding)] = 0.0
 
 
 def table_files(module: nn.Module) -> list[TableFile]:

@@ -22,10 +22,9 @@ from viviane.parallel import Group, join_processes
 from viviane.schema import Schema
 from viviane.training.average import WeightMean
 from viviane.training.callbacks import Callback, StopAtTarget, StopWithoutGain
-from viviane.training.checkpoint import Progress, load_checkpoint
+from viviane.training.checkpoint import Progress, load_checkpoint, write_checkpoint
 from viviane.training.environment import Interrupt, torch_switches
 from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
-from viviane.training.group_checkpoint import write_together
 from viviane.training.history import History, finite_or_none, higher_is_better
 from viviane.training.loop import FitLoop
 from viviane.training.objective import LossFunction, LossTerm, Objective
@@ -332,10 +331,11 @@ class Trainer:
         """
         if optimizer_state:
             place = self.place()
-            write_together(folder, self.module, self.group, optimizer=self.stepper.optimizer, progress=place)
+            optimizer = self.stepper.optimizer
+            write_checkpoint(folder, self.module, optimizer=optimizer, progress=place, group=self.group)
             return
         with self.averaged():
-            write_together(folder, self.module, self.group, optimizer_state=False)
+            write_checkpoint(folder, self.module, optimizer_state=False, group=self.group)
 
     def load_checkpoint(self, folder: str | Path, *, weights_only: bool = False) -> None:
         """Verify a checkpoint and load it into the module, the optimizers and the counts.
@@ -347,7 +347,9 @@ class Trainer:
         Raises:
             CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
         """
-        place = load_checkpoint(folder, self.module, optimizer=self.stepper.optimizer, weights_only=weights_only)
+        place = load_checkpoint(
+            folder, self.module, optimizer=self.stepper.optimizer, weights_only=weights_only, group=self.group
+        )
         if not weights_only:
             self.take_place(place)
 

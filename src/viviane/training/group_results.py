@@ -1,0 +1,52 @@
+"""Work that all processes of a group do together: where one fails, all of them fail, with its message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from viviane.core.errors import CheckpointError
+from viviane.parallel import Group
+
+T = TypeVar("T")
+
+
+def together(group: Group, make: Callable[[], T]) -> T:
+    """Call a function on every process, wait until all have returned, and return this one's result.
+
+    Raises:
+        CheckpointError: the function failed on another process; names its rank. Where it failed here: its own error.
+
+    Example:
+        >>> together(Group(), lambda: 3)
+        3
+    """
+    if group.size == 1:
+        return make()
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = make()
+    except Exception as error:
+        failure = error
+    words = group.gather_data(None if failure is None else str(failure) or type(failure).__name__)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(words):
+        if text is not None:
+            raise CheckpointError(f"rank {rank}: {text}")
+    return result  # type: ignore[return-value]
+
+
+def on_first(group: Group, make: Callable[[], Any]) -> Any:
+    """Call a function on rank 0 alone, and return its result, plain data, on every process.
+
+    Raises:
+        CheckpointError: it failed.
+
+    Example:
+        >>> on_first(Group(), lambda: "here")
+        'here'
+    """
+    result = together(group, lambda: make() if group.rank == 0 else None)
+    return result if group.size == 1 else group.gather_data(result)[0]
