@@ -38,11 +38,6 @@ def tensor_rows(trainer: Trainer, module: GraphModule, name: str, rows: Any, sch
         trainer.check_schema(rows, with_labels=False)
         with rows.reader(trainer.eval_batch_size()) as reader:
             return _tensors(trainer, module, name, reader)
-    return _tensors(trainer, module, name, reader)
-    if isinstance(rows, Mapping):
-        rows = {
-            column: values for column, values in rows.items() if column in needed or not _is_feature(schema, column)
-        }
     return _tensors(trainer, module, name, as_batches(rows, schema.select(needed), None, raw=False))
 
 
