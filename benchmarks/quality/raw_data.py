@@ -123,10 +123,46 @@ def adult(folder: Path) -> None:
     write_parts(frame, part, folder)
 
 
+def adult_tasks(folder: Path) -> None:
+    """The same people and parts, with a second label: never married."""
+    frame = pd.read_parquet(DATA / "adult" / "adult.parquet.brotli").drop(columns="fnlwgt")
+    frame.columns = [name.replace("-", "_") for name in frame.columns]
+    frame["income"] = (frame.income.str.strip() == ">50K").astype("int64")
+    frame["never_married"] = (frame.marital_status.str.strip() == "Never-married").astype("int64")
+    frame = frame.drop(columns=["marital_status", "relationship"])
+    part = [2 if row <= 16_280 else 1 if crc(str(row)) % 10 == 0 else 0 for row in range(len(frame))]
+    write_parts(frame, part, folder)
+
+
+def amazon_beauty(folder: Path) -> None:
+    """Beauty in DIN's form: each item after the first, and one by chance that the user never had, after his history.
+
+    The last item tests, the one before validates, the others train.
+    """
+    with gzip.open(DATA / "amazon_seq" / "Beauty.txt.gz", "rt") as file:
+        users = {user: items for user, *items in map(str.split, file)}
+    num_items = max(int(item) for items in users.values() for item in items)
+    rows: list[tuple[int, str, list[str]]] = []
+    part: list[int] = []
+    for user, items in users.items():
+        own, last = set(items), len(items) - 1
+        for at in range(1, len(items)):
+            # The published negative of the test item; the others draw by their place too.
+            seed, t = (user if at == last else f"{user}:{at}"), 0
+            while (other := str(crc(f"{seed}:{t}") % num_items + 1)) in own:
+                t += 1
+            history = items[max(0, at - 20) : at]
+            rows += [(1, items[at], history), (0, other, history)]
+            part += [2 if at == last else 1 if at == last - 1 else 0] * 2
+    write_parts(pd.DataFrame(rows, columns=["label", "item", "history"]), part, folder)
+
+
 DATA_SETS: dict[str, Callable[..., None]] = {
     "criteo_tb_80k": criteo_tb,
     "criteo_kaggle_10k": criteo_kaggle,
     "ml1m": ml1m,
     "frappe": frappe,
     "adult": adult,
+    "adult_tasks": adult_tasks,
+    "amazon_beauty": amazon_beauty,
 }

@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/record.py
 
 from raw_data import DATA, DATA_SETS
+from role_settings import ROLE_CASES
 from settings import CASES, Case
 
 from record import record
@@ -108,7 +109,7 @@ def main() -> None:
         raise SystemExit(f"the data sets are not there: {DATA}\nset VIVIANE_DATA to the folder that holds them")
     with tempfile.TemporaryDirectory(prefix="viviane-quality-") as temporary:
         folder = options.keep or Path(temporary)
-        for case in CASES:
+        for case in [*CASES, *ROLE_CASES]:
             if options.only in case.name:
                 run(case, options, folder)
 

@@ -17,7 +17,7 @@ class Case:
         model: name shown beside the figure.
         etl: the declarative file.
         train: the training file without its data folders.
-        goal: test AUC aimed at, mean over seeds (and folds).
+        goal: test AUC aimed at, mean over seeds (and folds); None where nothing comparable is known.
         goal_log_loss: test log loss aimed at, where one is set.
         folds: number of folds, 1 for a single split.
         note: what a reader must know to compare the figure.
@@ -27,7 +27,7 @@ class Case:
     model: str
     etl: Json
     train: Json
-    goal: float
+    goal: float | None = None
     goal_log_loss: float | None = None
     folds: int = 1
     note: str = ""

@@ -79,10 +79,19 @@ SCHEMA = Schema(
 )  # fmt: skip
 
 
+HISTORY = {"name": "h", "num_ids": 5, "kind": "sequence", "max_length": 3, "vocabulary": "a"}
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_drawings_of_the_zoo_are_well_formed(name) -> None:
-    nodes = [node.to_dict() for node in ZOO[name]().nodes(SCHEMA)]
-    ET.fromstring(graph_svg({"name": name, "nodes": nodes}, SCHEMA))
+    labels = 2 if name in ("shared_bottom", "mmoe", "ple") else 1
+    schema = Schema(
+        labels=[{"name": f"y{i}"} for i in range(labels)], dense=SCHEMA.dense,
+        categorical=[*(one.to_dict() for one in SCHEMA.categorical), HISTORY],
+    )  # fmt: skip
+    roles = {"user": "b", "item": "a"} if name in ("ncf", "two_tower") else {}
+    nodes = [node.to_dict() for node in ZOO[name](**roles).nodes(schema)]
+    ET.fromstring(graph_svg({"name": name, "nodes": nodes}, schema))
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 import torch
 
-from viviane.nn import LAYERS, Loss, Rows, RowShape
+from viviane.nn import EMPTY_ID, LAYERS, Loss, Rows, RowShape
 
 EXAMPLES = [
     ("InnerProduct", {"num_output": 3}, [(5,)]),
@@ -73,6 +73,15 @@ EXAMPLES = [
     ("Scale", {"axis": 1, "factor": 3}, [(5,)]),
     ("FusedReshapeConcat", {}, [(3, 2), (3, 1)]),
     ("FusedReshapeConcatGeneral", {}, [(3, 2), (3, 1)]),
+    ("L2Normalize", {}, [(3, 4)]),
+    ("LogFrequency", {"num_buckets": 7}, [(2,)]),
+    ("MaskPlaces", {}, [(3, 2), (3,)]),
+    ("PositionEmbedding", {}, [(3, 2)]),
+    ("PositionEmbedding", {}, [(3, 2), (3,)]),
+    ("SampledSoftmax", {"temperature": 2.0}, [(4,), (4,), (1,)]),
+    ("SampledSoftmax", {"temperature": 2.0}, [(4,), (3, 4), (3,), (3,)]),
+    ("SampledSoftmax", {"temperature": 2.0, "in_batch": False}, [(4,), (3, 4), (3,), (3,)]),
+    ("SampledSoftmaxLoss", {}, [(2,), (1,)]),
     ("BinaryCrossEntropyLoss", {}, [(1,), (1,)]),
     ("CrossEntropyLoss", {}, [(2,), (1,)]),
     ("CrossEntropyLoss", {}, [(5,), (1,)]),
@@ -88,6 +97,9 @@ def rows_of_batch(shape, batch):
     return rows.count * (batch if rows.of_batch else 1)
 
 
+MASKED = (("Softmax", 2), ("MultiHeadAttention", 4), ("MaskPlaces", 2), ("PositionEmbedding", 2))
+
+
 def make_inputs(name, shapes, batch, dtype=torch.float64, seed=0):
     """Random inputs, away from 0, where ReLU has no derivative; masks, lengths and labels as they ought to be."""
     generator = torch.Generator().manual_seed(seed)
@@ -96,7 +108,10 @@ def make_inputs(name, shapes, batch, dtype=torch.float64, seed=0):
     made = [(x + 0.1 * x.sign()).to(dtype) for x in made]
     if name == "SequenceMask":
         return [(x * 3).round().clamp(0, 4) for x in made]
-    if (name, len(shapes)) in (("Softmax", 2), ("MultiHeadAttention", 4)):
+    for place in LAYERS[name].id_inputs:
+        made[place] = (made[place] * 2).round().long()  # some of them equal
+        made[place].view(-1)[-1:] = EMPTY_ID if shapes[place][0] > 1 else 3
+    if (name, len(shapes)) in MASKED:
         made[-1] = (made[-1] > 0).to(dtype)
     if name in LOSSES:
         made[1] = (made[1] > 0).to(dtype)
@@ -107,7 +122,9 @@ def make_inputs(name, shapes, batch, dtype=torch.float64, seed=0):
 
 def differentiable(name, given):
     """Inputs that have a gradient: not masks, lengths, labels."""
-    if name == "SequenceMask":
+    if name in ("SequenceMask", "LogFrequency"):
         return []
-    fixed = name in LOSSES or (name, len(given)) in (("Softmax", 2), ("MultiHeadAttention", 4))
+    if name == "SampledSoftmax":
+        return [place for place in range(len(given)) if place != 2]
+    fixed = name in LOSSES or (name, len(given)) in MASKED
     return list(range(len(given) - fixed))

@@ -168,7 +168,43 @@ def weight_multiply(x, w):
     return np.stack([np.concatenate([v * row for v, row in zip(r, w, strict=True)]) for r in x])
 
 
+def position(inputs, w):
+    x, held = inputs[0], inputs[1] if len(inputs) > 1 else None
+    if held is None:
+        return x + w
+    out = x.copy()
+    for b, i in np.argwhere(held):
+        out[b, i] += w[int(held[b, i + 1 :].sum())]
+    return out
+
+
+def sampled_softmax(inputs, p):
+    u, v, ids = inputs[0], inputs[1].reshape(len(inputs[0]), -1, inputs[0].shape[1]), inputs[2]
+    q = inputs[3] if len(inputs) > 3 else np.zeros(ids.shape)
+    out = np.zeros((len(u), 2))
+    for b in range(len(u)):
+        score = u[b] @ v[b, 0] / p["temperature"]
+        total = np.exp(score - q[b, 0])
+        for c, j in np.ndindex(ids.shape):
+            if ids[c, j] not in (ids[b, 0], -(2.0**63)) and (j or p.get("in_batch", True)):
+                total += np.exp(u[b] @ v[c, j] / p["temperature"] - q[c, j])
+        out[b] = score, score - q[b, 0] - np.log(total)
+    return out
+
+
+def log_frequency(ids, w, p):
+    d = w["running_interval"]
+    found = np.vectorize(lambda one: -np.log(max(d[int(one) % p["num_buckets"]], 1.0)))(ids)
+    return np.where(ids == -(2.0**63), 0.0, found)
+
+
 REFERENCES = {
+    "L2Normalize": lambda i, w, p: i[0] / np.sqrt((i[0] ** 2).sum(-1, keepdims=True)),
+    "LogFrequency": lambda i, w, p: log_frequency(i[0], w, p),
+    "MaskPlaces": lambda i, w, p: i[0] * i[1][:, :, None],
+    "PositionEmbedding": lambda i, w, p: position(i, w["weight"]),
+    "SampledSoftmax": lambda i, w, p: sampled_softmax(i, p),
+    "SampledSoftmaxLoss": lambda i, w, p: -np.mean(i[0][:, 1] * i[1][:, 0]),
     "InnerProduct": lambda i, w, p: linear(i[0], w["weight"], w["bias"]),
     "MLP": lambda i, w, p: mlp(i[0], w, p),
     "MultiCross": lambda i, w, p: multi_cross(i[0], w, p),

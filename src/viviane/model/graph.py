@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 from viviane.core.errors import ConfigError, SchemaError, suggest
 from viviane.embedding import DynamicOptions, DynamicTableConfig, FeatureConfig, TableConfig
+from viviane.model.ids import id_places
 from viviane.model.losses import GraphLoss, in_order
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
-from viviane.nn import Layer, Loss, build_layer
+from viviane.nn import LAYERS, Layer, Loss, build_layer
 from viviane.nn.rows import BATCH, Shape, rows_of
 from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
 
@@ -44,6 +45,7 @@ class Plan:
         dense_dims: width of each dense column.
         shapes: of every tensor but the groups of categorical columns.
         layers: a built layer for each `DenseLayer` that runs, by node name; losses are not among them.
+        ids: for each group of columns whose ids a layer reads, its columns and the places of each.
         tables: for each `SparseEmbedding`, by node name.
         losses: in the schema's order of labels; the module's output is what they read, side by side.
         unused: tensors that nothing reads.
@@ -56,6 +58,7 @@ class Plan:
     dense_dims: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
     layers: dict[str, Layer] = field(default_factory=dict)
+    ids: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     tables: dict[str, Tables] = field(default_factory=dict)
     losses: list[GraphLoss] = field(default_factory=list)
     unused: tuple[str, ...] = ()
@@ -99,10 +102,10 @@ def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> Plan:
         names.add(node.name)
         if isinstance(node, SparseEmbedding):
             _add_embedding(plan, node, schema)
-            tops: tuple[str, ...] = (node.name,)
+            tops: tuple[str, ...] = node.top
             bottoms: tuple[str, ...] = (node.bottom,)
         else:
-            tops, bottoms = _add_layer(plan, node, seed), node.bottom
+            tops, bottoms = _add_layer(plan, node, schema, seed), node.bottom
         for bottom in bottoms:
             users[bottom].append(node.name)
         for top in tops:
@@ -169,7 +172,10 @@ def _add_embedding(plan: Plan, node: SparseEmbedding, schema: Schema) -> None:
     tables = [_table(node, name, column, schema) for name, column in known.items()]
     features = [_feature(node, column) for column in columns]
     plan.tables[node.name] = Tables(node, tables, features)
-    plan.shapes[node.name] = plan.tables[node.name].shape
+    for top, shape in zip(node.top, (plan.tables[node.name].shape, plan.tables[node.name].shape[:1]), strict=False):
+        if top in plan.shapes or top in plan.sparse:
+            raise ConfigError("two tensors of one name", where=where, value=top, fix="choose another name")
+        plan.shapes[top] = shape
 
 
 def _table(node: SparseEmbedding, name: str, column: CategoricalColumn, schema: Schema) -> AnyTable:
@@ -207,12 +213,17 @@ def _feature(node: SparseEmbedding, column: CategoricalColumn) -> FeatureConfig:
     return FeatureConfig(name=column.name, table=column.table, combiner=node.combiner, max_length=length)
 
 
-def _add_layer(plan: Plan, node: DenseLayer, seed: int) -> tuple[str, ...]:
+def _add_layer(plan: Plan, node: DenseLayer, schema: Schema, seed: int) -> tuple[str, ...]:
     """Build the layer and note its outputs' shapes; a loss is only checked."""
     where = f"layer {node.name!r} ({node.type})"
-    for bottom in node.bottom:
-        _check_bottom(plan, bottom, where)
-    inputs = [plan.shapes[bottom] for bottom in node.bottom]
+    inputs: list[Shape] = []
+    for place, bottom in enumerate(node.bottom):
+        if place in LAYERS[node.type].id_inputs:
+            plan.ids[bottom] = id_places(plan.sparse, bottom, schema, where)
+            inputs.append((sum(length for _, length in plan.ids[bottom]),))
+        else:
+            _check_bottom(plan, bottom, where)
+            inputs.append(plan.shapes[bottom])
     layer = build_layer(node.type, node.params, inputs, seed=seed, name=node.name)
     if isinstance(layer, Loss):
         _add_loss(plan, node, layer, where)

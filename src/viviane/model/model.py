@@ -23,7 +23,7 @@ from viviane.model.losses import terms, weigh_losses
 from viviane.model.module import GraphModule
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
 from viviane.model.plot import graph_svg
-from viviane.model.prediction import as_batches, predict_rows
+from viviane.model.prediction import as_batches, predict_rows, tensor_rows
 from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
 from viviane.model.summary import ModelSummary, summarize
 from viviane.parallel import check_plan_names, join_processes, make_tables
@@ -261,6 +261,17 @@ class Model:
             return self.trainer.predict(rows)
         parts = list(self.predict_batches(as_batches(rows, self.schema, self.etl, raw=raw)))
         return np.concatenate(parts) if parts else np.empty((0, len(self.schema.labels)), dtype=np.float32)
+
+    def tensor(self, name: str, rows: Any) -> NDArray[np.float32]:
+        """Return a tensor of the graph for each row, such as the "user_vector" of a two-tower model.
+
+        Args:
+            name: a tensor that a loss depends on.
+            rows: as `predict` takes them; columns by name or a table need only the columns that it depends on.
+        """
+        if not isinstance(self.module, GraphModule):
+            raise ConfigError("only a graph has tensors by name", value=type(self.module).__name__)
+        return tensor_rows(self.trainer, self.module, name, rows, self.schema)
 
     def predict_batches(self, rows: Dataset | Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
         """Yield predictions (B, L) batch by batch, for input that does not fit into memory."""

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer
+from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
 from viviane.embedding import TableCollection
 from viviane.model.graph import Plan
+from viviane.model.ids import Ids
 from viviane.model.nodes import DenseLayer, SparseEmbedding
 from viviane.parallel import make_tables
 
-Source: TypeAlias = Callable[[Batch], Tensor]
 TableMaker: TypeAlias = Callable[..., TableCollection]
 Step: TypeAlias = tuple[nn.Module, tuple[int, ...], tuple[int, ...]]
+
+
+class Source(Protocol):
+    """Makes tensors from a batch."""
+
+    columns: tuple[str, ...]
+    """The columns that it reads."""
+
+    def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, ...]:
+        """Return them."""
+        raise NotImplementedError
 
 
 class GraphModule(nn.Module):
@@ -47,27 +59,30 @@ class GraphModule(nn.Module):
         super().__init__()
         needed = _needed(plan)
         slots: dict[str, int] = {}
-        self._sources: list[tuple[int, Source]] = []
+        self._sources: list[tuple[tuple[int, ...], Source]] = []
         self._steps: list[Step] = []
         for name, columns in plan.dense.items():
             if name in needed:
                 widths = [(column, plan.dense_dims[column]) for column in columns]
-                self._sources.append((_slot(slots, name), _Dense(widths)))
+                self._sources.append(((_slot(slots, name),), _Dense(widths)))
+        for name, places in plan.ids.items():
+            if name in needed:
+                self._sources.append(((_slot(slots, name),), Ids(places)))
         for node in plan.nodes:
             if isinstance(node, SparseEmbedding):
                 tables = plan.tables[node.name]
                 own = derive_seed(seed, "embedding", node.name)  # nodes with equal tables start apart
                 collection = make(tables.tables, tables.features, optimizer, device=device, seed=own)
                 self._keep(node.name, collection)
-                if node.name in needed:
-                    self._sources.append((_slot(slots, node.name), _Stack(collection, tables.shape)))
+                if needed.intersection(node.top):
+                    self._sources.append(_lookup(slots, node, collection, tables.shape))
             elif isinstance(node, DenseLayer) and node.name in plan.layers:
                 layer = plan.layers[node.name].to(device)
                 self._keep(node.name, layer)
                 if needed.intersection(node.top):
                     bottoms = tuple(slots[bottom] for bottom in node.bottom)
                     self._steps.append((layer, bottoms, tuple(_slot(slots, top) for top in node.top)))
-        self._num_slots = len(slots)
+        self._slots = slots
         self._outputs = tuple(slots[loss.output] for loss in plan.losses)
 
     def _keep(self, name: str, module: nn.Module) -> None:
@@ -76,18 +91,51 @@ class GraphModule(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return what the losses read side by side: the logits, (B, L), where there is one for each label."""
-        values: list[Any] = [None] * self._num_slots
-        for slot, source in self._sources:
-            values[slot] = source(batch)
-        for layer, bottoms, tops in self._steps:
-            result = layer(*[values[slot] for slot in bottoms])
-            if len(tops) == 1:
-                values[tops[0]] = result
-            else:
-                for slot, part in zip(tops, result, strict=True):
-                    values[slot] = part
+        values = self._run(batch, self._sources, self._steps)
         logits = [values[slot] for slot in self._outputs]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+    def tensor(self, name: str, batch: Batch) -> Tensor:
+        """Return one tensor of the graph for a batch that has the columns which it depends on.
+
+        Raises:
+            ConfigError: no loss depends on a tensor of this name.
+        """
+        sources, steps = self._path(name)
+        result: Tensor = self._run(batch, sources, steps)[self._slots[name]]
+        return result
+
+    def columns_of(self, name: str) -> set[str]:
+        """Return the columns of the data that a tensor of the graph depends on."""
+        return {column for _, source in self._path(name)[0] for column in source.columns}
+
+    def _path(self, name: str) -> tuple[list[tuple[tuple[int, ...], Source]], list[Step]]:
+        """Return the sources and the steps that make one tensor."""
+        if name not in self._slots:
+            what = "no tensor of this name that a loss depends on"
+            raise ConfigError(what, value=name, fix=suggest(name, self._slots))
+        wanted, steps = {self._slots[name]}, []
+        for step in reversed(self._steps):
+            if wanted.intersection(step[2]):
+                wanted.update(step[1])
+                steps.append(step)
+        return [one for one in self._sources if wanted.intersection(one[0])], steps[::-1]
+
+    def _run(self, batch: Batch, sources: Sequence[tuple[tuple[int, ...], Source]], steps: Sequence[Step]) -> list[Any]:
+        values: list[Any] = [None] * len(self._slots)
+        for tops, source in sources:
+            _keep_results(values, tops, source(batch))
+        for layer, bottoms, tops in steps:
+            _keep_results(values, tops, layer(*[values[slot] for slot in bottoms]))
+        return values
+
+
+def _keep_results(values: list[Any], tops: tuple[int, ...], result: Any) -> None:
+    if len(tops) == 1:
+        values[tops[0]] = result
+    else:
+        for slot, part in zip(tops, result, strict=True):
+            values[slot] = part
 
 
 class _Stack:
@@ -96,22 +144,40 @@ class _Stack:
     def __init__(self, collection: TableCollection, shape: tuple[int, ...]) -> None:
         self.collection = collection
         self.shape = shape
+        self.columns = tuple(collection.features)
 
     def __call__(self, batch: Batch) -> Tensor:
         flat: Tensor = self.collection(batch).flat
         return flat.view(flat.shape[0], *self.shape)
 
 
+class _StackAndMask(_Stack):
+    """Looks a batch up and returns (B, S, D), and the mask (B, S) as ones and zeros."""
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        out = self.collection(batch)
+        mask = torch.cat([out.mask(name) for name in out.places], 1).to(out.flat.dtype)
+        return out.flat.view(out.flat.shape[0], *self.shape), mask
+
+
 class _Dense:
     """Returns dense columns side by side, (B, N); without a copy where they are all there are, in order."""
 
     def __init__(self, columns: Sequence[tuple[str, int]]) -> None:
-        self.columns = tuple(columns)
+        self.widths = tuple(columns)
+        self.columns = tuple(name for name, _ in columns)
 
     def __call__(self, batch: Batch) -> Tensor:
-        if batch.layout.dense == self.columns:
+        if batch.layout.dense == self.widths:
             return batch.dense
-        return torch.cat([batch.dense_feature(name) for name, _ in self.columns], 1)
+        return torch.cat([batch.dense_feature(name) for name in self.columns], 1)
+
+
+def _lookup(
+    slots: dict[str, int], node: SparseEmbedding, collection: TableCollection, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], Source]:
+    make = _Stack if node.mask is None else _StackAndMask
+    return tuple(_slot(slots, top) for top in node.top), make(collection, shape)
 
 
 def _slot(slots: dict[str, int], name: str) -> int:

@@ -77,6 +77,8 @@ class SparseEmbedding(Settings):
         dim: width of a vector.
         combiner: how the vectors of a bag join: "sum", "mean", or "concat", which keeps them apart: a column
             of max_length L then gives L vectors, zeros after its last.
+        mask: name of a second output, (B, S): 1 where a place holds a vector, 0 where it is empty or padding; for
+            "concat".
         init: initial values: "uniform", "normal", "xavier", "zero", or settings of one.
         dtype: of the rows: "float32", or "float16" or "bfloat16", which take half the memory; the output is float32.
         out_of_range: what a key outside the table does: "raise", "default" (the schema's id of unknown
@@ -97,6 +99,7 @@ class SparseEmbedding(Settings):
     bottom: Name
     dim: int = Field(ge=1)
     combiner: Combiner = "sum"
+    mask: Name | None = None
     init: InitSettings = UniformInit()
     dtype: RowType = "float32"
     out_of_range: OutOfRange = "raise"
@@ -107,6 +110,17 @@ class SparseEmbedding(Settings):
 
     def __init__(self, name: str, bottom: str, dim: int, **options: Any) -> None:
         super().__init__(name=name, bottom=bottom, dim=dim, **options)
+
+    @property
+    def top(self) -> tuple[str, ...]:
+        """Names of its outputs: the vectors, and the mask where there is one."""
+        return (self.name,) if self.mask is None else (self.name, self.mask)
+
+    @model_validator(mode="after")
+    def _check(self) -> SparseEmbedding:
+        if self.mask is not None and self.combiner != "concat":
+            raise ValueError("only the combiner 'concat' keeps places apart and has a mask")
+        return self
 
     # JSON goes straight to the fields, so that a missing or unknown key is named.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

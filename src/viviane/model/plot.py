@@ -100,7 +100,7 @@ def _boxes(plan: Plan) -> dict[str, Box]:
             parts += [f"{rows:,} rows"] if rows else []
             parts += [f"{dynamic} dynamic"] if dynamic else []
             lines = (f"SparseEmbedding · {node.combiner}", ", ".join(parts))
-            boxes[node.name] = Box("table", (node.name, *lines, _show([plan.shapes[node.name]])))
+            boxes[node.name] = Box("table", (node.name, *lines, _show([plan.shapes[top] for top in node.top])))
         elif isinstance(node, DenseLayer) and node.name in plan.layers:
             shapes = [plan.shapes[top] for top in node.top]
             boxes[node.name] = Box("layer", (node.name, _short(node), _show(shapes)))
@@ -110,7 +110,7 @@ def _boxes(plan: Plan) -> dict[str, Box]:
 
 
 def _edges(plan: Plan) -> list[tuple[str, str]]:
-    makers = {top: node.name for node in plan.nodes if isinstance(node, DenseLayer) for top in node.top}
+    makers = {top: node.name for node in plan.nodes if not isinstance(node, Input) for top in node.top}
     pairs = [
         (makers.get(bottom, bottom), node.name)
         for node in plan.nodes

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, SchemaError
+from viviane.data import Dataset
+from viviane.model.module import GraphModule
 from viviane.schema import Schema
 from viviane.training import Trainer
-from viviane.training.evaluation import predict
+from viviane.training.evaluation import evaluating, predict
 from viviane.training.precision import Precision
 
 ROWS_PER_BATCH: Final = 8192
@@ -27,6 +29,26 @@ def predict_rows(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[NDArray
         with trainer.averaged():
             scores = predict(trainer.module, [batch], batch.size, trainer.objective, precision, trainer.device)
         yield scores
+
+
+def tensor_rows(trainer: Trainer, module: GraphModule, name: str, rows: Any, schema: Schema) -> NDArray[np.float32]:
+    """Return a tensor of a graph for rows that have the columns which it depends on, (rows, ...), in their order."""
+    needed = module.columns_of(name)
+    if isinstance(rows, Dataset):
+        trainer.check_schema(rows, with_labels=False)
+        with rows.reader(trainer.eval_batch_size()) as reader:
+            return _tensors(trainer, module, name, reader)
+    return _tensors(trainer, module, name, as_batches(rows, schema.select(needed), None, raw=False))
+
+
+def _tensors(trainer: Trainer, module: GraphModule, name: str, batches: Iterable[Batch]) -> NDArray[np.float32]:
+    precision = trainer.precision or Precision("fp32")
+    parts = []
+    with trainer.averaged(), evaluating(module):
+        for batch in batches:
+            with precision.context(trainer.device):
+                parts.append(module.tensor(name, batch.to(trainer.device)).float().cpu().numpy())
+    return np.concatenate(parts)
 
 
 def as_batches(rows: Any, schema: Schema, etl: Path | None, *, raw: bool) -> Iterator[Batch]:

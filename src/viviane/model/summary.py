@@ -132,7 +132,8 @@ def _node(plan: Plan, node: Node) -> LayerSummary:
         shapes = tuple(plan.shapes.get(name, (len(plan.sparse.get(name, ())),)) for name in names)
         return LayerSummary(names, "Input", (), shapes, 0)
     if isinstance(node, SparseEmbedding):
-        return LayerSummary((node.name,), "SparseEmbedding", (node.bottom,), (plan.shapes[node.name],), 0)
+        shapes = tuple(plan.shapes[top] for top in node.top)
+        return LayerSummary(node.top, "SparseEmbedding", (node.bottom,), shapes, 0)
     layer = plan.layers.get(node.name)
     count = 0 if layer is None else sum(one.numel() for one in layer.parameters())
     shapes = tuple(plan.shapes[top] for top in node.top) if layer is not None else ()

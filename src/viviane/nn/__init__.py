@@ -12,6 +12,7 @@ from viviane.nn.cross_entropy import (
     squared_error,
 )
 from viviane.nn.dice import PReLU_Dice
+from viviane.nn.frequency import EMPTY_ID, LogFrequency
 from viviane.nn.fused import FusedInnerProduct, GroupFusedInnerProduct
 from viviane.nn.init import Initializer
 from viviane.nn.interaction import Interaction
@@ -20,7 +21,9 @@ from viviane.nn.loss import Loss
 from viviane.nn.losses import BinaryCrossEntropyLoss, binary_cross_entropy, regularization_loss
 from viviane.nn.norm import BatchNorm, LayerNorm
 from viviane.nn.older_names import OLDER_NAMES
+from viviane.nn.places import MaskPlaces, PositionEmbedding
 from viviane.nn.registry import LAYERS, Layer, build_layer
+from viviane.nn.retrieval import L2Normalize, SampledSoftmax, SampledSoftmaxLoss
 from viviane.nn.rows import Rows, RowShape
 from viviane.nn.select import Cast, Gather, MatrixMultiply, Select
 from viviane.nn.sequence import GRU, FusedReshapeConcat, FusedReshapeConcatGeneral, Scale
@@ -28,6 +31,7 @@ from viviane.nn.shape import Concat, Reshape, Slice
 
 __all__ = [
     "ELU",
+    "EMPTY_ID",
     "GRU",
     "LAYERS",
     "MLP",
@@ -49,21 +53,27 @@ __all__ = [
     "Initializer",
     "InnerProduct",
     "Interaction",
+    "L2Normalize",
     "Layer",
     "LayerNorm",
+    "LogFrequency",
     "Loss",
+    "MaskPlaces",
     "MatrixMultiply",
     "MeanSquaredErrorLoss",
     "MultiCross",
     "MultiCrossEntropyLoss",
     "MultiHeadAttention",
     "PReLU_Dice",
+    "PositionEmbedding",
     "ReLU",
     "ReduceMean",
     "ReduceSum",
     "Reshape",
     "RowShape",
     "Rows",
+    "SampledSoftmax",
+    "SampledSoftmaxLoss",
     "Scale",
     "Select",
     "SequenceMask",

@@ -41,14 +41,14 @@ def cross_entropy(
         >>> round(cross_entropy(torch.zeros(2, 2), torch.tensor([0.0, 1.0])).item(), 4)
         0.6931
     """
-    z, classes = _wide(logits), labels.flatten().long()
+    z, classes = as_float32(logits), labels.flatten().long()
     if z.dim() != 2 or z.shape[0] != classes.shape[0]:
         value = f"{tuple(z.shape)} and {classes.shape[0]} labels"
         raise SchemaError("logits (B, C) and one class a row", value=value)
     losses = F.cross_entropy(z, classes, reduction="none", label_smoothing=label_smoothing)
     if class_weights is not None:
         losses = losses * torch.tensor(class_weights, dtype=z.dtype, device=z.device)[classes]
-    return _weighted_mean(losses, weight)
+    return weighted_mean(losses, weight)
 
 
 def multi_cross_entropy(
@@ -78,7 +78,7 @@ def multi_cross_entropy(
         >>> round(multi_cross_entropy(torch.zeros(1, 2), labels, [1.0, 5.0]).item(), 4)
         0.3466
     """
-    z, y = _wide(logits), labels.to(_wide(logits).dtype)
+    z, y = as_float32(logits), labels.to(as_float32(logits).dtype)
     t = torch.as_tensor(target_weight, dtype=z.dtype, device=z.device)
     if z.dim() != 2 or z.shape != y.shape or t.shape != z.shape[1:]:
         value = f"logits {tuple(z.shape)}, labels {tuple(y.shape)}, {t.numel()} target weights"
@@ -89,7 +89,7 @@ def multi_cross_entropy(
     losses = F.binary_cross_entropy_with_logits(z, targets, reduction="none")
     if class_weights is not None:
         losses = losses * (class_weights[0] + (class_weights[1] - class_weights[0]) * y)
-    return _weighted_mean((losses * t * present).mean(1), weight)
+    return weighted_mean((losses * t * present).mean(1), weight)
 
 
 def squared_error(outputs: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -99,19 +99,21 @@ def squared_error(outputs: Tensor, labels: Tensor, weight: Tensor | None = None)
         >>> squared_error(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 3.0])).item()
         2.0
     """
-    outputs, labels = _wide(outputs).flatten(), labels.flatten()
+    outputs, labels = as_float32(outputs).flatten(), labels.flatten()
     if outputs.shape != labels.shape:
         raise SchemaError("one output per label", value=f"{len(outputs)} outputs, {len(labels)} labels")
     if weight is None:
         return F.mse_loss(outputs, labels.to(outputs.dtype))
-    return _weighted_mean((outputs - labels).square(), weight)
+    return weighted_mean((outputs - labels).square(), weight)
 
 
-def _wide(x: Tensor) -> Tensor:
+def as_float32(x: Tensor) -> Tensor:
+    """Return a tensor in float32, or in float64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _weighted_mean(losses: Tensor, weight: Tensor | None) -> Tensor:
+def weighted_mean(losses: Tensor, weight: Tensor | None) -> Tensor:
+    """Return sum_b w_b l_b / sum_b w_b of (B,); 0 where all weights are."""
     if weight is None:
         return losses.mean()
     weight = weight.to(losses.dtype)
@@ -151,7 +153,7 @@ class CrossEntropyLoss(Loss):
 
     def predictions(self, output: Tensor) -> Tensor:
         """Return (B, 1), the probability of class 1; of more classes, all their probabilities, (B, C)."""
-        shares = _wide(output).softmax(1)
+        shares = as_float32(output).softmax(1)
         return shares[:, 1:] if shares.shape[1] == 2 else shares
 
 

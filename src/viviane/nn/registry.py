@@ -44,6 +44,8 @@ class Layer(nn.Module):
     Parameters: ClassVar[type[Settings]] = NoParameters
     changes_rows: ClassVar[bool] = False
     """Whether the outputs may have other rows than the inputs; such a layer's `build` says which."""
+    id_inputs: ClassVar[tuple[int, ...]] = ()
+    """Places of the inputs that are ids, (B, S), int64; in a graph, groups of categorical columns."""
     out_shapes: list[Shape]
 
     def __init__(

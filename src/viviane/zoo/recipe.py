@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from pydantic import Field
@@ -91,8 +91,8 @@ class Vectors:
 ZOO: Final[Registry[type[ZooModel]]] = Registry("zoo model")
 
 
-def begin(schema: Schema, sparse: dict[str, tuple[str, ...]] | str = "cats") -> Input:
-    """Return the Input: "label", "dense" and the groups of categorical columns.
+def begin(schema: Schema, sparse: Mapping[str, tuple[str, ...]] | str = "cats", **inputs: Any) -> Input:
+    """Return the Input: "label", "dense" and the groups of categorical columns, without empty ones.
 
     Raises:
         SchemaError: the schema does not have exactly one label, or has no categorical columns.
@@ -105,7 +105,8 @@ def begin(schema: Schema, sparse: dict[str, tuple[str, ...]] | str = "cats") -> 
         )
     if not schema.categorical:
         raise SchemaError("the models of the zoo need categorical columns", fix="build a graph of dense layers instead")
-    return Input(label="label", dense="dense", sparse=sparse)
+    groups = sparse if isinstance(sparse, str) else {name: columns for name, columns in sparse.items() if columns}
+    return Input(**{"label": "label", "dense": "dense", "sparse": groups, **inputs})
 
 
 def join(name: str, bottoms: Sequence[str]) -> tuple[list[Node], str]:

@@ -1,0 +1,92 @@
+"""What the models of histories have in common: the roles, and the part that is the same whatever reads the history."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from pydantic import Field, model_validator
+
+from viviane.model.nodes import DenseLayer, Node, SparseEmbedding
+from viviane.schema import Schema
+from viviane.zoo.recipe import ZooModel, begin, finish, join, linear
+from viviane.zoo.roles import Names, history_pairs, others
+
+
+class HistoryModel(ZooModel):
+    """Base of the models that compare a target with a history.
+
+    Args:
+        history: columns of several ids, of one max_length, such as items and their categories; None takes the
+            schema's sequences.
+        target: for each history the column of one id of the same vocabulary; None finds it by the vocabulary.
+        top_mlp: widths of the network over everything.
+        activation: of the networks: "dice", whose switch follows the data, or "relu".
+    """
+
+    history: Names | None = Field(default=None, min_length=1)
+    target: Names | None = Field(default=None, min_length=1)
+    top_mlp: tuple[int, ...] = Field(default=(200, 80), min_length=1)
+    activation: Literal["dice", "relu"] = "dice"
+
+    @model_validator(mode="after")
+    def _check(self) -> HistoryModel:
+        if self.activation == "dice" and (self.batch_norm or self.layer_norm):
+            raise ValueError("dice normalises over the batch itself: leave batch_norm and layer_norm out, or take relu")
+        return self
+
+    def start(self, schema: Schema, combiner: Literal["concat", "mean"]) -> tuple[list[Node], list[str], int]:
+        """Return the Input and the lookups, the tensors of the pairs, and the histories' length L.
+
+        A "concat" gives (B, L + 1, dim) for each pair, the target at the end, and "places", its mask; a "mean" gives
+        (B, 2, dim), the mean of the history and the target.
+        """
+        pairs = history_pairs(schema, self.history, self.target)
+        groups = {f"pair_{i}": (a.name, b.name) for i, (a, b) in enumerate(pairs)}
+        rest = others(schema, [name for pair in groups.values() for name in pair])
+        nodes: list[Node] = [begin(schema, {**groups, "cats": rest})]
+        for i, group in enumerate(groups):
+            mask = {"mask": "places"} if combiner == "concat" and i == 0 else {}
+            nodes.append(
+                SparseEmbedding(
+                    f"{group}_emb", group, self.dim, combiner=combiner, init=self.init,
+                    out_of_range=self.out_of_range, dynamic=self.dynamic, **cast(dict[str, Any], mask),
+                )
+            )  # fmt: skip
+        tensors = [f"{group}_emb" for group in groups]
+        if self.embedding_dropout:
+            thinned = [f"{name}_drop" for name in tensors]
+            rate = self.embedding_dropout
+            nodes += [DenseLayer(a, "Dropout", b, dropout_rate=rate) for a, b in zip(thinned, tensors, strict=True)]
+            tensors = thinned
+        return nodes, tensors, pairs[0][0].max_length or 0
+
+    def top(self, schema: Schema, fields: list[str]) -> list[Node]:
+        """Return the nodes from the history's and target's vectors (B, n) to the loss, the other columns among them."""
+        pairs = history_pairs(schema, self.history, self.target)
+        nodes: list[Node] = []
+        if others(schema, [column.name for pair in pairs for column in pair]):
+            vectors = self.vectors()
+            nodes, fields = vectors.nodes, [*fields, vectors.flat]
+        together, x = join("top_input", [*fields, *(["dense"] if schema.num_dense else [])])
+        return [*nodes, *together, *self.network("top", x, self.top_mlp), linear("logit", "top"), *finish(["logit"])]
+
+    def network(self, name: str, bottom: str, widths: tuple[int, ...], *, thin: bool = True) -> list[Node]:
+        """Return hidden layers with the chosen activation; without `thin` they have no dropout."""
+        if self.activation == "relu":
+            options: dict[str, Any] = {"dropout": self.dropout if thin else 0.0, "batch_norm": self.batch_norm}
+            return [DenseLayer(name, "MLP", bottom, num_outputs=list(widths), layer_norm=self.layer_norm, **options)]
+        nodes: list[Node] = []
+        for i, width in enumerate(widths):
+            last = i == len(widths) - 1
+            steps: list[tuple[str, str, dict[str, Any]]] = [
+                (f"{name}_{i}", "InnerProduct", {"num_output": width, "bias_init_type": "zero"}),
+                # Running statistics: a prediction must not depend on the rows beside it.
+                (f"{name}_{i}_dice", "PReLU_Dice", {"elu_alpha": 0.0, "factor": 0.01}),
+            ]
+            if thin and self.dropout:
+                steps.append((f"{name}_{i}_drop", "Dropout", {"dropout_rate": self.dropout}))
+            for j, (node, kind, params) in enumerate(steps):
+                top = name if last and j == len(steps) - 1 else node
+                nodes.append(DenseLayer(top, kind, bottom, params=params))
+                bottom = top
+        return nodes
