@@ -161,8 +161,8 @@ def test_lags_against_pandas(rows: list[tuple[str | None, int, int]]) -> None:
         for n in (1, 2)
     ]
     settings_ = derived(*lags, dense=("lag1", "lag2"))
-    table = pa.table({"y": [0] * len(rows), "u": list(frame["u"]), "i": list(frame["i"]), "x": list(frame["x"])})
-    table = table.set_column(1, "u", pa.array(list(frame["u"]), pa.string()))
+    keys = pa.array([row[0] for row in rows], pa.string())
+    table = pa.table({"y": [0] * len(rows), "u": keys, "i": list(frame["i"]), "x": list(frame["x"])})
     with tempfile.TemporaryDirectory() as name:
         pq.write_table(table, Path(name) / "raw.parquet")
         run(settings_, Path(name) / "raw.parquet", Path(name) / "out")
@@ -173,7 +173,7 @@ def test_lags_against_pandas(rows: list[tuple[str | None, int, int]]) -> None:
         before = ordered.groupby("u")["i"].shift(n).reindex(frame.index)
         by_hand = [
             np.float32(-1 if pd.isna(b) or u is None else float(now - int(b)))
-            for now, b, u in zip(frame["i"], _exact(ordered, n, len(frame)), frame["u"], strict=True)
+            for now, b, u in zip(frame["i"], _exact(ordered, n, len(frame)), keys.to_pylist(), strict=True)
         ]
         assert [b is None or pd.isna(b) for b in before] == [v is None for v in _exact(ordered, n, len(frame))]
         assert found[f"lag{n}_"] == by_hand
@@ -202,3 +202,21 @@ def test_lag_of_times_is_in_seconds(tmp_path: Path) -> None:
     assert read(tmp_path / "out/train")["since_"] == [4.25, -1, -1, -1]
     rows = pa.table({"u": ["a", "a"], "t": pa.array([9_000_000, 7_500_000], pa.timestamp("us")), "i": [1, 1]})
     assert fitted.transform_table(rows)["since_"].to_pylist() == [1.5, -1]
+
+
+def test_the_example_file_runs(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    file = root / "examples" / "etl_derived.json"
+    assert file.read_text() in (root / "docs/how-to/etl.md").read_text()
+    raw = text(
+        tmp_path / "raw.csv",
+        "click,user,device,price,time\n1,ann,iphone,2.5,0\n0,bob,ipad,,3600\n0,ann,ipad,3.5,7200\n1,cid,pc,1,90000\n",
+    )
+    run(EtlConfig.from_json_file(file), raw, tmp_path / "out")
+    found = read(tmp_path / "out/train")
+    assert found["brand"] == [3, 3, 3, 4]
+    assert found["no_price"] == [0, 1, 0, 0]
+    np.testing.assert_allclose(found["since"], np.log1p([0, 0, 7200, 0]), rtol=2e-7)  # float32
+    # bob has no price: he gets the mean of the column, which ann's two rows raise to 7/3
+    np.testing.assert_allclose(found["user_price_mean"], [3.0, 7 / 3, 3.0, 1.0], rtol=2e-7)
+    Dataset(tmp_path / "out/train").check()

@@ -71,12 +71,12 @@ def encoded(train: pd.DataFrame, keys: Any, target: str, prior: float | None) ->
     mean = prior if prior is not None else float(train[target].mean()) if len(train) else 0.0
     found = []
     for one in keys:
-        same = train[[other == one and one is not None for other in train["key"]]]
+        same = train[np.array([other == one and one is not None for other in train["key"]], bool)]
         found.append((float(same[target].sum()) + 2 * mean) / (len(same) + 2))
     return found
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rows=_ROWS, cross=st.booleans(), prior=st.sampled_from([None, 0.25]))
 def test_equal_to_pandas(rows: list[tuple[Any, ...]], cross: bool, prior: float | None) -> None:
     by = ["u", "v"] if cross else ["u"]
@@ -93,10 +93,12 @@ def test_equal_to_pandas(rows: list[tuple[Any, ...]], cross: bool, prior: float 
         run(settings_, folder / "raw.parquet", folder / "out", split="time:part:test@1")
         found = {part: pd.DataFrame(read(folder / "out" / part)) for part in ("train", "test")}
         fitted = FittedEtl.load(folder / "out/etl.zip")
-        again = fitted.transform_table(table).to_pandas()
+        rows_again = fitted.transform_table(table).to_pydict()
         fitted.transform(folder / "raw.parquet", folder / "again")
         assert fitted.save(folder / "copy.zip").read_bytes() == (folder / "out/etl.zip").read_bytes()
-        pd.testing.assert_frame_equal(pd.DataFrame(read(folder / "again"))[list(again)], again)  # the same bits
+        files_again = read(folder / "again")
+        assert {name: files_again[name] for name in rows_again} == rows_again  # the same bits
+    again = pd.DataFrame(rows_again)
     frame = table.to_pandas().assign(
         key=lambda f: key(f, by), fold=fold_of(np.arange(len(rows), dtype=np.uint64), 3, 5)
     )
