@@ -133,9 +133,13 @@ class Applier:
             codes = _filled(combined(self._evaluate(pa.table({"value": values}), build).column("bucket")))
             ids = codes + RESERVED.first
         else:
-            places = pc.index_in(values, value_set=self.fitted.vocabularies[spec.table].values)
-            ids = _filled(places, -1) + RESERVED.first
-            ids[ids < RESERVED.first] = RESERVED.unknown
+            known = self.fitted.vocabularies[spec.table].values
+            ids = _filled(pc.index_in(values, value_set=known), -1) + RESERVED.first
+            others = ids < RESERVED.first
+            ids[others] = RESERVED.unknown
+            if spec.encoding.unknown_buckets and others.any():
+                codes = _filled(hash_values(values.filter(pa.array(others)), self._evaluate))
+                ids[others] = codes % spec.encoding.unknown_buckets + RESERVED.first + len(known)
         if values.null_count:
             ids[pc.is_null(values).to_numpy(zero_copy_only=False)] = RESERVED.missing
         return pa.array(ids.astype(dtype, copy=False))

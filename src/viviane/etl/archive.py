@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from viviane.core.errors import ConfigError, DataError
 from viviane.core.files import write_bytes_atomic
 from viviane.etl.config import EtlConfig
+from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned, Vocabulary
 
 FORMAT: Final = "viviane-fitted-etl"
@@ -26,18 +27,18 @@ _MANIFEST: Final = "manifest.json"
 def save_learned(fitted: Learned, path: Path) -> Path:
     """Write a fitted ETL, atomically; equal ETLs give equal bytes."""
     members = {"config.json": _json(fitted.config.to_dict()), "schema.json": _json(fitted.schema.to_dict())}
-    members["learned.json"] = _json(
-        {
-            "states": {name: {str(at): state for at, state in by.items()} for name, by in fitted.states.items()},
-            "borders": {name: list(borders) for name, borders in fitted.borders.items()},
-            "vocabularies": list(fitted.vocabularies),
-        }
-    )
+    learned: dict[str, Any] = {
+        "states": {name: {str(at): state for at, state in by.items()} for name, by in fitted.states.items()},
+        "borders": {name: list(borders) for name, borders in fitted.borders.items()},
+        "vocabularies": list(fitted.vocabularies),
+    }
+    if fitted.groups:  # otherwise the file is as it was before there were any
+        learned["groups"] = list(fitted.groups)
+    members["learned.json"] = _json(learned)
     for number, vocabulary in enumerate(fitted.vocabularies.values()):
-        sink = io.BytesIO()
-        table = pa.table({"value": vocabulary.values, "count": vocabulary.counts})
-        pq.write_table(table, sink, compression="zstd", use_dictionary=False)
-        members[_vocabulary(number)] = sink.getvalue()
+        members[_vocabulary(number)] = _parquet(pa.table({"value": vocabulary.values, "count": vocabulary.counts}))
+    for number, groups in enumerate(fitted.groups.values()):
+        members[_groups(number)] = _parquet(groups.to_table(folds=False))
     sums = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()}
     manifest = {
         "format": FORMAT,
@@ -72,7 +73,11 @@ def load_learned(path: Path) -> Learned:
         vocabularies[name] = Vocabulary(values, counts)
     states = {name: {int(at): state for at, state in by.items()} for name, by in learned["states"].items()}
     borders = {name: tuple(found) for name, found in learned["borders"].items()}
-    return Learned(config, states, borders, vocabularies)
+    groups = {
+        name: Groups.of_table(pq.read_table(io.BytesIO(members[_groups(number)])))
+        for number, name in enumerate(learned.get("groups", ()))
+    }
+    return Learned(config, states, borders, vocabularies, groups)
 
 
 def _verified(path: Path) -> dict[str, bytes]:
@@ -106,6 +111,16 @@ def _verified(path: Path) -> dict[str, bytes]:
 
 def _vocabulary(number: int) -> str:
     return f"vocabularies/{number:05}.parquet"
+
+
+def _groups(number: int) -> str:
+    return f"groups/{number:05}.parquet"
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False)
+    return sink.getvalue()
 
 
 def _json(value: Any) -> bytes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from viviane.config.base import Settings
 from viviane.core.errors import suggest
+from viviane.etl.config_checks import check_derived
+from viviane.etl.derivations import ROW_DERIVATIONS, Derivation, TargetEncode
 from viviane.etl.operators import Operator
 
 RESERVED_PREFIX = "__"  # columns that staging adds
@@ -105,11 +108,17 @@ class Categorify(Settings):
     Args:
         min_count: a value seen fewer times becomes the unknown id.
         max_values: keep only so many of the most frequent.
+        unknown_buckets: so many ids after the last value take rare and unseen values, by hash; 0: all are id 2.
     """
 
     type: Literal["categorify"] = "categorify"
     min_count: int = Field(default=1, ge=1)
     max_values: int | None = Field(default=None, ge=1)
+    unknown_buckets: int = Field(default=0, ge=0, le=2**30)
+
+    @model_serializer(mode="wrap")
+    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without(usual(self), "unknown_buckets")
 
 
 class HashTo(Settings):
@@ -239,6 +248,7 @@ class EtlConfig(Settings):
     format: Literal["viviane-etl"] = "viviane-etl"
     version: Literal[1] = 1
     input: Input
+    derived: tuple[Derivation, ...] = ()
     labels: tuple[LabelSpec, ...] = ()
     dense: tuple[DenseSpec, ...] = ()
     categorical: tuple[CategoricalSpec, ...] = ()
@@ -246,13 +256,39 @@ class EtlConfig(Settings):
     ignored: tuple[str, ...] = ()
     filters: tuple[Filter, ...] = ()
 
+    @model_serializer(mode="wrap")
+    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without(usual(self), "derived")
+
     def column(self, name: str) -> InputColumn:
-        """Return a raw column."""
-        for column in self.input.columns:
+        """Return a raw or derived column."""
+        for column in (*self.input.columns, *self.derived_columns.values()):
             if column.name == name:
                 return column
-        known = [column.name for column in self.input.columns]
-        raise ValueError(f"no input column {name!r}; {suggest(name, known)}")
+        raise ValueError(_no_column(name, [*self.input.columns, *self.derived_columns.values()]))
+
+    @cached_property
+    def derived_columns(self) -> dict[str, InputColumn]:
+        """Columns that derivations make, by name: from raw ones and from what earlier row derivations made."""
+        known = {column.name: column for column in self.input.columns}
+        made: dict[str, InputColumn] = {}
+
+        def find(name: str) -> InputColumn:
+            if name not in known:
+                raise ValueError(_no_column(name, list(known.values())))
+            return known[name]
+
+        # Stable: row derivations come first, in their order.
+        for one in sorted(self.derived, key=lambda one: not isinstance(one, ROW_DERIVATIONS)):
+            for name, kind, is_list in one.made(find):
+                if name in known or name in made:
+                    raise ValueError(f"the derived column {name!r} stands twice, or is a raw one: rename it")
+                made[name] = InputColumn(name=name, type=kind, list=is_list)
+                known |= {name: made[name]} if isinstance(one, ROW_DERIVATIONS) else {}
+        return made
+
+    def _raw(self, names: list[str]) -> list[str]:
+        return [name for name in names if name not in self.derived_columns]
 
     @property
     def label_sources(self) -> frozenset[str]:
@@ -265,7 +301,13 @@ class EtlConfig(Settings):
         names = [spec.source or spec.name for spec in self.dense]
         for spec in self.categorical:
             names += [*spec.sources, *([spec.weights] if spec.weights else [])]
-        return tuple(dict.fromkeys(names))
+        names += [name for one in self.derived for name in one.inputs]
+        return tuple(dict.fromkeys(self._raw(names)))
+
+    @property
+    def fold_sources(self) -> frozenset[str]:
+        """Raw columns that only the folds of training rows need."""
+        return frozenset(one.fold_by for one in self.derived if isinstance(one, TargetEncode) and one.fold_by)
 
     @property
     def used(self) -> tuple[InputColumn, ...]:
@@ -292,7 +334,17 @@ class EtlConfig(Settings):
         for name in [*self.ignored, *(one.column for one in self.filters)]:
             self.column(name)
         _check_shared(self)
+        check_derived(self)
         return self
+
+
+def _without(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """Leave out a setting at its default: files of configs that do not use it stay as they were."""
+    return {key: value for key, value in data.items() if key != name or value}
+
+
+def _no_column(name: str, known: list[InputColumn]) -> str:
+    return f"no input column {name!r}; {suggest(name, [column.name for column in known])}"
 
 
 def _once(names: list[str], what: str) -> None:

@@ -1,7 +1,7 @@
 """The seam between what is computed and who computes it.
 
 Operators, encodings, splits and filters are ibis expressions over an unbound table; an engine turns them into its own
-language and runs them. DuckDB is the engine of one machine; a cluster engine has to offer these three methods.
+language and runs them. DuckDB is the engine of one machine; a cluster engine has to offer these four methods.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class Engine(Protocol):
 
     def run(self, expression: Any, *, in_order: bool = False) -> pa.Table:
         """Run an ibis table expression; `in_order` reads rows in order, so that sums of floats repeat exactly."""
+
+    def write(self, expression: Any, file: Path) -> None:
+        """Run an ibis table expression into a Parquet file, in its order, without holding the result in memory."""
 
     def evaluate(self, table: pa.Table, build: Build) -> pa.Table:
         """Compute columns from a table in memory, row by row, keeping the order of rows."""
@@ -93,6 +96,12 @@ class DuckDbEngine:
             return self._query(sql)
         finally:
             self._sql(f"SET threads = {self.threads}")
+
+    def write(self, expression: Any, file: Path) -> None:
+        """Run an ibis expression into a Parquet file; the insertion order is that of ORDER BY."""
+        sql = str(self._ibis.to_sql(expression, dialect="duckdb"))
+        place = str(file).replace("'", "''")
+        self._sql(f"COPY ({sql}) TO '{place}' (FORMAT parquet, COMPRESSION lz4)")
 
     def evaluate(self, table: pa.Table, build: Build) -> pa.Table:
         """Compute columns from a table in memory; SELECT without join or grouping keeps DuckDB's insertion order."""

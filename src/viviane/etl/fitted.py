@@ -14,6 +14,7 @@ from viviane.core.errors import DataError
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned, save_learned
 from viviane.etl.checks import unusable_rows
+from viviane.etl.deriving import add_group_columns, add_lags, add_row_columns
 from viviane.etl.engine import DuckDbEngine
 from viviane.etl.learned import Learned
 from viviane.etl.parquet import check_columns, typed_chunk
@@ -54,7 +55,7 @@ class FittedEtl(Learned):
 
         Args:
             raw: the input columns by name, typed or as text; columns that only labels need may be absent. Filters
-                do not apply and `ignored` columns are left out.
+                do not apply and `ignored` columns are left out. A difference lag looks back among these rows.
 
         Returns:
             The columns of the schema; without labels if any label's column is absent.
@@ -77,7 +78,10 @@ class FittedEtl(Learned):
             place = f"{where}, row {cell.row}, column {cell.column!r}"
             raise DataError(f"a malformed row: {cell.problem}", where=place, value=cell.value)
         with self._lock:
-            return self._applier.table(chunk.table, keep_ignored=False)
+            engine = self._applier.engine
+            table = add_lags(add_row_columns(chunk.table, config), config, engine)
+            table = add_group_columns(table, config, self.groups, engine)
+            return self._applier.table(table, keep_ignored=False)
 
     def transform(self, sources: str | Path | Sequence[str | Path], output: str | Path, **options: Any) -> Summary:
         """Apply to raw files of any size and write a data set folder.
@@ -93,7 +97,7 @@ class FittedEtl(Learned):
     @classmethod
     def of(cls, learned: Learned) -> Self:
         """Give what was learned the methods of this class."""
-        return cls(learned.config, learned.states, learned.borders, learned.vocabularies)
+        return cls(learned.config, learned.states, learned.borders, learned.vocabularies, learned.groups)
 
     @cached_property
     def _lock(self) -> threading.Lock:

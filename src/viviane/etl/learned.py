@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from viviane.etl.config import Bucketize, CategoricalSpec, EtlConfig, HashTo, RawIds
+from viviane.etl.config import Bucketize, CategoricalSpec, Categorify, EtlConfig, HashTo, RawIds
+from viviane.etl.groups import Groups
 from viviane.etl.operators import State
 from viviane.schema import RESERVED, CategoricalColumn, DenseColumn, LabelColumn, Schema
 
@@ -29,12 +30,14 @@ class Learned:
         states: by output column, by position of the operator, its statistics.
         borders: by column table, the borders of a bucketize.
         vocabularies: by column table, the values of a categorify.
+        groups: by group derivation, its numbers by key.
     """
 
     config: EtlConfig
     states: Mapping[str, dict[int, State]] = field(default_factory=dict)
     borders: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)
+    groups: Mapping[str, Groups] = field(default_factory=dict)
 
     @cached_property
     def schema(self) -> Schema:
@@ -67,4 +70,5 @@ class Learned:
             return spec.encoding.num_ids
         if isinstance(spec.encoding, Bucketize):
             return RESERVED.first + len(self.borders[spec.table]) + 1
-        return RESERVED.first + len(self.vocabularies[spec.table].values)
+        buckets = spec.encoding.unknown_buckets if isinstance(spec.encoding, Categorify) else 0
+        return RESERVED.first + len(self.vocabularies[spec.table].values) + buckets

@@ -40,10 +40,9 @@ class Partition:
         self._kept = partial(_kept, self.filters)
         self.borders = self._borders(sum(shard.num_rows for shard in shards))
         self.counts = np.zeros((len(shards), len(names)), np.int64)
-        needed = [*dict.fromkeys(one.column for one in self.filters), *([KEY] if split else [])]
         for number, shard in enumerate(shards):
-            if needed:
-                places = self._places(pq.read_table(shard.file, columns=needed))
+            if self.needed:
+                places = self._places(pq.read_table(shard.file, columns=list(self.needed)))
                 self.counts[number] = np.bincount(places[places >= 0], minlength=len(names))
             else:
                 self.counts[number, 0] = shard.num_rows
@@ -57,9 +56,14 @@ class Partition:
                 fix="correct the split or the filters",
             )
 
+    @property
+    def training_part(self) -> int:
+        """Position of the part named train, else of the first."""
+        return self.names.index("train") if "train" in self.names else 0
+
     def training_rows(self) -> Any:
-        """The rows of the part named train, else of the first, as an ibis table."""
-        part = self.names.index("train") if "train" in self.names else 0
+        """The rows of the training part, as an ibis table."""
+        part = self.training_part
         rows = self.rows
         if self.split is not None:
             if part > 0:
@@ -67,6 +71,20 @@ class Partition:
             if part < len(self.borders):
                 rows = rows.filter(rows[KEY] < self.borders[part])
         return rows.filter(kept(self.filters, rows)) if self.filters else rows
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Staged columns that say where a row belongs."""
+        return (*dict.fromkeys(one.column for one in self.filters), *([KEY] if self.split else []))
+
+    def is_training(self, staged: pa.Table) -> NDArray[np.bool_]:
+        """Whether each staged row is one that is learned from."""
+        inside: NDArray[np.bool_] = self._places(staged) == self.training_part
+        return inside
+
+    def reopen(self, shards: list[Shard]) -> None:
+        """Go on with the same rows in other files, which hold more columns."""
+        self.rows = self.engine.open([shard.file for shard in shards], pq.read_schema(shards[0].file))
 
     def parts_of(self, staged: pa.Table) -> list[pa.Table]:
         """Divide a staged table, keeping the order of rows."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +19,10 @@ from viviane.core.logging import get_logger
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned, save_learned
 from viviane.etl.config import EtlConfig
+from viviane.etl.derive import derive
 from viviane.etl.engine import DuckDbEngine
 from viviane.etl.fitting import Fitter
+from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned
 from viviane.etl.parallel import ordered_map
 from viviane.etl.partition import Partition
@@ -101,7 +103,7 @@ def run_job(
             stager = Stager(
                 config, files, work / "staged", run.duckdb,
                 split=split, on_bad_row=on_bad_row, threads=run.parse_threads, shard_bytes=run.shard_bytes,
-                labels=labels if isinstance(what, Learned) else True,
+                labels=labels if isinstance(what, Learned) else True, learning=isinstance(what, EtlConfig),
                 progress=lambda rows: progress("read", rows, 0),
             )  # fmt: skip
             summary = run.steps(stager, work, output, job)
@@ -168,10 +170,13 @@ class _Run:
         with self._timed("split"):
             names = part_names(self.split, "train" if isinstance(self.what, EtlConfig) else "")
             partition = Partition(self.config, self.split, names, self.duckdb, shards)
+        with self._timed("derive"):
+            known = self.what.groups if isinstance(self.what, Learned) else None
+            full, groups = derive(self.config, partition, self.duckdb, shards, work / "derived", known, self.progress)
         with self._timed("learn"):
-            learned = self._learn(partition, work)
+            learned = self._learn(partition, groups, work)
         with self._timed("write"):
-            writers, num_cut = self._write(learned, partition, shards, work / "out")
+            writers, num_cut = self._write(learned, partition, full, work / "out")
             save_learned(learned, work / "out" / ETL_FILE)
             for name, writer in writers.items():
                 self._complete(writer, learned, work / "out", name, [str(one.path) for one in stager.sources])
@@ -191,7 +196,7 @@ class _Run:
         write_json_atomic(work / "out" / SUMMARY_FILE, {"job": job, **asdict(summary)})
         return Summary(**{**asdict(summary), "seconds": self.seconds})
 
-    def _learn(self, partition: Partition, work: Path) -> Learned:
+    def _learn(self, partition: Partition, groups: Mapping[str, Groups], work: Path) -> Learned:
         if isinstance(self.what, Learned):
             return self.what
         file = work / ETL_FILE
@@ -199,7 +204,7 @@ class _Run:
             total = len({spec.table for spec in self.config.categorical})
             done = lambda count: self.progress("learn", count, total)  # noqa: E731
             fitter = Fitter(self.config, partition.training_rows(), self.duckdb, work / "learned", done)
-            save_learned(fitter.run(), file)
+            save_learned(replace(fitter.run(), groups=groups), file)
         return load_learned(file)
 
     def _write(

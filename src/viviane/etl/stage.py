@@ -21,7 +21,10 @@ from viviane.core.errors import DataError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
 from viviane.etl.checks import unusable_rows
 from viviane.etl.config import EtlConfig, InputColumn
+from viviane.etl.derivations import DifferenceLag
+from viviane.etl.deriving import ROW, add_row_columns
 from viviane.etl.engine import Engine
+from viviane.etl.folds import add_folds
 from viviane.etl.parallel import ordered_map
 from viviane.etl.parquet import check_parquet, parquet_rows, typed_chunk
 from viviane.etl.sources import Source, TextBlock, text_blocks
@@ -66,6 +69,7 @@ class Stager:
     Args:
         folder: where shards go; those that are complete are kept.
         labels: False leaves labels out; None leaves them out where the first file has none.
+        learning: derived columns will be learned from these rows, so they get their folds.
         shard_bytes: size of a shard in memory.
         progress: called with the number of rows after each shard.
     """
@@ -80,6 +84,7 @@ class Stager:
         split: Split | None = None,
         on_bad_row: OnBadRow = "error",
         labels: bool | None = True,
+        learning: bool = True,
         threads: int = 1,
         shard_bytes: int = 64 << 20,
         progress: Callable[[int], None] = lambda rows: None,
@@ -87,7 +92,9 @@ class Stager:
         self.config, self.sources, self.folder, self.engine, self.split = config, sources, folder, engine, split
         self.on_bad_row, self.threads, self.shard_bytes, self.progress = on_bad_row, threads, shard_bytes, progress
         self.split_column = split.column if isinstance(split, (HashSplit, TimeSplit)) else None
+        self.learning = learning
         used = {column.name for column in config.used} | ({self.split_column} if self.split_column else set())
+        used |= config.fold_sources if learning else set()
         self.wanted = tuple(column for column in config.input.columns if column.name in used)
         self.optional = frozenset() if labels else config.label_sources
         self.with_labels = labels is not False
@@ -217,6 +224,7 @@ class Stager:
         key = self._key(table, first_row)
         if key is not None:
             table = table.append_column(KEY, key)
+        table = self._derived(table, first_row)
         shard = Shard(self.folder / f"shard-{number:05}.parquet", table.num_rows, len(rejects), after)
         pq.write_table(table, shard.file, compression="lz4", row_group_size=131_072)
         lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in rejects)
@@ -225,6 +233,15 @@ class Stager:
         note = {"rows": shard.num_rows, "rejected": shard.num_rejected, "bytes": size, "after": after}
         write_json_atomic(shard.file.with_suffix(".json"), note)
         return shard
+
+    def _derived(self, table: pa.Table, first_row: int) -> pa.Table:
+        """Append what later steps derive columns from, and the columns that need one row only."""
+        config = self.config
+        table = add_row_columns(table, config)
+        if any(isinstance(one, DifferenceLag) for one in config.derived):
+            rows = np.arange(first_row, first_row + table.num_rows, dtype=np.int64)
+            table = table.append_column(ROW, pa.array(rows))
+        return add_folds(table, config, self.engine, first_row) if self.learning else table
 
     def _key(self, table: pa.Table, first_row: int) -> Any:
         """The number per row that the split compares with its borders."""

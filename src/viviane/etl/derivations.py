@@ -1,0 +1,287 @@
+"""Columns made from other columns before any encoding: settings only; what they compute is in `deriving`.
+
+Row derivations look at one row; a lag looks at earlier rows of the run; group derivations look up what was learned
+from the training rows of a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
+
+from pydantic import Field, model_validator
+
+from viviane.config.base import Settings
+
+Kind: TypeAlias = Literal["float", "int", "string"]
+Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
+Statistic: TypeAlias = Literal["count", "mean", "std", "min", "max", "sum"]
+
+
+class Column(Protocol):
+    """What a derivation asks of the columns that it is made from."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def type(self) -> Any:
+        """Type of its values."""
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a row holds several values."""
+
+
+Made: TypeAlias = tuple[str, Kind, bool]
+"""Name, type and whether a list, of a derived column."""
+Find: TypeAlias = Callable[[str], Column]
+
+
+class ValueMap(Settings):
+    """Rename values; in a list column, every element.
+
+    Args:
+        values: new value by old one; null makes it missing. Old values are written as text, whole numbers too.
+        others: values that are not named stay, or become missing.
+        missing: the new value of a missing one; None leaves it missing.
+        result: type of the new values; default, that of the source.
+    """
+
+    type: Literal["map"] = "map"
+    name: str = Field(min_length=1)
+    source: str
+    values: dict[str, str | int | float | None]
+    others: Literal["keep", "missing"] = "keep"
+    missing: str | int | float | None = None
+    result: Kind | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return (self.source,)
+
+    def made(self, find: Find) -> list[Made]:
+        """The new column; a source or a value of a wrong type is a ValueError."""
+        source = find(self.source)
+        if source.type not in ("string", "int"):
+            raise ValueError(f"{self.name!r} maps column {self.source!r} of type {source.type}: make it string or int")
+        result: Kind = self.result or source.type
+        if result != source.type and self.others == "keep":
+            raise ValueError(f'{self.name!r} maps {source.type} to {result}: add "others": "missing"')
+        wanted = {"string": (str,), "int": (int,), "float": (int, float)}[result]
+        for new in [*self.values.values(), self.missing]:
+            if new is not None and (not isinstance(new, wanted) or isinstance(new, bool)):
+                raise ValueError(f'{self.name!r} maps to {new!r}, which is not {result}: set "result" or correct it')
+        for old in self.values:
+            if source.type == "int" and not old.removeprefix("-").isdecimal():
+                raise ValueError(f"{self.name!r} maps {old!r}, but column {self.source!r} holds whole numbers")
+        return [(self.name, result, source.is_list)]
+
+
+class DatePart(Settings):
+    """A part of a time, as a whole number: month and day from 1, weekday 0 (Monday) to 6, weekend 0 or 1.
+
+    Args:
+        unit: of a source of whole numbers that count from 1970; a timestamp needs none.
+    """
+
+    type: Literal["date_part"] = "date_part"
+    name: str = Field(min_length=1)
+    source: str
+    part: Literal["year", "month", "day", "weekday", "weekend", "hour", "minute"]
+    unit: Literal["s", "ms", "us"] | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return (self.source,)
+
+    def made(self, find: Find) -> list[Made]:
+        """The new column; a source that holds no times is a ValueError."""
+        source = find(self.source)
+        if source.is_list or source.type not in ("timestamp", "int"):
+            raise ValueError(f"{self.name!r}: column {self.source!r} must hold one timestamp or int a row")
+        if (source.type == "int") != (self.unit is not None):
+            fix = 'add "unit": "s"' if source.type == "int" else "leave out unit"
+            raise ValueError(f"{self.name!r}: column {self.source!r} is of type {source.type}: {fix}")
+        return [(self.name, "int", False)]
+
+
+class MissingIndicator(Settings):
+    """1 where the source is missing, else 0: stands beside a column that `fill` fills."""
+
+    type: Literal["missing_indicator"] = "missing_indicator"
+    name: str = Field(min_length=1)
+    source: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return (self.source,)
+
+    def made(self, find: Find) -> list[Made]:
+        """The new column."""
+        find(self.source)
+        return [(self.name, "int", False)]
+
+
+class DifferenceLag(Settings):
+    """x - x of an earlier row with the same key; times give seconds. Missing where there is no earlier row.
+
+    Rows are those of one run (or table), before filters and split; a row with a missing key or time takes no part.
+
+    Args:
+        by: key, one column or several.
+        order_by: earlier means smaller here; equal ones count in the order of the input.
+        shift: how many rows back.
+    """
+
+    type: Literal["difference_lag"] = "difference_lag"
+    name: str = Field(min_length=1)
+    source: str
+    by: Names
+    order_by: str
+    shift: int = Field(default=1, ge=1)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return (self.source, *_tuple(self.by), self.order_by)
+
+    def made(self, find: Find) -> list[Made]:
+        """The new column; a source without differences is a ValueError."""
+        _check_keys(self.name, self.by, find)
+        for name in (self.source, self.order_by):
+            column = find(name)
+            if column.is_list or column.type not in ("int", "float", "timestamp"):
+                raise ValueError(f"{self.name!r}: column {name!r} must hold one int, float or timestamp a row")
+        return [(self.name, "float", False)]
+
+
+class CountEncode(Settings):
+    """How many training rows have the row's key; 0 for a key that was never seen or is missing."""
+
+    type: Literal["count"] = "count"
+    name: str = Field(min_length=1)
+    by: Names
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return _tuple(self.by)
+
+    def made(self, find: Find) -> list[Made]:
+        """The new column."""
+        _check_keys(self.name, self.by, find)
+        return [(self.name, "float", False)]
+
+
+class GroupStatistics(Settings):
+    """Statistics of numbers over the training rows of the row's key: columns NAME_OF_STATISTIC.
+
+    Missing numbers are passed over; std is that of the population. An unseen or missing key has count 0 and sum 0,
+    the others missing.
+
+    Args:
+        by: key, one column or several.
+        of: columns of numbers.
+    """
+
+    type: Literal["group_statistics"] = "group_statistics"
+    name: str = Field(min_length=1)
+    by: Names
+    of: Names
+    statistics: tuple[Statistic, ...] = Field(default=("mean",), min_length=1)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return (*_tuple(self.by), *_tuple(self.of))
+
+    def made(self, find: Find) -> list[Made]:
+        """The new columns; a column of anything but numbers is a ValueError."""
+        _check_keys(self.name, self.by, find)
+        for name in _tuple(self.of):
+            column = find(name)
+            if column.is_list or column.type not in ("int", "float"):
+                raise ValueError(f"{self.name!r}: column {name!r} must hold one int or float a row")
+        return [(f"{self.name}_{of}_{one}", "float", False) for of in _tuple(self.of) for one in self.statistics]
+
+
+class TargetEncode(Settings):
+    """(sum of the target + smoothing prior) / (count + smoothing), over the training rows of the row's key.
+
+    A training row takes both sums and the prior from the other folds, so its own label has no part in its value; all
+    other rows take them from all training rows. An unseen or missing key has the prior, the mean of the target (0
+    where no other fold has a row).
+
+    Args:
+        by: key, one column or several.
+        target: name of a label; of several, which give columns NAME_TARGET.
+        folds: number of folds.
+        fold_by: column whose hash gives the fold, so that equal values share one; default, the number of the row.
+        seed: another one gives other folds.
+        smoothing: weight of the prior, in rows.
+        prior: in place of the mean.
+    """
+
+    type: Literal["target_encode"] = "target_encode"
+    name: str = Field(min_length=1)
+    by: Names
+    target: Names
+    folds: int = Field(default=5, ge=2, le=100)
+    fold_by: str | None = None
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    smoothing: float = Field(default=20.0, ge=0)
+    prior: float | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TargetEncode:
+        if len(set(_tuple(self.target))) < len(_tuple(self.target)):
+            raise ValueError(f"{self.name!r} names a target twice")
+        return self
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from when it is applied; targets and folds are for training rows only."""
+        return _tuple(self.by)
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """Label by derived column."""
+        if isinstance(self.target, str):
+            return {self.name: self.target}
+        return {f"{self.name}_{label}": label for label in self.target}
+
+    def made(self, find: Find) -> list[Made]:
+        """The new columns."""
+        _check_keys(self.name, self.by, find)
+        return [(name, "float", False) for name in self.targets]
+
+
+RowDerivation: TypeAlias = ValueMap | DatePart | MissingIndicator
+GroupDerivation: TypeAlias = CountEncode | GroupStatistics | TargetEncode
+Derivation: TypeAlias = Annotated[RowDerivation | DifferenceLag | GroupDerivation, Field(discriminator="type")]
+
+ROW_DERIVATIONS: Final[Any] = (ValueMap, DatePart, MissingIndicator)
+
+
+def key_names(by: Names) -> tuple[str, ...]:
+    """The columns of a key."""
+    return _tuple(by)
+
+
+def _tuple(names: Names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _check_keys(name: str, by: Names, find: Find) -> None:
+    if len(set(_tuple(by))) < len(_tuple(by)):
+        raise ValueError(f"{name!r} names a column of its key twice")
+    for one in _tuple(by):
+        column = find(one)
+        if column.is_list or column.type not in ("string", "int", "hex"):
+            what = "a list" if column.is_list else f"of type {column.type}"
+            raise ValueError(f"{name!r}: key column {one!r} is {what}: give single string, int or hex values")

@@ -1,0 +1,153 @@
+"""Derived columns computed: row by row, by the rows before, and by what was learned of a key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from viviane.etl.cells import list_parts, make_list
+from viviane.etl.config import EtlConfig
+from viviane.etl.derivations import (
+    DatePart,
+    DifferenceLag,
+    MissingIndicator,
+    Names,
+    TargetEncode,
+    ValueMap,
+    key_names,
+)
+from viviane.etl.engine import Build, Engine
+from viviane.etl.expressions import crossed
+from viviane.etl.folds import fold_column
+from viviane.etl.groups import Groups
+from viviane.etl.values import combined
+
+ROW: Final = "__row"  # number of a row among all usable rows of the run
+_TYPES: Final[dict[str, pa.DataType]] = {"float": pa.float64(), "int": pa.int64(), "string": pa.string()}
+
+
+def add_row_columns(table: pa.Table, config: EtlConfig) -> pa.Table:
+    """Append the columns of derivations that look at one row only."""
+    for one in config.derived:
+        if isinstance(one, (ValueMap, DatePart, MissingIndicator)):
+            source = combined(table.column(one.source))
+            if isinstance(one, MissingIndicator):
+                column = pc.is_null(source).cast(pa.int64())
+            elif isinstance(one, DatePart):
+                column = _date_part(one, source)
+            else:
+                column = _mapped(one, source)
+            table = table.append_column(one.name, column)
+    return table
+
+
+def add_lags(table: pa.Table, config: EtlConfig, engine: Engine) -> pa.Table:
+    """Append difference lags among the rows of a table in memory."""
+    for one in config.derived:
+        if isinstance(one, DifferenceLag):
+            names = list(dict.fromkeys(one.inputs))
+            rows = table.select(names).append_column(ROW, pa.array(np.arange(table.num_rows)))
+            found = engine.evaluate(rows, lag_build(one))  # a window may change the order of rows
+            order = np.argsort(combined(found.column("row")).to_numpy(zero_copy_only=False))
+            table = table.append_column(one.name, combined(found.column("value")).take(pa.array(order)))
+    return table
+
+
+def add_group_columns(
+    table: pa.Table,
+    config: EtlConfig,
+    groups: Mapping[str, Groups],
+    engine: Engine,
+    training: NDArray[np.bool_] | None = None,
+) -> pa.Table:
+    """Append what was learned of each row's key.
+
+    Args:
+        training: rows of the training part; their target encodings come from the other folds.
+    """
+    for one in config.derived:
+        if one.name in groups:
+            assert not isinstance(one, (ValueMap, DatePart, MissingIndicator, DifferenceLag))
+            folds = None
+            if isinstance(one, TargetEncode) and training is not None:
+                numbers = combined(table.column(fold_column(one.name))).to_numpy(zero_copy_only=False)
+                folds = np.where(training, numbers, -1)
+            for name, column in groups[one.name].columns(keys_of(one.by, table, engine), folds).items():
+                table = table.append_column(name, column)
+    return table
+
+
+def keys_of(by: Names, table: pa.Table, engine: Engine) -> Any:
+    """The key of each row: a column as it is, or one text for the tuple of several; missing if a part is."""
+    names = key_names(by)
+    if len(names) == 1:
+        return combined(table.column(names[0]))
+    return combined(engine.evaluate(table.select(list(names)), key_build(names)).column("key"))
+
+
+@cache
+def key_build(names: tuple[str, ...]) -> Build:
+    """One function object per key, so that an engine plans it once."""
+    return partial(_key, names)
+
+
+@cache
+def lag_build(one: DifferenceLag) -> Build:
+    """The same for a lag."""
+    return partial(_lag, one)
+
+
+def _key(names: tuple[str, ...], table: Any) -> dict[str, Any]:
+    return {"key": crossed([table[name] for name in names]) if len(names) > 1 else table[names[0]]}
+
+
+def _lag(one: DifferenceLag, table: Any) -> dict[str, Any]:
+    """Row number and difference, as expressions over rows that carry their number."""
+    import ibis
+
+    names = key_names(one.by)
+    known = table[one.order_by].notnull()
+    for name in names:
+        known = known & table[name].notnull()
+    window = ibis.window(group_by=[*(table[name] for name in names), known], order_by=[table[one.order_by], table[ROW]])
+    x = table[one.source]
+    if x.type().is_integer():
+        x = x.cast("decimal(38, 0)")  # exact beyond 2^53, and no overflow
+    before = x.lag(one.shift).over(window)
+    change = x.delta(before, unit="microsecond").cast("float64") / 1e6 if x.type().is_timestamp() else x - before
+    return {"row": table[ROW], "value": ibis.ifelse(known, change.cast("float64"), ibis.null("float64"))}
+
+
+def _date_part(one: DatePart, times: Any) -> Any:
+    if one.unit is not None:
+        times = times.cast(pa.timestamp(one.unit))
+    if one.part == "weekend":
+        return pc.divide(pc.day_of_week(times), 5)  # Saturday 5 and Sunday 6 give 1
+    function: Any = pc.day_of_week if one.part == "weekday" else getattr(pc, one.part)
+    return function(times).cast(pa.int64())
+
+
+def _mapped(one: ValueMap, column: Any) -> Any:
+    if pa.types.is_list(column.type):
+        offsets, flat = list_parts(column)
+        return make_list(offsets, _mapped_values(one, flat), pc.is_null(column))
+    return _mapped_values(one, column)
+
+
+def _mapped_values(one: ValueMap, column: Any) -> Any:
+    whole = pa.types.is_integer(column.type)
+    target: Any = _TYPES[one.result] if one.result else column.type
+    old: Any = pa.array([int(text) if whole else text for text in one.values], column.type)
+    new: Any = pa.array(list(one.values.values()), target)
+    places = pc.index_in(column, value_set=old, skip_nulls=True)
+    rest = column if one.others == "keep" else pa.nulls(len(column), target)
+    mapped = pc.if_else(pc.is_valid(places), new.take(places), rest)
+    if one.missing is None:
+        return mapped
+    return pc.if_else(pc.is_null(column), pa.scalar(one.missing, target), mapped)
