@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "viviane.cli.plan",
     "bench": "viviane.cli.bench",
     "doctor": "viviane.cli.doctor",
+    "hugectr": "viviane.cli.hugectr",
 }
 
 
