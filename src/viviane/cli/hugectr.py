@@ -9,10 +9,12 @@ import typer
 
 from viviane.core.errors import ConfigError
 
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the script is the script's own
+
 
 def command(
     script: Annotated[Path | None, typer.Argument(help="A script that imports hugectr.")] = None,
-    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; options after --.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; options too.")] = None,
     train: Annotated[Path | None, typer.Option(help="Train from HugeCTR's JSON: solver, optimizer, layers.")] = None,
 ) -> None:
     """Run a script or a JSON file that was written for HugeCTR, unchanged."""

@@ -11,10 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from viviane.compat.hugectr import tools
-from viviane.compat.hugectr.arguments import say
+from viviane.compat.hugectr import inputs, tools
+from viviane.compat.hugectr.arguments import Arguments, say
 from viviane.compat.hugectr.enums import ENUMS, exported_members
-from viviane.compat.hugectr.inputs import AsyncParam, DataReaderParams, DataReaderSparseParam, Input, SparseEmbedding
 from viviane.compat.hugectr.layers import DenseLayer, GroupDenseLayer
 from viviane.compat.hugectr.model import Model
 from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
@@ -34,9 +33,6 @@ REFUSED: Final[dict[str, str]] = {
     "CreateMOS": _CACHE,
     "CreateHMemCache": _CACHE,
     "TrainPSType_t": _CACHE,
-    "HybridEmbeddingParam": "leave it out: the embedding trains without it, from its slot_size_array",
-    "DenseLayerComputeConfig": "leave compute_config out: it concerns speed alone",
-    "DenseLayerSwitchs": "leave dense_layer_switches out: it concerns speed alone",
     "DataSourceParams": "give local paths",
     "TrainingCallback": "train with viviane.Model.fit(callbacks=...)",
     "Tensor_t": "read tensors with viviane.Model.module and a forward hook",
@@ -49,6 +45,11 @@ REFUSED: Final[dict[str, str]] = {
     "optimizer": _SESSION,
 }
 """Names of HugeCTR's that are not mapped, and what to do instead."""
+_ARGUMENTS: Final[tuple[type[Arguments], ...]] = (
+    inputs.DataReaderParams, inputs.AsyncParam, inputs.DataReaderSparseParam, inputs.Input, inputs.SparseEmbedding,
+    inputs.DenseLayerComputeConfig, inputs.DenseLayerSwitchs, inputs.HybridEmbeddingParam, DenseLayer,
+    GroupDenseLayer,
+)  # fmt: skip
 
 
 class _HugectrModule(ModuleType):
@@ -75,8 +76,8 @@ def modules() -> dict[str, ModuleType]:
     names: dict[str, Any] = {
         **exported_members(),
         **{kind.__name__: kind for kind in ENUMS},
-        **{kind.__name__: kind for kind in (DataReaderParams, AsyncParam, DataReaderSparseParam, Input)},
-        **{kind.__name__: kind for kind in (SparseEmbedding, DenseLayer, GroupDenseLayer, Model)},
+        **{kind.signature.name: kind for kind in _ARGUMENTS},
+        "Model": Model,
         "CreateSolver": Solver,
         "CreateOptimizer": OptParams,
         "LearningRateScheduler": LearningRateScheduler,

@@ -21,6 +21,8 @@ DeviceLayout = Enum("DeviceLayout", ["LocalFirst", "NodeFirst"])
 GroupLayer_t = Enum("GroupLayer_t", ["GroupFusedInnerProduct"])
 Distribution_t = Enum("Distribution_t", ["PowerLaw", "Uniform"])
 PowerLaw_t = Enum("PowerLaw_t", ["Long", "Medium", "Short", "Specific"])
+CommunicationType = Enum("CommunicationType", ["IB_NVLink", "IB_NVLink_Hier", "NVLink_SingleNode"])
+HybridEmbeddingType = Enum("HybridEmbeddingType", ["Distributed"])
 Embedding_t = Enum(
     "Embedding_t",
     [
@@ -45,7 +47,7 @@ Layer_t = Enum(
 ENUMS: Final[tuple[type[Enum], ...]] = (
     Optimizer_t, Update_t, DataReaderType_t, Check_t, Alignment_t, LrPolicy_t, Activation_t, FcPosition_t,
     Regularizer_t, Initializer_t, MetricsType, AllReduceAlgo, DeviceLayout, GroupLayer_t, Distribution_t, PowerLaw_t,
-    Embedding_t, Layer_t,
+    CommunicationType, HybridEmbeddingType, Embedding_t, Layer_t,
 )  # fmt: skip
 
 

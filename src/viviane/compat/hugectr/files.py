@@ -167,7 +167,7 @@ def _table(collection: EmbeddingCollection, slots: Sequence[Slot]) -> tuple[Any,
     keys, vectors, places = [], [], []
     for place, slot in enumerate(slots):
         vectors.append(collection.table_rows(slot.column)[1:].float().cpu().numpy())
-        keys.append(slot.offset + np.arange(slot.size))
+        keys.append(slot.offset + np.arange(slot.size or 0))
         places.append(np.full(slot.size or 0, place))
     return np.concatenate(keys), np.concatenate(vectors), np.concatenate(places)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature
-from viviane.compat.hugectr.enums import Alignment_t, Check_t, Embedding_t
+from viviane.compat.hugectr.enums import Alignment_t, Check_t, CommunicationType, Embedding_t, HybridEmbeddingType
 from viviane.core.errors import ConfigError
 
 
@@ -25,6 +25,8 @@ class AsyncParam(Arguments):
 
 class DataReaderParams(Arguments):
     """Where the data is, and in which format."""
+
+    eval_source: str
 
     signature: ClassVar[Signature] = Signature(
         "DataReaderParams",
@@ -119,7 +121,8 @@ class SparseEmbedding(Arguments):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        self.combiner = {0: "sum", 1: "mean"}.get(self.combiner, self.combiner)
+        combiner: Any = vars(self)["combiner"]
+        self.combiner: Any = {0: "sum", 1: "mean"}.get(combiner, combiner)
         if self.combiner not in ("sum", "mean"):
             raise ConfigError("unknown combiner", where=f"SparseEmbedding {self.sparse_embedding_name!r}",
                               value=self.combiner, allowed="'sum', 'mean'")  # fmt: skip
@@ -127,3 +130,30 @@ class SparseEmbedding(Arguments):
         if self.embedding_type in sized and not self.slot_size_array:
             raise ConfigError(f"{self.embedding_type.name} needs slot_size_array",
                               where=f"SparseEmbedding {self.sparse_embedding_name!r}")  # fmt: skip
+
+
+class DenseLayerComputeConfig(Arguments):
+    """How gradients of weights are computed: speed alone."""
+
+    signature: ClassVar[Signature] = Signature("DenseLayerComputeConfig", {"async_wgrad": False, "fuse_wb": False})
+
+
+class DenseLayerSwitchs(Arguments):
+    """The older form of DenseLayerComputeConfig: speed alone."""
+
+    signature: ClassVar[Signature] = Signature("DenseLayerSwitchs", {"fuse_wb": False})
+
+
+class HybridEmbeddingParam(Arguments):
+    """How HybridSparseEmbedding divides its keys among GPUs: speed alone."""
+
+    signature: ClassVar[Signature] = Signature(
+        "HybridEmbeddingParam",
+        {
+            "max_num_frequent_categories": 1, "max_num_infrequent_samples": -1, "p_dup_max": 0.01,
+            "max_all_reduce_bandwidth": 1.3e11, "max_all_to_all_bandwidth": 1.9e11,
+            "efficiency_bandwidth_ratio": 1.0, "use_train_precompute_indices": False,
+            "use_eval_precompute_indices": False, "communication_type": CommunicationType.NVLink_SingleNode,
+            "hybrid_embedding_type": HybridEmbeddingType.Distributed,
+        },
+    )  # fmt: skip

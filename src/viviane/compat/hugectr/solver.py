@@ -53,7 +53,7 @@ class Solver(Arguments):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        self.metrics_spec = dict(self.metrics_spec)
+        self.metrics_spec: dict[Any, float] = dict(vars(self)["metrics_spec"])
         for metric in self.metrics_spec:
             if not isinstance(metric, MetricsType):
                 raise ConfigError("metrics_spec maps metrics to thresholds", where="CreateSolver", value=metric,
@@ -185,7 +185,7 @@ class OptParams(Arguments):
                 momentum = self.momentum_factor
                 kept = "global" if update == "global" and momentum else "local"
                 nesterov = self.optimizer_type is Optimizer_t.Nesterov and momentum > 0
-                return settings.SGD(momentum=momentum, nesterov=nesterov, update=kept)  # type: ignore[arg-type]
+                return settings.SGD(momentum=momentum, nesterov=nesterov, update=kept)
         raise ConfigError(
             "the optimizer belongs to HugeCTR's embedding collection", where="CreateOptimizer",
             value=getattr(self.optimizer_type, "name", self.optimizer_type), fix="choose Adam, AdaGrad, Ftrl, "

@@ -54,7 +54,7 @@ def train_from_json(file: str | Path) -> Model:
 
 def _solver(clause: dict[str, Any], optimizer: dict[str, Any]) -> Solver:
     given: dict[str, Any] = {name: clause[name] for name in _SAME_NAMES if name in clause}
-    hparam = next((value for key, value in optimizer.items() if key.endswith("_hparam")), {})
+    hparam: dict[str, Any] = next((value for key, value in optimizer.items() if key.endswith("_hparam")), {})
     given["lr"] = hparam.get("learning_rate", hparam.get("alpha", 0.001))
     given |= {name: hparam[name] for name in _SCHEDULE if name in hparam}
     if "eval_batches" in clause:
