@@ -92,6 +92,7 @@ def test_json_trains_to_the_same_numbers_as_the_script(
         ("hugectr.CreateSolver(batchsise=3)", "did you mean 'batchsize'"),
         ("hugectr.CreateETC()", "hugectr.CreateETC"),
         ("from hugectr import EmbeddingTableConfig", "hugectr.EmbeddingTableConfig"),
+        ("from hugectr.inference import InferenceParams", "hugectr.inference.InferenceParams"),
         ("import hugectr.tools as t; t.DataGeneratorParams(format=1)", "an argument is missing"),
     ],
 )

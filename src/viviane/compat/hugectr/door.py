@@ -63,6 +63,16 @@ class _HugectrModule(ModuleType):
         raise AttributeError(f"hugectr has no {name!r} here; {suggest(name, vars(self))}")
 
 
+class _AbsentModule(ModuleType):
+    """A module of HugeCTR's that is not mapped: whatever is asked of it is refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        fix = REFUSED[self.__name__.partition(".")[2]]
+        raise ConfigError("HugeCTR's module is not mapped", where=f"{self.__name__}.{name}", fix=fix)
+
+
 def modules() -> dict[str, ModuleType]:
     """Return the modules of the door, by name.
 
@@ -87,7 +97,8 @@ def modules() -> dict[str, ModuleType]:
     vars(inner).update(DataGenerator=tools.DataGenerator, DataGeneratorParams=tools.DataGeneratorParams)
     inner.__dict__.update({kind.__name__: kind for kind in ENUMS if kind.__name__ in ("Distribution_t", "PowerLaw_t")})
     hugectr.tools = inner  # type: ignore[attr-defined]
-    return {"hugectr": hugectr, "hugectr.tools": inner}
+    absent = {f"hugectr.{name}": _AbsentModule(f"hugectr.{name}") for name in ("inference", "data", "optimizer")}
+    return {"hugectr": hugectr, "hugectr.tools": inner, **absent}
 
 
 class _World:
