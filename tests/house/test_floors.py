@@ -26,6 +26,7 @@ SAME_FLOOR = {
     ("schema", "config"): "a schema is a group of settings",
     ("batch", "schema"): "a batch is laid out by its schema",
     ("parallel", "embedding"): "shards of a table are tables of collections",
+    ("cli", "compat"): "a command opens the door for other libraries' scripts",
     ("zoo", "model"): "a reference model adds nodes to a Model",
 }
 # Libraries that may load with the package; all others are imported inside functions.

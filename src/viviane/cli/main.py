@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "viviane.cli.bench",
     "checkpoint": "viviane.cli.checkpoint",
     "doctor": "viviane.cli.doctor",
+    "hugectr": "viviane.cli.hugectr",
 }
 
 
@@ -40,7 +41,8 @@ class _LazyGroup(TyperGroup):
             ctx.fail(f"no command {cmd_name!r}; {suggest(cmd_name, COMMANDS)}")
         module = importlib.import_module(COMMANDS[cmd_name])
         single = typer.Typer(add_completion=False)
-        single.command(cmd_name)(module.command)
+        settings = getattr(module, "CONTEXT_SETTINGS", None)
+        single.command(cmd_name, context_settings=settings)(module.command)
         return typer.main.get_command(single)
 
 

@@ -1,0 +1,28 @@
+"""`viviane hugectr`: run a script or a JSON file that was written for HugeCTR."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from viviane.core.errors import ConfigError
+
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the script is the script's own
+
+
+def command(
+    script: Annotated[Path | None, typer.Argument(help="A script that imports hugectr.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; options too.")] = None,
+    train: Annotated[Path | None, typer.Option(help="Train from HugeCTR's JSON: solver, optimizer, layers.")] = None,
+) -> None:
+    """Run a script or a JSON file that was written for HugeCTR, unchanged."""
+    from viviane.compat.hugectr import run_script, train_from_json
+
+    if (script is None) == (train is None):
+        raise ConfigError("give a script, or --train config.json", value=None if script is None else str(script))
+    if script is not None:
+        run_script(script, args or [])
+    elif train is not None:
+        train_from_json(train)

@@ -1,0 +1,1 @@
+"""Doors for users of other libraries: their scripts and files, on Viviane."""

@@ -1,0 +1,103 @@
+"""Calls with HugeCTR's arguments: defaults, positions, what has no effect here, what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+from viviane.core.errors import ConfigError, suggest
+
+REQUIRED: Final = object()
+_unused: dict[str, list[str]] = {}
+
+
+def say(line: str) -> None:
+    """Print a line of HugeCTR's console."""
+    sys.stdout.write(f"[HUGECTR] {line}\n")
+    sys.stdout.flush()
+
+
+def note(owner: str, what: str) -> None:
+    """Remember that an argument was accepted and has no effect."""
+    listed = _unused.setdefault(owner, [])
+    if what not in listed:
+        listed.append(what)
+
+
+def print_notes() -> None:
+    """Say once what was accepted without effect."""
+    for owner, listed in _unused.items():
+        say(f"Note: {owner}: accepted, without effect here: {', '.join(listed)}")
+    _unused.clear()
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of one of HugeCTR's calls.
+
+    Args:
+        name: of the call.
+        defaults: by argument, in HugeCTR's order; REQUIRED where there is none.
+        speed: arguments that change how fast and where it runs, not what is computed: accepted and noted.
+        refused: arguments that must keep their default, and what to do instead.
+
+    Example:
+        >>> Signature("F", {"a": REQUIRED, "b": 2}).bind((1,), {})
+        {'a': 1, 'b': 2}
+    """
+
+    name: str
+    defaults: Mapping[str, Any]
+    speed: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def bind(self, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a value for each argument.
+
+        Raises:
+            ConfigError: an argument is unknown, missing, given twice, or refused.
+        """
+        if len(args) > len(self.defaults):
+            raise ConfigError("too many arguments", where=self.name, value=len(args), allowed=", ".join(self.defaults))
+        values = dict(zip(self.defaults, args, strict=False))
+        for name, value in given.items():
+            if name not in self.defaults:
+                fix = suggest(name, self.defaults)
+                raise ConfigError("HugeCTR's call has no such argument", where=self.name, value=name, fix=fix)
+            if name in values:
+                raise ConfigError("an argument is given twice", where=self.name, value=name)
+            values[name] = value
+        for name, default in self.defaults.items():
+            if name not in values:
+                if default is REQUIRED:
+                    raise ConfigError("an argument is missing", where=self.name, value=name)
+                continue
+            if name in self.refused and _differs(values[name], default):
+                fix = self.refused[name]
+                raise ConfigError("an argument cannot be honoured", where=f"{self.name}, {name}", value=values[name],
+                                  fix=fix)  # fmt: skip
+            if name in self.speed and _differs(values[name], default):
+                note(self.name, name)
+        copies = {k: list(v) if isinstance(v, list) else v for k, v in self.defaults.items()}
+        return {**copies, **values}
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return bool(value is not default and value != default)
+
+
+class Arguments:
+    """An object of HugeCTR's that holds the arguments it was made with, to be read and changed."""
+
+    signature: ClassVar[Signature]
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        vars(self).update(self.signature.bind(args, given))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self.signature.name} has no {name!r}")
+
+    def __repr__(self) -> str:
+        return f"{self.signature.name}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

@@ -1,0 +1,222 @@
+"""From HugeCTR's reader and Input to schemas: how rows are read, and how the model sees them.
+
+Two schemas name the same columns. The reader's takes any number for a label and any key; the model's says which
+slots have tables of known size. Between them keys are shifted, so that key 0 is as ordinary as in HugeCTR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from viviane.batch import Bag, Batch
+from viviane.compat.hugectr.enums import DataReaderType_t
+from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
+from viviane.config.base import load_json
+from viviane.core.errors import ConfigError, DataError
+from viviane.data.formats.file_list import METADATA_FILE, read_file_list
+from viviane.schema import Schema
+
+_LARGEST: Final = 2**63 - 1  # HugeCTR's hash tables keep this key for themselves
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One slot: its column, the most keys of a row, and the table that it has.
+
+    Args:
+        column: its name in the schemas.
+        group: the DataReaderSparseParam that it is of.
+        nnz: the most keys of a row.
+        one_hot: every row has exactly one key.
+        offset: what its keys in HugeCTR's sense are larger than those of the file, or of its table.
+        size: rows of its own table, or None where all slots of the group share one whose keys come as they are met.
+        from_zero: keys in the file begin at 0 in this slot.
+    """
+
+    column: str
+    group: str
+    nnz: int
+    one_hot: bool
+    offset: int = 0
+    size: int | None = None
+    from_zero: bool = False
+
+    @property
+    def shift(self) -> int:
+        """What is added to a key of the file before the lookup; a table of known size keeps its row 0 empty."""
+        if self.size is None:
+            return self.offset if self.from_zero else 0
+        return 1 if self.from_zero else 1 - self.offset
+
+
+@dataclass(frozen=True)
+class Columns:
+    """All columns of the data.
+
+    Args:
+        labels: columns of each label tensor.
+        dense: columns of the dense tensor, with their widths.
+        slots: in the data's order.
+        key_bytes: 4 (unsigned) or 8.
+    """
+
+    labels: dict[str, tuple[str, ...]]
+    dense: tuple[tuple[str, int], ...]
+    slots: tuple[Slot, ...]
+    key_bytes: int
+    _shifts: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def reader_schema(self) -> Schema:
+        """Return the schema that rows are read by."""
+        limit = 2**32 if self.key_bytes == 4 else _LARGEST
+        return self._schema("regression", [limit] * len(self.slots))
+
+    def model_schema(self) -> Schema:
+        """Return the schema that the model is built for; keys of an unknown range are raw."""
+        return self._schema("binary", [None if slot.size is None else slot.size + 1 for slot in self.slots])
+
+    def _schema(self, task: str, ranges: Sequence[int | None]) -> Schema:
+        categorical = []
+        for slot, num_ids in zip(self.slots, ranges, strict=True):
+            kind = {"kind": "one_hot"} if slot.one_hot else {"kind": "multi_hot", "max_length": slot.nnz}
+            shared = {"vocabulary": slot.group} if slot.size is None else {}
+            categorical.append({"name": slot.column, "num_ids": num_ids, "dtype": "int64", **kind, **shared})
+        return Schema.from_dict(
+            {
+                "labels": [{"name": one, "task": task} for names in self.labels.values() for one in names],
+                "dense": [{"name": name, "dim": dim} for name, dim in self.dense],
+                "categorical": categorical,
+            }
+        )
+
+    def shifted(self, batch: Batch) -> Batch:
+        """Return a batch of the reader with the keys that the model looks up."""
+        if not any(slot.shift for slot in self.slots):
+            return batch
+        if "one_hot" not in self._shifts:
+            own = [slot.shift for slot in self.slots if slot.one_hot]
+            self._shifts["one_hot"] = torch.tensor(own, dtype=torch.int64)
+        bags = {slot.column: _moved(batch.bags[slot.column], slot.shift) for slot in self.slots if not slot.one_hot}
+        return replace(batch, one_hot=batch.one_hot + self._shifts["one_hot"], bags=bags)
+
+
+def _moved(bag: Bag, shift: int) -> Bag:
+    return replace(bag, values=bag.values + shift) if shift else bag
+
+
+def columns_of(
+    reader: DataReaderParams, given: Input, embeddings: Sequence[SparseEmbedding], *, i64_input_key: bool
+) -> Columns:
+    """Return the columns of HugeCTR's data.
+
+    Raises:
+        ConfigError: dimensions that contradict each other or the files.
+    """
+    if reader.data_reader_type is DataReaderType_t.Parquet:
+        labels, dense, slots = _parquet(reader, given)
+    else:
+        labels = [f"{name}_{i}" if dim > 1 else name for name, dim in given.labels.items() for i in range(dim)]
+        dense = ((given.dense_name, given.dense_dim),) if given.dense_dim else ()
+        slots = [
+            Slot(f"{group.top_name}_{i}", group.top_name, nnz, nnz == 1 and _is_fixed(reader, group))
+            for group in given.sparse
+            for i, nnz in enumerate(group.nnz)
+        ]
+    widths = iter(labels)
+    by_label = {name: tuple(next(widths) for _ in range(dim)) for name, dim in given.labels.items()}
+    return Columns(by_label, dense, tuple(_with_tables(reader, slots, embeddings)), 8 if i64_input_key else 4)
+
+
+def _is_fixed(reader: DataReaderParams, group: Any) -> bool:
+    return reader.data_reader_type is not DataReaderType_t.Norm or bool(group.is_fixed_length)
+
+
+def _with_tables(reader: DataReaderParams, slots: Sequence[Slot], embeddings: Sequence[SparseEmbedding]) -> list[Slot]:
+    """Return the slots with the sizes that reader or embeddings give."""
+    sizes: list[int | None] = [None] * len(slots)
+    offsets = [0] * len(slots)
+    from_zero = [False] * len(slots)
+    if reader.slot_size_array and reader.data_reader_type is DataReaderType_t.Parquet:
+        _check_count(reader.slot_size_array, len(slots), "DataReaderParams, slot_size_array")
+        sizes, from_zero = list(reader.slot_size_array), [True] * len(slots)
+        offsets = list(accumulate(reader.slot_size_array, initial=0))[:-1]
+    raw = reader.data_reader_type in (DataReaderType_t.Raw, DataReaderType_t.RawAsync)
+    groups = {one.bottom_name for one in embeddings if one.slot_size_array}
+    for embedding in embeddings:
+        places = [i for i, slot in enumerate(slots) if slot.group == embedding.bottom_name]
+        where = f"SparseEmbedding {embedding.sparse_embedding_name!r}, slot_size_array"
+        if not embedding.slot_size_array:
+            if embedding.bottom_name in groups:
+                raise ConfigError("one embedding of this group has a slot_size_array and another has none",
+                                  where=where, value=embedding.bottom_name, fix="give it to both")  # fmt: skip
+            continue
+        own = list(embedding.slot_size_array)
+        _check_count(own, len(places), where)
+        for place, size, offset in zip(places, own, accumulate(own, initial=0), strict=False):
+            if sizes[place] not in (None, size):
+                raise ConfigError("two sizes of one slot", where=where, value=size, allowed=str(sizes[place]))
+            if sizes[place] is None:
+                sizes[place], offsets[place], from_zero[place] = size, offset, raw
+    found = zip(slots, offsets, sizes, from_zero, strict=True)
+    return [replace(slot, offset=offset, size=size, from_zero=zero) for slot, offset, size, zero in found]
+
+
+def _check_count(sizes: Sequence[int], count: int, where: str) -> None:
+    if len(sizes) != count or min(sizes, default=1) < 1:
+        raise ConfigError("one size for each slot", where=where, value=sizes, allowed=f"{count} numbers from 1")
+
+
+def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[tuple[str, int], ...], list[Slot]]:
+    """Return label columns, dense columns and slots as _metadata.json and the first file name them."""
+    file = read_file_list(Path(reader.sources[0]))[0]
+    path = file.parent / METADATA_FILE
+    if not path.is_file():
+        raise DataError(f"{METADATA_FILE} is missing", where=str(path), fix="HugeCTR's Parquet needs it there")
+    content = load_json(path)
+    named = {
+        kind: [one["col_name"] for one in sorted(content.get(kind, []), key=lambda one: int(one["index"]))]
+        for kind in ("labels", "conts", "cats")
+    }
+    types = pq.read_schema(file)
+    dense = tuple((name, _width(file, name, types.field(name).type)) for name in named["conts"])
+    slots = [
+        Slot(column, group.top_name, nnz, not _is_list(types.field(column).type))
+        for (group, nnz), column in zip(
+            ((group, nnz) for group in given.sparse for nnz in group.nnz), named["cats"], strict=False
+        )
+    ]
+    counts = (
+        ("label_dim", sum(given.labels.values()), sum(_width(file, one, types.field(one).type) for one in
+                                                      named["labels"])),
+        ("dense_dim", given.dense_dim, sum(width for _, width in dense)),
+        ("slot_num", sum(group.slot_num for group in given.sparse), len(named["cats"])),
+    )  # fmt: skip
+    for name, wanted, there in counts:
+        if wanted != there:
+            raise ConfigError(f"Input's {name} is not that of the files", where=str(path), value=wanted,
+                              allowed=str(there), fix=f"correct Input, or {METADATA_FILE}")  # fmt: skip
+    return named["labels"], dense, slots
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _width(file: Path, name: str, kind: pa.DataType) -> int:
+    if not _is_list(kind):
+        return 1
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size)
+    with pq.ParquetFile(file) as opened:
+        first = next(opened.iter_batches(1, columns=[name]), None)
+    if first is None or not len(first):
+        raise DataError("the width of a list column is known from its rows, and there are none", where=str(file))
+    return len(first.column(0)[0])

@@ -1,0 +1,159 @@
+"""HugeCTR's Input, its sparse parameters, its reader and its embeddings: arguments only."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature
+from viviane.compat.hugectr.enums import Alignment_t, Check_t, CommunicationType, Embedding_t, HybridEmbeddingType
+from viviane.core.errors import ConfigError
+
+
+class AsyncParam(Arguments):
+    """How RawAsync reads; `is_dense_float` says the type of its dense numbers, the rest is speed."""
+
+    signature: ClassVar[Signature] = Signature(
+        "AsyncParam",
+        {
+            "num_threads": REQUIRED, "num_batches_per_thread": REQUIRED, "max_num_requests_per_thread": 0,
+            "io_depth": 0, "io_alignment": 0, "shuffle": False, "aligned_type": Alignment_t.Non,
+            "multi_hot_reader": True, "is_dense_float": True,
+        },
+        refused={"shuffle": "shuffle the file, or train with viviane.Dataset and Solver(shuffle=True)"},
+    )  # fmt: skip
+
+
+class DataReaderParams(Arguments):
+    """Where the data is, and in which format."""
+
+    eval_source: str
+
+    signature: ClassVar[Signature] = Signature(
+        "DataReaderParams",
+        {
+            "data_reader_type": REQUIRED, "source": REQUIRED, "keyset": "", "eval_source": REQUIRED,
+            "check_type": Check_t.Non, "cache_eval_data": 0, "num_samples": 0, "eval_num_samples": 0,
+            "float_label_dense": False, "read_file_sequentially": False, "num_workers": 12, "slot_size_array": [],
+            "data_source_params": None, "async_param": None,
+        },
+        speed=frozenset({"cache_eval_data", "read_file_sequentially", "num_workers"}),
+        refused={
+            "keyset": "leave it out: tables here grow with their keys, no embedding training cache is needed",
+            "data_source_params": "give local paths",
+        },
+    )  # fmt: skip
+
+    @property
+    def sources(self) -> list[str]:
+        """The training sources, one or several."""
+        return [self.source] if isinstance(self.source, str) else list(self.source)
+
+
+class DataReaderSparseParam(Arguments):
+    """A group of slots: its name, its keys per slot, and how many slots it has."""
+
+    signature: ClassVar[Signature] = Signature(
+        "DataReaderSparseParam",
+        {"top_name": REQUIRED, "nnz_per_slot": REQUIRED, "is_fixed_length": REQUIRED, "slot_num": REQUIRED},
+    )
+
+    @property
+    def nnz(self) -> list[int]:
+        """The most keys of each slot.
+
+        Raises:
+            ConfigError: not one number, nor one for each slot.
+        """
+        given = self.nnz_per_slot
+        values = list(given) if isinstance(given, list | tuple) else [given] * self.slot_num
+        if len(values) != self.slot_num or min(values, default=1) < 1:
+            raise ConfigError("nnz_per_slot is one number, or one for each slot", where=f"sparse {self.top_name!r}",
+                              value=given, allowed=f"{self.slot_num} numbers of at least 1")  # fmt: skip
+        return values
+
+
+class Input(Arguments):
+    """The tensors of the data; `label_dim` with `label_name`, or several labels."""
+
+    signature: ClassVar[Signature] = Signature(
+        "Input",
+        {
+            "label_dim": None, "label_name": None, "dense_dim": REQUIRED, "dense_name": REQUIRED,
+            "data_reader_sparse_param_array": REQUIRED, "label_dims": None, "label_names": None,
+            "label_weights": None,
+        },
+        refused={"label_weights": "give the weights to model.compile(loss_names=..., loss_weights=...)"},
+    )  # fmt: skip
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        one = self.label_dim is not None and self.label_name is not None
+        many = self.label_dims is not None and self.label_names is not None
+        if one == many or (many and len(self.label_dims) != len(self.label_names)):
+            raise ConfigError("give label_dim and label_name, or label_dims and label_names of equal length",
+                              where="Input", value=self.label_name or self.label_names)  # fmt: skip
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """Width of each label, in the order of the columns in the data: by name, as HugeCTR sorts them."""
+        if self.label_names is None:
+            return {self.label_name: self.label_dim}
+        return dict(sorted(zip(self.label_names, self.label_dims, strict=True)))
+
+    @property
+    def sparse(self) -> list[DataReaderSparseParam]:
+        """The groups of slots, in the order of the data's slots."""
+        return list(self.data_reader_sparse_param_array)
+
+
+class SparseEmbedding(Arguments):
+    """One embedding table that all slots of a group share."""
+
+    signature: ClassVar[Signature] = Signature(
+        "SparseEmbedding",
+        {
+            "embedding_type": REQUIRED, "workspace_size_per_gpu_in_mb": 0, "embedding_vec_size": REQUIRED,
+            "combiner": REQUIRED, "sparse_embedding_name": REQUIRED, "bottom_name": REQUIRED, "slot_size_array": [],
+            "optimizer": None, "hybrid_embedding_param": None,
+        },
+        speed=frozenset({"workspace_size_per_gpu_in_mb", "hybrid_embedding_param"}),
+    )  # fmt: skip
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        combiner: Any = vars(self)["combiner"]
+        self.combiner: Any = {0: "sum", 1: "mean"}.get(combiner, combiner)
+        if self.combiner not in ("sum", "mean"):
+            raise ConfigError("unknown combiner", where=f"SparseEmbedding {self.sparse_embedding_name!r}",
+                              value=self.combiner, allowed="'sum', 'mean'")  # fmt: skip
+        sized = (Embedding_t.LocalizedSlotSparseEmbeddingOneHot, Embedding_t.HybridSparseEmbedding)
+        if self.embedding_type in sized and not self.slot_size_array:
+            raise ConfigError(f"{self.embedding_type.name} needs slot_size_array",
+                              where=f"SparseEmbedding {self.sparse_embedding_name!r}")  # fmt: skip
+
+
+class DenseLayerComputeConfig(Arguments):
+    """How gradients of weights are computed: speed alone."""
+
+    signature: ClassVar[Signature] = Signature("DenseLayerComputeConfig", {"async_wgrad": False, "fuse_wb": False})
+
+
+class DenseLayerSwitchs(Arguments):
+    """The older form of DenseLayerComputeConfig: speed alone."""
+
+    signature: ClassVar[Signature] = Signature("DenseLayerSwitchs", {"fuse_wb": False})
+
+
+class HybridEmbeddingParam(Arguments):
+    """How HybridSparseEmbedding divides its keys among GPUs: speed alone."""
+
+    signature: ClassVar[Signature] = Signature(
+        "HybridEmbeddingParam",
+        {
+            "max_num_frequent_categories": 1, "max_num_infrequent_samples": -1, "p_dup_max": 0.01,
+            "max_all_reduce_bandwidth": 1.3e11, "max_all_to_all_bandwidth": 1.9e11,
+            "efficiency_bandwidth_ratio": 1.0, "use_train_precompute_indices": False,
+            "use_eval_precompute_indices": False, "communication_type": CommunicationType.NVLink_SingleNode,
+            "hybrid_embedding_type": HybridEmbeddingType.Distributed,
+        },
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Dense layers between HugeCTR's arguments and its JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from viviane.compat.hugectr.layers import PARAMETERS, DenseLayer
+from viviane.core.errors import ConfigError, suggest
+
+_INITS: Final = {"weight_init_type": "weight_init", "bias_init_type": "bias_init"}
+_NORM: Final = {"eps": "eps", "gamma_init_type": "gamma_init", "beta_init_type": "beta_init"}
+_SECTIONS: Final[dict[str, tuple[str, dict[str, str]]]] = {
+    "InnerProduct": ("fc_param", {"num_output": "num_output", **_INITS}),
+    "FusedInnerProduct": ("fc_param", {"num_output": "num_output", **_INITS}),
+    "GroupFusedInnerProduct": ("fc_param", {"num_outputs": "num_outputs"}),
+    "MLP": ("mlp_param", {"num_outputs": "num_outputs", "act_type": "activation", "activations": "activations",
+                          "use_bias": "use_bias", "biases": "biases", **_INITS}),
+    "MultiCross": ("mc_param", {"num_layers": "num_layers", "projection_dim": "projection_dim", **_INITS}),
+    "BatchNorm": ("bn_param", {"factor": "factor", **_NORM}),
+    "LayerNorm": ("ln_param", _NORM),
+    "ELU": ("elu_param", {"elu_alpha": "alpha"}),
+    "GRU": ("gru_param", {"num_output": "num_output", "batchsize": "batchsize", "SeqLength": "SeqLength",
+                          "vector_size": "vector_size", **_INITS}),
+    "PReLU_Dice": ("prelu_dice_param", {"elu_alpha": "alpha", "eps": "eps"}),
+    "Scale": ("scale_param", {"axis": "axis", "factor": "factor"}),
+}  # fmt: skip
+"""Layers whose parameters stand in a section of their own."""
+_PLAIN: Final = {
+    "dropout_rate": "rate", "pos_type": "position", "act_type": "activation", "last_act_type": "activation",
+    "target_weight_vec": "target_weight", "regularizer_type": "regularizer",
+}  # fmt: skip
+"""Other words of the JSON for arguments; those not named here keep theirs."""
+
+
+def _split(kind: str) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Return the name of the layer's section, what stands in it, and what stands beside it."""
+    section, inside = _SECTIONS.get(kind, ("", {}))
+    beside = {name: _PLAIN.get(name, name) for name in PARAMETERS.get(kind, ()) if name not in inside}
+    return section, inside, beside
+
+
+def layer_to_json(layer: DenseLayer) -> dict[str, Any]:
+    """Return a layer as JSON.
+
+    Example:
+        >>> layer_to_json(DenseLayer(layer_type="Dropout", bottom_names=["a"], top_names=["b"], dropout_rate=0.25))
+        {'name': 'b', 'type': 'Dropout', 'bottom': 'a', 'top': 'b', 'rate': 0.25}
+    """
+    section, inside, beside = _split(layer.kind)
+    values = layer.parameters()
+    result: dict[str, Any] = {
+        "name": layer.top_names[0],
+        "type": layer.kind,
+        "bottom": _one_or_list(layer.bottom_names),
+        "top": _one_or_list(layer.top_names),
+    }
+    if section:
+        result[section] = {key: values[name] for name, key in inside.items() if values[name] != []}
+    for name, key in beside.items():
+        if values[name] != []:
+            result[key] = values[name]
+    if layer.is_loss and not result.pop("use_regularizer"):
+        result.pop("regularizer")
+        result.pop("lambda")
+    if layer.kind == "Reshape":
+        _reshape_to_json(result)
+    return result
+
+
+def _reshape_to_json(result: dict[str, Any]) -> None:
+    slots = result.pop("selected_slots", None)
+    if result.pop("selected", False):
+        result["selected"] = slots
+    for name in ("leading_dim", "time_step"):
+        if not result.get(name):
+            result.pop(name, None)
+
+
+def layer_from_json(given: dict[str, Any]) -> DenseLayer:
+    """Return the layer of a JSON object.
+
+    Raises:
+        ConfigError: an unknown key.
+
+    Example:
+        >>> layer_from_json({"type": "Dropout", "bottom": "a", "top": "b", "rate": 0.25}).dropout_rate
+        0.25
+    """
+    data = dict(given)
+    name, kind = data.pop("name", ""), data.pop("type")
+    where = f"layer {name or data.get('top')!r} ({kind})"
+    section, inside, beside = _split(kind)
+    values: dict[str, Any] = {}
+    for group, names in ((data.pop(section, {}) if section else {}, inside), (data, beside)):
+        back = {key: argument for argument, key in names.items()}
+        for key in [key for key in group if key not in ("bottom", "top")]:
+            if key not in back:
+                fix = suggest(key, [*back, *([section] if section else [])])
+                raise ConfigError("unknown key", where=where, value=key, fix=fix)
+            values[back[key]] = group[key]
+    if isinstance(values.get("selected"), list):
+        values |= {"selected": True, "selected_slots": values["selected"]}
+    if values.get("regularizer_type"):
+        values["use_regularizer"] = True
+    return DenseLayer(layer_type=kind, bottom_names=_listed(data["bottom"]), top_names=_listed(data["top"]), **values)
+
+
+def _one_or_list(names: list[str]) -> Any:
+    return names[0] if len(names) == 1 else list(names)
+
+
+def _listed(names: str | list[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)

@@ -1,0 +1,105 @@
+"""HugeCTR's readers: batches of a source, in the order of its files, once or again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from viviane.batch import Batch
+from viviane.compat.hugectr.columns import Columns
+from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
+from viviane.compat.hugectr.inputs import DataReaderParams
+from viviane.core.errors import ConfigError, DataError
+from viviane.data import Dataset
+from viviane.data.formats import Format, HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat
+
+
+class DataReader:
+    """Delivers batches of one source after the other.
+
+    Args:
+        params: type and options of the reader.
+        columns: of the rows.
+        batch_size: rows of a batch.
+        repeat: begin again at the end of the source.
+        training: rows for training; else for evaluation.
+        drop_last: leave out a last batch that is shorter.
+    """
+
+    def __init__(
+        self, params: DataReaderParams, columns: Columns, batch_size: int, *, repeat: bool, training: bool,
+        drop_last: bool,
+    ) -> None:  # fmt: skip
+        self.params, self.columns, self.batch_size = params, columns, batch_size
+        self.repeat, self.training, self.drop_last = repeat, training, drop_last
+        self.source: str | None = None
+        self._data: Dataset | None = None
+        self._batches: Iterator[Batch] | None = None
+        if repeat:
+            self.set_source(params.sources[0] if training else params.eval_source)
+
+    def set_source(self, source: str | list[str] | None = None) -> None:
+        """Stand at the beginning of a source; without one, of the same source.
+
+        Raises:
+            ConfigError: there is no source yet, or several are given.
+            DataError, SchemaError: the files are not what the reader's parameters say.
+        """
+        if isinstance(source, list):
+            if len(source) != 1:
+                raise ConfigError("a reader reads one source at a time", where="set_source", value=source)
+            source = source[0]
+        if source is None and self.source is None:
+            raise ConfigError("no source was set yet", where="set_source", fix="give the path of a file list")
+        if source is not None and source != self.source:
+            self.source = source
+            self._data = Dataset(Path(source), self.columns.reader_schema(), format=self._format())
+        self._batches = None
+        self._begin()
+
+    def is_started(self) -> bool:
+        """Say whether a source is set."""
+        return self._batches is not None
+
+    def next_batch(self) -> Batch | None:
+        """Return the next batch, or None at the end of a source that is read once.
+
+        Raises:
+            ConfigError: no source is set.
+        """
+        if self._batches is None:
+            raise ConfigError("the reader has no source", fix="call set_source on it, or train with repeat_dataset")
+        batch = next(self._batches, None)
+        if batch is None and self.repeat:
+            self._begin()
+            batch = next(self._batches, None)
+        return None if batch is None else self.columns.shifted(batch)
+
+    def _begin(self) -> None:
+        assert self._data is not None
+        if not len(self._data):
+            raise DataError("the source has no rows", where=self.source)
+        drop = self.drop_last and (not self.repeat or len(self._data) >= self.batch_size)
+        self._batches = iter(self._data.reader(self.batch_size, drop_last=drop))
+
+    def _format(self) -> Format:
+        params, wide = self.params, self.columns.key_bytes == 8
+        rows = (params.num_samples if self.training else params.eval_num_samples) or None
+        options: dict[str, Any] = {}
+        match params.data_reader_type:
+            case DataReaderType_t.Norm:
+                checked = params.check_type is Check_t.Sum
+                return NormFormat(check_sum=checked, i64_input_key=wide, shifted_keys=False)
+            case DataReaderType_t.Parquet:
+                return HugectrParquetFormat(i64_input_key=wide)
+            case DataReaderType_t.Raw:
+                if wide:
+                    raise ConfigError("Raw holds keys of 4 bytes", where="CreateSolver, i64_input_key", value=True,
+                                      fix="leave it out")  # fmt: skip
+                return RawFormat(float_label_dense=params.float_label_dense, num_samples=rows)
+            case DataReaderType_t.RawAsync:
+                if params.async_param is not None:
+                    options["is_dense_float"] = params.async_param.is_dense_float
+                return RawAsyncFormat(i64_input_key=wide, num_samples=rows, **options)
+        raise ConfigError("unknown reader", where="DataReaderParams, data_reader_type", value=params.data_reader_type)
