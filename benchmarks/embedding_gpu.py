@@ -80,7 +80,7 @@ class Setting:
         return torch.stack(columns, 1).contiguous() if self.one_hot else torch.cat(columns)
 
     def entries(self, batch: Tensor, gradient: Tensor) -> Entries:
-        return Entries(batch.view(-1), gradient, self.sources, aligned=16)
+        return Entries(batch.view(-1), gradient, self.sources, aligned=16, bound=sum(self.rows))
 
 
 def law(u: Tensor, num_rows: int, exponent: float) -> Tensor:
@@ -205,7 +205,7 @@ def measure(
     rest = {} if peer is None else {"peer_published": FBGEMM.format(peer)}
     rest |= {"peer": "torch, out of the box", "peer_value": float(np.median(time_us(torch_lookup(setting, weight))))}
     keep_times(setting.name, "lookup", time_us(forward(setting, weight)), shape, goal=goal, **rest)
-    sorting = time_us(lambda i: gpu.sort_entries(setting.batches[i].view(-1), Scratch()))
+    sorting = time_us(lambda i: gpu.sort_entries(setting.batches[i].view(-1), Scratch(), sum(setting.rows)))
     keep_times(setting.name, "sorting alone", sorting, shape)
     for name, (rule, rule_goal, rule_peer) in rules.items():
         rest = {} if rule_peer is None else {"peer_published": FBGEMM.format(rule_peer)}
@@ -229,10 +229,10 @@ def mlperf(exponent: float) -> Setting:
     return Setting(f"MLPerf's 26 multi-hot tables, {law_name}", rows, MLPERF_HOTNESS, 512 if SMALL else 8192, exponent)
 
 
-def criteo(exponent: float) -> Setting:
+def criteo(exponent: float, size: int = 65536) -> Setting:
     law_name = f"power law {exponent}" if exponent else "uniform"
     rows = [min(rows, CAP) for rows in CRITEO]
-    return Setting(f"26 one-hot tables, {law_name}", rows, [1] * 26, 2048 if SMALL else 65536, exponent)
+    return Setting(f"26 one-hot tables, {law_name}", rows, [1] * 26, min(size, 2048) if SMALL else size, exponent)
 
 
 def measure_all() -> None:

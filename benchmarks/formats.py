@@ -2,8 +2,10 @@
 
 python benchmarks/formats.py [--small]
 
-The rows have the Criteo layout (1 label, 13 dense and 26 one-hot columns) and come from the page cache. A round measures
-every case once, so that a disturbance hits all of them; figures are medians over rounds, ratios are taken within a round.
+The rows have the Criteo layout (1 label, 13 dense and 26 one-hot columns) and come from the page cache. A round
+measures every case once, so that a disturbance hits all of them; figures are medians over rounds, ratios are taken
+within a round. A copy reads the file in pieces as large as a batch into two buffers by turns: the least that a reader
+must do whose consumer holds one batch while the next is made.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader
 from reader import ArrowBatches
 from record import record
 from viviane.data import Dataset
-from viviane.data.convert import convert
+from viviane.data.conversion import convert
 from viviane.data.formats import Format, HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat, VivianeFormat
 from viviane.data.synthetic import SyntheticConfig, generate
 
@@ -39,12 +41,11 @@ FORMATS: dict[str, Format] = {
 GOAL = 0.8  # of the speed at which the same file is copied out of the page cache
 PEER = "DataLoader over pyarrow.dataset.to_batches"
 BATCH = 16_384
-PIECE = 4 << 20
 
 
-def copy_files(files: list[Path], threads: int) -> float:
-    """Read the files in pieces into warm buffers; return seconds."""
-    buffers = [bytearray(PIECE) for _ in range(threads)]
+def copy_files(files: list[Path], row_bytes: int, threads: int) -> float:
+    """Read the files in pieces of a batch into warm buffers; return seconds."""
+    pairs = [[bytearray(BATCH * row_bytes) for _ in range(2)] for _ in range(threads)]
 
     def copy(worker: int) -> None:
         for file in files:
@@ -53,7 +54,8 @@ def copy_files(files: list[Path], threads: int) -> float:
                 source.seek(size * worker // threads)
                 left = size * (worker + 1) // threads - source.tell()
                 while left > 0:
-                    left -= source.readinto(memoryview(buffers[worker])[:left])
+                    pairs[worker].reverse()
+                    left -= source.readinto(memoryview(pairs[worker][0])[:left])
 
     start = time.perf_counter()
     if threads == 1:
@@ -62,6 +64,10 @@ def copy_files(files: list[Path], threads: int) -> float:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(copy, range(threads)))
     return time.perf_counter() - start
+
+
+def data_bytes(data: Dataset) -> int:
+    return sum(file.stat().st_size for file in data.files)
 
 
 def read(data: Dataset, shuffle: bool, threads: int) -> float:
@@ -81,7 +87,7 @@ def read_peer(data: Dataset, shuffle: bool, threads: int) -> float:
 
 
 def main() -> None:
-    rows, rounds = (400_000, 3) if "--small" in sys.argv else (2_000_000, 9)
+    rows, rounds = (400_000, 3) if "--small" in sys.argv else (1_000_000, 5)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         generate(SyntheticConfig(rows=rows), root / "parquet")
@@ -97,7 +103,7 @@ def measure(sets: dict[str, Dataset], shuffle: bool, threads: int, rounds: int) 
     cases: dict[str, Callable[[], float]] = {"peer": partial(read_peer, sets["parquet"], shuffle, threads)}
     for name, data in sets.items():
         cases[name] = partial(read, data, shuffle, threads)
-        cases[f"copy {name}"] = partial(copy_files, data.files, threads)
+        cases[f"copy {name}"] = partial(copy_files, data.files, max(1, data_bytes(data) // len(data)), threads)
     for case in cases.values():
         case()  # into the page cache; check sums and ids are compared the first time
     seconds = {name: np.array([]) for name in cases}
@@ -115,7 +121,7 @@ def measure(sets: dict[str, Dataset], shuffle: bool, threads: int, rounds: int) 
             peer=PEER, peer_value=float(np.median(rows / seconds["peer"] / 1e6)), spread=(float(low), float(high)),
             shape=shape,
         )  # fmt: skip
-        size = sum(file.stat().st_size for file in data.files)
+        size = data_bytes(data)
         record(
             bench="formats", case=how, metric="bytes of the file", value=float(np.median(size / seconds[name] / 1e9)),
             unit="GB/s", better="higher", peer="readinto of the same file",

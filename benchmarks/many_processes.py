@@ -1,7 +1,7 @@
 """Training over several processes or GPUs against one: equality of results, and rows a second.
 
     torchrun --nproc-per-node 2 benchmarks/many_processes.py check            the checks of tests/training/test_group.py
-    torchrun --nproc-per-node 2 benchmarks/many_processes.py speed            rows a second of a DLRM-like model
+    torchrun --nproc-per-node 2 benchmarks/many_processes.py speed [ROWS]     rows a second; ROWS of each of 26 tables
     python benchmarks/many_processes.py speed                                 the same in one process
 
 On GPUs where torch sees any, with NCCL; on a CPU otherwise. Exit code 0 and one JSON line from rank 0.
@@ -25,7 +25,8 @@ from viviane.schema import Schema
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("training", "parallel")]
 
-_ROWS, _TABLES, _TABLE_ROWS, _DIM = 16_384, 26, 1_000_000, 32
+_ROWS, _TABLES, _DIM = 16_384, 26, 32
+_TABLE_ROWS = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000
 _STEPS, _WARM_UP = 50, 10
 
 
@@ -35,7 +36,7 @@ def check(device: str) -> dict[str, object]:
     import test_group
 
     group = join_processes(device)
-    folder = Path(group.from_first(lambda: tempfile.mkdtemp()))
+    folder = Path(group.from_first(tempfile.mkdtemp))
     group.from_first(lambda: group_model.make_data(folder))
     original = group_model.settings
 
@@ -83,7 +84,12 @@ def speed(device: str) -> dict[str, object]:
     _wait(device)
     seconds = time.perf_counter() - start
     rate = _STEPS * rows * group.size / seconds
-    return {"processes": group.size, "device": device, "rows_per_s": round(rate), "ms": round(1e3 * seconds / _STEPS, 2)}
+    return {
+        "processes": group.size,
+        "device": device,
+        "rows_per_s": round(rate),
+        "ms": round(1e3 * seconds / _STEPS, 2),
+    }
 
 
 def _wait(device: str) -> None:

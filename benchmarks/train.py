@@ -20,12 +20,9 @@ from torch.nn import functional as F
 import viviane as vv
 from record import record
 from viviane.batch import Batch, Layout
+from viviane.bench.workload import TABLE_SIZES
 from viviane.zoo import DLRM
 
-CRITEO_KAGGLE = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
-    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
 DIM, NUM_DENSE = 16, 13
 BOTTOM, TOP = (512, 256, 64), (512, 256)
 LR = 0.01
@@ -149,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tables of at most 100,000 rows, few rounds")
     small = parser.parse_args().small
-    sizes = [min(size, 100_000) if small else size for size in CRITEO_KAGGLE]
+    sizes = [min(size, 100_000) if small else size for size in TABLE_SIZES["criteo-kaggle"]]
     for batch_size in (2048, 16384):
         compare(sizes, batch_size, rounds=3 if small else 15)
 

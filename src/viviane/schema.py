@@ -46,11 +46,20 @@ class LabelColumn(Settings):
         name: the Parquet column.
         task: "binary" for 0/1 labels (checked by the reader), "regression" for real numbers.
         dtype: physical type in Parquet.
+        optional: a binary label may be -1, which says that the row has none: it counts neither in the loss nor in
+            the metrics of this label.
     """
 
     name: str = Field(min_length=1)
     task: Literal["binary", "regression"] = "binary"
     dtype: Literal["float32", "int8", "int32", "int64", "bool"] = "float32"
+    optional: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> LabelColumn:
+        if self.optional and (self.task != "binary" or self.dtype == "bool"):
+            raise ValueError(f"label {self.name!r}: optional is for binary labels of a type that can hold -1")
+        return self
 
 
 class DenseColumn(Settings):
@@ -97,6 +106,17 @@ class CategoricalColumn(Settings):
         if self.dtype == "int32" and (self.num_ids or 0) > 2**31:
             raise ValueError(f"column {self.name!r}: {self.num_ids} ids do not fit int32; set dtype to int64")
         return self
+
+    @property
+    def id_range(self) -> int:
+        """num_ids, where they have to be known.
+
+        Raises:
+            SchemaError: the column holds raw ids.
+        """
+        if self.num_ids is None:
+            raise SchemaError("raw ids have no range, and one is needed here", value=self.name, fix="give it num_ids")
+        return self.num_ids
 
     @property
     def table(self) -> str:

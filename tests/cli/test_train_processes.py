@@ -23,6 +23,7 @@ def call(folder, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_model_that_one_trains(tmp_path):
     call(tmp_path, "generate", "data", "--rows", 3001, "--valid-rows", 500, "--max-cardinality", 100)
     config = {
@@ -34,7 +35,9 @@ def test_two_processes_train_the_model_that_one_trains(tmp_path):
     table = Dataset(tmp_path / "data" / "train").schema.categorical[0].table
     plan = json.dumps({table: "row"})
     call(tmp_path, "train", "run.json", "--run-folder", "one")
-    output = call(tmp_path, "train", "run.json", "--run-folder", "two", "--processes", 2, "--set", f"solver.plan={plan}")
+    output = call(
+        tmp_path, "train", "run.json", "--run-folder", "two", "--processes", 2, "--set", f"solver.plan={plan}"
+    )
     assert output.count("model:") == output.count("stopped by:") == 1, output  # one of them speaks
     ends = []
     for run in ("one", "two"):

@@ -68,7 +68,7 @@ def test_a_prediction_that_is_not_finite_names_its_row():
         roc_auc(np.float32([0.1, np.nan]), np.float32([0, 1]))
 
 
-@pytest.mark.parametrize("name", sorted(METRICS))
+@pytest.mark.parametrize("name", sorted(set(METRICS) - {"average_loss", "gauc", "mrr"}))
 def test_uneven_batches_equal_one_batch_and_reset_forgets(name):
     generator = torch.Generator().manual_seed(1)
     p, y, w = torch.rand(1000, generator=generator), torch.rand(1000, generator=generator).round(), torch.rand(1000)
@@ -121,6 +121,15 @@ def test_the_direction_of_better():
         "accuracy": True,
         "calibration": None,
         "mean_squared_error": False,
+        "root_mean_squared_error": False,
+        "mean_absolute_error": False,
+        "smape": False,
+        "average_loss": False,
+        "normalized_entropy": False,
+        "hit_rate": True,
+        "ndcg": True,
+        "mrr": True,
+        "gauc": True,
     }
 
 

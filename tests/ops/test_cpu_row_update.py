@@ -79,6 +79,60 @@ def test_rules_equal_the_reference(rule, data):
         torch.testing.assert_close(part.double(), wide_state[name], rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.parametrize("dim", [1, 16, 33, 100])
+@pytest.mark.parametrize(
+    "rule", [AdaGrad(row_wise=True), SGD(clip_row_norm=0.5), Ftrl(lambda1=0.05, beta=1.0)], ids=lambda rule: rule.type
+)
+def test_rules_that_look_at_a_whole_row_at_every_width(rule, dim):
+    generator = torch.Generator().manual_seed(dim)
+    weight = torch.randn(9, dim, generator=generator)
+    state = beginning(rule, weight)
+    wide, wide_state = weight.double(), {name: part.double() for name, part in state.items()}
+    for step in (1, 2):
+        rows = torch.randint(9, (20,), generator=generator)
+        entries = Entries(rows, torch.randn(20 * dim, generator=generator))
+        update_rows(weight, state, entries, rule, lr=0.1, step=step)
+        reference.update_rows(wide, wide_state, widened(entries), rule, lr=0.1, step=step)
+    # As above; a sum of 100 squares is rounded some 10 times on its way.
+    torch.testing.assert_close(weight.double(), wide, rtol=1e-4, atol=2e-5)
+    for name, part in state.items():
+        torch.testing.assert_close(part.double(), wide_state[name], rtol=1e-4, atol=5e-5)
+
+
+def test_ftrl_keeps_nan_and_its_zeros_have_no_sign():
+    rule = Ftrl(lambda1=5.0)
+    weight = torch.full((1, 16), 2.0)
+    gradient = torch.linspace(-1.0, 1.0, 16)
+    gradient[3] = torch.nan
+    update_rows(weight, beginning(rule, weight), Entries(torch.tensor([0]), gradient), rule, lr=1.0, step=1)
+    assert weight.isnan().nonzero().tolist() == [[0, 3]]
+    rest = weight[~weight.isnan()]
+    assert rest.tolist() == [0.0] * 15
+    assert not rest.signbit().any()
+
+
+def test_row_wise_adagrad_without_a_gradient_moves_nothing_however_small_epsilon():
+    # lr / epsilon is beyond float32: multiplied by a gradient of zero it would be NaN.
+    rule = AdaGrad(row_wise=True, epsilon=1e-39)
+    weight = torch.ones(2, 5)
+    update_rows(weight, beginning(rule, weight), Entries(torch.tensor([1]), torch.zeros(5)), rule, lr=1.0, step=1)
+    assert torch.equal(weight, torch.ones(2, 5))
+
+
+def test_a_scratch_serves_fewer_threads_and_more_rows_than_before():
+    scratch, before = Scratch(), torch.get_num_threads()
+    try:
+        for threads, num_rows in ((4, 20_000), (1, 20_060)):
+            torch.set_num_threads(threads)
+            rows = torch.arange(num_rows).repeat(4)
+            found, sums = sum_rows(Entries(rows, torch.ones(4 * num_rows)), 1, num_rows=num_rows, scratch=scratch)
+            assert torch.equal(found, torch.arange(num_rows))
+            assert sums.unique().tolist() == [4.0]
+            assert bool((scratch.tensors["head"] == -1).all())
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dim", [1, 3, 16, 33, 100])
 @given(data=st.data())
 @settings(deadline=None, max_examples=20)

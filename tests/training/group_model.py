@@ -70,7 +70,11 @@ class Clicks(nn.Module):
         torch.manual_seed(seed + group.rank)  # ranks begin apart: the trainer puts them together
         # No bias before the batch norm: its gradient is 0 but for rounding, which Adam would blow up to steps of lr.
         self.net = nn.Sequential(
-            nn.Linear(12 + 3, 8, bias=False), nn.BatchNorm1d(8, momentum=0.1), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 1)
+            nn.Linear(12 + 3, 8, bias=False),
+            nn.BatchNorm1d(8, momentum=0.1),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(8, 1),
         )
         self.unused = nn.Linear(2, 2)  # never gets a gradient
 

@@ -1,26 +1,35 @@
 """Training over 1, 2 and 4 processes against one process that sees the whole batches."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "parallel")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 import processes
 from group_model import NUM_VALID, SCHEMA, Clicks, columns, make_data, make_trainer, settings, tensors_of
 
 from viviane.batch import Batch
-from viviane.config import Adam
+from viviane.config import SGD, Adam
 from viviane.core.errors import ConfigError, NumericsError
 from viviane.data import Dataset
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
-from viviane.metrics import Auc, roc_auc
-from viviane.parallel import Group
+from viviane.metrics import Auc, AverageLoss, build_metric, roc_auc
+from viviane.model import DenseLayer, Input, Model, SparseEmbedding
+from viviane.model.losses import terms
+from viviane.model.module import GraphModule
+from viviane.parallel import Group, make_tables
+from viviane.schema import Schema
 from viviane.training import Trainer
 
 METRICS = ["auc", "log_loss", "accuracy", "calibration"]
+# Sums of float32 gradients in another order, through 51 steps of Adam and AdaGrad. Two rows of 161 whose scores are
+# equal but for that may change places: a pair is up to 9 of about 14,000 weights of the AUC, a row 3 of 240.
+ROUNDING = {"loss": 1e-4, "log_loss": 1e-4, "calibration": 1e-4, "auc": 4e-3, "accuracy": 2e-2}
 
 
 def mine(size_or_batch, group):
@@ -40,13 +49,12 @@ def train_alike(folder, group):
     for mine_row, row in zip(many.rows, one.rows, strict=True):
         for name in ("loss", *METRICS):
             if name in row:
-                # Sums of float32 gradients in another order, through 51 steps of Adam and AdaGrad.
-                assert mine_row[name] == pytest.approx(row[name], rel=2e-4), (name, mine_row, row)
+                assert mine_row[name] == pytest.approx(row[name], rel=ROUNDING[name]), (name, mine_row, row)
     close(tensors_of(ours), tensors_of(truth))
     mean, other = ours.stepper.mean.tensors(), truth.stepper.mean.tensors()
     close(mean, other)
     for name, value in truth.evaluate(valid).items():
-        assert ours.evaluate(valid)[name] == pytest.approx(value, rel=2e-4), name
+        assert ours.evaluate(valid)[name] == pytest.approx(value, rel=ROUNDING[name]), name
     np.testing.assert_allclose(ours.predict(valid), truth.predict(valid), rtol=1e-3, atol=1e-5)  # of those weights
 
 
@@ -104,12 +112,73 @@ def auc_alike(group):
                 truth = roc_auc(scores[:count], labels[:count], None if weight is None else weights[:count])
                 # Without weights all sums are whole numbers below 2^53; with them, sums of doubles in another order.
                 tolerance = 0 if weight is None else 1e-12
-                assert metric.compute() == pytest.approx(truth, abs=tolerance, rel=tolerance, nan_ok=True), (name, count)
+                assert metric.compute() == pytest.approx(truth, abs=tolerance, rel=tolerance, nan_ok=True), (
+                    name,
+                    count,
+                )
     metric = Auc()
     scores = torch.tensor([0.5, float("nan") if group.rank == group.size - 1 else 0.1])
     metric.update(scores, torch.tensor([0.0, 1.0]))
     with pytest.raises(NumericsError, match=rf"rows of rank {group.size - 1}"):
         metric.join(group)
+
+
+def terms_alike(group):
+    """Two losses, one of a label that some rows lack, with a penalty on weights: the gradients of the whole batch."""
+    schema = Schema(
+        labels=[{"name": "click"}, {"name": "buy", "optional": True}], dense=[{"name": "x", "dim": 2}],
+        categorical=[{"name": "user", "num_ids": 9}],
+    )  # fmt: skip
+    rng = np.random.default_rng(3)
+    size = 13
+    whole = {
+        "click": rng.integers(0, 2, size), "buy": np.where(np.arange(size) > 8, -1, rng.integers(0, 2, size)),
+        "x": rng.normal(size=(size, 2)), "user": rng.integers(3, 9, size),
+    }  # fmt: skip
+    own = mine(size, group)
+    trained = []
+    for alone in (True, False):
+        model = Model(settings(lr=0.1), schema)
+        model.add(Input(label={"click": ["click"], "buy": ["buy"]}, dense="x", sparse="cats"))
+        model.add(SparseEmbedding("emb", bottom="cats", dim=2))
+        model.add(DenseLayer("flat", "Reshape", bottom="emb", leading_dim=2))
+        model.add(DenseLayer("all", "Concat", bottom=["flat", "x"]))
+        for name in ("click", "buy"):
+            model.add(DenseLayer(f"z_{name}", "MLP", bottom="all", num_outputs=[1], act_type="none"))
+            extra = {"use_regularizer": True, "regularizer_type": "L2", "lambda": 0.5} if name == "buy" else {}
+            model.add(DenseLayer(f"loss_{name}", "BinaryCrossEntropyLoss", bottom=[f"z_{name}", name], **extra))
+        plan = model.plan()
+        one = Group() if alone else group
+        module = GraphModule(plan, SGD(), make=partial(make_tables, group=one))
+        trainer = Trainer(module, schema, settings(lr=0.1), SGD(), group=one, terms=terms(plan.losses, schema))
+        rows = slice(0, size) if alone else own
+        for _ in range(3):
+            loss = trainer.train_step(Batch.from_columns(schema, {name: part[rows] for name, part in whole.items()}))
+        trained.append((loss, [one.detach() for one in trainer.stepper.parameters.values()]))
+    # Three steps of SGD: float32 sums in another order.
+    torch.testing.assert_close(trained[0], trained[1], rtol=1e-5, atol=1e-6)
+
+
+def metrics_by_group_alike(group):
+    """Rows of a user are spread over the processes; the mean of batch losses is that of whole batches."""
+    rng = np.random.default_rng(6)
+    p, y = rng.random(101).astype(np.float32), (rng.random(101) < 0.4).astype(np.float32)
+    users = rng.integers(0, 9, 101)
+    own = np.flatnonzero(rng.integers(0, group.size, 101) == group.rank)
+    for name in ("gauc:user", "ndcg@3:user", "hit_rate@2:user", "mrr:user"):
+        truth, ours = build_metric(name), build_metric(name)
+        for metric, rows in ((truth, slice(None)), (ours, own)):
+            metric.update(*(torch.from_numpy(part[rows]) for part in (p, y)), groups=torch.from_numpy(users[rows]))
+        ours.join(group)
+        assert ours.compute() == pytest.approx(truth.compute(), rel=1e-12)  # sums of doubles in another order
+    average = AverageLoss()
+    for loss in (1.0, 3.0):
+        average.update_loss(torch.tensor(loss + group.rank), 1.0 + group.rank)
+    average.update_loss(torch.tensor(float("nan")), 0.0)  # a batch of which no process has rows
+    average.join(group)
+    weights = np.arange(1, group.size + 1)
+    shift = (weights * (weights - 1)).sum() / weights.sum()
+    assert average.compute() == pytest.approx(2.0 + shift, rel=1e-12)
 
 
 def one_nan_stops_all(group):
@@ -188,6 +257,8 @@ def everything(folder, run):
     train_alike(folder, group)
     metrics_alike(folder, group)
     auc_alike(group)
+    metrics_by_group_alike(group)
+    terms_alike(group)
     one_nan_stops_all(group)
     resumed_bit_by_bit(folder, group, run)
     frozen_parts(group)
@@ -204,5 +275,3 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_train_what_one_trains(size, folder, tmp_path):
     processes.run(size, everything, folder, tmp_path)
-
-

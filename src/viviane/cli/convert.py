@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Write a data set in another format: the same rows in the same order."""
     from viviane.data import Dataset
-    from viviane.data.convert import convert
+    from viviane.data.conversion import convert
     from viviane.schema import Schema
 
     wanted = chosen_format(to, option or [], "--to")

@@ -122,7 +122,7 @@ def operations() -> list[Operation]:
     """Return the implementation that each operation uses on each device of this machine."""
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(len(machine.gpus())))]
     return [
-        Operation(name, str(device), dispatch.choose(device), dispatch.reason(device))
+        Operation(name, str(device), dispatch.choose(device), dispatch.reason(device, name))
         for name in dispatch.operations()
         for device in devices
     ]

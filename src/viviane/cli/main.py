@@ -23,6 +23,8 @@ COMMANDS = {
     "predict": "viviane.cli.predict",
     "summary": "viviane.cli.summary",
     "checkpoint": "viviane.cli.checkpoint",
+    "plan": "viviane.cli.plan",
+    "bench": "viviane.cli.bench",
     "doctor": "viviane.cli.doctor",
 }
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from viviane.training import History
 
 _INTERRUPTED = 130
+_MAX_COLUMNS = 8
 
 
 def command(
@@ -81,10 +82,16 @@ def _show(history: History) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row if name not in ("split", "epoch", "lr", "seconds")))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(row["split"], *(_number(row.get(name)) for name in names))
+    if len(names) > _MAX_COLUMNS:  # several labels or metrics: a line for each figure
+        for row in rows:
+            table.add_column(row["split"], justify="right")
+        for name in names:
+            table.add_row(name.replace("_", " "), *(_number(row.get(name)) for row in rows))
+    else:
+        for name in names:
+            table.add_column(name.replace("_", " "), justify="right")
+        for row in rows:
+            table.add_row(row["split"], *(_number(row.get(name)) for name in names))
     Console(highlight=False).print(table)
     typer.echo(f"stopped by: {history.stopped}")
 

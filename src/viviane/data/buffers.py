@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,14 @@ from torch import Tensor
 _ROUND: Final = 1 << 16  # bags differ in size from batch to batch: sizes are rounded up, so that they share buffers
 _SMALLEST: Final = 1 << 15  # smaller ones come fast from the allocator
 _KEPT_BYTES: Final = 1 << 28
-_UNUSED: Final = 3  # references to a buffer that no tensor uses: our list, the loop's variable, getrefcount's argument
+
+
+def _references(bases: Sequence[NDArray[np.uint8]]) -> list[int]:
+    return [sys.getrefcount(base) for base in bases]
+
+
+# References to a buffer that no tensor uses. How many the count itself adds differs between versions of Python.
+_UNUSED: Final = _references([np.empty(1, np.uint8)])[0]
 
 
 class Buffers:
@@ -59,7 +67,5 @@ class Buffers:
         return torch.from_numpy(shown).view(dtype).view(shape)
 
     def _free(self, size: int) -> NDArray[np.uint8] | None:
-        for base in self._by_size.get(size, ()):
-            if sys.getrefcount(base) == _UNUSED:
-                return base
-        return None
+        bases = self._by_size.get(size, [])
+        return next((base for base, count in zip(bases, _references(bases), strict=True) if count == _UNUSED), None)

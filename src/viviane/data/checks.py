@@ -87,7 +87,7 @@ def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: 
 
 
 def check_labels(values: NDArray[Any], column: LabelColumn, place: Place) -> None:
-    """Refuse a binary label other than 0 and 1, and a regression label that is not finite.
+    """Refuse a binary label other than 0 and 1 (or -1, if it is optional), and a regression label that is not finite.
 
     Raises:
         DataError: naming the first row and its value.
@@ -96,13 +96,15 @@ def check_labels(values: NDArray[Any], column: LabelColumn, place: Place) -> Non
         check_finite(values, place)
         return
     good = (values == 0) | (values == 1)
+    if column.optional:
+        good |= values == -1
     if not good.all():
         row = int(np.argmin(good))
         raise DataError(
             "a binary label is neither 0 nor 1",
             where=place.row(row),
             value=values[row].item(),
-            allowed="0 or 1",
+            allowed="0, 1, or -1 for none" if column.optional else "0 or 1",
             fix='declare the label with task "regression" if it is a real number',
         )
 

@@ -158,18 +158,21 @@ class Reader:
             num_threads=self.num_threads,
         )
         with closing(iter(prefetcher)) as slabs:  # type: ignore[type-var]
+            source, known = "", None
             for slab, windows in slabs:
-                origin = self._origin(windows)
+                if windows != known:
+                    source, known = self._source(windows), windows
+                origin = f"{dataset.path}, epoch {self._epoch}, batch {self._delivered} (from {source})"
                 self._delivered += 1
                 yield slab.batch(self._layout, origin)
         self._epoch, self._delivered = self._epoch + 1, 0
 
-    def _origin(self, windows: list[Window]) -> str:
+    def _source(self, windows: list[Window]) -> str:
         groups = [group for window in windows for group in window.groups]
         unit = self.dataset.storage.unit
         named = [f"{self.dataset.files[group.file].name} {unit} {group.index}" for group in groups[:3]]
         more = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
-        return f"{self.dataset.path}, epoch {self._epoch}, batch {self._delivered} (from {', '.join(named)}{more})"
+        return ", ".join(named) + more
 
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a position to mean the same rows."""

@@ -20,6 +20,7 @@ from viviane.embedding.dynamic_config import (
     ProbabilityAdmission,
 )
 from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.embedding_bag import EmbeddingBag
 from viviane.embedding.keys import hash_keys
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.row_mean import RowMean
@@ -33,6 +34,7 @@ __all__ = [
     "DynamicStorage",
     "DynamicTable",
     "DynamicTableConfig",
+    "EmbeddingBag",
     "EmbeddingCollection",
     "EmbeddingOutput",
     "FeatureConfig",

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from viviane.batch import Bag, Batch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import dynamic_content
 from viviane.embedding.base import TableCollection
 from viviane.embedding.buffers import Buffers
+from viviane.embedding.compiled import compiled_call, compiled_lookup, compiled_norm_squared, compiled_step
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
-from viviane.embedding.keys import Violation, raise_first
-from viviane.embedding.lookup import Lookup, gather
+from viviane.embedding.keys import Violations
+from viviane.embedding.lookup import Lookup, Part, gather
+from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
-from viviane.embedding.plan import Plan, Planner, place_features, read_keys
+from viviane.embedding.plan import AnyKeys, Plan, Planner, place_features, read_keys
 from viviane.embedding.state import (
     TableState,
     TableSummary,
@@ -58,6 +58,7 @@ class EmbeddingCollection(TableCollection):
         output_dtype: of the output: float32, float16 or bfloat16, whatever the tables are of.
 
     Example:
+        >>> from viviane.batch import Bag
         >>> from viviane.config import SGD
         >>> table = TableConfig(name="item", num_rows=4, dim=2, init={"type": "constant", "value": 1.0})
         >>> emb = EmbeddingCollection([table], [FeatureConfig(name="seen", table="item")], SGD())
@@ -96,14 +97,21 @@ class EmbeddingCollection(TableCollection):
         self.storages = nn.ModuleList(_storages(tables, optimizer, resolve_device(str(device)), seed))
         self._storage_of = {name: i for i, s in enumerate(self.storages) for name in s.tables}  # type: ignore[union-attr]
         self._frozen = frozenset(table.name for table in tables if not table.trainable)
-        self._violations: deque[Violation] = deque()
+        self._violations = Violations()
         self._memory = Buffers(_output_dtype(output_dtype))
         self._plans: dict[tuple[tuple[str, ...], torch.device], Plan] = {}
+        self._number = new_number(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._number = new_number(self)  # compiled code must not take a copy for its original
 
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return self.all_storages()[0].weight.device
+        first = next(iter(self.storages))  # asked for at every lookup: no list of all storages is made
+        device: torch.device = first.weight.device  # type: ignore[assignment]
+        return device
 
     @property
     def width(self) -> int:
@@ -142,31 +150,49 @@ class EmbeddingCollection(TableCollection):
             raise ConfigError("the rows of a dynamic table come with their keys", value=table, fix=fix)
         return storage
 
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The type of the output."""
+        return self._memory.dtype
+
     # Lookup -------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch | Mapping[str, Bag | Tensor]) -> EmbeddingOutput:
+    def forward(self, batch: AnyKeys) -> EmbeddingOutput:
         """Look a batch up.
 
         Args:
-            batch: a Batch that has all features, or keys by feature: a Bag, ids (B,), or ids (B, H).
+            batch: a Batch that has all features; keys by feature: a Bag, ids (B,), or ids (B, H); or TorchRec's
+                KeyedJaggedTensor.
 
         Raises:
             KeyRangeError: a key out of range in a table with "raise"; on a GPU `check` and `step` raise it.
             DataError: a bag is longer than max_length, or features differ in their number of rows.
         """
-        keys = read_keys(batch, self.features, self.device)
-        plan = self._plan(keys.one_hot_names)
         training = self.training and torch.is_grad_enabled()
-        parts, masks = plan.parts(keys, self._frozen, training)
+        if torch.compiler.is_compiling():
+            trains = training and any(feature.table not in self._frozen for feature in self.features.values())
+            flat, masks = compiled_lookup(self._number, batch, tuple(self.features), trains)
+            return EmbeddingOutput(flat, self._places, masks)
+        size, parts, masks = self._resolve(batch, training)
         if training and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
-            flat: Tensor = Lookup.apply(anchor, parts, keys.size, self._width, self._memory)  # type: ignore[no-untyped-call]
+            flat = Lookup.apply(anchor, parts, size, self._width, self._memory)  # type: ignore[no-untyped-call]
         else:
-            with torch.no_grad():
-                flat = gather(parts, keys.size, self._width, self._memory)
+            flat = self._gather(parts, size)
+        return EmbeddingOutput(flat, self._places, masks)
+
+    def _resolve(self, batch: AnyKeys, training: bool) -> tuple[int, list[Part], dict[str, Tensor]]:
+        """Return the number of rows of the batch, what to look up, and the masks of "concat" features."""
         if len(self._violations) >= _MOST_UNCHECKED:
             self.check()
-        return EmbeddingOutput(flat, self._places, masks)
+        keys = read_keys(batch, self.features, self.device)
+        parts, masks = self._plan(keys.one_hot_names).parts(keys, self._frozen, training)
+        return keys.size, parts, masks
+
+    @torch.no_grad()
+    def _gather(self, parts: Sequence[Part], size: int) -> Tensor:
+        """Look up what `_resolve` found, apart from autograd: (B, W)."""
+        return gather(parts, size, self._width, self._memory)
 
     def _plan(self, one_hot: tuple[str, ...]) -> Plan:
         key = (one_hot, self.device)
@@ -176,33 +202,51 @@ class EmbeddingCollection(TableCollection):
         return self._plans[key]
 
     def check(self) -> None:
-        """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
-        found = list(self._violations)
-        self._violations.clear()
-        raise_first(found)
+        """Raise what a GPU found since the last check: a key out of range in a table with "raise".
+
+        Between the replays of a CUDA graph too; while one is recorded nothing is read.
+        """
+        if torch.compiler.is_compiling():
+            compiled_call(self._number, "check")
+            return
+        self._violations.check()
+        for storage in self.all_storages():
+            if isinstance(storage, Storage):
+                storage.steps.check()
 
     # Update -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, lr: float, scale: float | Tensor = 1.0, factor: float = 1.0) -> None:
+    def step(self, lr: float | Tensor, scale: float | Tensor = 1.0, factor: float | Tensor = 1.0) -> None:
         """Sum the gradients of equal rows, move the touched rows and their state, and drop the gradients.
 
         Args:
-            lr: rate of optimizers without one of their own.
+            lr: rate of optimizers without one of their own; a number, or a 0-dim tensor on the device, as a CUDA graph
+                needs it: then the device counts the steps too. See docs/how-to/cuda-graphs.md.
             scale: what gradients are multiplied by first, such as a clipping factor.
             factor: the schedule's factor, by which an optimizer's own rate (`settings.lr`) is multiplied.
         """
+        if torch.compiler.is_compiling():
+            if isinstance(lr, Tensor) or isinstance(factor, Tensor):
+                raise ConfigError("in compiled code lr and factor are numbers", fix="call step outside of it")
+            compiled_step(self._number, lr, scale, factor)
+            return
         self.check()
         for storage in self.all_storages():
             storage.step(lr, factor, scale)
 
     def discard_gradients(self) -> None:
         """Drop the gradients that wait for a step."""
+        if torch.compiler.is_compiling():
+            compiled_call(self._number, "discard_gradients")
+            return
         for storage in self.all_storages():
             storage.discard_gradients()
 
     def grad_norm_squared(self) -> Tensor:
         """Return the sum of squares of the waiting gradients, those of equal rows summed first; 0-dim, float32."""
+        if torch.compiler.is_compiling():
+            return compiled_norm_squared(self._number, self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for storage in self.all_storages():
             if storage.has_gradients:

@@ -32,6 +32,8 @@ class DynamicTable(DynamicStore):
         table: its settings.
         optimizer: the rule, where the settings have none; None: the table cannot `step`.
         seed: of initial values, admission and stochastic rounding.
+        device: of keys, rows and lookups; the table stays there. The same calls give the same rows, keys and counts on
+            the CPU and on a GPU; values agree as those of `update_rows` and `initial_rows` do.
 
     Example:
         >>> from viviane.config import SGD
@@ -44,14 +46,21 @@ class DynamicTable(DynamicStore):
         (tensor([[0.5000, 0.5000], [0.7500, 0.7500], [0.0000, 0.0000]]), tensor([ True,  True, False]))
     """
 
-    def __init__(self, table: DynamicTableConfig, optimizer: AnyOptimizer | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        table: DynamicTableConfig,
+        optimizer: AnyOptimizer | None = None,
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         rule = (table.optimizer or optimizer) if table.trainable else None
         if getattr(rule, "update", "local") == "global":
             raise ConfigError(
                 "update='global' would move rows that have no key", where=f"table {table.name!r}",
                 allowed="'local', 'lazy_global'",
             )  # fmt: skip
-        super().__init__(table, rule, seed)
+        super().__init__(table, rule, seed, device)
         self.num_steps = 0
         """Updates so far."""
         self._rounding = derive_seed(seed, "rounding", table.name) % 2**32
@@ -60,10 +69,14 @@ class DynamicTable(DynamicStore):
     def forward(self, keys: Tensor, scores: Tensor | None = None) -> Tensor:
         """Return the vectors of keys of any shape: (..., D)."""
         training = self.training and torch.is_grad_enabled() and self.rule is not None
-        found = self.rows(keys.reshape(-1), training, None if scores is None else scores.reshape(-1))
-        shape = (*keys.shape, self.table.dim)
+        shape, flat_keys = (*keys.shape, self.table.dim), keys.reshape(-1)
         if not training:
-            return self._gather(found).view(shape)
+            return self.find(flat_keys)[0].view(shape)
+        # Narrow rows are half to read and to sort; those of absent keys' own initial values lie too far out.
+        narrow = self.table.absent == "zero"
+        found = self._training_rows(flat_keys, None if scores is None else scores.reshape(-1), narrow=narrow)
+        if not self._pending:
+            prepare_rows(found, self._scratch)
         anchor = torch.empty(0, requires_grad=True)
         flat: Tensor = _Lookup.apply(anchor, self, found)  # type: ignore[no-untyped-call]
         return flat.view(shape)
@@ -88,7 +101,14 @@ class DynamicTable(DynamicStore):
         self.release()
 
     @torch.no_grad()
-    def update(self, entries: Entries, lr: float, *, factor: float = 1.0, scale: float | Tensor = 1.0) -> None:
+    def update(
+        self,
+        entries: Entries,
+        lr: float | Tensor,
+        *,
+        factor: float | Tensor = 1.0,
+        scale: float | Tensor = 1.0,
+    ) -> None:
         """Sum the gradients of equal rows, and move rows and state by the optimizer's rule.
 
         Args:
@@ -156,14 +176,14 @@ class DynamicTable(DynamicStore):
         Where optimizer state or what waits for admission is left out, they begin anew.
         """
         self.clear()
-        rows = saved["rows"]
+        rows = saved["rows"].to(self.device)
         self.index.restore(saved["keys"], rows, saved["stamps"], saved.get("uses"), saved["free"])
         self._values.grow(self.index.num_rows)
-        self.weight[rows] = saved["weight"].to(self.weight.dtype)
+        self.weight[rows] = saved["weight"].to(self.weight)
         self.reset_state(rows)
         for name, part in self.state.items():
             if f"state.{name}" in saved:
-                part[rows] = saved[f"state.{name}"]
+                part[rows] = saved[f"state.{name}"].to(self.device)
         start = "admission."
         waiting = {name.removeprefix(start): part for name, part in saved.items() if name.startswith(start)}
         if self.admission is not None and waiting:
@@ -189,10 +209,12 @@ class DynamicTable(DynamicStore):
         unexpected_keys.extend(name for name in state_dict if name.startswith(prefix) and name not in known)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        if fn(torch.zeros(1)).dtype != torch.float32 or fn(torch.zeros(1)).device.type != "cpu":
+        probe = fn(torch.zeros(1, device=self.device))
+        if probe.dtype != torch.float32 or probe.device.type != self.device.type:
             raise ConfigError(
-                "a dynamic table keeps its type and stays on the CPU", where=self._where,
-                allowed="DynamicTableConfig(dtype='float32'), 'float16' or 'bfloat16' when it is built",
+                "a dynamic table keeps its type and its device", where=self._where,
+                allowed="DynamicTableConfig(dtype='float32'), 'float16' or 'bfloat16', and DynamicTable(device=...)",
+                fix="build it so, and carry its content over with load_state_dict or import_",
             )  # fmt: skip
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 

@@ -20,13 +20,14 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 class ByCount:
     """Admits a key seen `count` times, all entries of a batch counted before it is asked."""
 
-    def __init__(self, rule: CountAdmission, seed: int) -> None:
+    def __init__(self, rule: CountAdmission, seed: int, device: torch.device) -> None:
         self.rule = rule
+        self._device = device
         self.clear()
 
     def clear(self) -> None:
         """Forget what was seen."""
-        self._pending = make_index(self.rule.max_pending, order="stamp", with_uses=True)
+        self._pending = make_index(self.rule.max_pending, order="stamp", with_uses=True, device=self._device)
 
     def admit(self, keys: Tensor, clock: int) -> Tensor:
         """Say for each entry whether its key gets a row, (M,), bool."""
@@ -54,7 +55,7 @@ class ByCount:
 class ByProbability:
     """Admits a key by a coin that depends on seed, key and clock: all entries of a key in a batch share it."""
 
-    def __init__(self, rule: ProbabilityAdmission, seed: int) -> None:
+    def __init__(self, rule: ProbabilityAdmission, seed: int, device: torch.device) -> None:
         self.rule = rule
         self._seed = seed
 
@@ -63,7 +64,7 @@ class ByProbability:
 
     def admit(self, keys: Tensor, clock: int) -> Tensor:
         """Say for each entry whether its key gets a row, (M,), bool: mix(mix(key) + seed + clock * s) / 2^63 < p."""
-        start = torch.tensor((self._seed + clock * 0x9E3779B97F4A7C15) % 2**63)
+        start = (self._seed + clock * 0x9E3779B97F4A7C15) % 2**63
         return mix(mix(keys) + start).to(torch.float64) * 2.0**-63 < self.rule.probability
 
     def tensors(self) -> dict[str, Tensor]:
@@ -77,9 +78,9 @@ class ByProbability:
 class ByFilter:
     """Admits a key whose smallest counter in a count-min sketch has reached `count`."""
 
-    def __init__(self, rule: FilterAdmission, seed: int) -> None:
+    def __init__(self, rule: FilterAdmission, seed: int, device: torch.device) -> None:
         self.rule = rule
-        self.counters = torch.zeros(rule.depth * rule.width, dtype=torch.int32)
+        self.counters = torch.zeros(rule.depth * rule.width, dtype=torch.int32, device=device)
         """(depth * width,): a counter of row d for mix(key + (d + 1) s) mod width."""
 
     def clear(self) -> None:
@@ -88,7 +89,7 @@ class ByFilter:
 
     def admit(self, keys: Tensor, clock: int) -> Tensor:
         """Say for each entry whether its key gets a row, (M,), bool."""
-        rows = torch.arange(self.rule.depth).unsqueeze(1)
+        rows = torch.arange(self.rule.depth, device=keys.device).unsqueeze(1)
         places = (
             mix(keys.to(torch.int64).unsqueeze(0) + (rows + 1) * _GOLDEN) % self.rule.width + rows * self.rule.width
         )
@@ -110,10 +111,12 @@ class ByFilter:
 Admission = ByCount | ByProbability | ByFilter
 
 
-def make_admission(rule: CountAdmission | ProbabilityAdmission | FilterAdmission | None, seed: int) -> Admission | None:
-    """Return the object that decides by a rule; None: every key gets a row."""
+def make_admission(
+    rule: CountAdmission | ProbabilityAdmission | FilterAdmission | None, seed: int, device: torch.device
+) -> Admission | None:
+    """Return the object that decides by a rule about keys on a device; None: every key gets a row."""
     if isinstance(rule, CountAdmission):
-        return ByCount(rule, seed)
+        return ByCount(rule, seed, device)
     if isinstance(rule, ProbabilityAdmission):
-        return ByProbability(rule, seed)
-    return ByFilter(rule, seed) if isinstance(rule, FilterAdmission) else None
+        return ByProbability(rule, seed, device)
+    return ByFilter(rule, seed, device) if isinstance(rule, FilterAdmission) else None

@@ -71,6 +71,10 @@ class DynamicOptions(Settings):
             Among equals the smallest row goes. Keys of batches that wait for an update never go.
         admission: which keys get a row in training; None: all, at once.
         absent: what a key without a row reads: "zero", or the "initial" values that it would begin with.
+        memory: where the rows and state of a table on a GPU lie: "device" in the GPU's memory, "host" in pinned memory
+            of the host, which kernels read and write over the bus, "split": the first `device_rows` rows in the GPU's
+            memory, the others in the host's. Keys are in the GPU's memory always.
+        device_rows: for "split", rounded up to whole pages of 2 MiB.
     """
 
     initial_capacity: int = Field(default=1024, ge=1)
@@ -79,6 +83,8 @@ class DynamicOptions(Settings):
     eviction: Eviction = "lru"
     admission: AdmissionSettings | None = None
     absent: Literal["zero", "initial"] = "zero"
+    memory: Literal["device", "host", "split"] = "device"
+    device_rows: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _check_capacity(self) -> DynamicOptions:
@@ -88,6 +94,8 @@ class DynamicOptions(Settings):
             if "initial_capacity" in self.model_fields_set:
                 raise ValueError(f"initial_capacity is above max_capacity {self.max_capacity}")
             object.__setattr__(self, "initial_capacity", self.max_capacity)
+        if (self.memory == "split") != (self.device_rows is not None):
+            raise ValueError("memory='split' and device_rows belong together")
         return self
 
 
@@ -103,7 +111,8 @@ class DynamicTableConfig(DynamicOptions):
         padding_id: a key that means "nothing here": never stored, reads zero. None: every key is ordinary.
         trainable: False keeps the rows as they are, without optimizer state.
         optimizer: this table's own rule; None takes the collection's.
-        initial_capacity, max_capacity, when_full, eviction, admission, absent: see `DynamicOptions`.
+        initial_capacity, max_capacity, when_full, eviction, admission, absent, memory, device_rows: see
+            `DynamicOptions`.
 
     Example:
         >>> DynamicTableConfig(name="user", dim=16, max_capacity=10**6, when_full="evict").eviction

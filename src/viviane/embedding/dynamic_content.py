@@ -75,13 +75,14 @@ def import_keys(table: DynamicTable, content: DynamicContent) -> None:
                 "the shape differs", where=f"{where}, {name}", value=tuple(given.shape),
                 allowed=str((count, *own.shape[1:])),
             )  # fmt: skip
-    rows = table.find_or_insert(content.keys, content.scores if table.table.eviction == "custom" else None)
+    keys, scores = content.keys.to(table.device), content.scores.to(table.device)
+    rows = table.find_or_insert(keys, scores if table.table.eviction == "custom" else None)
     table.reset_state(rows)
-    table.weight[rows] = content.weight.to(table.weight.dtype)
+    table.weight[rows] = content.weight.to(table.weight)
     for name, part in content.state.items():
-        table.state[name][rows] = part
+        table.state[name][rows] = part.to(table.device)
     if table.index.uses is not None and table.table.eviction != "custom":
-        table.index.uses[rows] = content.scores & _CLOCK if table.table.eviction == "epoch_lfu" else content.scores
+        table.index.uses[rows] = scores & _CLOCK if table.table.eviction == "epoch_lfu" else scores
 
 
 def state_entries(table: DynamicTable, prefix: str) -> dict[str, Tensor]:

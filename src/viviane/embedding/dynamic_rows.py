@@ -2,6 +2,9 @@
 
 Shapes: C the present capacity, D the width. The whole memory has M rows that keys may own, then two of zeros (as in
 `viviane.ops.key_rows`: nothing here, and a missing value that counts), then room for initial values of absent keys.
+
+On a GPU as on the CPU all of it is a range of addresses of which only the used part takes memory: growth copies
+nothing, and needs no room beside what the grown table takes.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import torch
 from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic_config import DynamicTableConfig
-from viviane.ops.hash_table import initial_rows, reserved, rows_of_memory
+from viviane.ops.hash_table import Added, Reserved, initial_rows, rows_of_memory, start_rows
 from viviane.ops.row_update import initial_state, state_shape
 
 _INDEX_BYTES = 64  # of a key: slots, stamp, uses, heap
@@ -24,37 +28,62 @@ class DynamicRows:
         table: its settings.
         rule: its optimizer, or None.
         seed: of initial values.
+        device: where lookups run.
     """
 
-    def __init__(self, table: DynamicTableConfig, rule: AnyOptimizer | None, seed: int) -> None:
+    def __init__(
+        self, table: DynamicTableConfig, rule: AnyOptimizer | None, seed: int, device: torch.device | None = None
+    ) -> None:
         self.table = table
         self.rule = rule
         self.seed = seed
+        self.device = device or torch.device("cpu")
+        if self.device.type not in ("cpu", "cuda"):
+            raise ConfigError("dynamic tables know no such device", value=str(device), allowed="cpu, cuda")
+        if table.memory != "device" and self.device.type != "cuda":
+            raise ConfigError(
+                f"memory={table.memory!r} is for tables on a GPU", where=f"table {table.name!r}",
+                fix="build the table with device='cuda', or leave memory out",
+            )  # fmt: skip
         one = torch.zeros(1, table.dim)
         self._initial = initial_state(rule)
         numbers = sum(torch.Size(state_shape(name, one, rule)).numel() for name in self._initial if rule is not None)
         row_bytes = table.dim * table.torch_dtype.itemsize
-        self.max_rows = table.max_capacity or rows_of_memory(row_bytes + 4 * numbers + _INDEX_BYTES)
+        memory = self.device if table.memory == "device" else None
+        self.max_rows = table.max_capacity or rows_of_memory(row_bytes + 4 * numbers + _INDEX_BYTES, memory)
         self.null_row = self.max_rows
         self._guests = self.max_rows + 2
-        self._row_bytes = row_bytes
+        self._most_guests = rows_of_memory(row_bytes, memory)
         self.reset()
 
     def reset(self) -> None:
         """Begin with fresh memory."""
         table, dim = self.table, self.table.dim
-        whole = self._guests + rows_of_memory(self._row_bytes)
-        self.storage = reserved(whole * dim, table.torch_dtype).view(whole, dim)
+        self._parts: list[tuple[Reserved, int]] = []
+        whole = self._guests + self._most_guests
+        self.storage = self._reserve(whole, dim, table.torch_dtype).view(whole, dim)
         """(M + 2 + room, D): what lookups read."""
+        self._parts[0][0].commit(self.null_row * dim, self._guests * dim)
+        if self.device.type == "cuda":
+            self.storage[self.null_row : self._guests].zero_()
         self._states: dict[str, Tensor] = {}
         for name in self._initial:
             assert self.rule is not None
             shape = state_shape(name, torch.empty(self.max_rows, 0), self.rule)
-            shape = (self.max_rows,) if len(shape) == 1 else (self.max_rows, dim)
-            self._states[name] = reserved(torch.Size(shape).numel(), torch.float32).view(shape)
+            width = 1 if len(shape) == 1 else dim
+            part = self._reserve(self.max_rows, width, torch.float32)
+            self._states[name] = part if len(shape) == 1 else part.view(self.max_rows, dim)
         self._show(table.initial_capacity)
 
+    def _reserve(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        rows = {"device": None, "host": 0, "split": self.table.device_rows}[self.table.memory]
+        part = Reserved(num_rows * width, dtype, self.device, None if rows is None else rows * width)
+        self._parts.append((part, width))
+        return part.tensor
+
     def _show(self, capacity: int) -> None:
+        for part, width in self._parts:
+            part.commit(0, capacity * width)
         self.weight = self.storage[:capacity]
         """(C, D): rows that keys may own at present."""
         self.state = {name: part[:capacity] for name, part in self._states.items()}
@@ -75,6 +104,10 @@ class DynamicRows:
         initial_rows(self.weight, rows, keys, *self.table.law, self.seed)
         self.begin_state(rows)
 
+    def begin_added(self, keys: Tensor, added: Added, draw: bool) -> None:
+        """Do the same for the rows that a call added, on the device; `draw`: values too."""
+        start_rows(self.weight if draw else None, self.state, self._initial, keys, added, self.table.law, self.seed)
+
     def begin_state(self, rows: Tensor) -> None:
         """Give rows fresh optimizer state."""
         for name, part in self.state.items():
@@ -82,13 +115,15 @@ class DynamicRows:
 
     def stand_in(self, rows: Tensor, keys: Tensor) -> None:
         """Point absent keys (row -1) to what they read, in place; valid until the next call."""
+        if self.table.absent == "zero":
+            rows.masked_fill_(rows < 0, self.null_row + 1)
+            return
         absent = (rows < 0).nonzero().squeeze(1)
         if not len(absent):
             return
-        if self.table.absent == "zero":
-            rows[absent] = self.null_row + 1
-            return
-        guests = torch.arange(self._guests, self._guests + len(absent))
+        first, last = self._guests, self._guests + len(absent)
+        self._parts[0][0].commit(first * self.table.dim, last * self.table.dim)
+        guests = torch.arange(first, last, device=rows.device)
         initial_rows(self.storage, guests, keys[absent], *self.table.law, self.seed)
         rows[absent] = guests
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from viviane.config.optimizers import AnyOptimizer
-from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
@@ -34,15 +33,12 @@ class DynamicStorage(nn.Module):
 
     def __init__(self, table: DynamicTableConfig, optimizer: AnyOptimizer, device: torch.device, seed: int) -> None:
         super().__init__()
-        if device.type != "cpu":
-            raise ConfigError(
-                "dynamic tables are on the CPU", where=f"table {table.name!r}", value=str(device),
-                fix="build the collection with device='cpu', or give this table a TableConfig",
-            )  # fmt: skip
         self.tables = {table.name: table}
         self.dim = table.dim
         self.dtype = table.torch_dtype
-        self._hidden = (DynamicTable(table, optimizer, seed=seed),)  # in a tuple nn.Module takes no notice of it
+        self._hidden = (
+            DynamicTable(table, optimizer, seed=seed, device=device),
+        )  # in a tuple nn.Module takes no notice of it
         self._pending: list[RowGradients] = []
         self._summed: tuple[Tensor, Tensor] | None = None
         self.row_mean = None
@@ -107,7 +103,7 @@ class DynamicStorage(nn.Module):
         self._summed = None
         self.table.release()
 
-    def step(self, lr: float, factor: float, scale: float | Tensor) -> None:
+    def step(self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor) -> None:
         """Apply the table's rule to the touched rows, and drop the gradients."""
         if self._pending:
             if self._summed is not None:

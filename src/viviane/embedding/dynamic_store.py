@@ -16,7 +16,7 @@ from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_rows import DynamicRows
 from viviane.embedding.initializers import table_seed
 from viviane.ops.embedding_bag import gather_rows
-from viviane.ops.hash_table import Order, TableFullError, distinct, make_index, stamp_of
+from viviane.ops.hash_table import Order, TableFullError, distinct, make_index, make_marks, stamp_of
 from viviane.ops.row_update import Entries, Scratch, sum_rows
 
 _ORDERS: dict[str, Order] = {
@@ -31,26 +31,32 @@ class DynamicStore(nn.Module):
         table: its settings.
         rule: optimizer whose state is kept beside the rows, or None.
         seed: of initial values and admission.
+        device: of keys, rows and lookups.
     """
 
-    def __init__(self, table: DynamicTableConfig, rule: AnyOptimizer | None, seed: int) -> None:
+    def __init__(
+        self, table: DynamicTableConfig, rule: AnyOptimizer | None, seed: int, device: torch.device | str = "cpu"
+    ) -> None:
         super().__init__()
+        self.device = torch.device(device)
         self.table = table
         self.rule = rule
-        self._values = DynamicRows(table, self.rule, table_seed(seed, table.name))
+        self._values = DynamicRows(table, self.rule, table_seed(seed, table.name), self.device)
         self.index = make_index(
             self._values.max_rows,
             order=_ORDERS[table.eviction] if table.when_full == "evict" else "none",
             with_uses=table.eviction in ("lfu", "epoch_lfu", "custom"),
             initial_rows=table.initial_capacity,
+            device=self.device,
         )
-        self.admission = make_admission(table.admission, derive_seed(seed, "admission", table.name))
+        self.admission = make_admission(table.admission, derive_seed(seed, "admission", table.name), self.device)
         self.clock = 0
         """Training lookups and insertions so far."""
         self.epoch = 0
         """Set by `next_epoch`."""
         self._held: int | None = None
         self._scratch = Scratch()
+        self._marks = make_marks(self.device)
 
     # Size ---------------------------------------------------------------------------------------------------
 
@@ -110,17 +116,24 @@ class DynamicStore(nn.Module):
             TableFullError: no row is left for a new key.
         """
         if training:
-            self._check_scores(scores)
-            stamp = self._tick()
-            held = stamp if self._held is None else self._held
-            found = self._insert(keys, stamp, held, scores, admission=True)
-            self._held = held
-        else:
-            found = self.index.find(keys)
+            return self._training_rows(keys, scores, narrow=False)
+        return self._stand_in(self.index.find(keys, self.null_row + 1 if self.table.absent == "zero" else -1), keys)
+
+    def _training_rows(self, keys: Tensor, scores: Tensor | None, *, narrow: bool) -> Tensor:
+        """Do `rows` in training; `narrow` allows int32."""
+        self._check_scores(scores)
+        stamp = self._tick()
+        held = stamp if self._held is None else self._held
+        found = self._insert(keys, stamp, held, scores, admission=True, narrow=narrow)
+        self._held = held
+        if self.admission is None and self.table.padding_id is None:
+            return found  # every key has a row
         return self._stand_in(found, keys)
 
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the keys' vectors, (N, D), default vectors where absent, and which are there, (N,)."""
+        if self.index.fused and self.table.absent == "zero":
+            return self.index.gather(keys, self.weight)
         found = self.index.find(keys)
         there = found >= 0
         return self._gather(self._stand_in(found, keys)), there
@@ -138,11 +151,15 @@ class DynamicStore(nn.Module):
             TableFullError: no row is left; with when_full="raise" nothing is changed then.
             DataError: a key is the padding.
         """
+        return self._find_or_insert(keys, scores, draw=True)
+
+    def _find_or_insert(self, keys: Tensor, scores: Tensor | None, draw: bool) -> Tensor:
         self._check_scores(scores)
         if self.table.padding_id is not None and bool(self._is_padding(keys).any()):
             raise DataError("padding is never stored", where=self._where, value=self.table.padding_id)
         stamp = self._tick()
-        return self._insert(keys, stamp, stamp if self._held is None else self._held, scores, admission=False)
+        guard = stamp if self._held is None else self._held
+        return self._insert(keys, stamp, guard, scores, admission=False, draw=draw)
 
     def insert_or_assign(self, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
         """Give keys values, (N, D); absent ones are added. Of the entries of one key the last one counts.
@@ -150,16 +167,18 @@ class DynamicStore(nn.Module):
         Optimizer state of keys that are there stays; see `find_or_insert` for errors.
         """
         self._check_values(keys, values)
-        rows = self.find_or_insert(keys, scores)
-        self._write(rows, values)
+        rows = self._find_or_insert(keys, scores, draw=False)
+        if self.index.fused and scores is None:
+            self.index.write_last(self.weight, rows, values.contiguous())
+        else:
+            self._marks.assign(self.weight, rows, values.contiguous())
 
     def assign(self, keys: Tensor, values: Tensor) -> Tensor:
         """Give keys that are there values, (N, D), and return which are, (N,), bool; the last entry of a key counts."""
         self._check_values(keys, values)
         rows = self.index.find(keys)
-        there = rows >= 0
-        self._write(rows[there], values[there])
-        return there
+        self._marks.assign(self.weight, rows, values.contiguous())
+        return rows >= 0
 
     def accumulate(self, keys: Tensor, deltas: Tensor) -> Tensor:
         """Add to the values of keys that are there, (N, D), and return which are, (N,), bool.
@@ -184,7 +203,7 @@ class DynamicStore(nn.Module):
         self.check_released("clear")
         self.index.clear()
         self._values.reset()
-        self._scratch = Scratch()
+        self._scratch, self._marks = Scratch(), make_marks(self.device)
         if self.admission is not None:
             self.admission.clear()
 
@@ -201,12 +220,18 @@ class DynamicStore(nn.Module):
         self.clock += 1
         return stamp_of(self.epoch, self.clock)
 
-    def _insert(self, keys: Tensor, stamp: int, guard: int, scores: Tensor | None, admission: bool) -> Tensor:
+    def _insert(
+        self, keys: Tensor, stamp: int, guard: int, scores: Tensor | None, *, admission: bool, draw: bool = True,
+        narrow: bool = False,
+    ) -> Tensor:  # fmt: skip
+        admits_all = not admission or self.admission is None
+        if scores is None and admits_all and self.index.fused:
+            return self._insert_fused(keys, stamp, guard, draw, narrow)
         rows = self.index.touch(keys, stamp, scores)
         entries = (rows < 0).nonzero().squeeze(1)
         if self.table.padding_id is not None:
             entries = entries[~self._is_padding(keys[entries])]
-        if admission and self.admission is not None and len(entries):
+        if not admits_all and self.admission is not None and len(entries):
             entries = entries[self.admission.admit(keys[entries], self.clock)]
         if not len(entries):
             return rows
@@ -214,7 +239,7 @@ class DynamicStore(nn.Module):
         if self.table.when_full == "raise" and len(entries) > room and len(distinct(keys[entries])[0]) > room:
             raise self._full()
         added = self.index.insert(keys, rows, entries, stamp, guard=guard, scores=scores)
-        self._values.grow(self.index.num_rows)
+        self._values.grow(self.index.most_rows)
         self._values.begin(added.rows, keys[added.entries])
         if not added.complete and len(self.index) < self.index.max_rows:
             raise TableFullError(
@@ -226,10 +251,24 @@ class DynamicStore(nn.Module):
             raise self._full()
         return rows
 
-    def _write(self, rows: Tensor, values: Tensor) -> None:
-        own, places, _ = distinct(rows)
-        last = torch.zeros_like(own).scatter_reduce_(0, places, torch.arange(len(rows)), "amax")
-        self.weight[own] = values[last].to(self.table.torch_dtype)
+    def _insert_fused(self, keys: Tensor, stamp: int, guard: int, draw: bool, narrow: bool) -> Tensor:
+        """Do the same in one go, without waiting for the device where there is room for certain."""
+        allowed = None if self.table.padding_id is None else ~self._is_padding(keys)
+        rows, added = self.index.find_or_insert(
+            keys,
+            stamp,
+            guard=guard,
+            allowed=allowed,
+            partial=self.table.when_full == "evict",
+            narrow=narrow,
+            last=not draw,
+        )
+        if added.given != 0:
+            self._values.grow(self.index.most_rows)
+            self._values.begin_added(keys, added, draw)
+        if added.wanted != added.given:
+            raise self._full()
+        return rows
 
     def reset_state(self, rows: Tensor) -> None:
         """Put the optimizer state of rows back to its beginning."""
@@ -246,7 +285,7 @@ class DynamicStore(nn.Module):
         return torch.eq(keys.to(torch.int64), self.table.padding_id)
 
     def _gather(self, rows: Tensor) -> Tensor:
-        out = torch.empty(len(rows), self.table.dim, dtype=self.table.torch_dtype)
+        out = torch.empty(len(rows), self.table.dim, dtype=self.table.torch_dtype, device=self.device)
         gather_rows(self.storage, rows.unsqueeze(1), out, [0])
         return out
 

@@ -7,14 +7,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from viviane.core.errors import DataError, KeyRangeError, VivianeError
 from viviane.embedding.config import TableConfig
-from viviane.ops.key_rows import HASH, RAISE, REPLACE, SKIP, ColumnRule, KeyRules, hashed, key_rows
+from viviane.ops.capture import is_capturing, refuse_capture
+from viviane.ops.key_rows import (
+    HASH,
+    RAISE,
+    REPLACE,
+    SKIP,
+    ColumnRule,
+    KeyRules,
+    hashed,
+    key_rows,
+    lasting_record,
+)
+
+_REPLAYED = "a replay of a CUDA graph"
 
 
 def hash_keys(keys: Tensor, table: TableConfig) -> Tensor:
@@ -87,6 +101,50 @@ class BagTooLong(Violation):
         )
 
 
+class Violations(deque[Violation]):
+    """What GPUs found and nobody read yet: records of single batches, and those that CUDA graphs go on writing.
+
+    A graph's record keeps the first offender of all replays until `check` reads and empties it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lasting: dict[tuple[str, ...], Violation] = {}
+        self._room: dict[tuple[str, ...], Tensor] = {}
+
+    def __reduce__(self) -> Any:
+        return Violations, ()  # a copy of a collection has records of its own
+
+    def room(self, name: tuple[str, ...], device: torch.device) -> Tensor:
+        """Return the lasting record of a name, (4,), int64; made once, before a graph is recorded."""
+        key = (*name, str(device))
+        if key not in self._room:
+            refuse_capture(device, "a new kind of batch", fix="run an iteration with such a batch before the capture")
+            self._room[key] = lasting_record(device)
+        return self._room[key]
+
+    def keep(self, name: tuple[str, ...], violation: Violation) -> None:
+        """Keep a violation whose record a graph goes on writing."""
+        self._lasting[*name, str(violation.record.device)] = violation
+
+    def check(self) -> None:
+        """Wait once for each device, raise the first violation, and forget them all; nothing while a graph is recorded.
+
+        Raises:
+            KeyRangeError, DataError: what was found.
+        """
+        waiting = [*self, *self._lasting.values()]
+        if not waiting or any(is_capturing(one.record.device) for one in waiting):
+            return
+        self.clear()
+        try:
+            raise_first(waiting)
+        except VivianeError:
+            for lasting in self._lasting.values():
+                lasting.record.zero_()
+            raise
+
+
 def raise_first(violations: Sequence[Violation]) -> None:
     """Wait once for the device, and raise the first violation among the records, if there is one."""
     if not violations:
@@ -100,12 +158,23 @@ def raise_first(violations: Sequence[Violation]) -> None:
             raise violation.error(place, value)
 
 
-def report(violation: Violation, violations: deque[Violation]) -> None:
-    """Raise at once on the CPU; on a GPU leave the record for the next check, so that nothing waits."""
-    if violation.record.device.type == "cpu":
+def report(violation: Violation, violations: Violations, name: tuple[str, ...]) -> None:
+    """Raise at once on the CPU; on a GPU leave the record for the next check, so that nothing waits.
+
+    While a CUDA graph is recorded the violation's record must be, or flows into, the lasting one of its name.
+    """
+    device = violation.record.device
+    if device.type == "cpu":
         raise_first([violation])
-    else:
+        return
+    room = violations.room(name, device)
+    if not is_capturing(device):
         violations.append(violation)
+        return
+    record = room[:3]
+    if violation.record.data_ptr() != room.data_ptr():
+        record.copy_(torch.where(record[:1] != 0, record, violation.record))
+    violations.keep(name, replace(violation, record=record, origin=_REPLAYED))
 
 
 def check_key_type(keys: Tensor, feature: str) -> None:
@@ -133,7 +202,7 @@ class RowMap:
         tables: Sequence[TableConfig],
         bases: Sequence[int],
         null_row: int,
-        violations: deque[Violation],
+        violations: Violations,
         device: torch.device,
         columns: Sequence[int] | None = None,
     ) -> None:
@@ -142,6 +211,7 @@ class RowMap:
         self.null_row = null_row
         self.violations = violations
         rules = [_rule(table, base, null_row) for table, base in zip(tables, bases, strict=True)]
+        refuse_capture(device, "a new kind of batch", fix="run an iteration with such a batch before the capture")
         self._rules = KeyRules(rules, null_row, device)
         self._raises = any(rule.policy == RAISE for rule in rules)
         self._columns = None if columns is None else torch.tensor(columns, dtype=torch.int64, device=device)
@@ -155,9 +225,11 @@ class RowMap:
             origin: of the batch, for messages.
         """
         check_key_type(keys, self.features[0])
-        rows, record = key_rows(keys, self._rules, self._columns)
+        name = ("key", *self.features)
+        kept = self.violations.room(name, keys.device) if self._raises and is_capturing(keys.device) else None
+        rows, record = key_rows(keys, self._rules, self._columns, kept)
         if self._raises:
-            report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations)
+            report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations, name)
         return rows
 
 

@@ -19,6 +19,7 @@ from viviane.embedding.buffers import Buffers
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.gradients import RowGradients
 from viviane.embedding.storage import Storage
+from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.embedding_bag import entry_bags, gather_rows, pool_rows
 from viviane.ops.row_update import Entries
 
@@ -58,6 +59,24 @@ def gather(parts: Sequence[Part], size: int, width: int, buffers: Buffers) -> Te
     return out
 
 
+def prepare(parts: Sequence[Part]) -> None:
+    """Begin the part of the update that needs no gradients."""
+    for part in parts:
+        # Rows of several parts are joined before an update; there is nothing to prepare for one of them.
+        if part.tables and sum(one.storage is part.storage for one in parts) == 1:
+            part.storage.prepare(part.rows.reshape(-1))
+
+
+def hand_over(parts: Sequence[Part], gradient: Tensor) -> None:
+    """Give the storages the gradient of the output, (B, W), contiguous, to keep until the next step."""
+    size, width = gradient.shape
+    # One tensor for all parts: where parts of a storage are joined, it is recognised and not copied.
+    flat = gradient.view(-1)
+    for part in parts:
+        if part.tables:
+            part.storage.add_gradients(RowGradients(_entries(part, flat, size, width), part.tables))
+
+
 class Lookup(torch.autograd.Function):
     """The lookup as autograd sees it: backward hands gradients to the storages and returns none.
 
@@ -72,22 +91,14 @@ class Lookup(torch.autograd.Function):
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]
         out = gather(parts, size, width, buffers)
-        for part in parts:
-            # Rows of several parts are joined before an update; there is nothing to prepare for one of them.
-            if part.tables and sum(one.storage is part.storage for one in parts) == 1:
-                part.storage.prepare(part.rows.reshape(-1))
+        prepare(parts)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Hand the gradients of the touched rows to their storages."""
-        size, width = grad_outputs[0].shape
-        # One tensor for all parts: where parts of a storage are joined, it is recognised and not copied.
-        gradient = grad_outputs[0].contiguous().view(-1)
-        for part in ctx.parts:
-            if part.tables:
-                part.storage.add_gradients(RowGradients(_entries(part, gradient, size, width), part.tables))
+        hand_over(ctx.parts, grad_outputs[0].contiguous())
         return None, None, None, None, None
 
 
@@ -102,12 +113,22 @@ def _entries(part: Part, gradient: Tensor, size: int, width: int) -> Entries:
     return Entries(part.rows.reshape(-1), gradient, sources, weights, aligned)
 
 
-@lru_cache(maxsize=32)
 def _sources(size: int, width: int, columns: tuple[int, ...], device: torch.device, *, by_row: bool = True) -> Tensor:
-    """Return where each vector begins in a flat gradient (B * W): by row and place, or by place and row.
+    """Return where each vector begins in a flat gradient (B * W): by row and place, or by place and row."""
+    sources = _kept_sources(size, width, columns, device, by_row)
+    if is_capturing(device):
+        _recorded.setdefault((size, width, columns, device, by_row), sources)
+    return sources
 
-    Kept, since batches of one size follow one another.
-    """
+
+_recorded: dict[tuple[Any, ...], Tensor] = {}
+"""What CUDA graphs read, kept as long as they may be replayed, which nobody says."""
+
+
+@lru_cache(maxsize=32)
+def _kept_sources(size: int, width: int, columns: tuple[int, ...], device: torch.device, by_row: bool) -> Tensor:
+    """Make the sources; kept, since batches of one size follow one another."""
+    refuse_capture(device, "a new size of batch", fix="run an iteration with such a batch before the capture")
     dtype = torch.int32 if size * width < 2**31 else torch.int64
     starts = torch.arange(size, dtype=dtype, device=device) * width
     places = torch.tensor(columns, dtype=dtype).to(device)

@@ -33,6 +33,12 @@ class EmbeddingOutput:
         flat: all features side by side in the collection's order, (B, sum of widths), contiguous.
         places: where each feature stands.
         masks: (B, L), bool, of "concat" features: which places hold a vector.
+
+    Example:
+        >>> import torch
+        >>> out = EmbeddingOutput(torch.eye(3), {"a": Place(0, 1, 1, False), "b": Place(1, 2, 1, False)})
+        >>> out.keys(), out.length_per_key(), out["b"].tolist()
+        (['a', 'b'], [1, 2], [[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     """
 
     flat: Tensor
@@ -63,6 +69,28 @@ class EmbeddingOutput:
         if not self._place(name).is_concat:
             raise ConfigError("only features with combiner 'concat' have a mask", value=name)
         return self.masks[name]
+
+    # The names of a KeyedTensor of TorchRec, so that code written for one works on.
+
+    def keys(self) -> list[str]:
+        """Return the features in order."""
+        return list(self.places)
+
+    def values(self) -> Tensor:
+        """Return `flat`: all features side by side."""
+        return self.flat
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Return each feature's view by its name."""
+        return {name: self[name] for name in self.places}
+
+    def length_per_key(self) -> list[int]:
+        """Return the columns that each feature takes."""
+        return [place.stop - place.start for place in self.places.values()]
+
+    def offset_per_key(self) -> list[int]:
+        """Return the column where each feature begins, and the number of all columns at the end."""
+        return [0, *(place.stop for place in self.places.values())]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)

@@ -5,10 +5,9 @@ Shapes: B rows of the batch, F one-hot columns, N entries of a bag, L places of 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ from viviane.core.errors import DataError, suggest
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
-from viviane.embedding.keys import BagTooLong, RowMap, Violation, check_key_type, report
+from viviane.embedding.jagged import Jagged, is_keyed_jagged, read_keyed_jagged
+from viviane.embedding.keys import BagTooLong, RowMap, Violations, check_key_type, report
 from viviane.embedding.lookup import Part
 from viviane.embedding.output import Place
 from viviane.embedding.storage import Storage
@@ -96,7 +96,7 @@ class BagPlan:
     feature: FeatureConfig
     table: AnyTable
     row_map: RowMap | None
-    violations: deque[Violation]
+    violations: Violations
     place: Place
 
     def rows(self, bag: Bag, origin: str) -> Tensor:
@@ -128,7 +128,8 @@ class BagPlan:
         null_row, length = self.storage.null_row, self.place.num_places
         laid, weights, record = spread_bags(rows, offsets, weights, length, null_row)
         if record is not None:
-            report(BagTooLong(record, origin, self.feature.name, length), self.violations)
+            found = BagTooLong(record, origin, self.feature.name, length)
+            report(found, self.violations, ("length", self.feature.name))
         return laid, weights, laid != null_row
 
 
@@ -232,7 +233,7 @@ class Planner:
     tables: Mapping[str, AnyTable]
     storages: Sequence[Storage | DynamicStorage]
     places: Mapping[str, Place]
-    violations: deque[Violation]
+    violations: Violations
     device: torch.device
 
     def plan(self, one_hot: Sequence[str]) -> Plan:
@@ -295,14 +296,18 @@ class Keys:
     origin: str
 
 
-def read_keys(
-    batch: Batch | Mapping[str, Bag | Tensor], features: Mapping[str, FeatureConfig], device: torch.device
-) -> Keys:
+AnyKeys: TypeAlias = Batch | Mapping[str, Bag | Tensor] | Jagged | Any
+"""What a collection can be called with; Any stands for a KeyedJaggedTensor, whose library is not imported."""
+
+
+def read_keys(batch: AnyKeys, features: Mapping[str, FeatureConfig], device: torch.device) -> Keys:
     """Take the features' keys out of what a collection is called with.
 
     Raises:
         DataError: a feature is missing, or features differ in their number of rows.
     """
+    if not isinstance(batch, Batch | Mapping):
+        batch = _from_jagged(batch, features)
     known = batch.layout.one_hot_index.keys() | batch.bags.keys() if isinstance(batch, Batch) else batch.keys()
     for name in features:
         if name not in known:
@@ -326,6 +331,15 @@ def read_keys(
     none = torch.empty(0, 0, dtype=torch.int64, device=device)
     ids = torch.stack(list(singles.values()), 1) if singles else none
     return Keys(tuple(singles), ids, bags, next(iter(sizes.values())), "")
+
+
+def _from_jagged(batch: Any, features: Mapping[str, FeatureConfig]) -> dict[str, Bag]:
+    if not isinstance(batch, Jagged):
+        if not is_keyed_jagged(batch):
+            allowed = "a Batch, a mapping from features to keys, or a KeyedJaggedTensor"
+            raise DataError("a collection cannot read this", value=type(batch).__name__, allowed=allowed)
+        return read_keyed_jagged(batch, starts=True).bags(features)
+    return batch.bags(features)
 
 
 def as_bag(keys: Tensor, feature: str) -> Bag:

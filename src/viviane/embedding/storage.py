@@ -6,24 +6,27 @@ Shapes: R rows of all tables together, D their width, N entries, U distinct rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from viviane.config.optimizers import AnyOptimizer
+from viviane.config.optimizers import Adam, AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.core.seeds import derive_seed
+from viviane.embedding.ages import TableAges
 from viviane.embedding.config import TableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
 from viviane.embedding.initializers import fill_initial
 from viviane.embedding.row_mean import RowMean
+from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.native.pages import advise_huge_pages
 from viviane.ops.row_update import (
     Entries,
     Scratch,
     initial_state,
+    join_rows,
     prepare_rows,
     state_shape,
     sum_rows,
@@ -64,7 +67,7 @@ class Storage(nn.Module):
         self.dtype = tables[0].torch_dtype
         self.bases: dict[str, int] = {}
         self.segments: list[Segment] = []
-        self.steps = dict.fromkeys(self.tables, 0)
+        self.steps = TableAges(list(self.tables))
         start = 0
         for i in order:
             table = tables[i]
@@ -133,10 +136,12 @@ class Storage(nn.Module):
     def prepare(self, rows: Tensor) -> None:
         """Begin the part of an update that needs no gradients, for the rows of a lookup that will be trained."""
         if not self._pending:
-            prepare_rows(rows, self._scratch)
+            prepare_rows(rows, self._scratch, self.null_row + _ZERO_ROWS)
 
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
+        if is_capturing(self.weight.device):  # the step may not be part of the graph, whose forks must all be joined
+            join_rows(self.weight.device, self._scratch)
         self._pending.append(gradients)
         self._summed = None
 
@@ -168,49 +173,60 @@ class Storage(nn.Module):
     def summed_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the touched rows, (U,), rising, and their gradients summed over all that waits, (U, D)."""
         if self._summed is None:
+            refuse_capture(
+                self.weight.device, "summing gradients by row apart from the step, for a norm or a mean of rows,",
+                fix="clip by the optimizer's clip_row_norm, and leave out the mean of rows",
+            )  # fmt: skip
             entries = join_entries([one.entries for one in self._pending])
             self._summed = sum_rows(entries, self.dim, num_rows=self.null_row, scratch=self._scratch)
         return self._summed
 
-    def step(self, lr: float, factor: float, scale: float | Tensor) -> None:
+    def step(self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor) -> None:
         """Apply each table's rule to the touched rows, and drop the gradients."""
         if not self._pending:
             return
+        device = self.weight.device
+        if device.type == "cuda" and (is_capturing(device) or isinstance(lr, Tensor) or isinstance(factor, Tensor)):
+            self.steps.hold(device)
         active = self.waiting_tables()
-        for name in active:
-            self.steps[name] += 1
+        self.steps.count(active)
         before = None
         if self._summed is not None or self.row_mean is not None:
             rows, sums = self.summed_gradients()
             entries = Entries(rows, sums.view(-1))
             before = None if self.row_mean is None else self.weight.index_select(0, rows)
         else:
-            entries = join_entries([one.entries for one in self._pending])
-        for index, start, stop, step in self._ranges(active):
+            joined = join_entries([one.entries for one in self._pending])
+            entries = replace(joined, bound=self.null_row + _ZERO_ROWS)
+        for index, start, stop, tables in self._ranges(active):
             rule = self.segments[index].optimizer
             assert rule is not None
             update_rows(
                 self.weight[start:stop], self._state(index, start, stop), entries, rule,
-                lr=lr if rule.lr is None else rule.lr * factor, step=step, scale=scale, first_row=start,
-                seed=self._seed + start, scratch=self._scratch,
+                lr=lr if rule.lr is None else rule.lr * factor, step=self.steps.age(tables[0]), scale=scale,
+                first_row=start, seed=self._seed + start, scratch=self._scratch,
             )  # fmt: skip
         if self.row_mean is not None and before is not None:
             self.row_mean.visit(rows, before, self.weight.index_select(0, rows))
         self.discard_gradients()
 
-    def _ranges(self, active: frozenset[str]) -> Iterator[tuple[int, int, int, int]]:
-        """Give runs of neighbouring tables that move by one rule at one age: segment, start, stop, step."""
+    def _ranges(self, active: frozenset[str]) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
+        """Give runs of neighbouring tables that one launch may move: segment, start, stop, names."""
         for index, segment in enumerate(self.segments):
-            start, step = segment.start, 0
-            for name in segment.tables:
-                base = self.bases[name]
-                age = self.steps[name] if name in active else 0
-                if age != step:
-                    if step:
-                        yield index, start, base, step
-                    start, step = base, age
-            if step:
-                yield index, start, segment.stop, step
+            # Adam's correction and stochastic rounding go by a table's age; no other rule knows it.
+            by_age = isinstance(segment.optimizer, Adam) or self.dtype != torch.float32
+            runs: list[list[str]] = []
+            for before, name in zip((None, *segment.tables), segment.tables, strict=False):
+                together = runs and before == runs[-1][-1] and (not by_age or self.steps.alike(before, name))
+                if name in active and together:
+                    runs[-1].append(name)
+                elif name in active:
+                    runs.append([name])
+            for run in runs:
+                if by_age:
+                    self.steps.bind(run)
+                stop = self.bases[run[-1]] + self.tables[run[-1]].num_rows
+                yield index, self.bases[run[0]], stop, tuple(run)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if fn(torch.zeros(1)).dtype != torch.float32:
@@ -222,4 +238,5 @@ class Storage(nn.Module):
         if self._pending:
             raise ConfigError("gradients wait for a step", fix="call step() or discard_gradients() before moving")
         self._scratch = Scratch()
+        self.steps.release()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -1,26 +1,43 @@
-"""Metrics over a whole evaluation: exact AUC, log loss, accuracy, calibration."""
+"""Metrics over a whole evaluation: exact AUC, log loss, errors, calibration, and ranking by group."""
 
 from viviane.metrics.auc import Auc, roc_auc
+from viviane.metrics.errors import MeanAbsoluteError, MeanSquaredError, RootMeanSquaredError, Smape
 from viviane.metrics.means import (
     Accuracy,
+    AverageLoss,
     Calibration,
     CalibrationHistogram,
     HistogramBin,
+    HitRate,
     LogLoss,
-    MeanSquaredError,
+    NormalizedEntropy,
 )
-from viviane.metrics.registry import METRICS, Metric, build_metric
+from viviane.metrics.ranking import Gauc, GroupHitRate, GroupNdcg, Mrr, Ndcg, ndcg
+from viviane.metrics.registry import METRICS, Metric, MetricName, build_metric
 
 __all__ = [
     "METRICS",
     "Accuracy",
     "Auc",
+    "AverageLoss",
     "Calibration",
     "CalibrationHistogram",
+    "Gauc",
+    "GroupHitRate",
+    "GroupNdcg",
     "HistogramBin",
+    "HitRate",
     "LogLoss",
+    "MeanAbsoluteError",
     "MeanSquaredError",
     "Metric",
+    "MetricName",
+    "Mrr",
+    "Ndcg",
+    "NormalizedEntropy",
+    "RootMeanSquaredError",
+    "Smape",
     "build_metric",
+    "ndcg",
     "roc_auc",
 ]

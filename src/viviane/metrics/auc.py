@@ -44,19 +44,8 @@ def roc_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> fl
     """
     if not len(scores):
         return math.nan
-    check_scores(scores)
+    check_finite(scores)
     return _area(*pair_sums(scores, labels, weights))
-
-
-def check_scores(scores: Floats) -> None:
-    """Refuse scores that have no order.
-
-    Raises:
-        NumericsError: naming the first row whose score is NaN or infinite.
-    """
-    if not np.isfinite(scores).all():
-        row = int(np.flatnonzero(~np.isfinite(scores))[0])
-        raise NumericsError("a prediction is not a finite number", where=f"row {row}", value=float(scores[row]))
 
 
 def pair_sums(scores: Floats, labels: Floats, weights: Floats | None = None) -> tuple[float, float, float]:
@@ -77,15 +66,35 @@ def _area(positives: float, negatives: float, twice: float) -> float:
     return twice / (2.0 * positives * negatives) if positives > 0 and negatives > 0 else math.nan
 
 
+def check_finite(scores: Floats) -> None:
+    """Refuse predictions that have no order: NaN, or infinite.
+
+    Raises:
+        NumericsError: naming the first row.
+    """
+    if not np.isfinite(scores).all():
+        row = int(np.flatnonzero(~np.isfinite(scores))[0])
+        raise NumericsError("a prediction is not a finite number", where=f"row {row}", value=float(scores[row]))
+
+
+def ordered_bits(scores: Floats) -> NDArray[np.int64]:
+    """Return integers of 32 bits in the order of the scores, equal where scores are equal.
+
+    Example:
+        >>> np.argsort(ordered_bits(np.float32([0.5, -1.0, 0.0]))).tolist()
+        [1, 2, 0]
+    """
+    bits = np.ascontiguousarray(scores + np.float32(0), np.float32).view(np.int32)  # + 0 turns -0.0 into 0.0
+    return np.where(bits < 0, ~bits ^ np.int32(-(2**31)), bits).astype(np.int64)  # negative floats sort backwards
+
+
 def _group_counts(scores: Floats, labels: Floats) -> tuple[Doubles, Doubles]:
     """Positives and rows up to the end of each group of equal score, for labels of 0 and 1.
 
     Score and label are packed into one integer, so that one plain sort does it all: no permutation is made
     and nothing is gathered, which is several times faster than sorting indices.
     """
-    bits = np.ascontiguousarray(scores + np.float32(0), np.float32).view(np.int32)  # + 0 turns -0.0 into 0.0
-    ordered_bits = np.where(bits < 0, ~bits ^ np.int32(-(2**31)), bits)  # negative floats sort backwards
-    packed = ordered_bits.astype(np.int64) << 1
+    packed = ordered_bits(scores) << 1
     packed |= labels.astype(np.int64)
     packed.sort()
     group = packed >> 1

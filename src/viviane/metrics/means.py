@@ -1,4 +1,4 @@
-"""Metrics that are ratios of sums: log loss, accuracy, calibration."""
+"""Metrics that are ratios of sums: log loss, accuracy, calibration; their memory does not grow with the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPSILON = 1e-7
 """Probabilities are kept this far from 0 and 1 in the log loss: float32 has no room nearer to 1."""
 
 
-class _Ratio(Metric):
+class Ratio(Metric):
     """A ratio of two sums in float64 that stay on the device until they are asked for."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class _Ratio(Metric):
 
 
 @METRICS.register("log_loss")
-class LogLoss(_Ratio):
+class LogLoss(Ratio):
     """Mean of -(y log p + (1 - y) log(1 - p)), with p kept inside [1e-7, 1 - 1e-7].
 
     Example:
@@ -74,7 +74,7 @@ class LogLoss(_Ratio):
 
 
 @METRICS.register("accuracy")
-class Accuracy(_Ratio):
+class Accuracy(Ratio):
     """Share of rows whose label is 1 exactly where the prediction is at least one half."""
 
     def terms(self, p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class Accuracy(_Ratio):
 
 
 @METRICS.register("calibration")
-class Calibration(_Ratio):
+class Calibration(Ratio):
     """Mean prediction over mean label: 1 is calibrated, 1.1 predicts a tenth too many clicks.
 
     Source: He et al. 2014.
@@ -96,15 +96,111 @@ class Calibration(_Ratio):
         return p, y
 
 
-@METRICS.register("mean_squared_error")
-class MeanSquaredError(_Ratio):
-    """Mean of (p - y)^2; for probabilities, the Brier score."""
+@METRICS.register("hit_rate")
+class HitRate(Ratio):
+    """Share of label 1 among the rows predicted above 0.8: HugeCTR's HitRate, a precision. NaN without such rows.
+
+    "hit_rate@10:user" is another figure, see `GroupHitRate`.
+
+    Example:
+        >>> metric = HitRate()
+        >>> metric.update(torch.tensor([0.9, 0.85, 0.5]), torch.tensor([1.0, 0.0, 1.0]))
+        >>> metric.compute()
+        0.5
+    """
+
+    threshold: ClassVar[float] = 0.8
+
+    def terms(self, p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 1 for each hit, and 1 for each row above the threshold."""
+        chosen = (p > self.threshold).double()
+        return chosen * y, chosen
+
+
+class _MeanLabel(Ratio):
+    def terms(self, p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return y, torch.ones_like(y)
+
+
+@METRICS.register("normalized_entropy")
+class NormalizedEntropy(Metric):
+    """Log loss over that of predicting the mean label for every row: below 1 the model knows more than the base rate.
+
+        NE = log loss / -(r log r + (1 - r) log(1 - r)),  r the mean label
+
+    NaN where all labels are equal.
+
+    Source: He et al. 2014.
+
+    Example:
+        >>> metric = NormalizedEntropy()
+        >>> metric.update(torch.tensor([0.5, 0.5]), torch.tensor([0.0, 1.0]))
+        >>> metric.compute()
+        1.0
+    """
 
     higher_is_better: ClassVar[bool | None] = False
 
-    def terms(self, p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's squared error, and 1."""
-        return (p - y).square(), torch.ones_like(p)
+    def __init__(self) -> None:
+        self._loss, self._rate = LogLoss(), _MeanLabel()
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._loss.reset()
+        self._rate.reset()
+
+    def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
+        """Add a batch."""
+        self._loss.update(predictions, labels, weight)
+        self._rate.update(predictions, labels, weight)
+
+    def compute(self) -> float:
+        """Return the ratio."""
+        rate = self._rate.compute()
+        if not 0 < rate < 1:
+            return math.nan
+        return self._loss.compute() / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+
+
+@METRICS.register("average_loss")
+class AverageLoss(Metric):
+    """Mean of the batches' losses, each batch counted once: HugeCTR's AverageLoss.
+
+    The figure "loss" of an evaluation weighs batches by their rows instead.
+
+    Example:
+        >>> metric = AverageLoss()
+        >>> metric.update_loss(torch.tensor(1.0)); metric.update_loss(torch.tensor(3.0))
+        >>> metric.compute()
+        2.0
+    """
+
+    higher_is_better: ClassVar[bool | None] = False
+    any_label: ClassVar[bool] = True
+    of_loss: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._batches: list[tuple[Tensor, Tensor | float]] = []
+
+    def update_loss(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
+        """Add the loss of a batch, or of a process's share of it, which weighs so much in the batch's mean."""
+        self._batches.append((loss.detach().double(), weight))
+
+    def join(self, processes: Processes) -> None:
+        """Put the batches together from all processes' shares; all of them have been fed equally many."""
+        sums = [
+            [float(loss) * float(weight) if float(weight) else 0.0, float(weight)] for loss, weight in self._batches
+        ]
+        whole = processes.all_reduce(torch.tensor(sums, dtype=torch.float64).reshape(-1, 2))
+        self._batches = [(total / weight, 1.0) for total, weight in whole if weight > 0]
+
+    def compute(self) -> float:
+        """Return the mean, NaN where nothing was fed."""
+        return float(torch.stack([loss for loss, _ in self._batches]).mean()) if self._batches else math.nan
 
 
 @dataclass(frozen=True)

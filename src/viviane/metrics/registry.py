@@ -1,8 +1,13 @@
-"""Metrics by name: fed batch by batch, computed when asked."""
+"""Metrics by name: fed batch by batch, computed when asked.
+
+A name may say more than the metric: "ndcg@10:user" is NDCG over the ten best rows of each user, where user is a
+one-hot column of the data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from torch import Tensor
@@ -37,6 +42,12 @@ class Metric:
     """
 
     higher_is_better: ClassVar[bool | None] = True
+    any_label: ClassVar[bool] = False
+    """Whether it is defined for regression labels too."""
+    of_loss: ClassVar[bool] = False
+    """Whether it is fed the losses of batches (`update_loss`), not predictions."""
+    by_group: ClassVar[bool] = False
+    """Whether `update` needs the group of each row, such as its user or query."""
 
     def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch: probabilities (B,), labels (B,), weights (B,) or None for 1 each."""
@@ -63,10 +74,50 @@ class Metric:
 
 
 METRICS: Registry[type[Metric]] = Registry("metric")
+GROUPED: Registry[type[Metric]] = Registry("metric by group")
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """A metric's name, taken apart: base, the number behind "@" and the column behind ":".
+
+    Example:
+        >>> MetricName.parse("ndcg@10:user")
+        MetricName(base='ndcg', k=10, group='user')
+    """
+
+    base: str
+    k: int | None = None
+    group: str | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> MetricName:
+        """Take a name apart.
+
+        Raises:
+            ConfigError: what follows "@" is not a number from 1, or no column follows ":".
+        """
+        front, colon, group = name.partition(":")
+        base, at, text = front.partition("@")
+        if (at and (not text.isdigit() or int(text) < 1)) or (colon and not group):
+            raise ConfigError("not the name of a metric", value=name, allowed="name, name:column or name@k:column")
+        return cls(base, int(text) if at else None, group or None)
+
+    @property
+    def kind(self) -> type[Metric]:
+        """The metric's class; one that compares the rows of a group where "@" or ":" is in the name.
+
+        Raises:
+            ConfigError: an unknown metric, with the nearest name; one that knows no groups.
+        """
+        plain = self.k is None and self.group is None
+        if not plain and self.base in METRICS and self.base not in GROUPED:
+            raise ConfigError("the metric knows no groups", value=self.base, allowed=", ".join(GROUPED))
+        return METRICS[self.base] if plain else GROUPED[self.base]
 
 
 def build_metric(name: str) -> Metric:
-    """Build a metric by its registered name.
+    """Build a metric by its registered name, such as "auc" or "ndcg@10:user".
 
     Raises:
         ConfigError: with the nearest name.
@@ -75,4 +126,5 @@ def build_metric(name: str) -> Metric:
         >>> build_metric("auc").higher_is_better
         True
     """
-    return METRICS[name]()
+    parsed = MetricName.parse(name)
+    return parsed.kind() if parsed.k is None else parsed.kind(parsed.k)  # type: ignore[call-arg]

@@ -11,14 +11,13 @@ from typing import TypeAlias
 
 from viviane.core.errors import ConfigError, SchemaError, suggest
 from viviane.embedding import DynamicOptions, DynamicTableConfig, FeatureConfig, TableConfig
+from viviane.model.losses import GraphLoss, in_order
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
-from viviane.nn import Layer, build_layer
+from viviane.nn import Layer, Loss, build_layer
+from viviane.nn.rows import BATCH, Shape, rows_of
 from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
 
-Shape: TypeAlias = tuple[int, ...]
 AnyTable: TypeAlias = TableConfig | DynamicTableConfig
-
-LOSSES = frozenset({"BinaryCrossEntropyLoss"})
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Plan:
         shapes: of every tensor but the groups of categorical columns.
         layers: a built layer for each `DenseLayer` that runs, by node name; losses are not among them.
         tables: for each `SparseEmbedding`, by node name.
-        logits: for each label of the schema, in its order, the tensor that predicts it.
+        losses: in the schema's order of labels; the module's output is what they read, side by side.
         unused: tensors that nothing reads.
     """
 
@@ -58,8 +57,13 @@ class Plan:
     shapes: dict[str, Shape] = field(default_factory=dict)
     layers: dict[str, Layer] = field(default_factory=dict)
     tables: dict[str, Tables] = field(default_factory=dict)
-    logits: dict[str, str] = field(default_factory=dict)
+    losses: list[GraphLoss] = field(default_factory=list)
     unused: tuple[str, ...] = ()
+
+    @property
+    def logits(self) -> dict[str, str]:
+        """For each label, the tensor that predicts it."""
+        return {label: loss.output for loss in self.losses for label in loss.labels}
 
     @property
     def embeddings(self) -> list[SparseEmbedding]:
@@ -105,7 +109,7 @@ def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> Plan:
             if top in users:
                 raise ConfigError("two tensors of one name", where=f"node {node.name!r}", value=top)
             users[top] = []
-    _check_losses(plan, schema)
+    plan.losses = in_order(plan.losses, schema)
     plan.unused = tuple(
         name
         for name, readers in users.items()
@@ -210,8 +214,8 @@ def _add_layer(plan: Plan, node: DenseLayer, seed: int) -> tuple[str, ...]:
         _check_bottom(plan, bottom, where)
     inputs = [plan.shapes[bottom] for bottom in node.bottom]
     layer = build_layer(node.type, node.params, inputs, seed=seed, name=node.name)
-    if node.type in LOSSES:
-        _add_loss(plan, node, where)
+    if isinstance(layer, Loss):
+        _add_loss(plan, node, layer, where)
         return ()
     if len(node.top) != len(layer.out_shapes):
         raise ConfigError(
@@ -240,37 +244,19 @@ def _check_bottom(plan: Plan, bottom: str, where: str) -> None:
         raise SchemaError(f"the schema has no {kind} columns, so the tensor is empty", where=where, value=bottom)
 
 
-def _add_loss(plan: Plan, node: DenseLayer, where: str) -> None:
-    logit, label = node.bottom
+def _add_loss(plan: Plan, node: DenseLayer, layer: Loss, where: str) -> None:
+    output, label = node.bottom
     if label not in plan.label:
         fix = suggest(label, plan.label)
         raise ConfigError("a loss reads a logit, then a label of the Input", where=where, value=label, fix=fix)
-    if logit in plan.label:
-        raise ConfigError("a loss reads a logit, then a label of the Input", where=where, value=logit)
-    (column,) = plan.label[label]
-    if column in plan.logits:
-        raise ConfigError("two losses of one label", where=where, value=column, fix="keep one loss a label")
-    plan.logits[column] = logit
-
-
-def _check_losses(plan: Plan, schema: Schema) -> None:
-    """Put the predictions into the schema's order; every label has one."""
-    names = [label.name for label in schema.labels]
-    if not names:
-        raise SchemaError("the schema has no label, so there is nothing to train")
-    if not plan.logits:
-        example = "model.add(vv.DenseLayer('loss', 'BinaryCrossEntropyLoss', bottom=['logit', 'label']))"
-        raise ConfigError("the graph has no loss", fix=f"end it with one: {example}")
-    for label in schema.labels:
-        if label.name not in plan.logits:
-            raise ConfigError(
-                "a label has no loss",
-                value=label.name,
-                fix="add a loss for it, or leave it out: vv.Dataset(path, schema.select([...]))",
-            )
-        if label.task != "binary":
-            raise ConfigError("binary cross-entropy needs a binary label", value=label.name, allowed="task 'binary'")
-    plan.logits = {name: plan.logits[name] for name in names}
+    if output in plan.label:
+        raise ConfigError("a loss reads a logit, then a label of the Input", where=where, value=output)
+    shape = plan.shapes[output]
+    if rows_of(shape) != BATCH:
+        raise layer.refuse("outputs with one row for each sample")
+    if node.type == "CrossEntropyLoss" and shape != (2,):
+        raise layer.refuse("a logit (B, 2): the labels of a model are binary")
+    plan.losses.append(GraphLoss(node.name, layer, output, shape[0], plan.label[label]))
 
 
 def unused_message(names: Iterable[str]) -> str:

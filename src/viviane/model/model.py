@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -19,17 +19,19 @@ from viviane.core.files import write_bytes_atomic
 from viviane.core.logging import get_logger
 from viviane.data import Dataset
 from viviane.model.graph import Plan, plan_graph, unused_message
+from viviane.model.losses import terms, weigh_losses
 from viviane.model.module import GraphModule
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
 from viviane.model.plot import graph_svg
 from viviane.model.prediction import as_batches, predict_rows
 from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
 from viviane.model.summary import ModelSummary, summarize
-from viviane.parallel import join_processes, make_tables
+from viviane.parallel import check_plan_names, join_processes, make_tables
 from viviane.schema import Schema
 from viviane.training import Callback, History, Trainer
 from viviane.training.checkpoint import take_part
 from viviane.training.dense_state import collections_of, dense_parameters
+from viviane.training.objective import LossTerm
 
 _log = get_logger("model")
 
@@ -77,6 +79,7 @@ class Model:
         """The fitted ETL of the data, where it is known: `save` takes it along, `predict(raw=True)` uses it."""
         self._own_module = module
         self._module: nn.Module | None = None
+        self._terms: list[LossTerm] | None = None
         self._trainer: Trainer | None = None
         if isinstance(schema, Dataset):
             self._remember_etl(schema)
@@ -110,13 +113,16 @@ class Model:
         optimizer: AnyOptimizer | None = None,
         embedding_optimizer: AnyOptimizer | None = None,
         metrics: Sequence[str] | None = None,
+        loss_weights: Mapping[str, float] | None = None,
     ) -> None:
         """Check the graph, make its weights, and settle how they are trained.
 
         Args:
             optimizer: of the dense layers; None takes Adam().
             embedding_optimizer: of tables without their own; None takes `optimizer`.
-            metrics: names; the first one leads. None takes "auc" and "log_loss".
+            metrics: names, such as "auc" or "gauc:user"; the first one leads. None takes "auc" and "log_loss".
+            loss_weights: weights of several losses, by label tensor or loss node; they scale gradients too. It is
+                the same as `loss_weight` at the loss nodes.
 
         Raises:
             ConfigError, SchemaError: the graph is not right; the node, tensor or column is named.
@@ -130,30 +136,22 @@ class Model:
             if embedding_optimizer is not None:
                 fix = "give it to the EmbeddingCollection inside the module"
                 raise ConfigError("a torch module's tables have their own optimizer", fix=fix)
+            if loss_weights is not None:
+                raise ConfigError("loss_weights are for a graph's losses", fix="weigh them in a loss of your own")
             module: nn.Module = self._own_module
         else:
+            self.nodes = weigh_losses(self.nodes, loss_weights or {})
             plan = self.plan()
+            self._terms = terms(plan.losses, self.schema)
             if plan.unused:
                 _log.warning("%s: %s", self.name, unused_message(plan.unused))
-            self._check_plan(plan)
-            wire = self.solver.wire_dtype
-            make = partial(make_tables, group=group, plan=self.solver.plan, wire_dtype=wire)
+            check_plan_names(self.solver.plan, [table.name for one in plan.tables.values() for table in one.tables])
+            make = partial(make_tables, group=group, plan=self.solver.plan, wire_dtype=self.solver.wire_dtype)
             module = GraphModule(plan, embedding_optimizer or chosen, device=device, seed=self.solver.seed, make=make)
         self.optimizer, self.embedding_optimizer = chosen, embedding_optimizer
         self.metrics = None if metrics is None else tuple(metrics)
-        self._trainer = Trainer(module, self.schema, self.solver, chosen, metrics=self.metrics)
+        self._trainer = Trainer(module, self.schema, self.solver, chosen, metrics=self.metrics, terms=self._terms)
         self._module = module
-
-    def _check_plan(self, plan: Plan) -> None:
-        """Refuse a solver's plan that speaks of tables which are in no embedding."""
-        given = self.solver.plan or {}
-        names = [one["table"] for one in given["tables"]] if "world_size" in given else list(given)
-        known = {table.name for one in plan.tables.values() for table in one.tables}
-        for name in names:
-            if name not in known:
-                where = "solver.plan"
-                raise ConfigError("the plan names a table that is not there", where=where, value=name,
-                                  fix=suggest(name, known))  # fmt: skip
 
     @property
     def module(self) -> nn.Module:
@@ -233,6 +231,7 @@ class Model:
             solver,
             before.optimizer,
             metrics=self.metrics,
+            terms=self._terms,
             callbacks=callbacks,
             run_folder=run_folder,
             config={"name": self.name, **graph},

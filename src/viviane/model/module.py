@@ -68,14 +68,14 @@ class GraphModule(nn.Module):
                     bottoms = tuple(slots[bottom] for bottom in node.bottom)
                     self._steps.append((layer, bottoms, tuple(_slot(slots, top) for top in node.top)))
         self._num_slots = len(slots)
-        self._outputs = tuple(slots[name] for name in plan.logits.values())
+        self._outputs = tuple(slots[loss.output] for loss in plan.losses)
 
     def _keep(self, name: str, module: nn.Module) -> None:
         # Not add_module: it refuses names that nn.Module uses itself, such as "type" or "train".
         self._modules[name] = module
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits, (B, L), in the schema's order of labels."""
+        """Return what the losses read side by side: the logits, (B, L), where there is one for each label."""
         values: list[Any] = [None] * self._num_slots
         for slot, source in self._sources:
             values[slot] = source(batch)
@@ -121,7 +121,7 @@ def _slot(slots: dict[str, int], name: str) -> int:
 
 def _needed(plan: Plan) -> set[str]:
     """Return the tensors that some logit depends on."""
-    needed = set(plan.logits.values())
+    needed = {loss.output for loss in plan.losses}
     for node in reversed(plan.nodes):
         if isinstance(node, DenseLayer) and needed.intersection(node.top) and node.name in plan.layers:
             needed.update(node.bottom)

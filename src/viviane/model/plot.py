@@ -9,10 +9,12 @@ from itertools import pairwise
 from typing import Any, Final
 
 from viviane.embedding import DynamicTableConfig, TableConfig
-from viviane.model.graph import Plan, Shape, plan_graph
+from viviane.model.graph import Plan, plan_graph
 from viviane.model.layout import Placed, lay_out
+from viviane.model.losses import loss_options
 from viviane.model.nodes import DenseLayer, Input, SparseEmbedding
 from viviane.model.saving import ModelFile
+from viviane.nn.rows import Shape, show_shape
 from viviane.schema import Schema
 
 _CHARACTER: Final = 6.9  # pixels of a character at 12 px
@@ -103,7 +105,7 @@ def _boxes(plan: Plan) -> dict[str, Box]:
             shapes = [plan.shapes[top] for top in node.top]
             boxes[node.name] = Box("layer", (node.name, _short(node), _show(shapes)))
         elif isinstance(node, DenseLayer):
-            boxes[node.name] = Box("loss", (node.name, node.type))
+            boxes[node.name] = Box("loss", (node.name, node.type, *loss_options(node)))
     return boxes
 
 
@@ -136,7 +138,7 @@ def _short(node: DenseLayer) -> str:
 
 
 def _show(shapes: Sequence[Shape]) -> str:
-    return "  ".join("(" + ", ".join(["B", *map(str, shape)]) + ")" for shape in shapes)
+    return "  ".join(show_shape(shape) for shape in shapes)
 
 
 def _draw(box: Box, place: Placed) -> str:

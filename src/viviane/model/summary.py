@@ -11,8 +11,10 @@ from torch import nn
 from viviane.config import AnyOptimizer
 from viviane.embedding import TableConfig, TableSummary
 from viviane.embedding.state import summarize as summarize_table
-from viviane.model.graph import Plan, Shape, Tables, unused_message
+from viviane.model.graph import Plan, Tables, unused_message
+from viviane.model.losses import loss_options
 from viviane.model.nodes import Input, Node, SparseEmbedding
+from viviane.nn.rows import Shape, show_shape
 from viviane.training.dense_state import collections_of, dense_parameters
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ class LayerSummary:
         names: the node's; of an Input, those of its tensors.
         shapes: of its outputs, without the batch; empty where they are not known.
         num_parameters: dense weights; those of tables stand in the tables' lines.
+        options: weight and regularizer of a loss.
     """
 
     names: tuple[str, ...]
@@ -37,6 +40,7 @@ class LayerSummary:
     bottoms: tuple[str, ...]
     shapes: tuple[Shape, ...]
     num_parameters: int
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,8 @@ def _node(plan: Plan, node: Node) -> LayerSummary:
     layer = plan.layers.get(node.name)
     count = 0 if layer is None else sum(one.numel() for one in layer.parameters())
     shapes = tuple(plan.shapes[top] for top in node.top) if layer is not None else ()
-    return LayerSummary((node.name,), node.type, node.bottom, shapes, count)
+    options = () if layer is not None else tuple(loss_options(node))
+    return LayerSummary((node.name,), node.type, node.bottom, shapes, count, options)
 
 
 def _tables(one: Tables, optimizer: AnyOptimizer) -> list[TableSummary]:
@@ -160,9 +165,9 @@ def _layer_table(summary: ModelSummary) -> Table:
     rows = [
         (
             "\n".join(layer.names),
-            layer.type,
+            "\n".join([layer.type, *layer.options]),
             "\n".join(layer.bottoms),
-            "\n".join("(" + ", ".join(["B", *map(str, shape)]) + ")" for shape in layer.shapes),
+            "\n".join(show_shape(shape) for shape in layer.shapes),
             f"{layer.num_parameters:,}" if layer.num_parameters else "",
             human_bytes(_BYTES_PER_NUMBER * layer.num_parameters) if layer.num_parameters else "",
         )

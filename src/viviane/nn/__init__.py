@@ -1,41 +1,82 @@
 """Layers and losses: `nn.Module`s with HugeCTR's names and formulas, for graphs and for any PyTorch program."""
 
+from viviane.nn.attention import MultiHeadAttention, SequenceMask, Softmax, masked_softmax
 from viviane.nn.basic import ELU, Add, Dropout, ReduceMean, ReduceSum, ReLU, Sigmoid, Sub
 from viviane.nn.cross import ElementwiseMultiply, FmOrder2, MultiCross, WeightMultiply
+from viviane.nn.cross_entropy import (
+    CrossEntropyLoss,
+    MeanSquaredErrorLoss,
+    MultiCrossEntropyLoss,
+    cross_entropy,
+    multi_cross_entropy,
+    squared_error,
+)
+from viviane.nn.dice import PReLU_Dice
+from viviane.nn.fused import FusedInnerProduct, GroupFusedInnerProduct
 from viviane.nn.init import Initializer
 from viviane.nn.interaction import Interaction
 from viviane.nn.linear import MLP, InnerProduct
+from viviane.nn.loss import Loss
 from viviane.nn.losses import BinaryCrossEntropyLoss, binary_cross_entropy, regularization_loss
 from viviane.nn.norm import BatchNorm, LayerNorm
+from viviane.nn.older_names import OLDER_NAMES
 from viviane.nn.registry import LAYERS, Layer, build_layer
+from viviane.nn.rows import Rows, RowShape
+from viviane.nn.select import Cast, Gather, MatrixMultiply, Select
+from viviane.nn.sequence import GRU, FusedReshapeConcat, FusedReshapeConcatGeneral, Scale
 from viviane.nn.shape import Concat, Reshape, Slice
 
 __all__ = [
     "ELU",
+    "GRU",
     "LAYERS",
     "MLP",
+    "OLDER_NAMES",
     "Add",
     "BatchNorm",
     "BinaryCrossEntropyLoss",
+    "Cast",
     "Concat",
+    "CrossEntropyLoss",
     "Dropout",
     "ElementwiseMultiply",
     "FmOrder2",
+    "FusedInnerProduct",
+    "FusedReshapeConcat",
+    "FusedReshapeConcatGeneral",
+    "Gather",
+    "GroupFusedInnerProduct",
     "Initializer",
     "InnerProduct",
     "Interaction",
     "Layer",
     "LayerNorm",
+    "Loss",
+    "MatrixMultiply",
+    "MeanSquaredErrorLoss",
     "MultiCross",
+    "MultiCrossEntropyLoss",
+    "MultiHeadAttention",
+    "PReLU_Dice",
     "ReLU",
     "ReduceMean",
     "ReduceSum",
     "Reshape",
+    "RowShape",
+    "Rows",
+    "Scale",
+    "Select",
+    "SequenceMask",
     "Sigmoid",
     "Slice",
+    "Softmax",
     "Sub",
     "WeightMultiply",
     "binary_cross_entropy",
     "build_layer",
+    "cross_entropy",
+    "masked_softmax",
+    "multi_cross_entropy",
     "regularization_loss",
+    "squared_error",
 ]

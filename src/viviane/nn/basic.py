@@ -24,7 +24,7 @@ class Dropout(Layer):
     """Set elements to zero with probability p and scale the others by 1 / (1 - p), in training only.
 
     Example:
-        >>> Dropout([(4,)], DropoutParameters(dropout_rate=0.1)).eval().out_shapes
+        >>> Dropout([(4,)], dropout_rate=0.1).eval().out_shapes
         [(4,)]
     """
 
@@ -66,7 +66,13 @@ class ELUParameters(Settings):
 
 @LAYERS.register("ELU")
 class ELU(Layer):
-    """x where x > 0, else alpha (exp(x) - 1)."""
+    """x where x > 0, else alpha (exp(x) - 1).
+
+    Example:
+        >>> import torch
+        >>> round(ELU([(1,)])(torch.tensor([[-1.0]])).item(), 4)
+        -0.6321
+    """
 
     Parameters = ELUParameters
 
@@ -81,7 +87,13 @@ class ELU(Layer):
 
 @LAYERS.register("Sigmoid")
 class Sigmoid(Layer):
-    """1 / (1 + exp(-x))."""
+    """1 / (1 + exp(-x)).
+
+    Example:
+        >>> import torch
+        >>> Sigmoid([(1,)])(torch.zeros(1, 1)).item()
+        0.5
+    """
 
     def build(self, init: Initializer) -> list[Shape]:
         """Keep the shape."""
@@ -117,7 +129,13 @@ class Add(Layer):
 
 @LAYERS.register("Sub")
 class Sub(Layer):
-    """Difference a - b of two equally shaped inputs."""
+    """Difference a - b of two equally shaped inputs.
+
+    Example:
+        >>> import torch
+        >>> Sub([(1,), (1,)])(torch.ones(1, 1), torch.full((1, 1), 3.0)).item()
+        -2.0
+    """
 
     def build(self, init: Initializer) -> list[Shape]:
         """Check that the shapes are equal."""
@@ -164,7 +182,13 @@ class ReduceSum(_Reduce):
 
 @LAYERS.register("ReduceMean")
 class ReduceMean(_Reduce):
-    """Mean over one axis, which stays with length 1."""
+    """Mean over one axis, which stays with length 1.
+
+    Example:
+        >>> import torch
+        >>> ReduceMean([(2,)])(torch.tensor([[1.0, 3.0]])).tolist()
+        [[2.0]]
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer, InitializerName
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.ops.cross_layers import cross_layers
 
 
 class MultiCrossParameters(Settings):
@@ -44,7 +45,8 @@ class MultiCross(Layer):
         v2, rank k x_{l+1} = x_0 * (V_l (U_l x_l) + b_l) + x_l      U (k, n), V (n, k), b (n)
         v2, full   x_{l+1} = x_0 * (W_l x_l + b_l) + x_l            W (n, n), b (n)
 
-    Weights are Xavier-normal, biases 0.
+    Weights are Xavier-normal, biases 0. On a GPU v2 does its element-wise work inside the matrix products, see
+    `viviane.ops.cross_layers`; v1 has none to speak of and is plain torch everywhere.
 
     Source: Wang et al. 2017 (v1), Wang et al. 2021 (v2).
 
@@ -75,20 +77,18 @@ class MultiCross(Layer):
             if settings.bias_init_type == "default":
                 self.biases.append(init.constant((n,)))
             else:
-                self.biases.append(init.weight(f"{i}.bias", (n,), settings.bias_init_type, fan_in=1, fan_out=n))
+                self.biases.append(init.weight(f"{i}.bias", (n,), settings.bias_init_type, fan_in=0, fan_out=n))
         return [(n,)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the last cross layer's output."""
         settings = cast(MultiCrossParameters, self.settings)
+        if settings.projection_dim or settings.full_rank:
+            projections = list(self.projections) if settings.projection_dim else None
+            return cross_layers(x, projections, list(self.weights), list(self.biases))
         first = x
-        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            if settings.projection_dim:
-                x = torch.addcmul(x, first, F.linear(F.linear(x, self.projections[i]), weight, bias))
-            elif settings.full_rank:
-                x = torch.addcmul(x, first, F.linear(x, weight, bias))
-            else:
-                x = torch.addcmul(x + bias, first, (x @ weight).unsqueeze(1))
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = torch.addcmul(x + bias, first, (x @ weight).unsqueeze(1))
         return x
 
 
@@ -124,7 +124,8 @@ class FmOrder2(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the pairwise products, summed over pairs."""
-        e = x.view(x.shape[0], -1, self.out_shapes[0][0])  # (B, s, d)
+        d = self.out_shapes[0][0]
+        e = x.view(x.shape[0], math.prod(self.in_shapes[0]) // d, d)  # (B, s, d)
         return 0.5 * (e.sum(1).square() - e.square().sum(1))
 
 

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from viviane.core.seeds import derive_seed
 
-InitializerName: TypeAlias = Literal["default", "uniform", "xavier_normal", "xavier_uniform", "zero"]
+HUGECTR_NAMES: Final = {
+    "Default": "default",
+    "Uniform": "uniform",
+    "XavierNorm": "xavier_normal",
+    "XavierUniform": "xavier_uniform",
+    "Zero": "zero",
+}
+"""The members of HugeCTR's Initializer_t, which every layer takes besides our own names."""
+
+
+def _our_name(value: Any) -> Any:
+    return HUGECTR_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+InitializerName: TypeAlias = Annotated[
+    Literal["default", "uniform", "xavier_normal", "xavier_uniform", "zero"], BeforeValidator(_our_name)
+]
 
 
 class Initializer:
@@ -60,6 +77,8 @@ class Initializer:
         uniform         U(-1/(fan_in + fan_out), 1/(fan_in + fan_out))
         xavier_normal   N(0, 2 / (fan_in + fan_out))
         xavier_uniform  U(-a, a), a = sqrt(6 / (fan_in + fan_out))
+
+        The fan_in of a bias is 0, as in HugeCTR.
         """
         total = fan_in + fan_out
         if kind == "zero":

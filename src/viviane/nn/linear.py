@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer, InitializerName
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.ops.mlp import mlp, reason
 
 ActivationName = Literal["relu", "none"]
 
@@ -49,7 +50,7 @@ class InnerProduct(Layer):
         if settings.bias_init_type == "default":
             self.bias = init.truncated_normal("bias", (n,), math.sqrt(1 / n))
         else:
-            self.bias = init.weight("bias", (n,), settings.bias_init_type, fan_in=1, fan_out=n)
+            self.bias = init.weight("bias", (n,), settings.bias_init_type, fan_in=0, fan_out=n)
         return [(*front, n)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,6 +101,9 @@ class MLP(Layer):
     (B, k) -> (B, num_outputs[-1]). Normalisation and dropout are Viviane's additions to HugeCTR's MLP; a layer
     whose activation is "none" is an output: neither is applied to it.
 
+    On a GPU bias, ReLU and their gradients are part of the matrix products (`viviane.ops.mlp`), which skip hooks of
+    the modules in `layers`; `unfused` says when the modules are called one by one instead.
+
     Example:
         >>> import torch
         >>> mlp = MLP([(13,)], MLPParameters(num_outputs=(64, 16)))
@@ -129,6 +133,7 @@ class MLP(Layer):
                     steps.append(nn.Dropout(settings.dropout))
             width = n
         self.layers = nn.Sequential(*steps)
+        self._relu = [act == "relu" for act in activations]
         return [(width,)]
 
     def _linear(self, init: Initializer, index: int, k: int, n: int, bias: bool) -> nn.Linear:
@@ -142,9 +147,30 @@ class MLP(Layer):
         if bias and settings.bias_init_type == "default":
             linear.bias = init.uniform(f"{index}.bias", (n,), bound)
         elif bias:
-            linear.bias = init.weight(f"{index}.bias", (n,), settings.bias_init_type, fan_in=1, fan_out=n)
+            linear.bias = init.weight(f"{index}.bias", (n,), settings.bias_init_type, fan_in=0, fan_out=n)
         return linear
+
+    def unfused(self, x: Tensor) -> str | None:
+        """Say why the layers are called one by one on an input, or None where one operator computes them all.
+
+        Example:
+            >>> import torch
+            >>> MLP([(13,)], MLPParameters(num_outputs=(4,), batch_norm=True)).unfused(torch.ones(2, 13))
+            'a normalisation stands between a product and its activation'
+        """
+        settings = cast(MLPParameters, self.settings)
+        if settings.batch_norm or settings.layer_norm:
+            return "a normalisation stands between a product and its activation"
+        if settings.dropout and self.training:
+            return "dropout draws new zeros after each activation"
+        return reason(x, *self._weights())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the last layer's activations."""
+        if self.unfused(x) is None:
+            return mlp(x, *self._weights(), self._relu)
         return cast(Tensor, self.layers(x))
+
+    def _weights(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        linears = [step for step in self.layers if isinstance(step, nn.Linear)]
+        return [one.weight for one in linears], [one.bias for one in linears]

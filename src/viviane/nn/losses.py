@@ -7,12 +7,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from viviane.config.base import Settings
 from viviane.core.errors import SchemaError
 from viviane.nn.init import Initializer
-from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.nn.loss import Loss
+from viviane.nn.registry import LAYERS, Shape
+from viviane.ops.logistic_loss import logistic_loss
 
 
 def binary_cross_entropy(
@@ -26,7 +26,8 @@ def binary_cross_entropy(
 
         loss = sum_b w_b l_b / sum_b w_b        w_b = weight_b (c_0 (1 - y_b) + c_1 y_b)
 
-    The class weights multiply the loss and not the divisor, so that they change the balance of the classes.
+    The class weights multiply the loss and not the divisor, so that they change the balance of the classes. On a GPU
+    loss and gradient come from one kernel, see `viviane.ops.logistic_loss`.
 
     Args:
         logits, labels: (B,) or (B, 1); labels between 0 and 1.
@@ -38,19 +39,13 @@ def binary_cross_entropy(
         >>> round(binary_cross_entropy(torch.zeros(2), torch.tensor([0.0, 1.0])).item(), 4)
         0.6931
     """
-    logits, labels = logits.float().flatten(), labels.float().flatten()
+    logits, labels = logits.flatten(), labels.flatten()
     if logits.shape != labels.shape:
         raise SchemaError("one logit per label", value=f"{len(logits)} logits, {len(labels)} labels")
-    targets = labels * (1 - label_smoothing) + label_smoothing / 2 if label_smoothing else labels
-    if weight is None and class_weights is None:
-        return F.binary_cross_entropy_with_logits(logits, targets)
-    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-    if class_weights is not None:
-        losses = losses * (class_weights[0] + (class_weights[1] - class_weights[0]) * labels)
-    if weight is None:
-        return losses.mean()
-    weight = weight.float()
-    return (losses * weight).sum() / weight.sum().clamp_min(torch.finfo(torch.float32).tiny)
+    if logits.dtype == torch.float64:
+        logits = logits.float()
+    weight = None if weight is None else weight.flatten()
+    return logistic_loss(logits, labels, weight, class_weights or (1.0, 1.0), label_smoothing)
 
 
 def regularization_loss(
@@ -68,12 +63,8 @@ def regularization_loss(
     return torch.stack([w.square().sum() for w in weights]).sum() * (strength / (2 * batch_size))
 
 
-class BinaryCrossEntropyLossParameters(Settings):
-    """Parameters of `BinaryCrossEntropyLoss`: none yet; weights and smoothing belong to the solver."""
-
-
 @LAYERS.register("BinaryCrossEntropyLoss")
-class BinaryCrossEntropyLoss(Layer):
+class BinaryCrossEntropyLoss(Loss):
     """Binary cross-entropy of (logit, label): (B, 1) and (B, 1) -> a number; the sigmoid is inside.
 
     Example:
@@ -82,14 +73,19 @@ class BinaryCrossEntropyLoss(Layer):
         0.6931
     """
 
-    Parameters = BinaryCrossEntropyLossParameters
-
     def build(self, init: Initializer) -> list[Shape]:
         """Check that there is one logit per label."""
         if len(self.in_shapes) != 2 or any(shape not in ((1,), ()) for shape in self.in_shapes):
             raise self.refuse("a logit (B, 1) and a label (B, 1)")
         return [()]
 
-    def forward(self, logit: Tensor, label: Tensor) -> Tensor:
-        """Return the mean loss."""
-        return binary_cross_entropy(logit, label)
+    def mean_loss(
+        self,
+        output: Tensor,
+        label: Tensor,
+        weight: Tensor | None = None,
+        class_weights: tuple[float, float] | None = None,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """Return the loss of a batch."""
+        return binary_cross_entropy(output, label, weight, class_weights, label_smoothing)

@@ -8,7 +8,7 @@ dimension, and whose second is its parameters, a `Settings` object. It says its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -16,8 +16,9 @@ from viviane.config.base import Settings
 from viviane.core.errors import ConfigError, SchemaError
 from viviane.core.registry import Registry
 from viviane.nn.init import Initializer
+from viviane.nn.rows import Rows, RowShape, Shape, rows_of, show_shape, with_rows
 
-Shape: TypeAlias = tuple[int, ...]
+__all__ = ["LAYERS", "Layer", "NoParameters", "Shape", "build_layer"]
 
 
 class NoParameters(Settings):
@@ -32,9 +33,17 @@ class Layer(nn.Module):
         settings: the layer's parameters, an object of its class's `Parameters`.
         init: source of initial values; None seeds one with 0.
         name: the layer's name, for messages.
+        parameters: the fields of `settings`, instead of it.
+
+    Example:
+        >>> from viviane import nn
+        >>> nn.MLP([(13,)], num_outputs=[64, 16]).out_shapes
+        [(16,)]
     """
 
     Parameters: ClassVar[type[Settings]] = NoParameters
+    changes_rows: ClassVar[bool] = False
+    """Whether the outputs may have other rows than the inputs; such a layer's `build` says which."""
     out_shapes: list[Shape]
 
     def __init__(
@@ -44,12 +53,20 @@ class Layer(nn.Module):
         *,
         init: Initializer | None = None,
         name: str | None = None,
+        **parameters: Any,
     ) -> None:
         super().__init__()
         self.name = name or type(self).__name__
-        self.in_shapes = [tuple(shape) for shape in in_shapes]
-        self.settings = self.Parameters() if settings is None else settings
-        self.out_shapes = self.build(init or Initializer(0, self.name))
+        if settings is not None and parameters:
+            fix = "leave the settings object out"
+            raise ConfigError("give parameters once", where=self.name, value=", ".join(parameters), fix=fix)
+        self.in_shapes = [shape if isinstance(shape, RowShape) else tuple(shape) for shape in in_shapes]
+        self.settings = self.Parameters(**parameters) if settings is None else settings
+        if self.changes_rows:
+            self.out_shapes = self.build(init or Initializer(0, self.name))
+        else:
+            rows = self.same_rows()
+            self.out_shapes = [with_rows(shape, rows) for shape in self.build(init or Initializer(0, self.name))]
 
     def build(self, init: Initializer) -> list[Shape]:
         """Create the weights and return the outputs' shapes."""
@@ -60,14 +77,21 @@ class Layer(nn.Module):
         return SchemaError(
             "a layer cannot take these inputs",
             where=f"layer {self.name!r} ({type(self).__name__})",
-            value=", ".join(_show(shape) for shape in self.in_shapes) or "no inputs",
+            value=", ".join(show_shape(shape) for shape in self.in_shapes) or "no inputs",
             allowed=allowed,
         )
+
+    def same_rows(self) -> Rows:
+        """Return the rows that all inputs have, or refuse."""
+        rows = {rows_of(shape) for shape in self.in_shapes}
+        if len(rows) > 1:
+            raise self.refuse("inputs with the same number of rows")
+        return next(iter(rows), Rows())
 
     def one_input(self, *ranks: int) -> Shape:
         """Return the only input's shape, or refuse; `ranks` counts dimensions without the batch."""
         if len(self.in_shapes) != 1 or (ranks and len(self.in_shapes[0]) not in ranks):
-            wanted = " or ".join(_show(("B", *["n"] * rank)[1:]) for rank in ranks) or "any shape"
+            wanted = " or ".join(show_shape(["n"] * rank) for rank in ranks) or "any shape"
             raise self.refuse(f"one input of shape {wanted}")
         return self.in_shapes[0]
 
@@ -105,7 +129,3 @@ def build_layer(
     except TypeError as error:
         raise ConfigError("layer parameters must have text keys", where=f"layer {name!r}", value=parameters) from error
     return layer(in_shapes, settings, init=Initializer(seed, name or kind), name=name or kind)
-
-
-def _show(shape: Sequence[Any]) -> str:
-    return "(" + ", ".join(["B", *map(str, shape)]) + ")"

@@ -12,6 +12,7 @@ from torch import Tensor
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.nn.rows import Rows, rows_of, with_rows
 
 
 class ConcatParameters(Settings):
@@ -52,61 +53,87 @@ class ReshapeParameters(Settings):
     """Parameters of `Reshape`; give exactly one form.
 
     Args:
-        leading_dim: the last dimension of the result, (B, leading_dim); with time_step t, (B, t, leading_dim).
-        selected: slots to keep of a (B, s, d) input: (B, len(selected) * d).
+        leading_dim: the last dimension of the result. A row of n leading_dim numbers gives n rows.
+        time_step: with leading_dim: (B, time_step, leading_dim).
+        selected: slots to keep of a (B, s, d) input: (B, len(selected) * d). HugeCTR writes it as selected=True
+            and `selected_slots`.
+        selected_slots: the slots, beside selected=True.
         shape: the result's shape without the batch; one entry may be -1.
     """
 
     leading_dim: int | None = Field(default=None, ge=1)
     time_step: int | None = Field(default=None, ge=1)
-    selected: tuple[int, ...] | None = None
+    selected: bool | tuple[int, ...] | None = None
+    selected_slots: tuple[int, ...] | None = None
     shape: tuple[int, ...] | None = None
+
+    @property
+    def slots(self) -> tuple[int, ...] | None:
+        """The slots to keep, however they were written."""
+        return self.selected_slots if isinstance(self.selected, bool) else self.selected
 
     @model_validator(mode="after")
     def _check(self) -> ReshapeParameters:
-        if sum(form is not None for form in (self.leading_dim, self.selected, self.shape)) != 1:
+        if sum(form is not None for form in (self.leading_dim, self.slots, self.shape)) != 1:
             raise ValueError("give exactly one of leading_dim, selected and shape")
         if self.time_step is not None and self.leading_dim is None:
             raise ValueError("time_step needs leading_dim")
+        if (self.selected is True) != (self.selected_slots is not None):
+            raise ValueError("selected=True and selected_slots belong together")
         return self
 
 
 @LAYERS.register("Reshape")
 class Reshape(Layer):
-    """Give a tensor another shape without moving the batch dimension.
+    """Give a tensor another shape.
+
+        leading_dim n              (B, ...) -> (B, n); a sample of r n numbers becomes r rows, (r B, n), and r rows
+                                   of a sample may become one again
+        leading_dim n, time_step t (B, ...) -> (B, t, n)
+        selected                   (B, s, d) -> (B, len(selected) d), the named slots
+        shape                      (B, ...) -> (B, *shape)
 
     Example:
-        >>> Reshape([(26, 16)], ReshapeParameters(leading_dim=416)).out_shapes
+        >>> Reshape([(26, 16)], leading_dim=416).out_shapes
         [(416,)]
+        >>> Reshape([(26, 16)], leading_dim=16).out_shapes[0].rows
+        Rows(count=26, of_batch=True)
     """
 
     Parameters = ReshapeParameters
+    changes_rows = True
 
     def build(self, init: Initializer) -> list[Shape]:
         """Work out the result's shape."""
         settings = cast(ReshapeParameters, self.settings)
         shape = self.one_input()
-        if settings.selected is not None:
-            if len(shape) != 2 or any(not 0 <= slot < shape[0] for slot in settings.selected):
-                raise self.refuse(f"(B, s, d) with s > {max(settings.selected, default=0)}, the largest selected slot")
-            self.register_buffer("slots", torch.tensor(settings.selected, dtype=torch.int64), persistent=False)
-            return [(len(settings.selected) * shape[1],)]
+        rows = rows_of(shape)
+        if settings.slots is not None:
+            if len(shape) != 2 or any(not 0 <= slot < shape[0] for slot in settings.slots):
+                raise self.refuse(f"(B, s, d) with s > {max(settings.slots, default=0)}, the largest selected slot")
+            self.register_buffer("slots", torch.tensor(settings.slots, dtype=torch.int64), persistent=False)
+            return [with_rows((len(settings.slots) * shape[1],), rows)]
+        size = math.prod(shape)
         if settings.leading_dim is not None:
             wanted = (*((settings.time_step,) if settings.time_step else ()), settings.leading_dim)
-        else:
-            wanted = settings.shape or ()
-        size, known = math.prod(shape), math.prod(n for n in wanted if n != -1)
+            count, left = divmod(size * rows.count, math.prod(wanted))
+            if left or not count:
+                raise self.refuse(f"an input whose {size * rows.count} elements a sample fill rows of {wanted}")
+            return [with_rows(wanted, Rows(count, rows.of_batch))]
+        wanted = settings.shape or ()
+        known = math.prod(n for n in wanted if n != -1)
         if wanted.count(-1) == 1 and known and size % known == 0:
             wanted = tuple(size // known if n == -1 else n for n in wanted)
         if min(wanted, default=0) < 1 or math.prod(wanted) != size:
             raise self.refuse(f"an input whose {size} elements a row fill {wanted}")
-        return [wanted]
+        return [with_rows(wanted, rows)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the reshaped tensor."""
-        if cast(ReshapeParameters, self.settings).selected is not None:
+        if cast(ReshapeParameters, self.settings).slots is not None:
             x = x.index_select(1, cast(Tensor, self.slots))
-        return x.reshape(x.shape[0], *self.out_shapes[0])
+        before, after = rows_of(self.in_shapes[0]), rows_of(self.out_shapes[0])
+        return x.reshape(x.shape[0] * after.count // before.count, *self.out_shapes[0])
 
 
 class SliceParameters(Settings):
@@ -120,7 +147,7 @@ class Slice(Layer):
     """Cut the last dimension into ranges, one output each.
 
     Example:
-        >>> Slice([(10,)], SliceParameters(ranges=((0, 4), (2, 10)))).out_shapes
+        >>> Slice([(10,)], ranges=((0, 4), (2, 10))).out_shapes
         [(4,), (8,)]
     """
 

@@ -69,12 +69,35 @@ def choose(device: torch.device) -> str:
     return name
 
 
-def reason(device: torch.device) -> str:
-    """Say why `choose` gives what it gives."""
+def reason(device: torch.device, operation: str | None = None) -> str:
+    """Say why `choose` gives what it gives.
+
+    Args:
+        device: of the tensors.
+        operation: its folder's name; without a file for CPUs, plain torch serves there.
+    """
     chosen = _chosen.get() or os.environ.get(VARIABLE, "auto")
     if chosen == "auto":
-        return "Triton, for GPUs" if device.type == "cuda" else "Numba, for CPUs"
+        if device.type == "cuda":
+            return "Triton, for GPUs"
+        if operation is not None and not (Path(__file__).parent / operation / "cpu.py").exists():
+            return "plain torch, whose matrix products are the fast ones on CPUs"
+        return "Numba, for CPUs"
     return f"chosen by {VARIABLE}" if _chosen.get() is None else "chosen by use_implementation"
+
+
+def kernels_serve(device: torch.device) -> bool:
+    """Whether Triton's kernels serve a device; `torch.compile` asks once, while it traces.
+
+    Example:
+        >>> kernels_serve(torch.device("cpu"))
+        False
+    """
+    return choose(device) == "gpu"
+
+
+# What torch.compiler.assume_constant_result does; to call it would load the compiler with this package.
+kernels_serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def operations() -> list[str]:
@@ -89,17 +112,22 @@ def interpreted() -> bool:
 
 def implementation(operation: str, device: torch.device) -> ModuleType:
     """Return the module that serves an operation, such as "embedding_bag", on a device."""
-    return _load(operation, choose(device))
+    return load(operation, choose(device))
 
 
 @cache
-def _load(operation: str, name: str) -> ModuleType:
+def load(operation: str, name: str) -> ModuleType:
+    """Return the module of one implementation of an operation.
+
+    Raises:
+        MissingExtraError: its library is absent.
+    """
     try:
         return importlib.import_module(f"viviane.ops.{operation}.{name}")
     except ImportError as error:
         library = _LIBRARY.get(name, "torch")
         raise MissingExtraError(
-            f"embedding tables on the {name.upper()} need the library {library!r}, which could not be imported",
+            f"{operation} on the {name.upper()} needs the library {library!r}, which could not be imported",
             value=str(error),
             fix=f"pip install {library}, or set {VARIABLE}=reference for the slow implementation in plain torch",
         ) from error

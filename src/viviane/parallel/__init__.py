@@ -1,7 +1,7 @@
 """Embedding tables over several processes: plans, shards, and the exchange between them."""
 
 from viviane.parallel.collection import ShardedCollection
-from viviane.parallel.default_plan import default_plan, make_tables
+from viviane.parallel.default_plan import check_plan_names, default_plan, make_tables
 from viviane.parallel.group import Group
 from viviane.parallel.plan import Plan, Shard, TablePlan, replicate, shards_of
 from viviane.parallel.start import join_processes, num_restarts
@@ -12,6 +12,7 @@ __all__ = [
     "Shard",
     "ShardedCollection",
     "TablePlan",
+    "check_plan_names",
     "default_plan",
     "join_processes",
     "make_tables",

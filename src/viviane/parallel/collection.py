@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,7 +19,7 @@ from viviane.embedding import (
     TableState,
     TableSummary,
 )
-from viviane.embedding.keys import Violation, raise_first
+from viviane.embedding.keys import Violations
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import Keys, place_features, read_keys
 from viviane.embedding.state import summarize
@@ -48,6 +47,9 @@ class ShardedCollection(TableCollection):
         group: the processes; None takes all that torchrun started.
         device: of this process's parts.
         wire_dtype: type of vectors and gradients between processes.
+        batch_size: rows of every process's batch, where they are always so many.
+        hotness: ids of every row, by feature, where a feature with bags always has so many. With `batch_size`, and
+            `hotness` of all features with bags, sizes are not exchanged: nothing waits for a GPU.
 
     Example:
         >>> from viviane.config import SGD
@@ -72,8 +74,11 @@ class ShardedCollection(TableCollection):
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
         wire_dtype: torch.dtype = torch.float32,
+        batch_size: int | None = None,
+        hotness: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
+        self.batch_size, self.hotness = batch_size, dict(hotness or {})
         self.group = group or Group.world()
         self.tables: dict[str, AnyTable] = {table.name: table for table in tables}
         self.features = {feature.name: feature for feature in features}
@@ -93,7 +98,7 @@ class ShardedCollection(TableCollection):
         self._output_dtype = output_dtype
         wide = any(not isinstance(table, TableConfig) or table.num_rows >= 2**31 for table in tables)
         self._row_dtype = torch.int64 if wide else torch.int32
-        self._violations: deque[Violation] = deque()
+        self._violations = Violations()
         self._routes: dict[tuple[str, ...], _Route] = {}
 
     def _check(self, features: Sequence[FeatureConfig]) -> None:
@@ -176,8 +181,8 @@ class ShardedCollection(TableCollection):
         keys = read_keys(batch, self.features, self.device)
         route = self._route(keys.one_hot_names)
         found = route.resolve(keys)
-        sizes = self._sizes(keys, found)
-        asked = route.exchange(self.group, found, sizes)
+        sizes = self._sizes(keys, found) if self.batch_size is None else self._fixed_sizes(keys, found)
+        asked = route.exchange(self.group, found, sizes, self.hotness if self.batch_size is not None else {})
         training = self.training and torch.is_grad_enabled()
         looked_up = self._look_up(self.own, asked, sum(sizes), training)
         local = self._look_up(self.replicas, route.local(found), keys.size, training)
@@ -213,6 +218,19 @@ class ShardedCollection(TableCollection):
             )
         return [one[0] for one in every]
 
+    def _fixed_sizes(self, keys: Keys, found: Resolved) -> list[int]:
+        """Return the rows of every process's batch, where they were said beforehand."""
+        assert self.batch_size is not None
+        if keys.size != self.batch_size:
+            raise DataError("the batch has another size than said", value=keys.size, allowed=str(self.batch_size))
+        for name, hotness in self.hotness.items():
+            if name in found.bags and len(found.bags[name].values) != hotness * keys.size:
+                raise DataError(
+                    "the bags have another number of ids than said", where=f"feature {name!r}",
+                    value=len(found.bags[name].values), allowed=f"{hotness} a row",
+                )  # fmt: skip
+        return [self.batch_size] * self.group.size
+
     def _look_up(self, part: EmbeddingCollection | None, batch: Batch | None, size: int, training: bool) -> Tensor:
         if part is None or batch is None:
             # Backward exchanges gradients on every process, so every process's output asks for one.
@@ -223,9 +241,7 @@ class ShardedCollection(TableCollection):
 
     def check(self) -> None:
         """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
-        found = list(self._violations)
-        self._violations.clear()
-        raise_first(found)
+        self._violations.check()
 
     # Update -------------------------------------------------------------------------------------------------
 
@@ -337,13 +353,15 @@ class _Route:
         self._rows = {p: PieceRows([p], device) for own in [*self._bags, self._local_bags] for p in own}
         self._rank = group.rank
 
-    def exchange(self, group: Group, found: Resolved, sizes: Sequence[int]) -> Batch:
-        """Return what all batches ask of this process, as one batch of its pieces."""
+    def exchange(self, group: Group, found: Resolved, sizes: Sequence[int], hotness: Mapping[str, int]) -> Batch:
+        """Return what all batches ask of this process, as one batch of its pieces; hotness where it is fixed."""
         rows = exchange_singles(group, self._singles.rows(found.singles), self._singles.counts, sizes)
         pieces = [piece for own in self._bags for piece in own]
         bags = [self._bag(piece, found) for piece in pieces]
         weighted = [bag.weights is not None for bag in bags]
-        taken = exchange_bags(group, bags, [len(own) for own in self._bags], sizes, weighted) if pieces else []
+        fixed = [hotness.get(piece.feature.name) for piece in pieces]
+        counts = [len(own) for own in self._bags]
+        taken = exchange_bags(group, bags, counts, sizes, weighted, fixed) if pieces else []
         return _batch(self._singles.pieces[self._rank], rows, self._bags[self._rank], taken)
 
     def local(self, found: Resolved) -> Batch:

@@ -25,21 +25,20 @@ _KINDS: Final = ("replicated", "table", "row", "column")
 
 
 def table_bytes(table: AnyTable, optimizer: AnyOptimizer) -> int:
-    """Return the bytes of a table and its optimizer state; 0 for a dynamic table, which begins empty.
+    """Return the bytes of a table and its optimizer state; of a dynamic table those of the rows it begins with.
 
     Example:
         >>> from viviane.config import SGD
         >>> table_bytes(TableConfig(name="t", num_rows=10, dim=4), SGD())
         160
     """
-    if isinstance(table, DynamicTableConfig):
-        return 0
+    num_rows = table.initial_capacity if isinstance(table, DynamicTableConfig) else table.num_rows
     rule = (table.optimizer or optimizer) if table.trainable else None
     row = torch.empty(1, table.dim, device="meta")
     numbers = 0
     if rule is not None:
         numbers = sum(math.prod(state_shape(name, row, rule)) for name in initial_state(rule))
-    return table.num_rows * (table.dim * table.torch_dtype.itemsize + 4 * numbers)
+    return num_rows * (table.dim * table.torch_dtype.itemsize + 4 * numbers)
 
 
 def default_plan(
@@ -120,6 +119,19 @@ def read_plan(
         return own
     kinds = {name: kind for name, kind in (given or {}).items() if name in names}
     return default_plan(tables, optimizer, group.size, kinds=kinds, device_bytes=_memory(device))
+
+
+def check_plan_names(given: Mapping[str, Any] | None, tables: Sequence[str]) -> None:
+    """Refuse a `Solver.plan` that speaks of a table which is in no collection of a model.
+
+    Raises:
+        ConfigError: naming the table and the nearest one.
+    """
+    names = [one["table"] for one in given["tables"]] if given and "world_size" in given else list(given or {})
+    for name in names:
+        if name not in tables:
+            fix = suggest(name, tables)
+            raise ConfigError("the plan names a table that is not there", where="solver.plan", value=name, fix=fix)
 
 
 def make_tables(

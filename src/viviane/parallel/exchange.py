@@ -42,7 +42,12 @@ def exchange_singles(group: Group, rows: Tensor, counts: Sequence[int], sizes: S
 
 
 def exchange_bags(
-    group: Group, bags: Sequence[Bag], counts: Sequence[int], sizes: Sequence[int], weighted: Sequence[bool]
+    group: Group,
+    bags: Sequence[Bag],
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    weighted: Sequence[bool],
+    hotness: Sequence[int | None],
 ) -> list[Bag]:
     """Send each process the bags of its pieces, and return what all batches ask of this one.
 
@@ -51,6 +56,8 @@ def exchange_bags(
         counts: number of bag pieces of each process.
         sizes: B_s of each process.
         weighted: for each piece, whether its bags have weights, the same on every process.
+        hotness: for each piece, the ids of every bag, where they are equally many: where all pieces say it, no lengths
+            are sent, and nothing waits for a GPU.
 
     Returns:
         a bag (G rows) for each piece of this process.
@@ -59,25 +66,31 @@ def exchange_bags(
         return list(bags)
     first, mine = sum(counts[: group.rank]), counts[group.rank]
     bounds = [sum(counts[:rank]) for rank in range(group.size + 1)]
-    lengths = [bag.offsets.diff().to(torch.int32) for bag in bags]
-    size = sizes[group.rank]
-    given = torch.cat(lengths) if lengths else torch.empty(0, dtype=torch.int32)
+    own = slice(first, first + mine)
+    if all(one is not None for one in hotness):
+        asked = [[size * (one or 0) for one in hotness[own]] for size in sizes]
+        total = sum(sizes)
+        offsets = [torch.arange(total + 1, device=bags[0].offsets.device) * (one or 0) for one in hotness[own]]
+    else:
+        theirs = _exchange_lengths(group, bags, counts, sizes)
+        asked = [[int(n) for n in part.sum(1).tolist()] for part in theirs]  # ids of each piece, by process
+        both = [torch.cat([part[i] for part in theirs]).to(torch.int64) for i in range(mine)]
+        offsets = [torch.cat([one.new_zeros(1), one.cumsum(0)]) for one in both]
+    values = _exchange_entries(group, [bag.values for bag in bags], bounds, asked)
+    heavy = [i for i in range(len(bags)) if weighted[i]]
+    heavy_bounds = [sum(i < bound for i in heavy) for bound in bounds]
+    heavy_asked = [[n for i, n in enumerate(one) if weighted[first + i]] for one in asked]
+    weights = iter(_exchange_entries(group, [_weights(bags[i]) for i in heavy], heavy_bounds, heavy_asked))
+    return [Bag(values[i], offsets[i], next(weights) if weighted[first + i] else None) for i in range(mine)]
+
+
+def _exchange_lengths(group: Group, bags: Sequence[Bag], counts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
+    """Return the lengths of the bags that each process asks of this one, (P, B_s)."""
+    mine, size = counts[group.rank], sizes[group.rank]
+    given = torch.cat([bag.offsets.diff().to(torch.int32) for bag in bags])
     taken = group.all_to_all(given, [count * size for count in counts], [mine * one for one in sizes])
     parts = torch.split(taken, [mine * one for one in sizes])
-    theirs = [part.view(mine, one) for part, one in zip(parts, sizes, strict=True)]
-    asked = [[int(n) for n in part.sum(1).tolist()] for part in theirs]  # ids of each piece, by process
-    values = _exchange_entries(group, [bag.values for bag in bags], bounds, asked)
-    own = [i for i in range(len(bags)) if weighted[i]]
-    heavy_bounds = [sum(i < bound for i in own) for bound in bounds]
-    heavy_asked = [[n for i, n in enumerate(one) if weighted[first + i]] for one in asked]
-    weights = _exchange_entries(group, [_weights(bags[i]) for i in own], heavy_bounds, heavy_asked)
-    found, place = [], 0
-    for i in range(mine):
-        both = torch.cat([part[i] for part in theirs]).to(torch.int64)
-        offsets = torch.cat([both.new_zeros(1), both.cumsum(0)])
-        found.append(Bag(values[i], offsets, weights[place] if weighted[first + i] else None))
-        place += weighted[first + i]
-    return found
+    return [part.view(mine, one) for part, one in zip(parts, sizes, strict=True)]
 
 
 def _weights(bag: Bag) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from viviane.core.errors import ConfigError, ProcessError, VivianeError
 from viviane.parallel.watch import Watch
+
+E = TypeVar("E", bound=BaseException)
 
 
 class Group:
@@ -43,6 +45,7 @@ class Group:
         self._group = process_group
         self._control = control or process_group
         self._beside: dist.ProcessGroup | None = None
+        self._known: BaseException | None = None
         self.watch = watch
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
@@ -57,6 +60,11 @@ class Group:
         if dist.get_backend(world) == "gloo":
             return cls(world)
         return cls(world, dist.new_group(backend="gloo"))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is of all processes of torch.distributed as it is initialised now."""
+        return dist.is_initialized() and self._group is dist.group.WORLD
 
     def _for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else self._group
@@ -100,13 +108,19 @@ class Group:
                 dist.all_reduce(tensor, group=self._for(tensor))
         return tensor
 
+    def open_beside(self) -> None:
+        """Make a second group, whose calls may stand in any order to those of the embedding exchange."""
+        if self._group is not None and self._beside is None:
+            self._beside = dist.new_group(backend=dist.get_backend(self._group))
+
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to sum a tensor in place, beside the other exchanges; the function that is returned waits for it."""
+        """Begin to sum a tensor in place, beside the other exchanges; the function that is returned waits for it.
+
+        All processes have called `open_beside` before.
+        """
         if self._group is None:
             return lambda: None
-        if self._beside is None:
-            # A group of its own: its calls may stand in any order to those of the embedding exchange.
-            self._beside = dist.new_group(backend=dist.get_backend(self._group))
+        assert self._beside is not None
         with self._call():
             work = dist.all_reduce(tensor, group=self._beside, async_op=True)
 
@@ -169,9 +183,9 @@ class Group:
                 failure = error
         answer = self.gather_data([result, None if failure is None else str(failure)])[0]
         if failure is not None:
-            raise failure
+            raise self.all_know(failure)
         if answer[1] is not None:
-            raise ProcessError(f"rank 0: {answer[1]}")
+            raise self.all_know(ProcessError(f"rank 0: {answer[1]}"))
         return answer[0]
 
     def agree(self, what: str, number: int) -> None:
@@ -189,7 +203,12 @@ class Group:
         if self.watch is not None:
             self.watch.step = step
 
+    def all_know(self, error: E) -> E:
+        """Note that every process raises such an error now: `report` has nothing to tell them."""
+        self._known = error
+        return error
+
     def report(self, error: BaseException) -> None:
         """Tell the other processes that this one fails, so that they end instead of waiting for it."""
-        if self.watch is not None and not isinstance(error, ProcessError):
+        if self.watch is not None and error is not self._known and not isinstance(error, ProcessError):
             self.watch.report(error)

@@ -5,7 +5,6 @@ Shapes: B rows of this process's batch, P pieces that look one id a row up, N en
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from viviane.batch import Bag
 from viviane.embedding import DynamicTableConfig, FeatureConfig, TableConfig
-from viviane.embedding.keys import BagTooLong, RowMap, Violation, check_key_type, report
+from viviane.embedding.keys import BagTooLong, RowMap, Violations, check_key_type, report
 from viviane.embedding.plan import Keys, spread_bags
 from viviane.ops.embedding_bag import mean_weights
 from viviane.parallel.layout import Piece
@@ -56,7 +55,7 @@ class KeyResolver:
         features: Mapping[str, FeatureConfig],
         tables: Mapping[str, AnyTable],
         one_hot: Sequence[str],
-        violations: deque[Violation],
+        violations: Violations,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -139,7 +138,8 @@ class KeyResolver:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         laid, weights, record = spread_bags(rows, bag.offsets, bag.weights, feature.num_places, self.null_row)
         if record is not None:
-            report(BagTooLong(record, origin, feature.name, feature.num_places), self.violations)
+            found = BagTooLong(record, origin, feature.name, feature.num_places)
+            report(found, self.violations, ("length", feature.name))
         return laid, weights, laid != self.null_row
 
 

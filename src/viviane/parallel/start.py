@@ -37,7 +37,7 @@ def join_processes(device: str = "auto", timeout_s: float = 600.0) -> Group:
         >>> join_processes("cpu").size
         1
     """
-    if _started and dist.is_initialized():
+    if _started and _started[0].is_current:
         return _started[0]
     if dist.is_available() and dist.is_initialized():
         group = Group.world()
@@ -82,8 +82,8 @@ def _start(device: torch.device, timeout_s: float) -> Group:
     prefix = f"viviane/{num_restarts()}"
     meeting = PrefixStore(f"{prefix}/groups", _connect(is_host=rank == 0 and not _has_agent(), limit=limit))
     kind = "nccl" if device.type == "cuda" else "gloo"
-    where = {"device_id": device} if kind == "nccl" else {}
-    dist.init_process_group(kind, store=meeting, rank=rank, world_size=size, timeout=limit, **where)
+    own = device if kind == "nccl" else None
+    dist.init_process_group(kind, store=meeting, rank=rank, world_size=size, timeout=limit, device_id=own)
     control = dist.new_group(backend="gloo", timeout=limit) if kind == "nccl" else None
     # A connection of its own: the main thread may hold the first one for as long as it waits.
     watch = Watch(PrefixStore(f"{prefix}/watch", _connect(is_host=False, limit=limit)), rank, size, timeout_s)

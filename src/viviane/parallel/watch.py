@@ -165,7 +165,7 @@ class Watch:
             if silent > self.timeout_s:
                 self._culprit = record
                 return f"{at} has stalled: no sign of life for {silent:.0f} s; {seen_at}"
-            if late > self.timeout_s and waited_for:
+            if late > self.timeout_s > 2 * silent and waited_for:
                 self._culprit = record
                 return f"{at} has stalled: no progress for {late:.0f} s while others wait; {seen_at}"
         return None

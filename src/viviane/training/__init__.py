@@ -5,6 +5,7 @@ from viviane.training.checkpoint import Progress, load_checkpoint, write_checkpo
 from viviane.training.checkpoint_store import CheckpointStore
 from viviane.training.history import History
 from viviane.training.manifest import Manifest, read_manifest, verify_checkpoint
+from viviane.training.objective import LossTerm
 from viviane.training.run_folder import RunFolder
 from viviane.training.trainer import Trainer
 
@@ -12,6 +13,7 @@ __all__ = [
     "Callback",
     "CheckpointStore",
     "History",
+    "LossTerm",
     "Manifest",
     "Progress",
     "RunFolder",

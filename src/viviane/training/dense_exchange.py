@@ -72,6 +72,7 @@ class DenseExchange:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
         self.group = group
+        group.open_beside()
         self.buckets: list[_Bucket] = []
         waiting: list[nn.Parameter] = []
         for parameter in reversed(parameters):

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.core.errors import ConfigError
-from viviane.metrics import METRICS, CalibrationHistogram, Metric, build_metric
+from viviane.core.errors import ConfigError, SchemaError
+from viviane.metrics import METRICS, AverageLoss, CalibrationHistogram, Metric, MetricName, build_metric
+from viviane.nn.cross_entropy import IGNORED
 from viviane.parallel import Group
 from viviane.schema import LabelColumn, Schema
 from viviane.training.objective import Objective
 from viviane.training.precision import Precision
 
-_FOR_ANY_LABEL = {"mean_squared_error"}
 _NUM_BINS = 50
 
 
@@ -28,24 +28,41 @@ def choose_metrics(schema: Schema, names: Sequence[str] | None) -> tuple[str, ..
     """Return the metrics of a run: the named ones, or those that fit the labels.
 
     Raises:
-        ConfigError: an unknown metric, or one that fits none of the labels.
+        ConfigError: an unknown metric, one that fits none of the labels, or one by group without its column.
+        SchemaError: the column of the groups is not a one-hot column of the data.
     """
     binary = any(label.task == "binary" for label in schema.labels)
     if names is None:
         return ("auc", "log_loss") if binary else ("mean_squared_error",) if schema.labels else ()
     for name in names:
-        METRICS[name]  # raises, with the nearest name
-        if not binary and name not in _FOR_ANY_LABEL:
-            raise ConfigError(
-                "the metric is for binary labels and there is none", value=name, allowed=", ".join(_FOR_ANY_LABEL)
-            )
+        parsed = MetricName.parse(name)
+        kind = parsed.kind  # raises, with the nearest name
+        build_metric(name)
+        if not binary and not kind.any_label:
+            fit = ", ".join(known for known, one in METRICS.items() if one.any_label)
+            raise ConfigError("the metric is for binary labels and there is none", value=name, allowed=fit)
+        if kind.by_group:
+            _check_group(schema, name, parsed.group)
     return tuple(names)
+
+
+def _check_group(schema: Schema, name: str, group: str | None) -> None:
+    known = [column.name for column in schema.one_hot]
+    if group is None:
+        example = f"name it behind a colon: '{name}:{known[0] if known else 'user'}'"
+        raise ConfigError("the metric compares the rows of one user or query: which column?", value=name, fix=example)
+    if group not in known:
+        raise SchemaError("the groups of a metric are ids of a one-hot column", value=group, where=f"metric {name!r}",
+                          allowed=", ".join(known) or "no such column in the schema",
+                          fix="let the ETL write the id as a one-hot categorical column")  # fmt: skip
 
 
 class Evaluation:
     """Gathers loss, metrics and calibration over batches.
 
-    With several labels a metric appears as "auc/<label>" of each, and "auc", their mean.
+    With several labels a metric appears as "auc/<label>" of each, and "auc", their mean. Rows without an optional
+    label do not count for it. Rows whose group is missing or unknown (reserved ids) belong to no group and do not
+    count for metrics by group.
 
     Args:
         schema: the labels.
@@ -54,19 +71,25 @@ class Evaluation:
 
     def __init__(self, schema: Schema, metrics: Sequence[str]) -> None:
         self.labels: tuple[LabelColumn, ...] = schema.labels
+        self._first_id = {one.name: schema.reserved.first for one in schema.one_hot if one.num_ids is not None}
+        parsed = {name: MetricName.parse(name) for name in metrics}
+        self._groups = {name: one.group for name, one in parsed.items() if one.group is not None}
+        self._losses = {name: AverageLoss() for name, one in parsed.items() if one.kind.of_loss}
         self._metrics: dict[str, list[tuple[int, str, Metric]]] = {
             name: [
                 (i, label.name, build_metric(name))
                 for i, label in enumerate(schema.labels)
-                if label.task == "binary" or name in _FOR_ANY_LABEL
+                if label.task == "binary" or one.kind.any_label
             ]
-            for name in metrics
+            for name, one in parsed.items()
+            if not one.kind.of_loss
         }
         self._bins = {
             label.name: (i, CalibrationHistogram(_NUM_BINS))
             for i, label in enumerate(schema.labels)
             if label.task == "binary"
         }
+        self._names = tuple(metrics)
         self._loss: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0
         self.num_rows = 0
@@ -77,11 +100,34 @@ class Evaluation:
         self._loss = self._loss + loss.detach().double() * weight
         self._weight = self._weight + weight
         self.num_rows += batch.size
-        for parts in self._metrics.values():
+        for average in self._losses.values():
+            average.update_loss(loss, weight)
+        present = {i: batch.labels[:, i] >= IGNORED for i, label in enumerate(self.labels) if label.optional}
+        for name, parts in self._metrics.items():
+            group = self._groups.get(name)
             for i, _, metric in parts:
-                metric.update(predictions[:, i], batch.labels[:, i], batch.weight)
+                self._feed(metric, predictions[:, i], batch, i, present.get(i), group)
         for i, histogram in self._bins.values():
-            histogram.update(predictions[:, i], batch.labels[:, i])
+            keep = present.get(i)
+            histogram.update(_kept(predictions[:, i], keep), _kept(batch.labels[:, i], keep))
+
+    def _feed(
+        self, metric: Metric, p: Tensor, batch: Batch, label: int, keep: Tensor | None, group: str | None
+    ) -> None:
+        more: dict[str, Tensor] = {}
+        if group is not None:
+            ids = batch.one_hot[:, batch.layout.one_hot_index[group]]
+            if group in self._first_id:  # raw ids are all ordinary
+                known = ids >= self._first_id[group]
+                keep = known if keep is None else keep & known
+            more = {"groups": _kept(ids, keep)}
+        weight = None if batch.weight is None else _kept(batch.weight, keep)
+        metric.update(_kept(p, keep), _kept(batch.labels[:, label], keep), weight, **more)
+
+    def pass_over(self) -> None:
+        """Count a batch of which this process has no rows."""
+        for average in self._losses.values():
+            average.update_loss(torch.zeros(()), 0.0)
 
     def join(self, group: Group) -> Evaluation:
         """Make all figures those of all processes' rows; all of them call it together."""
@@ -90,6 +136,8 @@ class Evaluation:
         sums = torch.tensor([float(self._loss), float(self._weight), self.num_rows], dtype=torch.float64)
         self._loss, self._weight, rows = group.all_reduce(sums).unbind()
         self.num_rows = int(rows)
+        for average in self._losses.values():
+            average.join(group)
         for parts in self._metrics.values():
             for _, _, metric in parts:
                 metric.join(group)
@@ -101,7 +149,11 @@ class Evaluation:
         """Return "loss" and each metric."""
         weight = float(self._weight)
         result = {"loss": float(self._loss) / weight if weight else float("nan")}
-        for name, parts in self._metrics.items():
+        for name in self._names:
+            if name in self._losses:
+                result[name] = self._losses[name].compute()
+                continue
+            parts = self._metrics[name]
             values = [metric.compute() for _, _, metric in parts]
             result[name] = sum(values) / len(values)
             if len(self.labels) > 1:
@@ -113,6 +165,10 @@ class Evaluation:
         by_label = {name: [asdict(one) for one in bins.compute()] for name, (_, bins) in self._bins.items()}
         first = next(iter(by_label.values()), [])
         return {"step": step, "bins": first, **({"labels": by_label} if len(by_label) > 1 else {})}
+
+
+def _kept(column: Tensor, keep: Tensor | None) -> Tensor:
+    return column if keep is None else column[keep]
 
 
 @contextmanager
@@ -143,6 +199,7 @@ def evaluate(
             with precision.context(device):
                 output = module(there)
             if not there.size:
+                evaluation.pass_over()
                 continue  # this process's share of a short batch: it took part in the exchange, and has no rows
             loss = objective.loss(output, there, training=False)
             evaluation.update(objective.predictions(output, there.size), there, loss)

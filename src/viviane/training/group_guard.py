@@ -74,6 +74,7 @@ class GroupGuard(NanGuard):
         bad = [rank for rank in guilty if every[rank][2] == first]
         words, origin, _ = every[bad[0]]
         ranks = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}; of rank {bad[0]}"
-        raise NumericsError(
+        error = NumericsError(
             f"{ranks}: {words or 'gradients are NaN or infinite'}", where=f"step {step}, {origin}", fix=FIX
         )
+        raise self.together.group.all_know(error)

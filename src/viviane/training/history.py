@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from viviane.core.errors import ConfigError, suggest
-from viviane.metrics import METRICS
+from viviane.metrics import MetricName
 
 _COUNTS = {"step", "epoch", "split", "lr", "samples_per_second", "seconds"}
 
 
 def higher_is_better(metric: str) -> bool:
-    """Say whether more of a metric is better; "loss" and "auc/<label>" are understood.
+    """Say whether more of a metric is better; "loss", "auc/<label>" and "gauc:<column>" are understood.
 
     Raises:
         ConfigError: no such metric, or one such as calibration where neither direction is better.
@@ -23,7 +23,7 @@ def higher_is_better(metric: str) -> bool:
         (True, False)
     """
     base = metric.split("/", maxsplit=1)[0]
-    direction = False if base == "loss" else METRICS[base].higher_is_better
+    direction = False if base == "loss" else MetricName.parse(base).kind.higher_is_better
     if direction is None:
         raise ConfigError(
             "neither more nor less of this metric is better", value=metric, fix="lead with another metric"

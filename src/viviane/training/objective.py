@@ -1,38 +1,71 @@
 """From a module's output to the loss, and to predictions.
 
-Shapes: B rows, L labels of the schema, in its order.
+Shapes: B rows, L labels of the schema, in its order, W columns of the module's output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from viviane.batch import Batch
 from viviane.config import Solver
 from viviane.core.errors import ConfigError, SchemaError
-from viviane.nn.losses import binary_cross_entropy
+from viviane.nn.cross_entropy import IGNORED, MeanSquaredErrorLoss
+from viviane.nn.loss import Loss, LossParameters
+from viviane.nn.losses import BinaryCrossEntropyLoss, regularization_loss
 from viviane.schema import Schema
 
 LossFunction: TypeAlias = Callable[[Tensor, Batch], Tensor]
 
 
+@dataclass(frozen=True)
+class LossTerm:
+    """One loss of a model: which columns of the output it compares with which labels.
+
+    Args:
+        loss: the loss; its parameters say weight and regularizer.
+        columns: start and stop of its columns in the module's output.
+        labels: places of its labels in the schema.
+    """
+
+    loss: Loss
+    columns: tuple[int, int]
+    labels: tuple[int, ...]
+
+    @property
+    def parameters(self) -> LossParameters:
+        """Weight and regularizer."""
+        return cast(LossParameters, self.loss.settings)
+
+
+def terms_of(schema: Schema) -> list[LossTerm]:
+    """Return one loss for each label: binary cross-entropy, or squared error for regression."""
+    terms = []
+    for i, label in enumerate(schema.labels):
+        kind = BinaryCrossEntropyLoss if label.task == "binary" else MeanSquaredErrorLoss
+        terms.append(LossTerm(kind([(1,), (1,)]), (i, i + 1), (i,)))
+    return terms
+
+
 class Objective:
-    """The loss of a batch: the sum over labels, each counted equally, of
+    """The loss of a batch: the weighted sum of its terms, by default one for each label, each counted equally,
 
         binary      binary_cross_entropy(logit, y), with class weights and label smoothing while training
         regression  mean of (output - y)^2
 
-    both weighted by the batch's sample weights, divided by their sum.
+    all weighted by the batch's sample weights, divided by their sum. A row without an optional label does not count
+    for that label.
 
     Args:
         schema: names the labels and their tasks.
         solver: class weights and label smoothing.
-        loss: a function (logits (B, L), batch) -> a number, instead of the above.
+        loss: a function (logits (B, W), batch) -> a number, instead of the above.
+        terms: the losses of a graph, instead of one for each label.
 
     Example:
         >>> schema = Schema(labels=[{"name": "y", "task": "regression"}], dense=[{"name": "x"}])
@@ -41,11 +74,29 @@ class Objective:
         2.0
     """
 
-    def __init__(self, schema: Schema, solver: Solver, loss: LossFunction | None = None) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        solver: Solver,
+        loss: LossFunction | None = None,
+        terms: Sequence[LossTerm] | None = None,
+    ) -> None:
         self.labels = schema.labels
         self.class_weights = solver.class_weights
         self.label_smoothing = solver.label_smoothing
         self.own_loss = loss
+        self.terms = terms_of(schema) if terms is None else list(terms)
+        self.width = max((term.columns[1] for term in self.terms), default=1)
+        self.penalties = [
+            (term.parameters.regularizer_type, term.parameters.lambda_ * term.parameters.loss_weight)
+            for term in self.terms
+            if term.parameters.use_regularizer
+        ]
+        """Kind and strength of each penalty on dense weights."""
+        self._one_sigmoid = all(
+            isinstance(term.loss, BinaryCrossEntropyLoss) and term.labels == (i,) and term.columns == (i, i + 1)
+            for i, term in enumerate(self.terms)
+        )
         if not self.labels and loss is None:
             raise SchemaError("the schema has no label to train on", fix="add labels to the schema, or pass loss=")
         reshaping = self.class_weights is not None or self.label_smoothing > 0
@@ -56,13 +107,18 @@ class Objective:
                 fix="leave them out of the solver",
             )
 
+    def to(self, device: torch.device) -> None:
+        """Move what the losses keep, such as target weights, to a device."""
+        for term in self.terms:
+            term.loss.to(device)
+
     def logits(self, output: object, num_rows: int) -> Tensor:
-        """Return a module's output as (B, L), float32.
+        """Return a module's output as (B, W), float32.
 
         Raises:
             SchemaError: the module returned something else.
         """
-        width = max(1, len(self.labels))
+        width = self.width
         allowed = f"a tensor ({num_rows}, {width})" + (f" or ({num_rows},)" if width == 1 else "")
         if not isinstance(output, Tensor):
             raise SchemaError("the module must return its logits", value=type(output).__name__, allowed=allowed)
@@ -73,37 +129,87 @@ class Objective:
             raise SchemaError("the module's output has another shape", value=tuple(output.shape), allowed=allowed)
         return output.float()
 
-    def loss(self, output: object, batch: Batch, *, training: bool = True) -> Tensor:
-        """Return the loss of a batch; outside training, class weights and label smoothing are left out."""
+    def loss(
+        self, output: object, batch: Batch, *, training: bool = True, shares: Sequence[Tensor | float] | None = None
+    ) -> Tensor:
+        """Return the loss of a batch; outside training, class weights and label smoothing are left out.
+
+        Args:
+            shares: factors of the terms: what this batch counts in a batch of several processes; None: 1.
+        """
         logits = self.logits(output, batch.size)
         if self.own_loss is not None:
-            return self.own_loss(logits, batch)
+            own = self.own_loss(logits, batch)
+            return own if shares is None else own * shares[0]
         if batch.labels.shape[1] != len(self.labels):
             raise SchemaError("the batch has no labels", where=batch.origin, fix="use predict for rows without labels")
         weights = self.class_weights if training else None
         smoothing = self.label_smoothing if training else 0.0
-        parts = []
-        for i, label in enumerate(self.labels):
-            z, y = logits[:, i], batch.labels[:, i]
-            if label.task == "binary":
-                parts.append(binary_cross_entropy(z, y, batch.weight, weights, smoothing))
-            else:
-                parts.append(_squared_error(z, y, batch.weight))
+        parts = [self._part(term, logits, batch, weights, smoothing) for term in self.terms]
+        if shares is not None:
+            parts = [part * share for part, share in zip(parts, shares, strict=True)]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+    def divisors(self, batch: Batch) -> list[Tensor] | None:
+        """Return for each term what its mean divides by, 0-dim, float64; None: the number of rows, for all of them."""
+        terms: Sequence[LossTerm | None] = [None] if self.own_loss is not None else self.terms
+        if batch.weight is None and not any(self._may_be_absent(term) for term in terms):
+            return None
+        found = []
+        for term in terms:
+            one = torch.ones(batch.size, device=batch.labels.device) if batch.weight is None else batch.weight
+            if term is not None and self._may_be_absent(term):
+                one = one * (_columns(batch.labels, term.labels)[:, 0] >= IGNORED)
+            found.append(one.sum(dtype=torch.float64))
+        return found
+
+    def _may_be_absent(self, term: LossTerm | None) -> bool:
+        return term is not None and not term.loss.takes_absent and any(self.labels[i].optional for i in term.labels)
+
+    def _part(
+        self,
+        term: LossTerm,
+        logits: Tensor,
+        batch: Batch,
+        class_weights: tuple[float, float] | None,
+        label_smoothing: float,
+    ) -> Tensor:
+        z, y = logits[:, slice(*term.columns)], _columns(batch.labels, term.labels)
+        weight = batch.weight
+        if self._may_be_absent(term):
+            present = (y[:, 0] >= IGNORED).to(z.dtype)
+            weight = present if weight is None else weight * present
+            y = y.clamp_min(0.0)
+        value = term.loss.mean_loss(z, y, weight, class_weights, label_smoothing)
+        return value if term.parameters.loss_weight == 1.0 else value * term.parameters.loss_weight
+
+    def penalty(self, weights: Iterable[Tensor], batch_size: int) -> Tensor | None:
+        """Return the sum of the losses' penalties on dense weights, or None where there are none."""
+        if not self.penalties:
+            return None
+        weights = list(weights)
+        if not weights:
+            raise ConfigError("a regularizer is for dense weights and there are none", fix="leave use_regularizer out")
+        parts = [regularization_loss(weights, kind, strength, batch_size) for kind, strength in self.penalties]
+        return torch.stack(parts).sum()
 
     def predictions(self, output: object, num_rows: int) -> Tensor:
         """Return (B, L): probabilities of binary labels, the output itself of regression labels."""
         logits = self.logits(output, num_rows)
-        if all(label.task == "binary" for label in self.labels):
+        if self.own_loss is not None and logits.shape[1] != self.width:
             return logits.sigmoid()
-        columns = [
-            logits[:, i].sigmoid() if label.task == "binary" else logits[:, i] for i, label in enumerate(self.labels)
-        ]
-        return torch.stack(columns, 1)
+        if self._one_sigmoid:
+            return logits.sigmoid()
+        result = logits.new_empty(num_rows, len(self.labels))
+        for term in self.terms:
+            part = term.loss.predictions(logits[:, slice(*term.columns)])
+            for j, label in enumerate(term.labels):
+                result[:, label] = part[:, j]
+        return result
 
 
-def _squared_error(output: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
-    if weight is None:
-        return F.mse_loss(output, labels)
-    errors = (output - labels).square() * weight
-    return errors.sum() / weight.sum().clamp_min(torch.finfo(torch.float32).tiny)
+def _columns(labels: Tensor, places: tuple[int, ...]) -> Tensor:
+    first = places[0]
+    if places == tuple(range(first, first + len(places))):
+        return labels[:, first : first + len(places)]
+    return torch.stack([labels[:, i] for i in places], 1)  # a list as index would be copied to a GPU each time

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
-from viviane.core.errors import ConfigError, NumericsError
+from viviane.core.errors import ConfigError
 from viviane.optim import DenseOptimizer, LearningRateSchedule, build_dense_optimizer
 from viviane.parallel import Group
 from viviane.training.average import WeightMean
@@ -107,7 +107,7 @@ class TrainStep:
             if self.guard is not None:
                 self.guard.check_loss(loss, batch, step)
             middle = perf_counter()
-            mean = self._backward(loss, batch)
+            mean = self._backward(loss)
             end = perf_counter()
             if self.guard is not None:
                 self.guard.check_gradients(loss, batch, step)
@@ -118,8 +118,7 @@ class TrainStep:
             self._discard()
             if self.guard is not None:
                 self.guard.restore_buffers()
-            if not isinstance(error, NumericsError):  # the guard's own word is every process's
-                self.group.report(error)
+            self.group.report(error)
             raise
         self._update(scale, step, lr)
         times.add("forward", middle - start)
@@ -134,14 +133,13 @@ class TrainStep:
             self.together.begin(batch)
         self.num_rows = batch.size if self.together is None else self.together.num_rows
 
-    def _backward(self, loss: Tensor, batch: Batch) -> Tensor:
+    def _backward(self, loss: Tensor) -> Tensor:
         """Run backward, sum dense gradients over the processes, and return the loss of the global batch, detached."""
         if self.together is None:
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
-        share = loss * self.together.share(batch)
-        self.exchange.begin(share)
-        share.backward()  # type: ignore[no-untyped-call]
+        self.exchange.begin(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
         mean, sums = self.exchange.finish()
         if isinstance(self.guard, GroupGuard):
             self.guard.local_sums = sums
@@ -154,17 +152,29 @@ class TrainStep:
     def _forward(self, batch: Batch, precision: Precision) -> Tensor:
         with precision.context(self.device):
             output = self.module(batch)
-        if self.group.size > 1 and not batch.size:
-            loss = self.objective.logits(output, 0).sum()  # 0, through which backward reaches every weight
-        else:
-            loss = self.objective.loss(output, batch)
+        loss = self.objective.loss(output, batch) if self.together is None else self._share(output, batch)
         if not loss.requires_grad:
             raise ConfigError(
                 "the loss does not depend on anything that is trained",
                 where=type(self.module).__name__,
                 fix="unfreeze a parameter or a table, and let the module's output come from it",
             )
-        return loss
+        penalty = self.objective.penalty(self.parameters.values(), self.num_rows or batch.size)
+        if penalty is None:
+            return loss
+        return loss + (penalty if self.together is None else penalty * self.together.share_of_rows(batch))
+
+    def _share(self, output: object, batch: Batch) -> Tensor:
+        """Return what this process's rows add to the loss of the global batch."""
+        assert self.together is not None
+        divisors = self.objective.divisors(batch)
+        count = 1 if self.objective.own_loss is not None else len(self.objective.terms)
+        shares: list[Tensor] | list[float] = [self.together.share_of_rows(batch)] * count
+        if divisors is not None:
+            shares = self.together.shares(divisors)
+        if not batch.size:
+            return self.objective.logits(output, 0).sum()  # 0, through which backward reaches every weight
+        return self.objective.loss(output, batch, shares=shares)
 
     def _clip_scale(self) -> float | Tensor:
         limit = self.solver.clip_grad_norm

@@ -6,6 +6,7 @@ Shapes: B rows of this process's share of the global batch, n processes.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,8 @@ from viviane.training.dense_state import collections_of, dense_buffers, dense_pa
 class Together:
     """The size of the global batch, whether anyone asks to stop, and this process's share of the loss.
 
-    The loss of a global batch is the mean over all its rows. Every process computes the mean over its own rows, l_r;
-    with W_r the sum of its sample weights (without weights, its number of rows),
+    A loss of a global batch is a mean over all its rows. Every process computes the mean over its own rows, l_r; with
+    W_r what it divides by (the number of rows, or the sum of sample weights of rows that have the label),
 
         loss = sum_r s_r l_r,     s_r = W_r / sum_q W_q
 
@@ -46,13 +47,15 @@ class Together:
         self.stop_is_agreed = self.stop_is_agreed or any(one[1] for one in every)
         return [rank for rank, one in enumerate(every) if one[2]]
 
-    def share(self, batch: Batch) -> Tensor | float:
-        """Return s_r of this process's rows."""
-        if batch.weight is None:
-            return batch.size / max(1, self.num_rows)
-        own = batch.weight.sum(dtype=torch.float64)
+    def share_of_rows(self, batch: Batch) -> float:
+        """Return this process's share of the global batch's rows."""
+        return batch.size / max(1, self.num_rows)
+
+    def shares(self, divisors: Sequence[Tensor]) -> list[Tensor]:
+        """Return s_r of this process for each term of a loss, of what each divides by."""
+        own = torch.stack(list(divisors))
         total = self.group.all_reduce(own.clone())
-        return (own / total.clamp_min(torch.finfo(torch.float32).tiny)).float()
+        return list((own / total.clamp_min(torch.finfo(torch.float32).tiny)).float().unbind())
 
 
 def check_collections(module: nn.Module, group: Group) -> None:

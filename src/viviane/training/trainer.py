@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
-from viviane.core.errors import ConfigError, NumericsError, SchemaError, suggest
+from viviane.core.errors import ConfigError, SchemaError, suggest
 from viviane.data import Dataset, Reader
 from viviane.parallel import Group, join_processes
 from viviane.schema import Schema
@@ -27,7 +27,7 @@ from viviane.training.environment import Interrupt, torch_switches
 from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
 from viviane.training.history import History, finite_or_none, higher_is_better
 from viviane.training.loop import FitLoop
-from viviane.training.objective import LossFunction, Objective
+from viviane.training.objective import LossFunction, LossTerm, Objective
 from viviane.training.precision import Precision, choose_precision
 from viviane.training.random_state import group_random_state, restore_group_random_state, seed_rank
 from viviane.training.step import TrainStep
@@ -49,6 +49,7 @@ class Trainer:
         callbacks: hooks into fit.
         run_folder: where settings, metrics and checkpoints go; None writes nothing.
         loss: a function (logits (B, L), batch) -> a number, instead of the built-in loss.
+        terms: losses over columns of the output, such as a graph's, instead of one for each label.
         tensorboard: write events into the run folder; None does where tensorboard is installed.
         progress: show a line of progress; None does at a terminal.
         log_every: steps between rows of the training loss.
@@ -86,6 +87,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         run_folder: str | Path | None = None,
         loss: LossFunction | None = None,
+        terms: Sequence[LossTerm] | None = None,
         tensorboard: bool | None = None,
         progress: bool | None = None,
         log_every: int = 100,
@@ -113,7 +115,8 @@ class Trainer:
             "metrics": list(self.metrics),
             **(config or {}),
         }
-        self.objective = Objective(schema, solver, loss)
+        self.objective = Objective(schema, solver, loss, terms)
+        self.objective.to(self.device)
         self.stepper = TrainStep(self.module, self.objective, solver, optimizer, self.device, self.group)
         self.precision: Precision | None = None if solver.precision == "auto" else Precision(solver.precision)
         self.step = 0
@@ -209,11 +212,11 @@ class Trainer:
                 self.check_schema(data)
         with self.switches(), Interrupt().listening() as interrupt:
             self.module.train()
+            loop = FitLoop(self, train, validation, interrupt)
             try:
-                self.history = FitLoop(self, train, validation, interrupt).run(resume)
+                self.history = loop.run(resume)
             except BaseException as error:
-                if not isinstance(error, NumericsError):  # of which every process knows
-                    self.group.report(error)
+                self.group.report(error)
                 raise
         return self.history
 

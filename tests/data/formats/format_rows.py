@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from viviane.data import Dataset
-from viviane.data.convert import table_of
+from viviane.data.conversion import table_of
 from viviane.data.formats import (
     Format,
     HugectrParquetFormat,

@@ -23,7 +23,9 @@ def norm_records(data: NDArray[np.uint8], start: int, count: int, layout: NormLa
         at = found[2]
     return NormRecords(
         np.array(numbers, np.float32).reshape(count, layout.num_numbers),
-        np.array([[len(one[s]) for one in slots] for s in range(layout.num_slots)], np.int32).reshape(-1, count),
+        np.array([[len(one[s]) for one in slots] for s in range(layout.num_slots)], np.int32).reshape(
+            layout.num_slots, count
+        ),
         np.array([key for s in range(layout.num_slots) for one in slots for key in one[s]], np.int64),
         at,
     )

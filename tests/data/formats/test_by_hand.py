@@ -46,7 +46,8 @@ def norm_file(checked: bool, wide: bool, shift: tuple[int, int, int] = (0, 10, 3
 
     key = "q" if wide else "I"
     a, b, c = shift
-    first = struct.pack(f"<4f i{key} i3{key} i{key}".replace(" ", ""), 1, 0.5, 1, 2, 1, 9 + a, 3, 19 + b, 0 + b, 7 + b, 1, 29 + c)
+    first = struct.pack(f"<4fi{key}", 1, 0.5, 1, 2, 1, 9 + a)
+    first += struct.pack(f"<i3{key}i{key}", 3, 19 + b, 0 + b, 7 + b, 1, 29 + c)
     second = struct.pack(f"<4fi{key}ii{key}", 0, -2, 3, 4, 1, 0 + a, 0, 1, 1 + c)
     header = struct.pack("<8q", int(checked), 2, 1, 3, 3, 0, 0, 0)
     return wrapped(header) + wrapped(first) + wrapped(second)

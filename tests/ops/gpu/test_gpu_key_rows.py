@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from viviane.ops.key_rows import HASH, RAISE, REPLACE, SKIP, ColumnRule, KeyRules, gpu, reference
+from viviane.ops.key_rows import HASH, RAISE, REPLACE, SKIP, ColumnRule, KeyRules, gpu, lasting_record, reference
 
 NULL = 5000
 RULES = [
@@ -49,6 +49,19 @@ def test_the_first_offender_is_reported_whatever_the_order_of_the_programs(devic
     keys[4999, 0], keys[700, 6], keys[700, 0], keys[3, 5] = -1, 5, 12, 99
     _, record = both(keys, RULES)
     assert record.tolist() == [1, 700 * len(RULES), 12]
+
+
+def test_a_lasting_record_keeps_the_first_offender_until_it_is_emptied(device):
+    rules, kept = KeyRules(RULES[:1] * 2, NULL, device), lasting_record(device)
+    calls = [torch.zeros(9, 2, dtype=torch.int64, device=device) for _ in range(4)]
+    calls[1][4, 1], calls[1][6, 0], calls[2][0, 0] = 77, 88, 99
+    for keys in calls:
+        gpu.key_rows(keys, rules, None, kept)
+    assert kept.tolist()[:3] == [1, 9, 77]
+    kept[:3] = 0
+    for keys in (calls[0], calls[2]):
+        gpu.key_rows(keys, rules, None, kept)
+    assert kept.tolist()[:3] == [1, 0, 99]
 
 
 def test_columns_strides_and_more_columns_than_a_tile(device):

@@ -36,6 +36,8 @@ def small_spans(monkeypatch):
     """Spans of 16 entries, so that few entries make several levels of partial sums."""
     monkeypatch.setattr(gpu, "span_shape", lambda dim, num_states=0: gpu.SpanShape(4, 16, 1))
     monkeypatch.setattr(gpu, "slot_shape", lambda dim: gpu.SpanShape(4, 8, 1))
+    monkeypatch.setattr(gpu, "join_shape", lambda dim: (2, 1))
+    monkeypatch.setattr(gpu, "_MOST_JOINED", (3, 2))
 
 
 def random(seed):
@@ -150,6 +152,35 @@ def test_the_scale_may_be_on_the_device(device):
         found.append(weight)
     assert torch.equal(*found)
     assert not torch.equal(found[0], torch.ones_like(found[0]))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_numbers_on_the_device_give_the_bits_of_numbers(device, name):
+    rule = RULES[name]
+    weights = [torch.randn(12, 5, generator=random(1)).to(torch.bfloat16).to(device) for _ in range(2)]
+    states = [new_state(weight, rule) for weight in weights]
+    for step, lr in ((1, 0.1), (2, 0.07), (1000, 1e-3)):
+        entries, seed = make_entries(device, 40, 12, 5, seed=step), 2**32 - 7
+        held = [torch.tensor(number, device=device, dtype=torch.float64) for number in (lr, step, seed)]
+        gpu.update_rows(weights[0], states[0], entries, rule, lr=lr, step=step, seed=seed, scratch=Scratch())
+        rate, age, start = held[0], held[1].to(torch.int64), held[2].to(torch.int64)
+        gpu.update_rows(weights[1], states[1], entries, rule, lr=rate, step=age, seed=start, scratch=Scratch())
+    assert torch.equal(*weights)
+    assert all(torch.equal(states[0][part], states[1][part]) for part in states[0])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("count", [1, 31, 1024, 1025, 53_248, 200_001, 1_048_570, 2_100_000])
+@pytest.mark.parametrize("bits", [1, 9, 10, 25, 31, None])
+def test_sorting_equals_a_stable_sort(device, count, bits):
+    bound = None if bits is None else 2**bits - (bits > 1)
+    low, high = (-(2**31), 2**31 - 1) if bound is None else (0, bound)
+    rows = torch.randint(low, high, (count,), generator=random(count)).to(torch.int32).to(device)
+    rows[:: 3 if count % 2 else 5] = high - 1
+    found = gpu.sort_entries(rows, Scratch(), bound)
+    truth = torch.sort(rows, stable=True)
+    assert torch.equal(found[0], truth[0])
+    assert torch.equal(found[1].to(torch.int64), truth[1])
 
 
 @pytest.mark.parametrize("dim", [1, 128] if ON_GPU else [1])

@@ -12,7 +12,7 @@ A block is R rows. Its sections, each from a multiple of 64 bytes on, little end
               (nnz,)      float32, where the bag has weights
 
 Everything follows from the schema, the layout, R and the nnz of each bag. Narrowest of uint8, uint16, int32, int64:
-by num_ids, not by the ids that happen to occur.
+by num_ids, not by the ids that happen to occur; raw ids take int64.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from viviane.data.block import View
 from viviane.schema import CategoricalColumn, Schema
 
 ALIGNMENT: Final = 64
+_RAW: Final = 1 << 63  # raw ids have no range
 _TYPES: Final = (("u1", 1 << 8), ("<u2", 1 << 16), ("<i4", 1 << 31), ("<i8", 1 << 63))
 
 IdLayout = Literal["rows", "columns"]
@@ -61,7 +62,7 @@ def narrowest(columns: Sequence[CategoricalColumn]) -> str:
         >>> narrowest([CategoricalColumn(name="c", num_ids=256)]), narrowest([CategoricalColumn(name="c", num_ids=257)])
         ('u1', '<u2')
     """
-    largest = max((column.num_ids for column in columns), default=1)
+    largest = max((column.num_ids or _RAW for column in columns), default=1)
     return next(name for name, limit in _TYPES if largest <= limit)
 
 

@@ -34,12 +34,14 @@ class HugectrParquetFormat(Format):
         slot_sizes: HugeCTR's slot_size_array, for shifted keys; None takes the columns' num_ids.
         shifted_keys: keys are unique over all slots: an id plus the sizes of the slots before. HugeCTR shifts keys
             when it reads, if it is given a slot_size_array, so that files hold ids of their own column.
+        file_name: pattern of the names of files to write.
     """
 
     format: Literal["hugectr-parquet"] = "hugectr-parquet"
     i64_input_key: bool = False
     slot_sizes: tuple[int, ...] | None = None
     shifted_keys: bool = False
+    file_name: str = "part-{:05}.parquet"
 
     def files_at(self, path: Path) -> list[Path]:
         """Return the files of a file list, of a folder's file list, or those that the folder's metadata names."""
@@ -62,7 +64,7 @@ class HugectrParquetFormat(Format):
         slots = slots_of(schema, self.slot_sizes, self.shifted_keys)
         check_slots(schema, slots, 8 if self.i64_input_key else 4, "hugectr-parquet")
         for slot in slots:
-            if not self.i64_input_key and slot.shift + slot.column.num_ids > 2**31:
+            if not self.i64_input_key and slot.shift + slot.column.id_range > 2**31:
                 raise SchemaError("the keys do not fit int32", value=slot.column.name, fix="set i64_input_key")
 
     def types(self, schema: Schema) -> pa.Schema:
@@ -82,7 +84,7 @@ class HugectrParquetFormat(Format):
         types = self.types(schema)
         shifts = {slot.column.name: slot.shift for slot in slots_of(schema, self.slot_sizes, self.shifted_keys)}
         shifted = (_cast(table, types, shifts, "the rows to write").cast(types) for table in tables)
-        files = write_parquet(folder, types, shifted, rows_per_file)
+        files = write_parquet(folder, types, shifted, rows_per_file, self.file_name)
         columns: dict[str, Any] = {
             "file_stats": [{"file_name": file.name, "num_rows": file.rows} for file in files],
             "labels": [{"col_name": one.name, "index": types.get_field_index(one.name)} for one in schema.labels],

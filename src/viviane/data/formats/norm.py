@@ -37,6 +37,7 @@ class NormFormat(Format):
         i64_input_key: keys of 8 bytes (int64) instead of 4 (uint32).
         slot_sizes: HugeCTR's slot_size_array; None takes the columns' num_ids.
         shifted_keys: keys are unique over all slots: an id plus the sizes of the slots before.
+        file_name: pattern of the names of files to write.
     """
 
     format: Literal["norm"] = "norm"
@@ -44,6 +45,7 @@ class NormFormat(Format):
     i64_input_key: bool = False
     slot_sizes: tuple[int, ...] | None = Field(default=None)
     shifted_keys: bool = True
+    file_name: str = "part-{:05}.norm"
 
     @property
     def key_bytes(self) -> int:
@@ -88,18 +90,18 @@ class NormFormat(Format):
                 file.seek(0)
                 file.write(self.header(schema, rows))
                 file.close()
-                files.append(FileEntry(name=_name(len(files)), rows=rows, bytes=size))
+                files.append(FileEntry(name=self.file_name.format(len(files)), rows=rows, bytes=size))
 
         try:
             for view, count in checked_views(schema, tables):
                 if file is None or rows + count > rows_per_file:
                     close()
-                    file, rows = (folder / _name(len(files))).open("wb"), 0
+                    file, rows = (folder / self.file_name.format(len(files))).open("wb"), 0
                     file.write(self.header(schema, 0))  # its number of rows follows when the file is closed
                 file.write(pack(view, count, slots, self.layout(schema)).data)
                 rows += count
             if file is None:
-                file = (folder / _name(0)).open("wb")
+                file = (folder / self.file_name.format(0)).open("wb")
                 file.write(self.header(schema, 0))
             close()
         finally:
@@ -114,10 +116,6 @@ class NormFormat(Format):
             int(self.check_sum), rows, len(schema.labels), schema.num_dense, len(schema.categorical), 0, 0, 0
         )
         return struct.pack("<i", len(content)) + content + bytes([sum(content) % 256]) if self.check_sum else content
-
-
-def _name(number: int) -> str:
-    return f"part-{number:05}.norm"
 
 
 class NormStorage(Storage):

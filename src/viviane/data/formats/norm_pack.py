@@ -21,7 +21,8 @@ def pack(view: View, rows: int, slots: Sequence[Slot], layout: NormLayout) -> ND
         >>> slots = [Slot(CategoricalColumn(name="c", num_ids=9), shift=100)]
         >>> ids, nothing = np.array([[3]], np.int32), np.zeros((1, 0), np.float32)
         >>> view = View(((0, np.ones((1, 1), np.float32)),), ((0, nothing),), ((0, ids),), None, {})
-        >>> pack(view, 1, slots, NormLayout(num_numbers=1, num_slots=1, key_bytes=4, check_sum=False)).tobytes().hex(" ", 4)
+        >>> layout = NormLayout(num_numbers=1, num_slots=1, key_bytes=4, check_sum=False)
+        >>> pack(view, 1, slots, layout).tobytes().hex(" ", 4)
         '0000803f 01000000 67000000'
     """
     bags = [_bag(view, slots, i, rows) for i in range(len(slots))]

@@ -78,9 +78,9 @@ def groups_of(number: int, file: pq.ParquetFile) -> Iterator[Group]:
 
 
 def write_parquet(
-    folder: Path, types: pa.Schema, tables: Iterator[pa.Table], rows_per_file: int
+    folder: Path, types: pa.Schema, tables: Iterator[pa.Table], rows_per_file: int, name: str = "part-{:05}.parquet"
 ) -> tuple[FileEntry, ...]:
-    """Write tables as row groups of `part-00000.parquet, ...`; without any row, one file keeps the types."""
+    """Write tables as row groups of files named by a pattern; without any row, one file keeps the types."""
     rows: list[int] = []
     writer: pq.ParquetWriter | None = None
     try:
@@ -88,21 +88,17 @@ def write_parquet(
             if writer is None or rows[-1] + table.num_rows > rows_per_file:
                 if writer is not None:
                     writer.close()
-                writer = pq.ParquetWriter(_name(folder, len(rows)), types, **ENCODING)
+                writer = pq.ParquetWriter(folder / name.format(len(rows)), types, **ENCODING)
                 rows.append(0)
             writer.write_table(table, row_group_size=max(1, table.num_rows))
             rows[-1] += table.num_rows
         if writer is None:
-            writer = pq.ParquetWriter(_name(folder, 0), types, **ENCODING)
+            writer = pq.ParquetWriter(folder / name.format(0), types, **ENCODING)
             rows.append(0)
     finally:
         if writer is not None:
             writer.close()
-    files = [_name(folder, number) for number in range(len(rows))]
+    files = [folder / name.format(number) for number in range(len(rows))]
     return tuple(
         FileEntry(name=file.name, rows=n, bytes=file.stat().st_size) for file, n in zip(files, rows, strict=True)
     )
-
-
-def _name(folder: Path, number: int) -> Path:
-    return folder / f"part-{number:05}.parquet"

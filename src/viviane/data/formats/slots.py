@@ -39,11 +39,11 @@ def slots_of(schema: Schema, slot_sizes: Sequence[int] | None, shifted: bool) ->
         [0, 5]
     """
     columns = schema.categorical
-    sizes = [column.num_ids for column in columns] if slot_sizes is None else list(slot_sizes)
+    sizes = [column.id_range for column in columns] if slot_sizes is None else list(slot_sizes)
     if len(sizes) != len(columns):
         raise ConfigError("one size per slot", value=f"{len(sizes)} sizes", allowed=f"{len(columns)}, one a column")
     for column, size in zip(columns, sizes, strict=True):
-        if size < column.num_ids:
+        if size < column.id_range:
             raise ConfigError(
                 "a slot is smaller than its column", where=f"column {column.name!r}", value=size,
                 allowed=f"at least {column.num_ids} (num_ids)",
@@ -66,8 +66,8 @@ def check_slots(schema: Schema, slots: Sequence[Slot], key_bytes: int, keeps: st
             )  # fmt: skip
     limit = 1 << (32 if key_bytes == 4 else 63)
     for slot in slots:
-        if slot.shift + slot.column.num_ids > limit:
+        if slot.shift + slot.column.id_range > limit:
             raise SchemaError(
                 f"the keys do not fit {key_bytes} bytes", where=f"column {slot.column.name!r}",
-                value=slot.shift + slot.column.num_ids, allowed=f"at most {limit}", fix="use keys of 8 bytes",
+                value=slot.shift + slot.column.id_range, allowed=f"at most {limit}", fix="use keys of 8 bytes",
             )  # fmt: skip

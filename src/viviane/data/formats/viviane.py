@@ -210,6 +210,9 @@ def _column(matrix: Matrix, wanted: int) -> NDArray[Any]:
     return piece[:, wanted - first]
 
 
+_ANY = 1 << 64  # the range of raw ids
+
+
 def _stricter(stored: Schema, schema: Schema) -> list[LabelColumn | CategoricalColumn]:
     """Return the columns that allow fewer values than those in the files."""
     real = {label.name for label in stored.labels if label.task == "regression"}
@@ -219,7 +222,11 @@ def _stricter(stored: Schema, schema: Schema) -> list[LabelColumn | CategoricalC
     for column in schema.categorical:
         other = stored.categorical_column(column.name)
         shorter = column.max_length is not None and column.max_length < (other.max_length or 1 << 62)
-        if column.num_ids < other.num_ids or shorter or (column.dtype, other.dtype) == ("int32", "int64"):
+        if (
+            (column.num_ids or _ANY) < (other.num_ids or _ANY)
+            or shorter
+            or (column.dtype, other.dtype) == ("int32", "int64")
+        ):
             found.append(column)
     return found
 

@@ -22,11 +22,12 @@ class GatherShape(NamedTuple):
 
 
 class PoolShape(NamedTuple):
-    """What one program of the pooling does: bags it sums, entries of each in flight at once, its warps."""
+    """What one program of the pooling does: bags it sums, entries of each in flight at once, its warps, cache hint."""
 
     bags: int
     ahead: int
     warps: int
+    keep: str = ""
 
 
 def gather_shape(dim: int, item_bytes: int) -> GatherShape:
@@ -46,7 +47,7 @@ def pool_shape(dim: int, mean_length: float) -> PoolShape:
 
     Example:
         >>> pool_shape(128, 8.2)
-        PoolShape(bags=4, ahead=2, warps=1)
+        PoolShape(bags=4, ahead=2, warps=1, keep='')
     """
     warps = warps_for(dim)
     together = max(1, min(64, 32 * WARP * warps // power_of_two(dim)))
@@ -84,5 +85,5 @@ def pool_rows(
         pool_kernel[(ceil_div(bags, shape.bags),)](
             storage, rows, offsets, weights, places.places, out, bags, size, width, places.first, places.step,
             dim=dim, block=power_of_two(dim), aligned=places.aligned, num_bags=shape.bags, ahead=shape.ahead,
-            num_warps=shape.warps,
+            keep=shape.keep, num_warps=shape.warps,
         )  # fmt: skip

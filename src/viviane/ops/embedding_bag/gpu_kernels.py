@@ -73,6 +73,7 @@ def pool_kernel(
     aligned: tl.constexpr,
     num_bags: tl.constexpr,
     ahead: tl.constexpr,
+    keep: tl.constexpr,
 ):
     """Sum `num_bags` bags, `ahead` entries of each at a time."""
     k = tl.program_id(0) * num_bags + tl.arange(0, num_bags)
@@ -88,7 +89,8 @@ def pool_kernel(
     row = tl.load(rows + entry, mask=here, other=0).to(tl.int64)
     for done in range(0, longest, ahead):
         place = (row * dim)[:, :, None] + cols[None, None, :]
-        vectors = tl.load(storage + place, mask=here[:, :, None] & (cols < dim)[None, None, :], other=0.0)
+        known = here[:, :, None] & (cols < dim)[None, None, :]
+        vectors = tl.load(storage + place, mask=known, other=0.0, eviction_policy=keep)
         vectors = vectors.to(tl.float32)
         if weights is not None:
             vectors *= tl.load(weights + entry, mask=here, other=0.0)[:, :, None]

@@ -9,27 +9,34 @@ updates are those of `viviane.ops.embedding_bag` and `viviane.ops.row_update`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import implementation
-from viviane.ops.hash_table.index import Inserted, KeyIndex, Order, TableFullError, check_keys, stamp_of
-from viviane.ops.hash_table.reserve import MOST_ROWS, reserved, rows_of_memory
+from viviane.ops.hash_table.index import Added, Inserted, KeyIndex, Order, TableFullError, check_keys, stamp_of
+from viviane.ops.hash_table.marks import Marks
+from viviane.ops.hash_table.reserve import MOST_ROWS, Reserved, reserved, rows_of_memory
 from viviane.ops.row_update import check_table
 
 __all__ = [
+    "Added",
     "Inserted",
     "KeyIndex",
+    "Marks",
     "Order",
+    "Reserved",
     "TableFullError",
     "distinct",
     "initial_rows",
     "make_index",
+    "make_marks",
     "reserved",
     "rows_of_memory",
     "stamp_of",
+    "start_rows",
 ]
 
 LARGEST_SEGMENT = 1 << 14
@@ -134,3 +141,38 @@ def initial_rows(weight: Tensor, rows: Tensor, keys: Tensor, kind: str, a: float
         raise VivianeError("one key for each row (int64)", value=f"{tuple(rows.shape)}, {tuple(keys.shape)}")
     check_keys(keys, weight.device)
     implementation("hash_table", weight.device).initial_rows(weight, rows, keys, kind, a, b, seed % 2**64)
+
+
+def make_marks(device: torch.device | str = "cpu") -> Marks:
+    """Make what finds the last entry of each row, for tables on a device.
+
+    Example:
+        >>> make_marks("cpu").assign(torch.zeros(1, 1), torch.tensor([0]), torch.ones(1, 1))
+    """
+    marks: Marks = implementation("hash_table", torch.device(device)).Marks()
+    return marks
+
+
+def start_rows(
+    weight: Tensor | None,
+    state: Mapping[str, Tensor],
+    beginnings: Mapping[str, float],
+    keys: Tensor,
+    added: Added,
+    law: tuple[str, float, float],
+    seed: int,
+) -> None:
+    """Give the rows that `KeyIndex.find_or_insert` added their initial values and state; nothing waits for the device.
+
+    Args:
+        weight: (R, D), see `initial_rows`; None leaves values as they are.
+        state: optimizer state by name, (R, D) or (R,), float32: at most two and one of these.
+        beginnings: the number that each begins with.
+        keys: (N,), of the call.
+        added: what it returned.
+        law: kind, a, b of `initial_rows`.
+        seed: of `initial_rows`.
+    """
+    implementation("hash_table", keys.device).start_rows(
+        weight, state, beginnings, added.rows, keys, law, seed % 2**64, added.entries, added.count
+    )

@@ -46,10 +46,13 @@ from viviane.ops.hash_table.cpu_slots import (
 )
 from viviane.ops.hash_table.cpu_values import LAWS, UNIFORM, distinct_kernel, initial_kernel
 from viviane.ops.hash_table.index import Inserted, KeyIndex, Order, check_keys
+from viviane.ops.hash_table.marks import Marks
 from viviane.ops.hash_table.reserve import reserved
 from viviane.ops.native.kernels import num_threads, sources
 from viviane.ops.native.numbers import KINDS
 from viviane.ops.native.pages import empty
+
+__all__ = ["Index", "Marks", "distinct", "initial_rows"]
 
 _BLOCKS_PER_THREAD = 4
 
@@ -119,9 +122,10 @@ class Index(KeyIndex):
         """Keys that made room for others so far."""
         return int(self._head[NUM_EVICTED])
 
-    def find(self, keys: Tensor) -> Tensor:
-        """Return the rows of keys, or -1."""
-        return self._find(keys, 0, touches=False, counts=False)
+    def find(self, keys: Tensor, otherwise: int = -1) -> Tensor:
+        """Return the rows of keys, or another number."""
+        rows = self._find(keys, 0, touches=False, counts=False)
+        return rows if otherwise == -1 else rows.masked_fill_(rows < 0, otherwise)
 
     def touch(self, keys: Tensor, stamp: int, scores: Tensor | None = None) -> Tensor:
         """Find keys and note their use."""

@@ -1,4 +1,8 @@
-"""Triton kernels of the index: find, claim a slot, give it back; and initial values as a function of the key."""
+"""Triton kernels that search an index: rows of keys, notes of their use, and copies of their vectors in one go.
+
+A line has 64 bytes: five keys, their rows + 1 as int32 (0: none), and how many keys passed the line because it was
+full. Key 0 marks an empty slot; the real key 0 stands, as key 1, in a line of its own behind all others.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,24 @@ from typing import Final
 import triton
 import triton.language as tl
 
-BLOCK: Final = 128
-LAWS: Final = {"uniform": 0, "normal": 1, "constant": 2}
+LINE_WORDS: Final = 8  # int64
+LINE_HALVES: Final = 16  # int32
+LINE_SLOTS: Final = 5
 
-_golden = tl.constexpr(0x9E3779B97F4A7C15)
+# What stands where among the counters of an index, a vector of int64; those of a call in two sets, used in turn.
+NUM_ROWS: Final = 0
+NUM_FREE: Final = 1
+NUM_KEYS: Final = 2
+FIRST_SET: Final = 8
+SET_SIZE: Final = 8
+MISSING: Final = 0  # entries of the call that wait for a row
+NEW: Final = 1  # distinct keys that got one
+FAILED: Final = 2  # the first entry whose key found no room
+ARRIVED: Final = 3  # programs that came to a barrier
+WANTED: Final = 4  # distinct keys that ask for a row
+NUM_COUNTERS: Final = FIRST_SET + 2 * SET_SIZE
+NEVER: Final = 2**62
+
 _line_bit = tl.constexpr(16)
 
 
@@ -23,98 +41,100 @@ def mix64(x):
 
 
 @triton.jit
-def home(keys, lines):
-    """Return the line where each key belongs: bits 16.. of mix(key), modulo a power of two."""
-    return ((mix64(keys.to(tl.uint64)) >> (_line_bit + 1)).to(tl.int64)) & (lines - 1)
+def begin(keys, num_lines):
+    """Return what stands in a slot for each key, and the line where it belongs: bits 16.. of mix(key)."""
+    home = ((mix64(keys.to(tl.uint64)) >> (_line_bit + 1)).to(tl.int64)) & (num_lines - 1)
+    return tl.where(keys == 0, 1, keys), tl.where(keys == 0, num_lines, home)
 
 
 @triton.jit
-def look(slots, state, own, line, active):
-    """Return the slot (-1: none) of each key in a line, its row + 1, and how many keys passed the line."""
+def look(lines, own, line, active):
+    """Return the slot (-1: none) of each key in a line, its row + 1 (below one: not given yet), and who passed."""
     j = tl.arange(0, 8)[None, :]
-    found = tl.load(state + line[:, None] * 8 + j, mask=active[:, None], other=0)
-    stored = tl.load(slots + line[:, None] * 4 + j, mask=active[:, None] & (j < 4), other=0)
-    hit = (stored == own[:, None]) & (found != 0) & (j < 4)
-    slot = tl.max(tl.where(hit, j, -1), axis=1)
-    row = tl.max(tl.where(hit, found, 0), axis=1)
-    passed = tl.max(tl.where(j == 4, found, 0), axis=1)
+    words = tl.load(lines + line[:, None] * 8 + j, mask=active[:, None], other=0)
+    slot = tl.max(tl.where((words == own[:, None]) & (j < 5), j, -1), axis=1)
+    pair = tl.sum(tl.where(j == (5 + (slot >> 1))[:, None], words, 0), axis=1)
+    row = (pair >> ((slot & 1) * 32)).to(tl.int32).to(tl.int64)
+    passed = tl.sum(tl.where(j == 7, words, 0), axis=1) >> 32
     return slot, row, passed
 
 
-@triton.jit(do_not_specialize=["count", "lines"])
-def find_kernel(keys, slots, state, rows, count, lines, block: tl.constexpr):
-    """Put the row of each key, or -1."""
+@triton.jit
+def search(lines, keys, active, num_lines, otherwise):
+    """Return the row of each key, int64; `otherwise` where it is absent or has no row yet."""
+    own, line = begin(keys, num_lines)
+    rows = tl.zeros_like(own) + otherwise
+    steps = num_lines
+    while (tl.max(active.to(tl.int32), axis=0) > 0) & (steps > 0):
+        slot, row, passed = look(lines, own, line, active)
+        rows = tl.where((slot >= 0) & (row > 0), row - 1, rows)
+        active = active & (slot < 0) & (passed > 0)
+        line = (line + 1) & (num_lines - 1)
+        steps -= 1
+    return rows
+
+
+@triton.jit
+def note(notes, uses, row, n, found, stamp, mark, marks: tl.constexpr):
+    """Note the use of found rows: their stamp, one more use, and the last entry of this call."""
+    # Rows of frequent keys are stamped once, not by each of their entries.
+    before = tl.load(notes + 2 * row, mask=found, other=0)
+    tl.store(notes + 2 * row, tl.zeros_like(row) + stamp, mask=found & (before != stamp))
+    if uses is not None:
+        tl.atomic_add(uses + row, tl.zeros_like(row) + 1, mask=found, sem="relaxed")
+    if marks:
+        tl.atomic_max(notes + 2 * row + 1, (tl.zeros_like(n) + mark << 32) + n, mask=found, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count", "num_lines", "stamp", "otherwise"])
+def find_kernel(keys, lines, rows, notes, uses, count, num_lines, stamp, otherwise, block: tl.constexpr):
+    """Put the row of each key; where `notes` are given, note its use."""
     n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     active = n < count
     own = tl.load(keys + n, mask=active, other=0).to(tl.int64)
-    line = home(own, lines)
-    result = tl.full((block,), -1, tl.int64)
-    steps = lines
-    while (tl.max(active.to(tl.int32), axis=0) > 0) & (steps > 0):
-        slot, row, passed = look(slots, state, own, line, active)
-        result = tl.where(active & (slot >= 0), row.to(tl.int64) - 1, result)
-        active = active & (slot < 0) & (passed > 0)
-        line = (line + 1) & (lines - 1)
-        steps -= 1
-    tl.store(rows + n, result, mask=n < count)
+    row = search(lines, own, active, num_lines, otherwise)
+    tl.store(rows + n, row.to(rows.dtype.element_ty), mask=active)
+    if notes is not None:
+        note(notes, uses, row, n, active & (row >= 0), stamp, 0, False)
 
 
-@triton.jit(do_not_specialize=["count", "lines"])
-def insert_kernel(keys, rows, slots, state, count, lines, block: tl.constexpr):
-    """Claim the first empty slot from each key's line on; keys are distinct and absent, and there are slots enough."""
+@triton.jit(do_not_specialize=["count", "num_lines"])
+def copy_kernel(
+    keys,
+    lines,
+    table,
+    out,
+    there,
+    count,
+    num_lines,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Copy the vector of each key, zeros where it is absent, and say which are there."""
     n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     active = n < count
-    own = tl.load(keys + n, mask=active, other=0)
-    row = tl.load(rows + n, mask=active, other=0).to(tl.int32) + 1
-    line = home(own, lines)
-    j = tl.arange(0, 8)[None, :]
-    while tl.max(active.to(tl.int32), axis=0) > 0:
-        found = tl.load(state + line[:, None] * 8 + j, mask=active[:, None], other=1, volatile=True)
-        free = tl.min(tl.where((found == 0) & (j < 4), j, 4), axis=1)
-        tries = active & (free < 4)
-        # Lanes that try nothing ask for what an unused number of their line never is.
-        before = tl.atomic_cas(state + line * 8 + tl.where(tries, free, 5), tl.where(tries, 0, -1), row)
-        won = tries & (before == 0)
-        tl.store(slots + line * 4 + free, own, mask=won)
-        passes = active & (free == 4)
-        tl.atomic_add(state + line * 8 + 4, 1, mask=passes)
-        line = tl.where(passes, (line + 1) & (lines - 1), line)
-        active = active & ~won
+    own = tl.load(keys + n, mask=active, other=0).to(tl.int64)
+    row = search(lines, own, active, num_lines, -1)
+    found = active & (row >= 0)
+    cols = tl.arange(0, width)[None, :]
+    here = active[:, None] & (cols < dim)
+    vectors = tl.load(table + (row * dim)[:, None] + cols, mask=found[:, None] & (cols < dim), other=0.0)
+    tl.store(out + (n * dim)[:, None] + cols, vectors, mask=here, eviction_policy="evict_first")
+    tl.store(there + n, found, mask=active)
 
 
-@triton.jit(do_not_specialize=["count", "lines"])
-def erase_kernel(keys, slots, state, count, lines, block: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "num_lines"])
+def erase_kernel(keys, lines, halves, count, num_lines, block: tl.constexpr):
     """Empty the slots of keys that are distinct and there."""
     n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     active = n < count
-    own = tl.load(keys + n, mask=active, other=0)
-    line = home(own, lines)
+    own, line = begin(tl.load(keys + n, mask=active, other=0), num_lines)
     while tl.max(active.to(tl.int32), axis=0) > 0:
-        slot, _, _ = look(slots, state, own, line, active)
+        slot, _, _ = look(lines, own, line, active)
         here = active & (slot >= 0)
-        tl.store(state + line * 8 + slot, tl.zeros((block,), tl.int32), mask=here)
+        tl.store(lines + line * 8 + slot, tl.zeros_like(own), mask=here)
+        tl.store(halves + line * 16 + 10 + slot, tl.zeros((block,), tl.int32), mask=here)
         active = active & ~here
-        tl.atomic_add(state + line * 8 + 4, -1, mask=active)
-        line = (line + 1) & (lines - 1)
-
-
-@triton.jit(do_not_specialize=["count", "dim"])
-def draw_kernel(weight, rows, keys, seed, numbers, count, dim, kind: tl.constexpr, block: tl.constexpr):
-    """Draw numbers of rows, see `viviane.ops.hash_table.initial_rows`; element n is of row n / dim."""
-    n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = n < count
-    i = n // dim
-    column = n - i * dim
-    a, b = tl.load(numbers), tl.load(numbers + 1)
-    start = mix64(tl.load(keys + i, mask=inside, other=0).to(tl.uint64) + tl.load(seed).to(tl.uint64) * _golden)
-    x = mix64(start + (column + 1).to(tl.uint64) * _golden)
-    if kind == 2:
-        drawn = tl.zeros((block,), tl.float64) + a
-    elif kind == 0:
-        drawn = a + b * ((x >> 40).to(tl.int64).to(tl.float64) * (1.0 / 16777216.0))
-    else:
-        first = ((x >> 32).to(tl.int64).to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
-        second = (x & 0xFFFFFFFF).to(tl.int64).to(tl.float64) * (1.0 / 4294967296.0)
-        drawn = a + b * (tl.sqrt(-2.0 * tl.log(first)) * tl.cos(6.283185307179586 * second))
-    place = tl.load(rows + i, mask=inside, other=0) * dim + column
-    tl.store(weight + place, drawn.to(tl.float32).to(weight.dtype.element_ty), mask=inside)
+        tl.atomic_add(halves + line * 16 + 15, tl.full((block,), -1, tl.int32), mask=active, sem="relaxed")
+        line = (line + 1) & (num_lines - 1)

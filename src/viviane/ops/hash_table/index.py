@@ -56,6 +56,25 @@ class Inserted:
     complete: bool
 
 
+@dataclass(frozen=True)
+class Added:
+    """What a call of `KeyIndex.find_or_insert` added, on the device, which the host does not wait for.
+
+    Args:
+        rows: (N,), int64: of new keys, in order of their first entries; the first U count, until the next call.
+        entries: (N,), int64: the first entry of each new key; the first U count, until the next call.
+        count: (1,), int64: U.
+        given: U where the host knows it, else None.
+        wanted: how many new keys the call had, where the host knows it; None: all of them got rows.
+    """
+
+    rows: Tensor
+    entries: Tensor
+    count: Tensor
+    given: int | None
+    wanted: int | None
+
+
 class KeyIndex(ABC):
     """Rows of keys, with the time and number of their uses.
 
@@ -76,6 +95,8 @@ class KeyIndex(ABC):
         uses: (max_rows,), int64: how often, or the caller's score; None where nothing asks for it.
     """
 
+    fused: bool = False
+    """Whether `find_or_insert` is there, and `gather` is the fast way to vectors."""
     max_rows: int
     order: Order
     keys: Tensor
@@ -102,8 +123,8 @@ class KeyIndex(ABC):
         """Keys that made room for others so far."""
 
     @abstractmethod
-    def find(self, keys: Tensor) -> Tensor:
-        """Return the rows of keys (N,), int64; -1 where a key is absent."""
+    def find(self, keys: Tensor, otherwise: int = -1) -> Tensor:
+        """Return the rows of keys (N,), int64; `otherwise`, -1 or above all rows, where a key is absent."""
 
     @abstractmethod
     def touch(self, keys: Tensor, stamp: int, scores: Tensor | None = None) -> Tensor:
@@ -152,6 +173,49 @@ class KeyIndex(ABC):
     @abstractmethod
     def restore(self, keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor) -> None:
         """Replace everything by keys in given rows, (K,) each, and the freed rows below the largest of them, (F,)."""
+
+    def find_or_insert(
+        self,
+        keys: Tensor,
+        stamp: int,
+        *,
+        guard: int | None = None,
+        allowed: Tensor | None = None,
+        partial: bool = True,
+        narrow: bool = False,
+        last: bool = False,
+    ) -> tuple[Tensor, Added]:
+        """Do what `touch` and `insert` do in one go; only where `fused`.
+
+        Args:
+            keys: (N,).
+            stamp, guard: see `touch` and `insert`.
+            allowed: (N,), bool: entries whose keys may be added; None: all.
+            partial: where rows are short, evict keys by the order and insert what has room; False: insert nothing.
+            narrow: give rows as int32.
+            last: note the last entry of each key, for `write_last`.
+
+        Returns:
+            rows of the keys, (N,), -1 where absent and not added; what was added.
+        """
+        raise VivianeError("this index inserts by touch and insert", fix="ask for `fused` first")
+
+    def write_last(self, table: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Give the rows of the last `find_or_insert`, (N,), the values of their last entries, (N, D)."""
+        raise VivianeError("this index inserts by touch and insert", fix="ask for `fused` first")
+
+    @property
+    def most_rows(self) -> int:
+        """No more rows than this were handed out so far; the exact number may have to be waited for."""
+        return self.num_rows
+
+    def gather(self, keys: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys' rows of a table, (N, D), zeros where absent, and which are there, (N,)."""
+        rows = self.find(keys)
+        there = rows >= 0
+        out = weight.new_zeros(len(rows), weight.shape[1])
+        out[there] = weight[rows[there]]
+        return out, there
 
     def rows_in_use(self) -> Tensor:
         """Return the rows that have keys, rising, (K,), int64."""

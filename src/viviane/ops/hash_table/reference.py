@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from viviane.ops.hash_table.index import CLOCK_BITS, Inserted, KeyIndex, Order, check_keys
+from viviane.ops.hash_table.marks import Marks
 from viviane.ops.hash_table.reserve import reserved
+
+__all__ = ["Index", "Marks", "distinct", "initial_rows", "mix64"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOW = (1 << 64) - 1
@@ -59,10 +62,10 @@ class Index(KeyIndex):
         """Keys that made room for others so far."""
         return self._evicted
 
-    def find(self, keys: Tensor) -> Tensor:
-        """Return the rows of keys, or -1."""
+    def find(self, keys: Tensor, otherwise: int = -1) -> Tensor:
+        """Return the rows of keys, or another number."""
         check_keys(keys, self.device)
-        found = [self._rows.get(key, -1) for key in keys.tolist()]
+        found = [self._rows.get(key, otherwise) for key in keys.tolist()]
         return torch.tensor(found, dtype=torch.int64, device=keys.device)
 
     def touch(self, keys: Tensor, stamp: int, scores: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import VivianeError
+from viviane.ops.hash_table.device_memory import DeviceRange
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Linux: do not count pages that are never touched
 _PORTABLE_ROWS = 1 << 24
@@ -49,8 +50,44 @@ def reserved(count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)[:count]
 
 
-def rows_of_memory(row_bytes: int) -> int:
-    """Return how many rows the machine's whole memory could hold: a limit for tables without one of their own."""
+class Reserved:
+    """A vector whose memory comes into use part by part, and never moves: on the CPU, or on a GPU.
+
+    Args:
+        count: its length.
+        dtype: of its numbers.
+        device: where kernels run that use it.
+        on_device: on a GPU, how many of its first numbers lie in the GPU's memory, the others in the host's; None: all.
+
+    Example:
+        >>> vector = Reserved(1 << 30, torch.float32, torch.device("cpu"))
+        >>> vector.commit(0, 3)
+        >>> vector.tensor[:3]
+        tensor([0., 0., 0.])
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device, on_device: int | None = None) -> None:
+        self._item = dtype.itemsize
+        self._range: DeviceRange | None = None
+        if device.type == "cuda":
+            here = None if on_device is None else on_device * self._item
+            self._range = DeviceRange(max(count, 1) * self._item, device, here)
+            self.tensor = self._range.tensor().view(dtype)[:count]
+        else:
+            self.tensor = reserved(count, dtype)
+        """(count,); only what was committed may be touched on a GPU. Views stay valid."""
+
+    def commit(self, first: int, last: int) -> None:
+        """Give the numbers first <= i < last memory; what they hold is not set on a GPU."""
+        if self._range is not None and last > first:
+            self._range.commit(first * self._item, last * self._item)
+
+
+def rows_of_memory(row_bytes: int, device: torch.device | None = None) -> int:
+    """Return how many rows the whole memory of a device could hold: a limit for tables without one of their own."""
+    if device is not None and device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return min(max(memory // row_bytes, 1), MOST_ROWS)
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not POSIX

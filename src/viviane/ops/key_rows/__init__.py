@@ -14,14 +14,28 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import VivianeError
-from viviane.ops.dispatch import implementation
+from viviane.ops.dispatch import choose, implementation
 
-__all__ = ["HASH", "RAISE", "REPLACE", "SKIP", "ColumnRule", "KeyRules", "hashed", "key_rows", "mix"]
+__all__ = [
+    "HASH",
+    "NEVER",
+    "RAISE",
+    "REPLACE",
+    "SKIP",
+    "ColumnRule",
+    "KeyRules",
+    "hashed",
+    "key_rows",
+    "lasting_record",
+    "mix",
+]
 
 RAISE: Final = 0
 REPLACE: Final = 1
 HASH: Final = 2
 SKIP: Final = 3
+NEVER: Final = 2**63 - 1
+"""The place of a record without an offender, while kernels look for one."""
 
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -66,17 +80,32 @@ class KeyRules:
         self.row_dtype = torch.int32 if null_row + 1 < 2**31 else torch.int64
 
 
-def key_rows(keys: Tensor, rules: KeyRules, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def lasting_record(device: torch.device) -> Tensor:
+    """Return an empty record for `key_rows` to keep, (4,), int64: [any, place, key], and a place for the kernels.
+
+    Example:
+        >>> lasting_record(torch.device("cpu")).tolist()[:3]
+        [0, 0, 0]
+    """
+    return torch.tensor([0, 0, 0, NEVER], device=device)
+
+
+def key_rows(
+    keys: Tensor, rules: KeyRules, columns: Tensor | None = None, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the storage rows of keys, (N, F), and the record of the first key out of range under RAISE.
 
     Args:
         keys: (N, C), int32 or int64, any strides.
         rules: of F columns.
         columns: (F,), int64: column of `keys` that each rule is for; None: they are all, in order.
+        kept: a `lasting_record`: where it is empty it takes this call's record, else it stays, so that the first
+            offender of many calls, such as the replays of a CUDA graph, can be read later.
 
     Returns:
         rows, (N, F), contiguous, int32 where the storage allows it, else int64; and (3,), int64, on the keys'
         device: whether a key was out of range, its place n * F + f, the key. The first in that order is reported.
+        With `kept` its first three numbers.
 
     Example:
         >>> rules = KeyRules([ColumnRule(base=10, num_rows=5, policy=SKIP)], null_row=99, device=torch.device("cpu"))
@@ -88,8 +117,16 @@ def key_rows(keys: Tensor, rules: KeyRules, columns: Tensor | None = None) -> tu
         raise VivianeError("one rule per column", value=f"{tuple(keys.shape)}", allowed=f"(N, {len(rules.columns)})")
     if keys.dtype not in (torch.int32, torch.int64):
         raise VivianeError("keys must be whole numbers", value=str(keys.dtype), allowed="int32, int64")
-    rows, record = implementation("key_rows", keys.device).key_rows(keys, rules, columns)
-    return rows, record
+    module = implementation("key_rows", keys.device)
+    if kept is None:
+        rows, record = module.key_rows(keys, rules, columns)
+        return rows, record
+    if choose(keys.device) == "gpu":
+        rows, _ = module.key_rows(keys, rules, columns, kept)
+    else:
+        rows, record = module.key_rows(keys, rules, columns)
+        kept[:3] = torch.where(kept[0] != 0, kept[:3], record)
+    return rows, kept[:3]
 
 
 def mix(keys: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -24,25 +25,26 @@ def key_rows(keys: Tensor, rules: KeyRules, columns: Tensor | None = None) -> tu
     """Return the storage rows of keys, (N, F), and the record of the first key out of range under RAISE."""
     size, features = keys.shape[0], len(rules.columns)
     rows = torch.empty(size, features, dtype=rules.row_dtype)
-    record = torch.zeros(3, dtype=torch.int64)
-    if not rows.numel():
-        return rows, record
+    if not size or not features:
+        return rows, torch.zeros(3, dtype=torch.int64)
     table = _tables.get(rules)
     if table is None:
         table = _tables[rules] = rules.table.t().contiguous()
-    chosen = torch.arange(features) if columns is None else columns.contiguous()
-    first_wrong = torch.tensor([_NEVER])
-    threads = num_threads(rows.numel())
-    key_kernel(keys.element_size(), rows.element_size(), columns is None and keys.stride(1) == 1, sources())(
-        (keys.data_ptr(), keys.stride(0), keys.stride(1), chosen.data_ptr(), table.data_ptr(), rows.data_ptr(),
-         size, features, rules.null_row, first_wrong.data_ptr()),
+    stride, step = keys.stride()
+    together = columns is None and step == 1
+    chosen = None if together else torch.arange(features) if columns is None else columns.contiguous()
+    first_wrong = ctypes.c_int64(_NEVER)
+    threads = num_threads(size * features)
+    key_kernel(keys.element_size(), rows.element_size(), together, sources())(
+        (keys.data_ptr(), stride, step, 0 if chosen is None else chosen.data_ptr(), table.data_ptr(), rows.data_ptr(),
+         size, features, rules.null_row, ctypes.addressof(first_wrong)),
         tickets=min(size, threads * _BLOCKS_PER_THREAD), threads=threads,
     )  # fmt: skip
-    place = int(first_wrong)
-    if place != _NEVER:
-        key = keys[place // features, chosen[place % features]]
-        record = torch.tensor([1, place, int(key)])
-    return rows, record
+    place = first_wrong.value
+    if place == _NEVER:
+        return rows, torch.zeros(3, dtype=torch.int64)
+    column = place % features if chosen is None else int(chosen[place % features])
+    return rows, torch.tensor([1, place, int(keys[place // features, column])])
 
 
 @njit(forceinline=True)

@@ -1,4 +1,7 @@
-"""Norm records in compiled loops: one pass finds where everything stands, a second copies it out."""
+"""Norm records in compiled loops: one pass finds where everything stands, a second copies it out.
+
+Numbers are loaded from addresses without checks: the first pass compares every place with the size before it is read.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from viviane.ops.norm_records import NormLayout, NormRecords, Problem
@@ -13,6 +19,7 @@ from viviane.ops.norm_records import NormLayout, NormRecords, Problem
 
 def norm_records(data: NDArray[np.uint8], start: int, count: int, layout: NormLayout) -> NormRecords | Problem:
     """Take records apart."""
+    data = np.ascontiguousarray(data)
     lengths = np.empty((layout.num_slots, count), np.int32)
     firsts = np.empty(count, np.int64)
     end = _scan(data, start, count, layout, firsts, lengths)
@@ -22,13 +29,20 @@ def norm_records(data: NDArray[np.uint8], start: int, count: int, layout: NormLa
     per_slot = lengths.sum(axis=1, dtype=np.int64)
     keys = np.empty(int(per_slot.sum()), np.int64)
     next_key = np.cumsum(per_slot) - per_slot
-    copy_out(data, firsts, lengths, layout.key_bytes, numbers.view(np.int32), keys, next_key)
+    copy_out(data.ctypes.data, firsts, lengths, layout.key_bytes, numbers.view(np.int32), keys, next_key)
     return NormRecords(numbers, lengths, keys, end)
 
 
 def skip_records(data: NDArray[np.uint8], start: int, count: int, layout: NormLayout) -> int | Problem:
     """Return the first byte after some records."""
-    return _scan(data, start, count, layout, np.empty(0, np.int64), np.empty((layout.num_slots, 0), np.int32))
+    return _scan(
+        np.ascontiguousarray(data),
+        start,
+        count,
+        layout,
+        np.empty(0, np.int64),
+        np.empty((layout.num_slots, 0), np.int32),
+    )
 
 
 def _scan(
@@ -40,27 +54,44 @@ def _scan(
     lengths: NDArray[np.int32],
 ) -> int | Problem:
     code, record, end = scan(
-        data, start, count, layout.num_numbers, layout.num_slots, layout.key_bytes, layout.check_sum, firsts, lengths
+        data.ctypes.data,
+        len(data),
+        start,
+        count,
+        layout.num_numbers,
+        layout.num_slots,
+        layout.key_bytes,
+        layout.check_sum,
+        firsts,
+        lengths,
     )
     return Problem(int(code), int(record), int(end)) if code else int(end)
 
 
-@numba.njit(nogil=True, cache=True)
-def whole(data: Any, at: int) -> Any:
-    """Read an int32, little endian, from any byte on."""
-    low = numba.uint32(data[at]) | (numba.uint32(data[at + 1]) << numba.uint32(8))
-    high = numba.uint32(data[at + 2]) | (numba.uint32(data[at + 3]) << numba.uint32(8))
-    return numba.uint32(low | (high << numba.uint32(16)))
+def _load(bits: int) -> Any:
+    def load(typing: Any, address: types.Type) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            place = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            return builder.load(place, align=1)
+
+        return getattr(types, f"uint{bits}")(types.int64), build
+
+    return load
+
+
+# An unsigned number at an address that is no multiple of its size.
+byte_at: Any = intrinsic(_load(8))
+whole_at: Any = intrinsic(_load(32))
+long_at: Any = intrinsic(_load(64))
 
 
 @numba.njit(nogil=True, cache=True)
 def scan(  # noqa: PLR0911, PLR0912 - one loop over bytes; each return is another damage
-    data: Any, start: int, count: int, num_numbers: int, num_slots: int, key_bytes: int, checked: bool, firsts: Any,
-    lengths: Any,
+    data: int, size: int, start: int, count: int, num_numbers: int, num_slots: int, key_bytes: int, checked: bool,
+    firsts: Any, lengths: Any,
 ) -> Any:  # fmt: skip
     """Find the records; return the code of a problem or 0, the record, and the byte where it or the end stands."""
     keep = len(firsts) > 0
-    size = len(data)
     at = start
     for record in range(count):
         begin = at
@@ -68,14 +99,14 @@ def scan(  # noqa: PLR0911, PLR0912 - one loop over bytes; each return is anothe
         if checked:
             if at + 4 > size:
                 return 1, record, begin
-            length = numba.int64(numba.int32(whole(data, at)))
+            length = numba.int64(numba.int32(whole_at(data + at)))
             at += 4
         first = at
         at += 4 * num_numbers
         for slot in range(num_slots):
             if at + 4 > size:
                 return 1, record, begin
-            nnz = numba.int64(numba.int32(whole(data, at)))
+            nnz = numba.int64(numba.int32(whole_at(data + at)))
             if nnz < 0:
                 return 4, record, begin
             if keep:
@@ -92,29 +123,26 @@ def scan(  # noqa: PLR0911, PLR0912 - one loop over bytes; each return is anothe
                 return 3, record, begin
             total = numba.uint32(0)
             for byte in range(first, at):
-                total += numba.uint32(data[byte])
-            if numba.uint32(data[at]) != total & numba.uint32(255):
+                total += numba.uint32(byte_at(data + byte))
+            if numba.uint32(byte_at(data + at)) != total & numba.uint32(255):
                 return 2, record, begin
             at += 1
     return 0, count, at
 
 
 @numba.njit(nogil=True, cache=True)
-def copy_out(data: Any, firsts: Any, lengths: Any, key_bytes: int, numbers: Any, keys: Any, next_key: Any) -> None:
+def copy_out(data: int, firsts: Any, lengths: Any, key_bytes: int, numbers: Any, keys: Any, next_key: Any) -> None:
     """Copy the bits of numbers, and keys slot by slot; `next_key` is where each slot's next key goes."""
     for record in range(len(firsts)):
         at = firsts[record]
         for i in range(numbers.shape[1]):
-            numbers[record, i] = numba.int32(whole(data, at))
+            numbers[record, i] = numba.int32(whole_at(data + at))
             at += 4
         for slot in range(lengths.shape[0]):
             at += 4
             to = next_key[slot]
             for _ in range(lengths[slot, record]):
-                key = numba.uint64(whole(data, at))
-                if key_bytes == 8:
-                    key |= numba.uint64(whole(data, at + 4)) << numba.uint64(32)
-                keys[to] = numba.int64(key)
+                keys[to] = numba.int64(long_at(data + at)) if key_bytes == 8 else numba.int64(whole_at(data + at))
                 to += 1
                 at += key_bytes
             next_key[slot] = to

@@ -18,18 +18,23 @@ from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import choose, implementation
 from viviane.ops.row_update.entries import Entries
 
-__all__ = ["Entries", "Scratch", "initial_state", "prepare_rows", "state_shape", "sum_rows", "update_rows"]
+__all__ = ["Entries", "Scratch", "initial_state", "join_rows", "prepare_rows", "state_shape", "sum_rows", "update_rows"]
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Scratch:
-    """Working memory of a table that stays between calls; give the same object with the same table."""
+    """Working memory of a table that stays between calls; give the same object with the same table.
+
+    Updates recorded in CUDA graphs want one for each graph, or new rows in each.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.ready: torch.cuda.Event | None = None
         """What the next update on a GPU waits for: the end of `prepare_rows`."""
+        self.recorded = False
+        """Whether what is kept is made by the replays of a CUDA graph."""
 
 
 def update_rows(
@@ -38,11 +43,11 @@ def update_rows(
     entries: Entries,
     rule: AnyOptimizer,
     *,
-    lr: float,
-    step: int,
+    lr: float | Tensor,
+    step: int | Tensor,
     scale: float | Tensor = 1.0,
     first_row: int = 0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     scratch: Scratch | None = None,
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place.
@@ -62,9 +67,10 @@ def update_rows(
         state: by name, as `initial_state` lists it; float32.
         entries: gradients; rows outside first_row <= row < first_row + R are left out.
         rule: optimizer settings; its own `lr` is not read here.
-        lr: learning rate of this step.
+        lr: learning rate of this step. This, step, scale and seed are numbers, or 0-dim tensors on the table's device,
+            which a CUDA graph reads anew with each replay; a float64 lr gives the bits that the number gives.
         step: of the table, from 1: bias correction, and clocks of "lazy_global".
-        scale: number, or 0-dim tensor on the device.
+        scale: what gradients are multiplied by first.
         first_row: what is subtracted from the entries' rows.
         seed: of stochastic rounding.
         scratch: kept from call to call; None makes its own.
@@ -85,13 +91,15 @@ def update_rows(
         if part.shape != shape or not part.is_contiguous():
             raise VivianeError(f"state {name!r} must be contiguous {shape}", value=tuple(part.shape))
     module = implementation("row_update", weight.device)
+    if choose(weight.device) != "gpu":  # the others compute with them on the host
+        lr, step, seed = float(lr), int(step), int(seed)
     module.update_rows(
         weight, state, entries, rule, lr=lr, step=step, scale=scale, first_row=first_row, seed=seed,
         scratch=scratch or Scratch(),
     )  # fmt: skip
 
 
-def prepare_rows(rows: Tensor, scratch: Scratch) -> None:
+def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> None:
     """Begin what an update needs to know of the rows alone, while the forward and backward pass go on.
 
     On a GPU that is their sorting, on a stream of its own; the next `update_rows` or `sum_rows` with this scratch and
@@ -100,12 +108,27 @@ def prepare_rows(rows: Tensor, scratch: Scratch) -> None:
     Args:
         rows: (N,), int32 or int64, contiguous; what they hold must not change before the update.
         scratch: of the table.
+        bound: as in `Entries`.
 
     Example:
         >>> prepare_rows(torch.tensor([2, 0, 2]), Scratch())
     """
     if rows.is_cuda and len(rows) and choose(rows.device) == "gpu":
-        implementation("row_update", rows.device).prepare_rows(rows, scratch)
+        implementation("row_update", rows.device).prepare_rows(rows, scratch, bound)
+
+
+def join_rows(device: torch.device, scratch: Scratch) -> None:
+    """Let the current stream wait for what `prepare_rows` began, without an update.
+
+    Args:
+        device: of the rows.
+        scratch: of the table.
+
+    Example:
+        >>> join_rows(torch.device("cpu"), Scratch())
+    """
+    if scratch.ready is not None:
+        implementation("row_update", device).join_rows(device, scratch)
 
 
 def sum_rows(

@@ -51,7 +51,8 @@ def update_rows(
     num_rows, dim = weight.shape
     whole = getattr(rule, "update", "local") == "global"
     rows, sums = (sum_rows if whole else _summed)(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch)
-    moved = num_rows if whole else len(rows)
+    listed = rows.numel()
+    moved = num_rows if whole else listed
     if not moved or not dim:
         return
     values = settings(rule, lr, step, float(scale))
@@ -60,7 +61,7 @@ def update_rows(
     clock = state["last_step"].data_ptr() if "last_step" in state else 0
     threads = num_threads(moved * dim)
     move_kernel(rule_kind(rule), dim, KINDS[weight.dtype], sources())(
-        (rows.data_ptr(), sums.data_ptr(), len(rows), num_rows if whole else 0, weight.data_ptr(),
+        (rows.data_ptr(), sums.data_ptr(), listed, num_rows if whole else 0, weight.data_ptr(),
          *states, *[0] * (2 - len(states)), clock, ctypes.addressof(numbers), (seed + step * 0x9E3779B1) & _LOW),
         tickets=threads * _SLICES_PER_THREAD, threads=threads,
     )  # fmt: skip
@@ -74,7 +75,7 @@ def _summed(entries: Entries, dim: int, first_row: int, num_rows: int, scratch: 
             raise VivianeError(f"{name} must be contiguous, of int32 or int64", value=str(part.dtype))
     if gradients.dtype not in KINDS or not gradients.is_contiguous():
         raise VivianeError("gradients must be contiguous, of a type that kernels know", value=str(gradients.dtype))
-    threads = num_threads(len(entries.rows) * dim)
+    threads = num_threads(entries.rows.numel() * dim)
     slots = find_slots(entries.rows, first_row, num_rows, scratch, threads)
     count = slots.num_rows
     rows = room(scratch, "rows", count, torch.int64)[:count]
@@ -82,7 +83,7 @@ def _summed(entries: Entries, dim: int, first_row: int, num_rows: int, scratch: 
     source_place, source_size = (0, 0) if entries.sources is None else _place(entries.sources)
     sum_kernel(dim, KINDS[gradients.dtype], sources())(
         (gradients.data_ptr(), source_place, source_size, 0 if weights is None else weights.data_ptr(),
-         slots.met.data_ptr(), slots.touched.data_ptr(), slots.counts.data_ptr(), slots.stride,
+         slots.met.data_ptr(), slots.touched.data_ptr(), ctypes.addressof(slots.counts), slots.stride,
          rows.data_ptr(), sums.data_ptr()),
         tickets=slots.owners, threads=threads,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from numba import float32, njit
 
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel
 from viviane.ops.native.memory import float32_at, float64_at, int64_at, prefetch, read_whole, stack_floats, take_ticket
-from viviane.ops.native.numbers import load, noise_start, store_stochastic
+from viviane.ops.native.numbers import load, noise_start, square_sum, store_stochastic
 from viviane.ops.row_update import cpu_rules as rules
 
 _AHEAD: Final = 12
@@ -45,6 +45,7 @@ def sum_kernel(dim: int, kind: int, key: str) -> Kernel:
         met, touched, counts = int64_at(call[OPERANDS + 4]), int64_at(call[OPERANDS + 5]), int64_at(call[OPERANDS + 6])
         stride, owners = call[OPERANDS + 7], call[1]
         rows, sums_address, sums = int64_at(call[OPERANDS + 8]), call[OPERANDS + 9], float32_at(call[OPERANDS + 9])
+        g = stack_floats(dim)
         owner = take_ticket(call)
         while owner < owners:
             base, slots, begin, num_met = 0, counts[owners + owner], owner * stride, counts[owner]
@@ -60,13 +61,16 @@ def sum_kernel(dim: int, kind: int, key: str) -> Kernel:
                 n, slot = met[k] >> 32, met[k] & 0xFFFFFFFF
                 start, at = source_of(sources, source_size, n, dim), (base + slot) * dim
                 factor = weights[n] if weighted else float32(1.0)
+                # By way of the stack, which overlaps with nothing: the compiler then adds in wide pieces.
+                for j in range(dim):
+                    g[j] = factor * load(gradients, start + j, kind)
                 if slot == seen:
                     seen += 1
                     for j in range(dim):
-                        sums[at + j] = factor * load(gradients, start + j, kind)
+                        sums[at + j] = g[j]
                 else:
                     for j in range(dim):
-                        sums[at + j] += factor * load(gradients, start + j, kind)
+                        sums[at + j] += g[j]
             owner = take_ticket(call)
 
     return sum_rows
@@ -92,7 +96,7 @@ def shape_gradient(w, g, numbers, dim):  # type: ignore[no-untyped-def]
     for j in range(dim):
         g[j] *= scale
     if clip > 0:
-        factor = clip / max(np.sqrt(rules.square_sum(g, dim)), clip)
+        factor = clip / max(np.sqrt(square_sum(g, dim)), clip)
         for j in range(dim):
             g[j] *= factor
     for j in range(dim):

@@ -16,6 +16,7 @@ import numpy as np
 from numba import float32, float64, njit
 
 from viviane.config.optimizers import SGD, AdaGrad, Adam, AnyOptimizer, Ftrl, RMSProp
+from viviane.ops.native.numbers import select, square_sum
 
 PLAIN_SGD: Final = 0
 MOMENTUM: Final = 1
@@ -34,6 +35,7 @@ DECAY: Final = 2
 _LR: Final = 3
 _OWN: Final = 4
 _FTRL_EPSILON: Final = 2.0**-23
+_DIVISIBLE: Final = 1e-30
 
 
 def rule_kind(rule: AnyOptimizer) -> int:
@@ -64,16 +66,6 @@ def settings(rule: AnyOptimizer, lr: float, step: int, scale: float) -> list[flo
         return [*shared, *root, rule.decay, 1 - rule.decay]
     alpha = lr * math.sqrt(1 - rule.beta2**step) / (1 - rule.beta1**step)
     return [*shared, *root, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, alpha, step]
-
-
-# The order of a sum may change here, so that a row is squared in wide pieces; the code fixes it once and for all.
-@njit(forceinline=True, fastmath={"contract", "reassoc"})
-def square_sum(g, dim):  # type: ignore[no-untyped-def]
-    """Return |g|^2."""
-    total = float32(0.0)
-    for j in range(dim):
-        total += g[j] * g[j]
-    return total
 
 
 @njit(forceinline=True)
@@ -111,10 +103,14 @@ def row_wise_adagrad(w, g, s, row, numbers, dim):  # type: ignore[no-untyped-def
     lr, inside, outside = float32(numbers[_LR]), float32(numbers[_OWN]), float32(numbers[_OWN + 1])
     sum_squares = s[row] + square_sum(g, dim) / float32(dim)
     s[row] = sum_squares
-    # Not lr / root: where nothing was ever summed, the root alone may be too small to divide by.
     root = np.sqrt(sum_squares + inside) + outside
-    for j in range(dim):
-        w[j] -= lr * g[j] / root
+    if root > float32(_DIVISIBLE):
+        factor = lr / root
+        for j in range(dim):
+            w[j] -= factor * g[j]
+    else:  # where next to nothing was ever summed, lr / root may be too large for a float32
+        for j in range(dim):
+            w[j] -= lr * g[j] / root
 
 
 @njit(forceinline=True)
@@ -166,22 +162,24 @@ def adam(w, g, s, t, at, numbers, dim):  # type: ignore[no-untyped-def]
 @njit(forceinline=True)
 def ftrl(w, g, s, t, at, numbers, dim):  # type: ignore[no-untyped-def]
     """n' = n + g^2; z += g + (sqrt(n + e) - sqrt(n' + e)) w / lr; w from z and n'."""
-    lr, lambda1, extra = float32(numbers[_LR]), float32(numbers[_OWN]), float32(numbers[_OWN + 1])
+    per_lr, lambda1, extra = float32(1.0 / numbers[_LR]), float32(numbers[_OWN]), float32(numbers[_OWN + 1])
+    # The row comes anew from z and n; until then w holds (sqrt(n' + e) - sqrt(n + e)) w, with the difference of the
+    # roots made without taking nearly equal numbers from one another. Longer loops would not run in wide pieces.
     for j in range(dim):
-        square = g[j] * g[j]
-        before, after = s[at + j], s[at + j] + square
-        root = np.sqrt(after + float32(_FTRL_EPSILON))
-        # The difference of the roots, without taking nearly equal numbers from one another.
-        fall = square / (np.sqrt(before + float32(_FTRL_EPSILON)) + root)
-        s[at + j] = after
-        g[j] -= fall * w[j] / lr
+        square, before = g[j] * g[j], s[at + j]
+        root = np.sqrt(before + square + float32(_FTRL_EPSILON))
+        w[j] *= square / (np.sqrt(before + float32(_FTRL_EPSILON)) + root)
     for j in range(dim):
-        g[j] += t[at + j]
+        s[at + j] += g[j] * g[j]
+    for j in range(dim):
+        g[j] = t[at + j] + (g[j] - w[j] * per_lr)
         t[at + j] = g[j]
     for j in range(dim):
         z, root = g[j], np.sqrt(s[at + j] + float32(_FTRL_EPSILON))
-        moved = ((lambda1 if z > 0 else -lambda1) - z) / (root / lr + extra)
-        w[j] = float32(0.0) if abs(z) <= lambda1 else moved
+        # z without its lambda1 nearest to zero, and zero between them; NaN stays NaN.
+        above, below = z - lambda1, z + lambda1
+        rest = select(above < 0, float32(0.0), above) + select(below > 0, float32(0.0), below)
+        w[j] = (float32(0.0) - rest) / (root * per_lr + extra)
 
 
 @njit(forceinline=True)

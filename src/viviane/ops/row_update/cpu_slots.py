@@ -8,12 +8,13 @@ of threads.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import torch
-from numba import int32, int64
+from numba import int32, int64, uint64
 from torch import Tensor
 
 from viviane.core.errors import VivianeError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _BLOCK: Final = 256
 _AHEAD: Final = 16
+_LINE: Final = 16  # int32 of a cache line
 
 
 @dataclass(frozen=True)
@@ -35,37 +37,37 @@ class Slots:
     Args:
         met: (T * N,), int64: from t * N on, the entries of owner t in order, each entry * 2^32 + slot.
         touched: (T * N,), int64: from t * N on, the row of each slot of owner t.
-        counts: (2 T,), int64: entries, then slots, of each owner.
+        counts: 2 T int64: entries, then slots, of each owner.
         stride: N.
         owners: T.
     """
 
     met: Tensor
     touched: Tensor
-    counts: Tensor
+    counts: ctypes.Array[ctypes.c_int64]
     stride: int
     owners: int
 
     @property
     def num_rows(self) -> int:
         """U."""
-        return int(self.counts[self.owners :].sum())
+        return sum(self.counts[self.owners :])
 
 
 def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, threads: int) -> Slots:
     """Give each distinct row with first_row <= row < first_row + num_rows a slot of its owner."""
-    count = len(rows)
+    count = rows.numel()
     if count >= 2**31:
         raise VivianeError("too many entries for one update", value=count, allowed="less than 2^31")
     head = scratch.tensors.get("head")
-    if head is None or len(head) < num_rows:
-        head = scratch.tensors["head"] = empty(num_rows, torch.int32).fill_(-1)
+    if head is None or head.numel() < num_rows + _LINE * (threads + 1):
+        head = scratch.tensors["head"] = empty(num_rows + _LINE * (threads + 1), torch.int32).fill_(-1)
     met = room(scratch, "met", threads * count, torch.int64)
     touched = room(scratch, "touched", threads * count, torch.int64)
-    counts = torch.empty(2 * threads, dtype=torch.int64)
-    slot_kernel(sources())(
-        (rows.data_ptr(), rows.element_size(), count, first_row, num_rows, head.data_ptr(), met.data_ptr(),
-         touched.data_ptr(), counts.data_ptr()),
+    counts = (ctypes.c_int64 * (2 * threads))()
+    slot_kernel(rows.element_size(), sources())(
+        (rows.data_ptr(), count, first_row, num_rows, head.data_ptr(), met.data_ptr(),
+         touched.data_ptr(), ctypes.addressof(counts)),
         tickets=threads, threads=threads,
     )  # fmt: skip
     return Slots(met, touched, counts, count, threads)
@@ -74,38 +76,42 @@ def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, th
 def room(scratch: Scratch, name: str, count: int, dtype: torch.dtype) -> Tensor:
     """Return a vector of at least `count` numbers, with any content, that the scratch keeps."""
     vector = scratch.tensors.get(name)
-    if vector is None or len(vector) < count:
+    if vector is None or vector.numel() < count:
         vector = scratch.tensors[name] = empty(count, dtype)
     return vector
 
 
 @cache
-def slot_kernel(key: str) -> Kernel:
+def slot_kernel(row_size: int, key: str) -> Kernel:
     """Build the kernel that finds slots; a ticket is an owner."""
 
     @kernel
     def number_rows(call):  # type: ignore[no-untyped-def]
         _ = key
-        rows, row_size = call[OPERANDS], call[OPERANDS + 1]
-        count, first_row, num_rows = call[OPERANDS + 2], call[OPERANDS + 3], call[OPERANDS + 4]
-        head_address, head = call[OPERANDS + 5], int32_at(call[OPERANDS + 5])
-        met, touched, counts = int64_at(call[OPERANDS + 6]), int64_at(call[OPERANDS + 7]), int64_at(call[OPERANDS + 8])
+        rows, count, first_row, num_rows = call[OPERANDS], call[OPERANDS + 1], call[OPERANDS + 2], call[OPERANDS + 3]
+        head_address, head = call[OPERANDS + 4], int32_at(call[OPERANDS + 4])
+        met, touched, counts = int64_at(call[OPERANDS + 5]), int64_at(call[OPERANDS + 6]), int64_at(call[OPERANDS + 7])
         owners = call[1]
-        own_rows, own_entries = stack_integers(_BLOCK), stack_integers(_BLOCK)
+        own_rows, own_entries, mine = stack_integers(_BLOCK), stack_integers(_BLOCK), stack_integers(_BLOCK)
         owner = take_ticket(call)
         while owner < owners:
             begin = owner * count
             place, found = begin, 0
+            spare = num_rows + _LINE * (owner + 1)
             for block in range(0, count, _BLOCK):
-                # No branches, which would be mispredicted half of the time: write each entry, and keep the own ones.
-                kept = 0
-                for n in range(block, min(block + _BLOCK, count)):
-                    row = read_whole(rows, n, row_size) - first_row
-                    own_rows[kept] = row
-                    own_entries[kept] = n
+                # No branches, which would be mispredicted half of the time: look at all entries in wide pieces, then
+                # write each one, and keep the own ones.
+                kept, size = 0, min(_BLOCK, count - block)
+                for i in range(size):
+                    row = read_whole(rows, block + i, row_size) - first_row
                     hashed = ((row * 0x9E3779B1) & 0xFFFFFFFF) >> 8
-                    mine = ((hashed * owners) >> 24) == owner
-                    kept += int64(mine & (row >= 0) & (row < num_rows))
+                    inside = uint64(row) < uint64(num_rows)
+                    mine[i] = int64((((hashed * owners) >> 24) == owner) & inside)
+                for i in range(size):
+                    own_entries[kept] = block + i
+                    kept += mine[i]
+                for k in range(kept):
+                    own_rows[k] = read_whole(rows, own_entries[k], row_size) - first_row
                 for k in range(kept):
                     prefetch(head_address + 4 * own_rows[k])
                 for k in range(kept):
@@ -113,7 +119,9 @@ def slot_kernel(key: str) -> Kernel:
                     slot = int64(head[row])
                     new = slot < 0
                     slot = found if new else slot
-                    head[row] = int32(slot)
+                    # Only what is new is written into a row's place, which shares its cache line with other owners'
+                    # rows: a line that all of them wrote to would wander between their caches.
+                    head[row if new else spare] = int32(slot)
                     touched[begin + found] = row
                     met[place] = (own_entries[k] << 32) + slot
                     found += int64(new)
@@ -121,6 +129,7 @@ def slot_kernel(key: str) -> Kernel:
             for i in range(begin, begin + found):
                 prefetch(head_address + 4 * touched[min(i + _AHEAD, begin + found - 1)])
                 head[touched[i]] = -1
+            head[spare] = -1
             counts[owner] = place - begin
             counts[owners + owner] = found
             owner = take_ticket(call)

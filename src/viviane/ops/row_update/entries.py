@@ -20,6 +20,7 @@ class Entries:
             n has the n-th D numbers.
         weights: (N,), float32, or None for ones.
         aligned: a power of two that divides every number in `sources`; 4 and more let a GPU load in wide pieces.
+        bound: of rows that are all 0 <= row < bound, which lets a GPU sort them by fewer bits; None: not known.
     """
 
     rows: Tensor
@@ -27,6 +28,7 @@ class Entries:
     sources: Tensor | None = None
     weights: Tensor | None = None
     aligned: int = 1
+    bound: int | None = None
 
     def __post_init__(self) -> None:
         count = len(self.rows)

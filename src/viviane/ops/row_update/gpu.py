@@ -16,9 +16,12 @@ from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
+from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state
-from viviane.ops.row_update.gpu_kernels import rest_kernel, span_kernel
-from viviane.ops.row_update.gpu_rules import SUM, Rule, rule_of
+from viviane.ops.row_update.gpu_kernels import join_kernel, rest_kernel, span_kernel
+from viviane.ops.row_update.gpu_numbers import rule_on_device, signed
+from viviane.ops.row_update.gpu_rules import ROW_WISE, SUM, Rule, rule_of
+from viviane.ops.row_update.gpu_sort import sort_rows
 from viviane.ops.triton_parts.launch import WARP, ceil_div, devices_agree, on_device, power_of_two, warps_for
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 _SPAN = 64
 _SLOT_SPAN = 32
 _WIDEST_TILE = 64
-_LOW = 0xFFFFFFFF
+_MOST_JOINED = (1024, 2048)  # spans of entries, and of slots, that one program may have to sum for a row
 _SORTED = ("sorted_of", "sorted_rows", "sorted_order")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,15 +44,32 @@ class SpanShape(NamedTuple):
 
 
 def span_shape(dim: int, num_states: int = 0) -> SpanShape:
-    """Choose the update's shape: 16 numbers of each operand a thread, 8 where state of the table's size has to fit too.
+    """Choose the update's shape: 16 numbers of each operand a thread, 8 where two states of the table's size take part.
 
     Example:
-        >>> span_shape(128), span_shape(128, num_states=1)
+        >>> span_shape(128), span_shape(128, num_states=2)
         (SpanShape(tile=4, span=64, warps=1), SpanShape(tile=2, span=64, warps=1))
     """
     warps = warps_for(dim)
-    wanted = (256 if num_states else 512) * warps // power_of_two(dim)
+    few = num_states < (2 if _fills_a_warp(dim) else 1)
+    wanted = (512 if few else 256) * warps // power_of_two(dim)
     return SpanShape(max(2, min(_WIDEST_TILE, wanted)), _SPAN, warps)
+
+
+def register_limit(dim: int, num_states: int, row_wise: bool) -> int | None:
+    """Return how many registers a thread may have, so that more warps run at a time; none of these limits spills.
+
+    Example:
+        >>> register_limit(128, 1, False), register_limit(128, 0, True), register_limit(16, 1, False)
+        (80, 96, None)
+    """
+    if not _fills_a_warp(dim):
+        return None
+    return 96 if row_wise else 80 if num_states == 1 else None
+
+
+def _fills_a_warp(dim: int) -> bool:
+    return power_of_two(dim) >= 4 * WARP
 
 
 def slot_shape(dim: int) -> SpanShape:
@@ -63,12 +83,40 @@ def slot_shape(dim: int) -> SpanShape:
     return SpanShape(min(shape.tile, _SLOT_SPAN), _SLOT_SPAN, shape.warps)
 
 
-def prepare_rows(rows: Tensor, scratch: Scratch) -> None:
+class CacheHints(NamedTuple):
+    """What the caches are told of gradients and of rows with their state."""
+
+    gradients: str
+    rows: str
+
+
+def cache_hints(reads: float) -> CacheHints:
+    """Keep gradients that bags share, each read by several entries; all else passes through.
+
+    Example:
+        >>> cache_hints(1.0), cache_hints(8.2)
+        (CacheHints(gradients='evict_first', rows=''), CacheHints(gradients='evict_last', rows='evict_first'))
+    """
+    return CacheHints("evict_last", "evict_first") if reads > 2 else CacheHints("evict_first", "")
+
+
+def join_shape(dim: int) -> tuple[int, int]:
+    """Choose how many partial sums of one row are added at once, and by how many warps.
+
+    Example:
+        >>> join_shape(128)
+        (32, 4)
+    """
+    warps = max(4, warps_for(dim))
+    return max(1, min(32, 32 * WARP * warps // power_of_two(dim))), warps
+
+
+def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> None:
     """Sort rows on a stream of its own, after all that the current stream was given so far."""
     stream = _side_stream(rows.device)
     stream.wait_stream(torch.cuda.current_stream(rows.device))
     with torch.cuda.stream(stream):
-        sort_entries(rows, scratch)
+        sort_entries(rows, scratch, bound)
         scratch.ready = stream.record_event()
     rows.record_stream(stream)  # a forward pass without a step lets go of them at once
 
@@ -78,19 +126,24 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _sorted(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+def join_rows(device: torch.device, scratch: Scratch) -> None:
+    """Let the current stream wait for what `prepare_rows` began; every recorded fork of a CUDA graph must be joined."""
+    if scratch.ready is not None:
+        torch.cuda.current_stream(device).wait_event(scratch.ready)
+        scratch.ready = None
+
+
+def _sorted(entries: Entries, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Take what `prepare_rows` made, or sort now.
 
     What it made lies in the side stream's memory. That is used again only after `wait_stream` of a later call, which
     comes after every use here.
     """
-    if scratch.ready is not None:
-        torch.cuda.current_stream(rows.device).wait_event(scratch.ready)
-        scratch.ready = None
-    return sort_entries(rows, scratch)
+    join_rows(entries.rows.device, scratch)
+    return sort_entries(entries.rows, scratch, entries.bound)
 
 
-def sort_entries(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+def sort_entries(rows: Tensor, scratch: Scratch, bound: int | None = None) -> tuple[Tensor, Tensor]:
     """Sort rows, those of equal rows in the order of the entries; kept in the scratch until other rows come.
 
     A later `update_rows` or `sum_rows` with this scratch and the same tensor takes what is kept. Where it runs on a
@@ -99,19 +152,22 @@ def sort_entries(rows: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     Args:
         rows: (N,), int32 or int64.
         scratch: of the table.
+        bound: as in `Entries`.
 
     Returns:
-        rows in rising order, and the entry that each came from, int64; (N,) each.
+        rows in rising order, and the entry that each came from, int32 or int64; (N,) each.
 
     Example:
         >>> from viviane.ops.row_update import Scratch
         >>> [part.tolist() for part in sort_entries(torch.tensor([7, 2, 7]), Scratch())]
         [[2, 7, 7], [1, 0, 2]]
     """
-    kept = scratch.tensors.get(_SORTED[0])
-    if kept is None or not _same(kept, rows):
-        found, order = torch.sort(rows, stable=True)
+    kept, recorded = scratch.tensors.get(_SORTED[0]), is_capturing(rows.device)
+    # What a graph sorts holds once it is replayed, and what was sorted before it is not sorted by its replays.
+    if kept is None or recorded != scratch.recorded or not _same(kept, rows):
+        found, order = sort_rows(rows, bound)
         scratch.tensors.update(zip(_SORTED, (rows, found, order), strict=True))
+        scratch.recorded = recorded
     return scratch.tensors[_SORTED[1]], scratch.tensors[_SORTED[2]]
 
 
@@ -134,7 +190,7 @@ def sum_rows(
     device = entries.rows.device
     if not len(entries.rows):
         return torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dim, device=device)
-    rows, order = _sorted(entries.rows, scratch)
+    rows, order = _sorted(entries, scratch)
     inside = (rows >= first_row) & (rows < first_row + num_rows)
     starts = inside.clone()
     starts[1:] &= rows[1:] != rows[:-1]
@@ -155,15 +211,16 @@ def update_rows(
     entries: Entries,
     rule: AnyOptimizer,
     *,
-    lr: float,
-    step: int,
+    lr: float | Tensor,
+    step: int | Tensor,
     scale: float | Tensor = 1.0,
     first_row: int = 0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     scratch: Scratch,
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place."""
-    _check(entries, weight, scale if isinstance(scale, Tensor) else None, *state.values())
+    held = [part for part in (lr, step, seed, scale) if isinstance(part, Tensor)]
+    _check(entries, weight, *held, *state.values())
     if not weight.numel():
         return
     whole = getattr(rule, "update", "local") == "global"
@@ -171,8 +228,12 @@ def update_rows(
     parts = [state[name] for name in initial_state(rule)]
     own = [part for part in parts if part.dim() == 1]
     wide = [part for part in parts if part.dim() == 2]
+    if isinstance(lr, Tensor) or isinstance(step, Tensor) or isinstance(seed, Tensor):
+        own_rule, dither = rule_on_device(rule, lr, step, seed, weight.device), 0
+    else:
+        own_rule, dither = rule_of(rule, float(lr), step), signed(seed + step * 0x9E3779B1)
     target = _Target(
-        weight, rule_of(rule, float(lr), step), first_row, len(weight),
+        weight, own_rule, first_row, len(weight),
         first=wide[0] if wide else None,
         second=wide[1] if len(wide) > 1 else None,
         own=own[0] if own else None,
@@ -181,10 +242,10 @@ def update_rows(
         scale_at=scale if isinstance(scale, Tensor) else None,
         clip=rule.clip_row_norm,
         decay=rule.weight_decay or None,
-        dither=_signed(seed + step * 0x9E3779B1),
+        dither=dither,
     )  # fmt: skip
     if len(entries.rows):
-        _take_spans(target, *_sorted(entries.rows, scratch), entries)
+        _take_spans(target, *_sorted(entries, scratch), entries)
     if whole:
         _move_rest(target)
 
@@ -209,11 +270,13 @@ class _Target:
 
 
 def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) -> None:
-    """Launch until one span takes all: first the entries, then the partial sums of runs that crossed an edge."""
+    """Launch over the entries, over their slots while they are many, and last over the runs that crossed an edge."""
     dim = target.table.shape[1]
-    shape = span_shape(dim, sum(part is not None for part in (target.first, target.second)))
+    num_states = sum(part is not None for part in (target.first, target.second))
+    shape, registers = span_shape(dim, num_states), register_limit(dim, num_states, target.rule.kind == ROW_WISE)
     count, aligned = len(rows), min(entries.aligned, _vector(dim))
     parts: tuple[Tensor | None, ...] = (order, entries.sources, entries.weights, entries.gradients)
+    hints, most = cache_hints(count * dim / len(entries.gradients)), _MOST_JOINED[0]
     with on_device(rows):
         while True:
             spans = ceil_div(count, shape.span)
@@ -224,13 +287,23 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
             span_kernel[(spans,)](
                 rows, *parts, slot_rows, slot_sums, target.table, target.first, target.second, target.own,
                 target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
-                target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned, tile=shape.tile,
-                span=shape.span, num_warps=shape.warps, enable_fp_fusion=False,
+                target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned,
+                hint_gradients=hints.gradients, hint_rows=hints.rows, tile=shape.tile, span=shape.span,
+                num_warps=shape.warps, maxnreg=registers, enable_fp_fusion=False,
             )  # fmt: skip
-            if slot_rows is None:
+            if slot_rows is None or slot_sums is None:
                 return
+            if spans <= most:
+                break
+            most = _MOST_JOINED[1]
             rows, parts, count = slot_rows, (None, None, None, slot_sums), 2 * spans
-            shape, aligned = slot_shape(dim), _vector(dim)
+            shape, aligned, hints = slot_shape(dim), _vector(dim), cache_hints(1.0)
+        tile, warps = join_shape(dim)
+        join_kernel[(spans,)](
+            slot_rows, slot_sums, target.table, target.first, target.second, target.own, target.touched, target.scale,
+            target.scale_at, target.clip, target.decay, target.rule.numbers, spans, target.first_row, target.dither,
+            **_fixed(target), tile=tile, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _move_rest(target: _Target) -> None:
@@ -247,7 +320,8 @@ def _move_rest(target: _Target) -> None:
 def _fixed(target: _Target) -> dict[str, Any]:
     dim = target.table.shape[1]
     return {
-        "kind": target.rule.kind, "inside": target.rule.inside, "dim": dim, "block": power_of_two(dim),
+        "kind": target.rule.kind, "inside": target.rule.inside, "held": isinstance(target.rule.numbers, Tensor),
+        "dim": dim, "block": power_of_two(dim),
         "vector": _vector(dim),
     }  # fmt: skip
 
@@ -259,12 +333,6 @@ def _vector(dim: int) -> int:
     return math.gcd(wanted, dim)
 
 
-def _signed(number: int) -> int:
-    """Return the signed whole number of the same lowest 32 bits, the type of all small numbers in a kernel."""
-    low = number & _LOW
-    return low - (1 << 32) if low >= 1 << 31 else low
-
-
 def _check(entries: Entries, *others: Tensor | None) -> None:
     for name, part in (("rows", entries.rows), ("sources", entries.sources)):
         if part is not None and (part.dtype not in (torch.int32, torch.int64) or not part.is_contiguous()):
@@ -272,4 +340,4 @@ def _check(entries: Entries, *others: Tensor | None) -> None:
     if entries.gradients.dtype not in _FLOATS or not entries.gradients.is_contiguous():
         raise VivianeError("gradients must be contiguous, of a type that kernels know", value=entries.gradients.dtype)
     if not devices_agree([entries.rows, entries.gradients, entries.sources, entries.weights, *others]):
-        raise VivianeError("a table, its state, its entries and the scale must be on one device")
+        raise VivianeError("a table, its state, its entries and the numbers of the step must be on one device")

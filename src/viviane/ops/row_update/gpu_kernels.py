@@ -3,9 +3,9 @@
 Entries come sorted by row. A program takes a span of neighbouring entries in tiles of T, sums runs of equal rows by a
 segmented scan, and moves a row once its run ends. A run that crosses the edge of a span leaves partial sums: slot 2p
 holds what span p has of a run that began before it, slot 2p + 1 what it has of a run that goes on behind it. Slots in
-their order are again entries sorted by row, empty ones with row -1, and go through the same kernel, until one span
-takes all. So the work of a program does not depend on how often a row stands in the batch, and the order of every sum
-is fixed by the sorted list alone.
+their order are again entries sorted by row, empty ones with row -1; where they are many they go through the same
+kernel, and the runs that are left are summed each by a program of its own. So the work of a program hardly depends on
+how often a row stands in the batch, and the order of every sum is fixed by the sorted list alone.
 
 A row of D numbers lies across a warp, `vector` numbers a thread, so that the scan along entries stays within threads.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from viviane.ops.row_update.gpu_numbers import held_numbers
 from viviane.ops.row_update.gpu_rules import SUM, move
 from viviane.ops.triton_parts.rounding import rounded
 
@@ -53,6 +54,20 @@ def _scaled(g, w, scale, scale_at, clip, decay):
 
 
 @triton.jit
+def _moved(
+    kind: tl.constexpr, inside: tl.constexpr, dim: tl.constexpr, g, parts, numbers, scale, scale_at, clip, decay
+):
+    """Return new rows and state from summed gradients; without a rule the rows are the sums."""
+    w, one, two, per_row = parts
+    if kind == _sum:
+        w = g
+    else:
+        g = _scaled(g, w, scale, scale_at, clip, decay)
+        w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
+    return w, one, two, per_row
+
+
+@triton.jit
 def _load(base, place, cols, here, dim: tl.constexpr, block: tl.constexpr, hint: tl.constexpr):
     """Load vectors (T, D) as float32. Those left out hold anything; only columns past D are zero, for sums over D."""
     at = base + place[:, None] + cols[None, :]
@@ -76,17 +91,18 @@ def _load_rows(
     dim: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
+    hint: tl.constexpr,
 ):
     """Load rows and their state; what a rule lacks is zero."""
     place = tl.multiple_of(row * dim, [vector])
     w = tl.zeros([row.shape[0], block], dtype=tl.float32)
     one, two, per_row = w, w, tl.zeros([row.shape[0]], dtype=tl.float32)
     if kind != _sum:
-        w = _load(table, place, cols, here, dim, block, "")
+        w = _load(table, place, cols, here, dim, block, hint)
     if first is not None:
-        one = _load(first, place, cols, here, dim, block, "")
+        one = _load(first, place, cols, here, dim, block, hint)
     if second is not None:
-        two = _load(second, place, cols, here, dim, block, "")
+        two = _load(second, place, cols, here, dim, block, hint)
     if own is not None:
         per_row = tl.load(own + row, mask=here, other=0.0)
     return w, one, two, per_row
@@ -109,15 +125,16 @@ def _store_rows(
     dim: tl.constexpr,
     vector: tl.constexpr,
     dither,
+    hint: tl.constexpr,
 ):
     """Store rows, rounded to their type, and their state."""
     place = tl.multiple_of(row * dim, [vector])[:, None] + cols[None, :]
     mask = here[:, None] & (cols < dim)[None, :]
-    tl.store(table + place, rounded(w, table.dtype.element_ty, dither, row, cols), mask=mask)
+    tl.store(table + place, rounded(w, table.dtype.element_ty, dither, row, cols), mask=mask, eviction_policy=hint)
     if first is not None:
-        tl.store(first + place, one, mask=mask)
+        tl.store(first + place, one, mask=mask, eviction_policy=hint)
     if second is not None:
-        tl.store(second + place, two, mask=mask)
+        tl.store(second + place, two, mask=mask, eviction_policy=hint)
     if own is not None:
         tl.store(own + row, per_row, mask=here)
     if touched is not None:
@@ -130,11 +147,19 @@ def _find_entries(rows, order, sources, n, stop, dim: tl.constexpr, aligned: tl.
     row = tl.load(rows + n, mask=n < stop, other=-1)
     entry = n.to(tl.int64)
     if order is not None:
-        entry = tl.load(order + n, mask=n < stop, other=0)
+        entry = tl.load(order + n, mask=n < stop, other=0).to(tl.int64)
     source = entry * dim
     if sources is not None:
         source = tl.load(sources + entry, mask=n < stop, other=0).to(tl.int64)
     return row, entry, tl.multiple_of(source, [aligned])
+
+
+@triton.jit
+def _store_came_in(slot_sums, g, came_in, p, cols, dim: tl.constexpr):
+    """Store what a span has of the run that began before it, once that ends."""
+    if tl.max(came_in.to(tl.int32)) > 0:
+        total = tl.sum(tl.where(came_in[:, None], g, 0.0), 0)
+        tl.store(slot_sums + (2 * p).to(tl.int64) * dim + cols, total, mask=cols < dim)
 
 
 @triton.jit
@@ -178,23 +203,26 @@ def span_kernel(
     dither,
     kind: tl.constexpr,
     inside: tl.constexpr,
+    held: tl.constexpr,
     dim: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
     aligned: tl.constexpr,
+    hint_gradients: tl.constexpr,
+    hint_rows: tl.constexpr,
     tile: tl.constexpr,
     span: tl.constexpr,
 ):
     """Sum the runs of a span of entries, and move the rows whose runs it holds whole; without order, of slots."""
+    if held:
+        numbers, dither = held_numbers(numbers)
     p = tl.program_id(0)
     start = p * span
     end = tl.minimum(start + span, count)
     stop = end
-    lane = tl.arange(0, tile)
-    cols = tl.arange(0, block)
+    lane, cols = tl.arange(0, tile), tl.arange(0, block)
     before = tl.load(rows + start - 1, mask=start > 0, other=-1)
-    head = tl.load(rows + start)
-    last = tl.load(rows + end - 1)
+    head, last = tl.load(rows + start), tl.load(rows + end - 1)
     behind = tl.load(rows + end, mask=end < count, other=-1)
     if order is not None:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
         if (last < first_row) | (head >= first_row + num_rows):  # the span has no row of this table
@@ -204,36 +232,87 @@ def span_kernel(
     for at in range(start, stop, tile):
         n = at + lane
         here = (n < stop) & (row >= first_row) & (row < first_row + num_rows)
-        g = _load(gradients, source, cols, here, dim, block, "evict_first")
+        g = _load(gradients, source, cols, here, dim, block, hint_gradients)
         if weights is not None:
             g *= tl.load(weights + entry, mask=here, other=0.0)[:, None]
         next_row = tl.load(rows + n + 1, mask=n + 1 < count, other=-1)
         starts = (row != tl.load(rows + n - 1, mask=(n > 0) & (n < stop), other=-1)).to(tl.int32)
-        ends = here & (row != next_row)
-        done = ends & (row != before)
-        came_in = ends & (row == before)
+        done = here & (row != next_row) & (row != before)
+        came_in = here & (row != next_row) & (row == before)
         goes_on = (lane == tile - 1) & here & (row == next_row)
         place = (row - first_row).to(tl.int64)
-        w, one, two, per_row = _load_rows(table, first, second, own, place, cols, done, kind, dim, block, vector)
+        w, one, two, per_row = _load_rows(
+            table, first, second, own, place, cols, done, kind, dim, block, vector, hint_rows
+        )
         # The next tile's places are on their way while this tile's vectors are.
         row, entry, source = _find_entries(rows, order, sources, n + tile, stop, dim, aligned)
         g = _summed(starts, g, carry)
         carry = tl.sum(tl.where(goes_on[:, None], g, 0.0), 0)
         if tl.max(done.to(tl.int32)) > 0:
-            if kind != _sum:
-                moved = _scaled(g, w, scale, scale_at, clip, decay)
-                w, one, two, per_row = move(kind, inside, dim, w, moved, one, two, per_row, numbers)
-            else:
-                w = g
+            parts = w, one, two, per_row
+            w, one, two, per_row = _moved(kind, inside, dim, g, parts, numbers, scale, scale_at, clip, decay)
             _store_rows(
-                table, first, second, own, touched, w, one, two, per_row, place, cols, done, dim, vector, dither
-            )
-        if slot_sums is not None:  # noqa: SIM102
-            if tl.max(came_in.to(tl.int32)) > 0:
-                total = tl.sum(tl.where(came_in[:, None], g, 0.0), 0)
-                tl.store(slot_sums + (2 * p).to(tl.int64) * dim + cols, total, mask=cols < dim)
+                table, first, second, own, touched, w, one, two, per_row, place, cols, done, dim, vector, dither,
+                hint_rows,
+            )  # fmt: skip
+        if slot_sums is not None:
+            _store_came_in(slot_sums, g, came_in, p, cols, dim)
     if slot_sums is not None:
         _store_slots(slot_rows, slot_sums, carry, p, head, last, before, behind, first_row, num_rows, cols, dim)
+
+
+@triton.jit(do_not_specialize=["spans", "first_row", "dither"])
+def join_kernel(
+    slot_rows,
+    slot_sums,
+    table,
+    first,
+    second,
+    own,
+    touched,
+    scale,
+    scale_at,
+    clip,
+    decay,
+    numbers,
+    spans,
+    first_row,
+    dither,
+    kind: tl.constexpr,
+    inside: tl.constexpr,
+    held: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Sum the run that begins in a span and goes on behind it, over the spans that it crosses, and move its row."""
+    p = tl.program_id(0)
+    run = tl.load(slot_rows + 2 * p + 1)
+    if held:
+        numbers, dither = held_numbers(numbers)
+    if (run != -1) & (tl.load(slot_rows + 2 * p) != run):
+        cols = tl.arange(0, block)
+        lane = tl.arange(0, tile)
+        sums = slot_sums + (2 * p).to(tl.int64) * dim + cols
+        g = tl.load(sums + dim, mask=cols < dim, other=0.0)
+        done = tl.full([], 1, tl.int32)
+        goes_on = run != -1
+        while goes_on:
+            here = tl.load(slot_rows + 2 * (p + done + lane), mask=p + done + lane < spans, other=-1) == run
+            place = 2 * (done + lane).to(tl.int64) * dim
+            parts = tl.load(sums[None, :] + place[:, None], mask=here[:, None] & (cols < dim)[None, :], other=0.0)
+            g += tl.sum(parts, 0)
+            goes_on = tl.min(here.to(tl.int32), 0) == 1
+            done += tile
+        here = tl.full([1], 1, tl.int1)
+        place = tl.full([1], 0, tl.int64) + (run - first_row)
+        w, one, two, per_row = _load_rows(table, first, second, own, place, cols, here, kind, dim, block, vector, "")
+        parts = w, one, two, per_row
+        w, one, two, per_row = _moved(kind, inside, dim, g[None, :], parts, numbers, scale, scale_at, clip, decay)
+        _store_rows(
+            table, first, second, own, touched, w, one, two, per_row, place, cols, here, dim, vector, dither, ""
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows", "dither"])
@@ -249,16 +328,19 @@ def rest_kernel(
     dither,
     kind: tl.constexpr,
     inside: tl.constexpr,
+    held: tl.constexpr,
     dim: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
     tile: tl.constexpr,
 ):
     """Move the rows that no entry touched, whose gradient is zero, for the "global" rules."""
+    if held:
+        numbers, dither = held_numbers(numbers)
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
     cols = tl.arange(0, block)
     here = (row < num_rows) & (tl.load(touched + row, mask=row < num_rows, other=1) == 0)
-    w, one, two, per_row = _load_rows(table, first, second, own, row, cols, here, kind, dim, block, vector)
+    w, one, two, per_row = _load_rows(table, first, second, own, row, cols, here, kind, dim, block, vector, "")
     g = _scaled(tl.zeros_like(w), w, None, None, None, decay)
     w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
-    _store_rows(table, first, second, own, None, w, one, two, per_row, row, cols, here, dim, vector, dither)
+    _store_rows(table, first, second, own, None, w, one, two, per_row, row, cols, here, dim, vector, dither, "")

@@ -1,6 +1,6 @@
 """The rules' arithmetic in Triton, on rows (T, D) of float32: see `viviane.config.optimizers`.
 
-A rule's numbers are worked out on the host and come as a tuple:
+A rule's numbers come as a tuple, worked out on the host or, by `gpu_numbers`, on the device:
 
     SGD, MOMENTUM, NESTEROV    lr, momentum
     ADAGRAD, ROW_WISE          lr, epsilon
@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from viviane.config.optimizers import SGD, AdaGrad, Adam, AnyOptimizer, RMSProp
 
@@ -45,12 +46,31 @@ _lazy_adam = tl.constexpr(LAZY_ADAM)
 _ftrl = tl.constexpr(FTRL)
 
 
+MOST_NUMBERS: Final = 10
+
+
 class Rule(NamedTuple):
-    """A rule as kernels take it: its kind, where epsilon stands, and its numbers."""
+    """A rule as kernels take it: its kind, where epsilon stands, and its numbers, a tuple or on the device."""
 
     kind: int
     inside: bool
-    numbers: tuple[float, ...]
+    numbers: tuple[float, ...] | Tensor
+
+
+def power(base: float, exponent: int) -> float:
+    """Return base^exponent by squaring: the same products on the device give the same bits.
+
+    Example:
+        >>> power(0.5, 3)
+        0.125
+    """
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
 
 
 def rule_of(rule: AnyOptimizer, lr: float, step: int) -> Rule:
@@ -68,7 +88,7 @@ def rule_of(rule: AnyOptimizer, lr: float, step: int) -> Rule:
     if isinstance(rule, RMSProp):
         return Rule(RMSPROP, rule.epsilon_inside_root, (lr, rule.epsilon, rule.decay, 1 - rule.decay))
     if isinstance(rule, Adam):
-        alpha = lr * math.sqrt(1 - rule.beta2**step) / (1 - rule.beta1**step)
+        alpha = lr * math.sqrt(1 - power(rule.beta2, step)) / (1 - power(rule.beta1, step))
         numbers = (alpha, rule.epsilon, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2)
         if rule.update != "lazy_global":
             return Rule(ADAM, rule.epsilon_inside_root, numbers)
@@ -142,7 +162,7 @@ def move(kind: tl.constexpr, inside: tl.constexpr, dim: tl.constexpr, w, g, firs
         w -= numbers[0] * g / _root(first, numbers[1], inside)
     elif kind == _row_wise:
         own += tl.sum(g * g, 1) / dim
-        w -= numbers[0] * g / _root(own, numbers[1], inside)[:, None]
+        w -= (numbers[0] / _root(own, numbers[1], inside))[:, None] * g  # one quotient a row
     elif kind == _rmsprop:
         first = numbers[2] * first + numbers[3] * g * g
         w -= numbers[0] * g / _root(first, numbers[1], inside)

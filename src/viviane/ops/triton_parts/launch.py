@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from viviane.ops.capture import refuse_capture
 
 WARP = 32
 _ALIGNED = 16  # elements; kernels profit from no more
@@ -30,9 +32,11 @@ class Columns(NamedTuple):
     aligned: int
 
 
-@lru_cache(maxsize=256)
+@cache
 def find_columns(columns: tuple[int, ...], width: int, device: torch.device) -> Columns:
-    """Describe columns; those with one distance between them need no list. Kept: the list is copied just once.
+    """Describe columns; those with one distance between them need no list.
+
+    Kept for good, a number a feature: it is copied just once, and a CUDA graph may go on reading it.
 
     Example:
         >>> find_columns((0, 8, 16), 24, torch.device("cpu"))
@@ -42,6 +46,7 @@ def find_columns(columns: tuple[int, ...], width: int, device: torch.device) -> 
     step = columns[1] - columns[0] if len(columns) > 1 else 0
     if all(column == columns[0] + f * step for f, column in enumerate(columns)):
         return Columns(None, columns[0], step, aligned)
+    refuse_capture(device, "a new layout of the output", fix="run an iteration with such a batch before the capture")
     return Columns(torch.tensor(columns, dtype=torch.int64).to(device), 0, 0, aligned)
 
 

@@ -1,0 +1,246 @@
+"""Embedding tables beside those of other libraries: lookup alone, and lookup + backward + update by each rule.
+
+Each library runs in a process of its own. In one process the OpenMP and thread pools that libraries bring along wait
+for one another's cores, and the one that is imported last looks slow.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+
+from viviane.bench.libraries import LIBRARIES, OURS, Library
+from viviane.bench.timing import Times, copy_bandwidth, measure
+from viviane.bench.workload import NUM_BATCHES, Draw, Load, Tables, lookup_bytes, step_bytes
+from viviane.core import machine
+from viviane.core.errors import ConfigError, suggest
+
+LOOKUP: Final = "lookup"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One library's figure for one operation.
+
+    Args:
+        operation: "lookup", or the rule of lookup + backward + update.
+        library: its name in `LIBRARIES`.
+        batch: B.
+        num_ids, distinct_rows: ids of a batch, and the rows that they touch (mean over the batches).
+        ms, median_ms, high_ms: best, median and 80th percentile of the time of a step.
+        first_ms: the first step, with compilation.
+        ids_per_second: looked up, by `ms`.
+        gb_per_second: compulsory bytes by `ms`; see `lookup_bytes` and `step_bytes`.
+    """
+
+    operation: str
+    library: str
+    batch: int
+    num_ids: int
+    distinct_rows: float
+    ms: float
+    median_ms: float
+    high_ms: float
+    first_ms: float
+    ids_per_second: float
+    gb_per_second: float
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A library that is not in the comparison, or not for one operation; `install` is the line that would help."""
+
+    library: str
+    operation: str | None
+    why: str
+    install: str | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured on this machine.
+
+    Args:
+        tables: sizes and width of the tables.
+        device: "cpu", "cuda:0".
+        copy_gb_per_second: of a large copy, bytes read and written, in the same run.
+        measurements: in the order in which they were made.
+        left_out: with the reasons.
+    """
+
+    tables: Tables
+    device: str
+    copy_gb_per_second: float
+    measurements: tuple[Measurement, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def times_faster(self, one: Measurement) -> float | None:
+        """Return how many times faster than this measurement ours is; None where ours was not measured."""
+        for own in self.measurements:
+            if (own.library, own.operation, own.batch) == (OURS, one.operation, one.batch):
+                return one.ms / own.ms
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types."""
+        packages = [library.package for library in LIBRARIES.values()]
+        return {
+            "bench": "embedding",
+            "machine": machine.describe(),
+            "device": self.device,
+            "threads": torch.get_num_threads(),
+            "versions": machine.versions(*packages, "fbgemm-gpu-cpu", "tensorflow", "numba", "triton"),
+            "tables": {"num": len(self.tables.rows), "rows": sum(self.tables.rows), "dim": self.tables.dim},
+            "copy_gb_per_second": self.copy_gb_per_second,
+            "measurements": [
+                {
+                    **asdict(one),
+                    "share_of_copy": one.gb_per_second / self.copy_gb_per_second,
+                    "ours_is_faster_by": self.times_faster(one),
+                }
+                for one in self.measurements
+            ],
+            "left_out": [asdict(one) for one in self.left_out],
+        }
+
+
+def choose_libraries(peers: str, device: torch.device) -> list[str]:
+    """Return the names of ours and the peers: "auto" (all that run on the device), "none", or names with commas."""
+    able = [name for name, library in LIBRARIES.items() if device.type in library.rules]
+    if peers == "auto":
+        return able
+    named = [] if peers == "none" else [name.strip() for name in peers.split(",")]
+    for name in named:
+        if name not in LIBRARIES:
+            raise ConfigError("no such peer", where="--peers", value=name, fix=suggest(name, LIBRARIES))
+        if name not in able:
+            raise ConfigError(f"{name} is not compared on {device.type}", where="--peers", allowed=", ".join(able))
+    return list(dict.fromkeys([OURS, *named]))
+
+
+def why_absent(name: str, library: Library, device: torch.device) -> LeftOut | None:
+    """Import a library; None where that works, else what to say of it."""
+    for module in library.modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and error.name.split(".")[0] == module:
+                return LeftOut(name, None, "not installed", library.install[device.type])
+            return LeftOut(name, None, f"cannot be imported: {error}", None)
+        except (ImportError, OSError, RuntimeError) as error:
+            # A build for another version of torch shows itself in one of these.
+            return LeftOut(name, None, f"cannot be imported: {str(error).splitlines()[0]}", None)
+    return None
+
+
+def check_memory(tables: Tables) -> None:
+    """Refuse tables that do not fit into the device's free memory."""
+    if tables.device.type == "cuda":
+        free: int | None = torch.cuda.mem_get_info(tables.device)[0]
+    else:
+        free = machine.memory_bytes()[1]
+    if free is not None and tables.num_bytes > free:
+        raise ConfigError(
+            f"the tables and the state of {tables.rule} do not fit into the memory that is free",
+            value=f"{tables.num_bytes / machine.GIB:.1f} GiB",
+            allowed=f"{free / machine.GIB:.1f} GiB",
+            fix="lower --max-rows or --dim",
+        )
+
+
+def compare(
+    kinds: Sequence[Tables],
+    draws: Sequence[Draw],
+    names: Sequence[str],
+    *,
+    seconds: float = 2.0,
+    processor_time: bool = False,
+    heard: Callable[[Measurement | LeftOut], object] = lambda _: None,
+) -> Comparison:
+    """Measure libraries one after another: tables are made anew for each rule, and serve all batch sizes.
+
+    Args:
+        kinds: the same tables with each rule; the first also serve the lookups.
+        draws: batches for them.
+        names: of `LIBRARIES`.
+        seconds: to spend on each figure.
+        processor_time: count the time of all threads on the CPU instead of the clock on the wall.
+        heard: is told of each figure as it comes.
+    """
+    if processor_time and kinds[0].device.type != "cpu":
+        raise ConfigError("processor time says nothing of a GPU", value=str(kinds[0].device), allowed="cpu")
+    for tables in kinds:
+        check_memory(tables)
+    found: list[Measurement | LeftOut] = []
+    with _process() as process:
+        copied = process.submit(copy_bandwidth, kinds[0].device).result()
+    for name in names:
+        with _process() as process:
+            for tables in kinds:
+                lookup = tables is kinds[0]
+                task = process.submit(measure_library, name, tables, draws, seconds, lookup, processor_time)
+                try:
+                    results: list[Measurement | LeftOut] = task.result()
+                except BrokenProcessPool:
+                    results = [LeftOut(name, None, "its process was ended, perhaps for want of memory", None)]
+                for one in results:
+                    found.append(one)
+                    heard(one)
+                if any(isinstance(one, LeftOut) and one.operation is None for one in results):
+                    break
+    measurements = tuple(one for one in found if isinstance(one, Measurement))
+    left_out = tuple(one for one in found if isinstance(one, LeftOut))
+    return Comparison(kinds[0], str(kinds[0].device), copied, measurements, left_out)
+
+
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def measure_library(
+    name: str, tables: Tables, draws: Sequence[Draw], seconds: float, lookup: bool, processor_time: bool = False
+) -> list[Measurement | LeftOut]:
+    """Measure one library with one rule in this process."""
+    library = LIBRARIES[name]
+    absent = why_absent(name, library, tables.device)
+    if absent is not None:
+        return [absent]
+    if tables.rule not in library.rules[tables.device.type]:
+        return [LeftOut(name, tables.rule, f"has no {tables.rule} on {tables.device.type}", None)]
+    found: list[Measurement | LeftOut] = []
+    clock = time.process_time if processor_time else time.perf_counter
+    try:
+        bind = library.build(tables)
+        for draw in draws:
+            load = draw.load(tables)
+            steps = bind(load)
+            # Training first: its first step is a process's first, with all that there is to compile.
+            times = measure(steps.train, NUM_BATCHES, tables.device, seconds, clock)
+            found.append(_figure(tables.rule, name, load, times, step_bytes(tables, load)))
+            if lookup:
+                times = measure(steps.forward, NUM_BATCHES, tables.device, seconds, clock)
+                found.append(_figure(LOOKUP, name, load, times, lookup_bytes(tables, load)))
+            del steps
+        del bind
+    except torch.cuda.OutOfMemoryError:
+        found.append(LeftOut(name, tables.rule, "out of memory", None))
+    gc.collect()
+    if tables.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _figure(operation: str, name: str, load: Load, times: Times, num_bytes: float) -> Measurement:
+    return Measurement(
+        operation, name, load.size, load.num_ids, load.distinct_rows, times.best_ms, times.median_ms, times.high_ms,
+        times.first_ms, load.num_ids / times.best_ms * 1e3, num_bytes / times.best_ms / 1e6,
+    )  # fmt: skip

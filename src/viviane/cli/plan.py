@@ -1,0 +1,130 @@
+"""`viviane plan`: where a model's tables go over several processes, why, and a picture of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from viviane.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from viviane.batch import Batch
+    from viviane.cli.train_config import TrainConfig
+    from viviane.model.graph import Plan as GraphPlan
+    from viviane.parallel.costs import Machine
+    from viviane.parallel.planner import Planned, Planner
+
+_CPU_LINK_SHARE = 4  # of the memory's speed: bytes between processes of one machine are copied in and out
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="JSON file of `viviane train`: data, solver, optimizer, model.")],
+    processes: Annotated[int, typer.Option(min=1, help="How many, one a device.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: solver.batch_size=8192.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write a drawing as SVG.")] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="Memory of a device; else this machine's.")] = None,
+    memory_gb_per_s: Annotated[float | None, typer.Option(help="Its speed; else measured.")] = None,
+    link_gb_per_s: Annotated[float | None, typer.Option(help="Speed between devices; else measured.")] = None,
+) -> None:
+    """Choose where tables go, print bytes, expected time and balance for each process."""
+    from viviane.cli.train_config import read_train_config
+    from viviane.core.files import write_bytes_atomic, write_json_atomic
+    from viviane.data import Dataset
+    from viviane.parallel.picture import plan_svg
+
+    settings = read_train_config(config, changes or [])
+    data = Dataset(settings.data.train)
+    graph = settings.build(data.schema).plan()
+    machine = _machine(settings.solver.device, memory_gb, memory_gb_per_s, link_gb_per_s)
+    planned = _planner(settings, graph, data.head(min(len(data), 4096)), processes, machine).best()
+    _show(planned)
+    if output is not None:
+        write_json_atomic(output, planned.plan.to_dict())
+        typer.echo(f"plan:    {output}")
+    if picture is not None:
+        write_bytes_atomic(picture, plan_svg(planned).encode())
+        typer.echo(f"picture: {picture}")
+
+
+def _machine(device: str, memory_gb: float | None, speed: float | None, link: float | None) -> Machine:
+    """Describe a process's device: as told, else as measured here."""
+    import torch
+
+    from viviane.core.device import resolve_device
+    from viviane.core.machine import memory_bytes
+    from viviane.parallel.costs import Machine
+    from viviane.parallel.measure import copy_gb_per_s, link_gb_per_s
+
+    where = resolve_device(device)
+    if memory_gb is not None:
+        held = int(memory_gb * 1e9)
+    elif where.type == "cuda":
+        held = torch.cuda.get_device_properties(where).total_memory
+    else:
+        total, _ = memory_bytes()
+        if total is None:
+            raise ConfigError("this machine does not say how much memory it has", fix="say it with --memory-gb")
+        held = total
+    speed = speed or copy_gb_per_s(where)
+    note = "given" if link else "measured"
+    if link is None:
+        link = link_gb_per_s() if where.type == "cuda" else None
+    if link is None:
+        link, note = (
+            speed / _CPU_LINK_SHARE,
+            f"assumed: 1/{_CPU_LINK_SHARE} of the memory's; --link-gb-per-s says better",
+        )
+    typer.echo(f"device {where}: {held / 1e9:.1f} GB, memory {speed:.1f} GB/s, link {link:.1f} GB/s ({note})")
+    return Machine(held, speed, link)
+
+
+def _planner(settings: TrainConfig, graph: GraphPlan, rows: Batch, processes: int, machine: Machine) -> Planner:
+    """Take all tables of all embedding nodes together, as "<node>.<table>"."""
+    from viviane.parallel.planner import Planner
+
+    tables, features, hotness = [], [], {}
+    for node, own in graph.tables.items():
+        tables += [table.model_copy(update={"name": f"{node}.{table.name}"}) for table in own.tables]
+        for feature in own.features:
+            name, table = f"{node}.{feature.name}", f"{node}.{feature.table}"
+            features.append(feature.model_copy(update={"name": name, "table": table}))
+            if feature.name in rows.bags and len(rows):
+                hotness[name] = len(rows.bags[feature.name].values) / len(rows)
+    if not tables:
+        raise ConfigError("the model has no embedding tables, so there is nothing to plan")
+    rule = settings.embedding_optimizer or settings.optimizer
+    return Planner(tables, features, rule, settings.solver.batch_size, processes, machine, hotness=hotness)
+
+
+def _show(planned: Planned) -> None:
+    """Print the plan, table by table and process by process."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    plan, machine = planned.plan, planned.machine
+    where = Table(title="Tables", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("table", "kind", "processes", "GB each", "ms each"):
+        where.add_column(name, justify="right" if "each" in name else "left")
+    for one in plan.tables:
+        ranks = one.ranks or tuple(range(plan.world_size))
+        cost = planned.costs[ranks[0]][one.table]
+        listed = "all" if len(ranks) == plan.world_size else ", ".join(map(str, ranks))
+        milliseconds = f"{cost.milliseconds(machine):.4f}"
+        where.add_row(one.table, one.kind, listed, f"{cost.held / 1e9:.4f}", milliseconds)
+    load = Table(title="Processes", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("process", "GB held", "MB read and written", "MB sent", "ms"):
+        load.add_column(name, justify="right")
+    for rank in range(plan.world_size):
+        cost = planned.total(rank)
+        numbers = (cost.held / 1e9, cost.memory / 1e6, cost.wire / 1e6, cost.milliseconds(machine))
+        load.add_row(str(rank), *(f"{number:,.3f}" for number in numbers))
+    console = Console(highlight=False)
+    console.print(where)
+    console.print(load)
+    typer.echo(f"expected: {planned.milliseconds:.3f} ms for tables and exchange, balance {planned.balance:.0%}")

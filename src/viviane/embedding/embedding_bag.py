@@ -1,0 +1,244 @@
+"""One table with the calls of `torch.nn.EmbeddingBag`.
+
+Shapes: V rows of the table, D their width, B bags, N ids of all bags, H ids of each bag of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from viviane.batch import Bag
+from viviane.config.optimizers import SGD, AnyOptimizer
+from viviane.core.errors import ConfigError, DataError
+from viviane.embedding.collection import EmbeddingCollection
+from viviane.embedding.config import FeatureConfig, NormalInit, RowType, TableConfig
+from viviane.embedding.state import TableState, load_entries, state_entries
+from viviane.embedding.storage import Storage
+from viviane.ops.row_update import initial_state
+
+_NAME = "bag"
+_ROW_TYPES: Mapping[torch.dtype, RowType] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+class EmbeddingBag(nn.Module):
+    """A table that pools bags, called as `torch.nn.EmbeddingBag` is, and trained by `step` instead of `Parameter.grad`.
+
+    With the same rows it gives the same numbers. What differs: gradients go to the touched rows alone, whatever
+    `sparse` says; a padding row is zero and stays zero; a key out of range raises `KeyRangeError`, on a GPU by the
+    next `step`; initial values are drawn by `seed`.
+
+    Args:
+        num_embeddings, embedding_dim: V and D.
+        max_norm, norm_type, scale_grad_by_freq: only the values they have here.
+        mode: "sum" or "mean".
+        sparse: either value.
+        _weight: initial rows, (V, D), copied; None draws them from N(0, 1).
+        include_last_offset: offsets are (B + 1,) and end with N.
+        padding_idx: an id that is left out of its bag; counted from the end where negative.
+        device: where the table is.
+        dtype: of rows and output: float32, float16, bfloat16; None takes that of `_weight`, or float32.
+        optimizer: the rule of `step`.
+        seed: of the initial values.
+
+    Example:
+        >>> bag = EmbeddingBag(10, 3, mode="sum")
+        >>> out = bag(torch.tensor([1, 2, 4, 5, 4]), torch.tensor([0, 2])); out.shape
+        torch.Size([2, 3])
+        >>> out.sum().backward(); bag.step(lr=0.1)
+        >>> from torch.nn import functional as F
+        >>> torch.allclose(F.embedding_bag(torch.tensor([[1, 2]]), bag.weight, mode="sum"), bag(torch.tensor([[1, 2]])))
+        True
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        optimizer: AnyOptimizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if max_norm is not None or norm_type != 2.0:
+            raise ConfigError("max_norm is not supported", value=max_norm, fix="use weight_decay of the optimizer")
+        if scale_grad_by_freq:
+            raise ConfigError("scale_grad_by_freq is not supported", fix="scale the loss by row instead")
+        if mode not in ("sum", "mean"):
+            raise ConfigError("no such mode", value=mode, allowed="'sum', 'mean'")
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ConfigError(
+                "padding_idx is no row", value=padding_idx, allowed=f"{-num_embeddings} to {num_embeddings - 1}"
+            )
+        dtype = dtype or (torch.float32 if _weight is None else _weight.dtype)
+        if dtype not in _ROW_TYPES:
+            raise ConfigError("no such type of rows", value=str(dtype), allowed="float32, float16, bfloat16")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.mode, self.sparse, self.include_last_offset = mode, sparse, include_last_offset
+        self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
+        self.optimizer = optimizer or SGD()
+        table = TableConfig(
+            name=_NAME,
+            num_rows=num_embeddings,
+            dim=embedding_dim,
+            dtype=_ROW_TYPES[dtype],
+            init=NormalInit(std=1.0),
+            padding_id=self.padding_idx,
+        )
+        feature = FeatureConfig(name=_NAME, table=_NAME, combiner="sum" if mode == "sum" else "mean")
+        self.collection = _Table(
+            [table],
+            [feature],
+            self.optimizer,
+            device=device or torch.get_default_device(),
+            seed=seed,
+            output_dtype=dtype,
+        )
+        if _weight is not None:
+            self.collection.import_table(_NAME, TableState(_weight.detach()))
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> EmbeddingBag:
+        """Build from rows (V, D), copied, with the other options of the class; frozen tables do not move.
+
+        Example:
+            >>> EmbeddingBag.from_pretrained(torch.eye(3), mode="sum")(torch.tensor([[0, 2]])).tolist()
+            [[1.0, 0.0, 1.0]]
+        """
+        num_embeddings, embedding_dim = embeddings.shape
+        bag = cls(num_embeddings, embedding_dim, _weight=embeddings, **options)
+        if freeze:
+            bag.collection.freeze(_NAME)
+        return bag
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows, a view (V, D) of the live memory; no Parameter."""
+        return self.collection.export_table(_NAME, copy=False).weight
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - the name that nn.EmbeddingBag gives it
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Pool the bags: (B, D).
+
+        Args:
+            input: ids of all bags, (N,), or bags of equal length, (B, H); int32 or int64.
+            offsets: where each bag of a (N,) input begins, (B,), or (B + 1,) with `include_last_offset`.
+            per_sample_weights: shaped as input; for mode "sum".
+
+        Raises:
+            DataError: shapes do not fit.
+            KeyRangeError: an id is not in 0 <= id < V; on a GPU `step` raises it.
+        """
+        if input.dim() == 2 and offsets is None:
+            size, length = input.shape
+            bounds = torch.arange(size + 1, device=input.device) * length
+        elif input.dim() == 1 and offsets is not None and offsets.dim() == 1:
+            bounds = self._bounds(offsets, len(input))
+        else:
+            shapes = f"{tuple(input.shape)}, {None if offsets is None else tuple(offsets.shape)}"
+            raise DataError("input and offsets do not fit", value=shapes, allowed="(N,) with offsets (B,), or (B, H)")
+        weights = None if per_sample_weights is None else self._weights(per_sample_weights, input.shape)
+        out: Tensor = self.collection({_NAME: Bag(input.reshape(-1), bounds, weights)}).flat
+        return out
+
+    def _bounds(self, offsets: Tensor, num_ids: int) -> Tensor:
+        bounds = offsets.to(torch.int64)
+        if not self.include_last_offset:
+            bounds = torch.cat([bounds, bounds.new_full((1,), num_ids)])
+        # A GPU, or compiled code, would have to wait for the numbers.
+        if bounds.is_cpu and not torch.compiler.is_compiling():
+            rising = len(bounds) > 0 and int(bounds[0]) == 0 and bool((bounds.diff() >= 0).all())
+            if not rising or int(bounds[-1]) != num_ids:
+                raise DataError("offsets must rise from 0 to the number of ids", value=offsets.tolist()[:16])
+        return bounds
+
+    def _weights(self, weights: Tensor, shape: torch.Size) -> Tensor:
+        if self.mode != "sum":
+            raise ConfigError("per_sample_weights need mode='sum'", value=self.mode)
+        if weights.shape != shape:
+            raise DataError("per_sample_weights differ in shape from the ids", value=tuple(weights.shape))
+        if weights.requires_grad:
+            fix = "detach them, or multiply vectors that are not pooled"
+            raise ConfigError("per_sample_weights get no gradient", fix=fix)
+        return weights.reshape(-1).to(torch.float32)
+
+    def step(self, lr: float, scale: float | Tensor = 1.0, factor: float = 1.0) -> None:
+        """Move the touched rows; see `EmbeddingCollection.step`."""
+        self.collection.step(lr, scale, factor)
+
+    # A state dict calls the rows `weight`, as that of nn.EmbeddingBag, and the optimizer's state by its own names.
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for key, value in state_entries(self._storage, _NAME, "").items():
+            destination[prefix + key.removeprefix(f"{_NAME}.")] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
+        given = {f"{_NAME}.{name}": state_dict[key] for name, key in own.items()}
+        begin = self._beginning()
+        if f"{_NAME}.weight" in given and not given.keys() & begin.keys():
+            given |= begin  # rows alone: the optimizer starts anew
+        missing: list[str] = []
+        errors: list[str] = []
+        known = load_entries(self._storage, _NAME, "", given, missing, errors)
+        missing_keys += [prefix + name.removeprefix(f"{_NAME}.") for name in missing]
+        error_msgs += [prefix + message.removeprefix(f"{_NAME}.") for message in errors]
+        unexpected_keys += [key for name, key in own.items() if f"{_NAME}.{name}" not in known]
+
+    def _beginning(self) -> dict[str, Tensor]:
+        """Return the optimizer's state before its first step, by its name in the collection's state dict."""
+        begin = {f"{_NAME}.step": torch.tensor(0)}
+        for name, value in initial_state(self.optimizer).items():
+            begin[f"{_NAME}.{name}"] = torch.tensor(value).expand(self._storage.table_state(_NAME)[name].shape)
+        return begin
+
+    @property
+    def _storage(self) -> Storage:
+        (storage,) = self.collection.all_storages()
+        assert isinstance(storage, Storage)
+        return storage
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}{padding}"
+
+
+class _Table(EmbeddingCollection):
+    """A collection whose content its EmbeddingBag saves."""
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        pass

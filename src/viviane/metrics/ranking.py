@@ -1,0 +1,256 @@
+"""Metrics of order: NDCG over everything, and those that compare the rows of one group, such as a user or a query.
+
+They keep 8 bytes a row, and 8 more for its group (4 for weights), until they are computed. Groups may come in any
+order and be spread over batches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from viviane.core.errors import ConfigError
+from viviane.metrics.auc import Doubles, Floats, check_finite, ordered_bits
+from viviane.metrics.order import Groups, are_binary, in_order, places_in, starts_of
+from viviane.metrics.registry import GROUPED, METRICS, Metric, Processes
+
+
+class _Rows(Metric):
+    """Keeps scores, labels, weights and groups."""
+
+    def __init__(self, k: int | None = None) -> None:
+        self.k = k
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._parts: list[tuple[Tensor, ...]] = []
+
+    def update(
+        self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None, groups: Tensor | None = None
+    ) -> None:
+        """Add a batch: predictions (B,), labels (B,), weights (B,) or None, and the group of each row, (B,) ids."""
+        p = predictions.detach().float().flatten().clone()
+        if groups is None and self.by_group:
+            raise ConfigError(
+                "the metric compares the rows of a group",
+                where=type(self).__name__,
+                fix="pass groups= to update; in training, name the column, as in 'gauc:user'",
+            )
+        ids = torch.zeros(0, dtype=torch.int64) if groups is None else groups.detach().flatten().long().clone()
+        w = torch.zeros(0) if weight is None else weight.detach().float().flatten().clone()
+        self._parts.append((p, labels.detach().float().flatten().clone(), w, ids))
+
+    def join(self, processes: Processes) -> None:
+        """Take the rows of all processes: a group may be spread over them."""
+        width = 4
+        parts = self._parts or [(torch.zeros(0),) * 3 + (torch.zeros(0, dtype=torch.int64),)]
+        columns = [torch.cat([part[i] for part in parts]).cpu() for i in range(width)]
+        self._parts = list(zip(*[processes.gather(column) for column in columns], strict=True))
+
+    def compute(self) -> float:
+        """Return the figure over all rows."""
+        if not self._parts:
+            return math.nan
+        p, y, w, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*self._parts, strict=True))
+        if not len(p):
+            return math.nan
+        check_finite(p)
+        return self.value(ids if len(ids) else np.zeros(len(p), np.int64), p, y, w if len(w) else None)
+
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
+        """Return the figure of these rows."""
+        raise TypeError(f"{type(self).__name__} does not define value")
+
+
+def ndcg(groups: Groups, scores: Floats, labels: Floats, k: int | None = None) -> float:
+    """Mean over groups of DCG / ideal DCG, with linear gains; rows of equal score share their discounts evenly.
+
+        DCG = sum over rank r = 1 ... k of label_r / log2(r + 1)
+
+    Groups whose labels are all 0 have no ideal and are left out.
+
+    Args:
+        groups: (n,) ids. scores: (n,). labels: (n,), 0 or more. k: ranks that count; None is all.
+
+    Returns:
+        a number from 0 to 1, NaN where no group has a label above 0.
+
+    Example:
+        >>> ndcg(np.zeros(2, np.int64), np.float32([0.9, 0.1]), np.float32([1, 0]))
+        1.0
+    """
+    group, key, label = in_order(groups, scores, labels, best_first=True)
+    starts = starts_of(group)
+    dcg = _dcg(group, key, label, starts, k)
+    if are_binary(label):  # the ideal list has all positive rows first
+        positives = np.add.reduceat(label, starts).astype(np.int64)
+        summed = np.append(0.0, np.cumsum(1.0 / np.log2(np.arange(positives.max()) + 2.0)))
+        ideal = summed[positives if k is None else np.minimum(positives, k)]
+    else:
+        group, key, label = in_order(groups, labels, labels, best_first=True)
+        ideal = _dcg(group, key, label, starts, k)
+    if not (ideal > 0).any():
+        return math.nan
+    return float((dcg[ideal > 0] / ideal[ideal > 0]).mean())
+
+
+def _dcg(group: Groups, key: Groups, label: Doubles, starts: NDArray[np.intp], k: int | None) -> Doubles:
+    """Return the DCG of each group of rows in order."""
+    places = places_in(starts, len(group))
+    discount = 1.0 / np.log2(places + 2.0)
+    if k is not None:
+        discount[places >= k] = 0.0
+    ties = starts_of(group, key)
+    lengths = np.diff(np.append(ties, len(group)))
+    shared = np.add.reduceat(label, ties) / lengths * np.add.reduceat(discount, ties)
+    return np.asarray(np.add.reduceat(shared, np.searchsorted(ties, starts)), dtype=np.float64)
+
+
+@METRICS.register("ndcg")
+class Ndcg(_Rows):
+    """NDCG of all rows as one list, as HugeCTR has it (see `ndcg`). Sample weights do not enter: a rank has none.
+
+    "ndcg@10:user" is the field's figure: the mean over users of the NDCG of their ten best rows.
+
+    Example:
+        >>> metric = Ndcg()
+        >>> metric.update(torch.tensor([0.9, 0.5, 0.1]), torch.tensor([0.0, 1.0, 0.0]))
+        >>> round(metric.compute(), 4)  # 1 / log2(3)
+        0.6309
+    """
+
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
+        """Return the NDCG."""
+        return ndcg(groups, scores, labels, self.k)
+
+
+@GROUPED.register("ndcg")
+class GroupNdcg(Ndcg):
+    """Mean over groups of NDCG@k (see `ndcg`): "ndcg@10:user", or "ndcg:user" for whole lists.
+
+    Source: Jarvelin and Kekalainen 2002.
+    """
+
+    by_group: ClassVar[bool] = True
+
+
+class _FirstPositive(_Rows):
+    by_group: ClassVar[bool] = True
+
+    def first_places(self, groups: Groups, scores: Floats, labels: Floats) -> NDArray[np.int64]:
+        """Return the place, from 0, of the best positive row of each group that has one.
+
+        Of equal scores the negative rows stand first, so that equal scores for all earn nothing.
+        """
+        group, _, label = in_order(groups, scores, (labels >= 0.5).astype(np.float32), best_first=True)
+        hit = label > 0
+        places = places_in(starts_of(group), len(group))[hit]
+        return places[starts_of(group[hit])] if len(places) else places
+
+
+@GROUPED.register("hit_rate")
+class GroupHitRate(_FirstPositive):
+    """Share of groups with a positive row among their k best, of those that have one: "hit_rate@10:user".
+
+    Of equal scores the negative rows stand first. Sample weights do not enter.
+
+    Example:
+        >>> metric = GroupHitRate(k=1)
+        >>> metric.update(torch.tensor([0.9, 0.1, 0.3]), torch.tensor([0.0, 1.0, 1.0]), groups=torch.tensor([7, 7, 8]))
+        >>> metric.compute()
+        0.5
+    """
+
+    def __init__(self, k: int | None = None) -> None:
+        if k is None:
+            raise ConfigError("a hit rate by group needs a number of rows", fix="name it as in 'hit_rate@10:user'")
+        super().__init__(k)
+
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
+        """Return the share."""
+        assert self.k is not None
+        places = self.first_places(groups, scores, labels)
+        return float((places < self.k).mean()) if len(places) else math.nan
+
+
+@METRICS.register("mrr")
+@GROUPED.register("mrr")
+class Mrr(_FirstPositive):
+    """Mean reciprocal rank: mean over groups with a positive row of 1 / rank of the best one, "mrr:user".
+
+    "mrr@10:user" counts ranks beyond 10 as 0. Of equal scores the negative rows stand first. Sample weights do not
+    enter.
+
+    Source: Voorhees 1999.
+
+    Example:
+        >>> metric = Mrr()
+        >>> metric.update(torch.tensor([0.9, 0.1, 0.3]), torch.tensor([0.0, 1.0, 1.0]), groups=torch.tensor([7, 7, 8]))
+        >>> metric.compute()
+        0.75
+    """
+
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
+        """Return the mean."""
+        places = self.first_places(groups, scores, labels)
+        if not len(places):
+            return math.nan
+        reciprocal = 1.0 / (places + 1.0)
+        return float(np.where(places < (self.k or len(groups)), reciprocal, 0.0).mean())
+
+
+@METRICS.register("gauc")
+@GROUPED.register("gauc")
+class Gauc(_Rows):
+    """AUC within each group, averaged by the groups' weight: "gauc:user".
+
+        GAUC = sum_g n_g AUC_g / sum_g n_g        n_g the rows (or their sample weight) of group g
+
+    over the groups that have both labels; ties count one half, as in `roc_auc`.
+
+    Source: Zhu et al. 2017; Zhou et al. 2018 (Deep Interest Network).
+
+    Example:
+        >>> metric = Gauc()
+        >>> scores, labels = torch.tensor([0.2, 0.1, 0.9, 0.8]), torch.tensor([1.0, 0.0, 0.0, 1.0])
+        >>> metric.update(scores, labels, groups=torch.tensor([1, 1, 2, 2]))
+        >>> metric.compute()
+        0.5
+    """
+
+    by_group: ClassVar[bool] = True
+
+    def __init__(self, k: int | None = None) -> None:
+        if k is not None:
+            raise ConfigError("gauc counts whole groups", value=f"gauc@{k}", fix="leave the number out: 'gauc:user'")
+        super().__init__()
+
+    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
+        """Return the weighted mean."""
+        if weights is None:
+            group, key, positive = in_order(groups, scores, labels, best_first=False)
+            weight = np.ones_like(positive)
+        else:
+            key = ordered_bits(scores)
+            order = np.lexsort((key, groups))
+            group, key, weight = groups[order], key[order], weights[order].astype(np.float64)
+            positive = weight * labels[order]
+        ties, starts = starts_of(group, key), starts_of(group)
+        first_tie = np.searchsorted(ties, starts)
+        p, n = np.add.reduceat(positive, ties), np.add.reduceat(weight - positive, ties)
+        negatives = np.add.reduceat(n, first_tie)
+        above_other_groups = np.repeat(np.cumsum(negatives) - negatives, np.diff(np.append(first_tie, len(ties))))
+        below = np.cumsum(n) - n - above_other_groups
+        won = np.add.reduceat(p * (below + n / 2), first_tie)
+        positives, size = np.add.reduceat(p, first_tie), np.add.reduceat(weight, starts)
+        both = (positives > 0) & (negatives > 0)
+        if not both.any():
+            return math.nan
+        auc = won[both] / (positives[both] * negatives[both])
+        return float(np.average(auc, weights=size[both]))

@@ -1,0 +1,81 @@
+"""The fused cross layers as torch operators: `torch.compile` and CUDA graphs take them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from viviane.ops.dispatch import load
+from viviane.ops.packing import packing
+
+
+def cross_layers_kernels(
+    x: Tensor, projections: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Call the fused layers; without projections they are of full rank. `dtype` is that of the products."""
+    found = _forward(x, list(projections), list(weights), list(biases), dtype)
+    return cast(list[Tensor], found)[len(weights) - 1]
+
+
+@torch.library.custom_op(
+    "viviane::cross_layers",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] projections, Tensor[] weights, Tensor[] biases, ScalarType dtype) -> Tensor[]",
+)
+def _forward(
+    x: Tensor, projections: list[Tensor], weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """Return x_1 ... x_L, the u_l where there are projections, the y_l in one tensor (L, B, n), and packed weights."""
+    return cast(list[Tensor], load("cross_layers", "gpu").forward(x, projections, weights, biases, dtype))
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, projections: list[Tensor], weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    found = [x.new_empty(x.shape, dtype=dtype) for _ in weights]
+    found += [x.new_empty(x.shape[0], one.shape[0], dtype=dtype) for one in projections]
+    size = packing([one.shape for one in (*weights, *projections, *biases)], dtype).size
+    return [*found, x.new_empty(len(weights), *x.shape, dtype=dtype), x.new_empty(size, dtype=dtype)]
+
+
+@torch.library.custom_op(
+    "viviane::cross_layers_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor[] kept, Tensor[] projections, Tensor[] weights) -> Tensor[]",
+)
+def _backward(
+    grad: Tensor, x: Tensor, kept: list[Tensor], projections: list[Tensor], weights: list[Tensor]
+) -> list[Tensor]:
+    """Return the gradients of x, the projections, the weights and the biases."""
+    return cast(list[Tensor], load("cross_layers", "gpu").backward(grad, x, kept, projections, weights))
+
+
+@_backward.register_fake
+def _(grad: Tensor, x: Tensor, kept: list[Tensor], projections: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    found = [torch.empty_like(one) for one in (x, *projections, *weights)]
+    return [*found, *(weight.new_empty(weight.shape[0]) for weight in weights)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, projections, weights, _, _ = inputs
+    ctx.counts = (len(projections), len(weights))
+    ctx.save_for_backward(x, *projections, *weights, *output)
+    ctx.set_materialize_grads(False)  # what is kept between layers gets none
+
+
+def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    x, *saved = ctx.saved_tensors
+    ranks, layers = ctx.counts
+    grad = grads[layers - 1]
+    if grad is None:
+        return None, [None] * ranks, [None] * layers, [None] * layers, None
+    projections, weights, kept = saved[:ranks], saved[ranks : ranks + layers], saved[ranks + layers :]
+    dx, *found = _backward(grad, x, kept, projections, weights)
+    return dx, found[:ranks], found[ranks : ranks + layers], found[ranks + layers :], None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup)

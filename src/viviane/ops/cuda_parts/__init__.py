@@ -1,0 +1,1 @@
+"""What operations in CUDA C++ share; imported by the GPU implementations alone."""

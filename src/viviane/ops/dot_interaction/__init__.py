@@ -1,0 +1,86 @@
+"""DLRM's dot interaction: the dense vector, then the dot products of all pairs of vectors.
+
+Shapes: B samples, S vectors a sample, D their width, P pairs. With z = [dense, e_1 ... e_s] (or the embeddings alone)
+
+    out[b] = dense[b], z_i . z_j for i > j, row by row, and a zero if `pad`          (B, [D +] P [+ 1])
+
+P = S (S - 1) / 2; with `itself` the diagonal belongs to the triangle: i >= j, P = S (S + 1) / 2.
+
+On a GPU one kernel reads the vectors once and writes the output once, and so does the backward; elsewhere, and where
+`reason` says so, plain torch serves, with the same results up to rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import SchemaError
+from viviane.ops.dispatch import kernels_serve
+from viviane.ops.dot_interaction.operator import dot_interaction_kernel
+from viviane.ops.dot_interaction.reference import dot_interaction as plain
+from viviane.ops.dot_interaction.reference import num_pairs
+
+__all__ = ["dot_interaction", "num_pairs", "reason"]
+
+MAX_VECTORS = 128
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dot_interaction(dense: Tensor | None, embeddings: Tensor, *, pad: bool = True, itself: bool = False) -> Tensor:
+    """Return the dense vector and the dot products of all pairs, in the first input's dtype.
+
+    Products are of that dtype, or of autocast's where it is on; sums are float32. float32 products follow
+    `torch.set_float32_matmul_precision`.
+
+    Args:
+        dense: (B, D), or None.
+        embeddings: (B, s, D); they may be of another dtype.
+        pad: append a column of zeros, as HugeCTR does to keep the width even.
+        itself: take z_i . z_i too.
+
+    Raises:
+        SchemaError: shapes that do not fit.
+
+    Example:
+        >>> dot_interaction(torch.tensor([[1.0, 2.0]]), torch.tensor([[[3.0, 4.0]]])).tolist()
+        [[1.0, 2.0, 11.0, 0.0]]
+    """
+    fits = embeddings.dim() == 3
+    if dense is not None:
+        fits = fits and tuple(dense.shape) == (embeddings.shape[0], embeddings.shape[2])
+    if not fits:
+        given = "none" if dense is None else tuple(dense.shape)
+        raise SchemaError(
+            "the dot interaction takes dense (B, D) and embeddings (B, s, D)",
+            value=f"{given}, {tuple(embeddings.shape)}",
+        )
+    if reason(dense, embeddings) is not None:
+        return plain(dense, embeddings, pad, itself)
+    return dot_interaction_kernel(dense, embeddings, pad, itself, _product_dtype(dense, embeddings))
+
+
+def reason(dense: Tensor | None, embeddings: Tensor) -> str | None:
+    """Say why plain torch serves these inputs, or None where the fused kernel does.
+
+    Example:
+        >>> reason(None, torch.ones(1, 2, 3))
+        'no GPU, or VIVIANE_OPS: plain torch'
+    """
+    if not kernels_serve(embeddings.device):
+        return "no GPU, or VIVIANE_OPS: plain torch"
+    given = [embeddings] if dense is None else [dense, embeddings]
+    if any(one.dtype not in _TYPES for one in given):
+        return "only float32, bfloat16 and float16 have a kernel"
+    if embeddings.shape[1] + len(given) - 1 > MAX_VECTORS:
+        return f"more than {MAX_VECTORS} vectors do not fit into one program's registers"
+    if not embeddings.numel():
+        return "nothing to compute"
+    return None
+
+
+def _product_dtype(dense: Tensor | None, embeddings: Tensor) -> torch.dtype:
+    kind = embeddings.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return (embeddings if dense is None else dense).dtype

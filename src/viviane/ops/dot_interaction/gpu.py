@@ -1,0 +1,73 @@
+"""The dot interaction on a GPU: several samples a program, their vectors read once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from viviane.ops.dot_interaction.gpu_kernels import interaction_backward_kernel, interaction_forward_kernel
+from viviane.ops.dot_interaction.reference import num_pairs
+from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
+from viviane.ops.triton_parts.precision import KINDS, dot_precision
+
+
+class PackShape(NamedTuple):
+    """What one program does: samples, rows of each (S up to a power of two), columns at a time, warps."""
+
+    samples: int
+    block: int
+    columns: int
+    warps: int
+
+
+def pack_shape(s: int, dim: int, item_bytes: int) -> PackShape:
+    """Choose the shape: small programs, of which many load while others multiply.
+
+    Example:
+        >>> pack_shape(27, 128, 2)
+        PackShape(samples=1, block=32, columns=128, warps=4)
+    """
+    block = power_of_two(s)
+    columns = max(16, min(power_of_two(dim), 256 // item_bytes))
+    return PackShape(max(1, 32 // block), block, columns, 4 if block <= 64 else 8)
+
+
+def forward(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, dtype: torch.dtype) -> Tensor:
+    """Return [dense | dots of all pairs | zero], (B, W)."""
+    first = embeddings if dense is None else dense
+    embeddings = embeddings.contiguous()
+    dense = None if dense is None else dense.contiguous()
+    size, s, dim = embeddings.shape
+    s += dense is not None
+    front = 0 if dense is None else dim
+    out = first.new_empty(size, front + num_pairs(s, itself) + int(pad))
+    shape = pack_shape(s, dim, dtype.itemsize)
+    with on_device(embeddings):
+        interaction_forward_kernel[(ceil_div(size, shape.samples),)](
+            dense, embeddings, out, size, out.shape[1],
+            s=s, dim=dim, front=front, pad=pad, itself=itself, kind=KINDS[dtype], precision=dot_precision(),
+            block=shape.block, samples=shape.samples, columns=shape.columns, num_warps=shape.warps,
+        )  # fmt: skip
+    return out
+
+
+def backward(grad: Tensor, dense: Tensor | None, embeddings: Tensor, itself: bool, dtype: torch.dtype) -> list[Tensor]:
+    """Return the gradients of the embeddings and, where there is one, of the dense vector."""
+    grad, embeddings = grad.contiguous(), embeddings.contiguous()
+    dense = None if dense is None else dense.contiguous()
+    size, s, dim = embeddings.shape
+    s += dense is not None
+    found = [torch.empty_like(embeddings)]
+    if dense is not None:
+        found.append(torch.empty_like(dense))
+    shape = pack_shape(s, dim, dtype.itemsize)
+    with on_device(embeddings):
+        interaction_backward_kernel[(ceil_div(size, shape.samples),)](
+            grad, dense, embeddings, found[0], None if dense is None else found[1], size, grad.shape[1],
+            s=s, dim=dim, front=0 if dense is None else dim, itself=itself, kind=KINDS[dtype],
+            precision=dot_precision(), block=shape.block, samples=shape.samples, columns=shape.columns,
+            num_warps=shape.warps,
+        )  # fmt: skip
+    return found

@@ -1,0 +1,52 @@
+"""The fused loss as a torch operator: `torch.compile` and CUDA graphs take it whole."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from viviane.ops.dispatch import load
+
+
+def logistic_loss_kernel(
+    logits: Tensor, labels: Tensor, weight: Tensor | None, negative: float, positive: float, smoothing: float
+) -> Tensor:
+    """Call the fused kernel; `negative` and `positive` are the classes' weights."""
+    return cast(tuple[Tensor, Tensor], _forward(logits, labels, weight, negative, positive, smoothing))[0]
+
+
+@torch.library.custom_op(
+    "viviane::logistic_loss",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor labels, Tensor? weight, float negative, float positive, float smoothing)"
+    " -> (Tensor, Tensor)",
+)
+def _forward(
+    logits: Tensor, labels: Tensor, weight: Tensor | None, negative: float, positive: float, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and its gradient to the logits."""
+    forward = load("logistic_loss", "gpu").forward
+    return cast(tuple[Tensor, Tensor], forward(logits, labels, weight, negative, positive, smoothing))
+
+
+@_forward.register_fake
+def _(
+    logits: Tensor, labels: Tensor, weight: Tensor | None, negative: float, positive: float, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits, dtype=torch.float32)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.dtype = inputs[0].dtype
+    ctx.save_for_backward(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    (slope,) = ctx.saved_tensors
+    return None if grad is None else (slope * grad).to(ctx.dtype), None, None, None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup)

@@ -1,0 +1,74 @@
+"""Fully connected layers one after another: h_{l+1} = act(h_l W_l^T + b_l), act = ReLU or none.
+
+Shapes: B rows, k_l inputs and n_l outputs of layer l.
+
+On a GPU no pass over activations is made that a matrix product could make on its way: bias and ReLU belong to the
+forward product; the backward product of a layer masks its result by the ReLU below and sums the columns for the bias
+below; weight gradients are summed in float32 and stay float32 where the weights are. An output of width 1 has kernels
+of its own, that read its input once. Elsewhere, and where `reason` says so, plain torch serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import SchemaError
+from viviane.ops.dispatch import kernels_serve
+from viviane.ops.mlp.operator import mlp_kernels
+from viviane.ops.mlp.reference import mlp as plain
+
+__all__ = ["mlp", "reason"]
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], relu: Sequence[bool]) -> Tensor:
+    """Return the last layer's activations, (B, n).
+
+    Products are made in autocast's dtype where it is on, else in the input's.
+
+    Args:
+        x: (B, k).
+        weights: W_l (n_l, k_l).
+        biases: b_l (n_l), or None.
+        relu: whether a ReLU follows each layer.
+
+    Raises:
+        SchemaError: shapes that do not fit.
+
+    Example:
+        >>> w, b = torch.tensor([[1.0, -1.0]]), torch.tensor([0.5])
+        >>> mlp(torch.tensor([[3.0, 1.0], [1.0, 3.0]]), [w], [b], [True]).tolist()
+        [[2.5], [0.0]]
+    """
+    widths = [x.shape[-1], *(weight.shape[0] for weight in weights)]
+    if x.dim() != 2 or not weights or [weight.shape[1] for weight in weights] != widths[:-1]:
+        given = ", ".join(str(tuple(one.shape)) for one in (x, *weights))
+        raise SchemaError("each layer's weights (n, k) must fit the output before it, and x be (B, k)", value=given)
+    if not len(weights) == len(biases) == len(relu):
+        raise SchemaError("one bias and one flag per layer", value=f"{len(weights)}, {len(biases)}, {len(relu)}")
+    if reason(x, weights, biases) is not None:
+        return plain(x, weights, biases, relu)
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return mlp_kernels(x, weights, [bias for bias in biases if bias is not None], relu, dtype)
+
+
+def reason(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:
+    """Say why plain torch serves these inputs, or None where the kernels do.
+
+    Example:
+        >>> reason(torch.ones(1, 2), [torch.ones(1, 2)], [None])
+        'no GPU, or VIVIANE_OPS: plain torch'
+    """
+    if not kernels_serve(x.device):
+        return "no GPU, or VIVIANE_OPS: plain torch"
+    if any(bias is None for bias in biases):
+        return "a layer has no bias: the fused products always add one"
+    if any(one is not None and one.dtype not in _TYPES for one in (x, *weights, *biases)):
+        return "only float32, bfloat16 and float16 have kernels"
+    if not x.numel():
+        return "nothing to compute"
+    return None

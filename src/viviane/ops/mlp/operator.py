@@ -1,0 +1,84 @@
+"""The fused layers as torch operators: `torch.compile` and CUDA graphs take them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from viviane.ops.dispatch import load
+from viviane.ops.packing import packing, padded_width
+
+
+def mlp_kernels(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], relu: Sequence[bool], dtype: torch.dtype
+) -> Tensor:
+    """Call the fused layers; `dtype` is that of the products and of the result."""
+    return cast(list[Tensor], _forward(x, list(weights), list(biases), list(relu), dtype))[len(weights) - 1]
+
+
+@torch.library.custom_op(
+    "viviane::mlp",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] weights, Tensor[] biases, bool[] relu, ScalarType dtype) -> Tensor[]",
+)
+def _forward(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], relu: list[bool], dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the activations of every layer, the packed weights and biases, and x as the products read it.
+
+    The last is empty where they read x itself.
+    """
+    return cast(list[Tensor], load("mlp", "gpu").forward(x, weights, biases, relu, dtype))
+
+
+@_forward.register_fake
+def _(x: Tensor, weights: list[Tensor], biases: list[Tensor], relu: list[bool], dtype: torch.dtype) -> list[Tensor]:
+    found = [x.new_empty(x.shape[0], weight.shape[0], dtype=dtype) for weight in weights]
+    size = packing([one.shape for one in (*weights, *biases)], dtype).size
+    width = padded_width(x.shape[1], dtype)
+    changed = width != x.shape[1] or x.dtype != dtype
+    prepared = x.new_empty(x.shape[0], width, dtype=dtype) if changed else x.new_empty(0, dtype=dtype)
+    return [*found, x.new_empty(size, dtype=dtype), prepared]
+
+
+@torch.library.custom_op(
+    "viviane::mlp_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor[] kept, Tensor[] weights, bool[] relu, bool needs_x) -> Tensor[]",
+)
+def _backward(
+    grad: Tensor, x: Tensor, kept: list[Tensor], weights: list[Tensor], relu: list[bool], needs_x: bool
+) -> list[Tensor]:
+    return cast(list[Tensor], load("mlp", "gpu").backward(grad, x, kept, weights, relu, needs_x))
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, kept: list[Tensor], weights: list[Tensor], relu: list[bool], needs_x: bool
+) -> list[Tensor]:
+    found = [torch.empty_like(weight) for weight in weights]
+    found += [weight.new_empty(weight.shape[0]) for weight in weights]
+    return [*found, torch.empty_like(x)] if needs_x else found
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, _, ctx.relu, _ = inputs
+    ctx.save_for_backward(x, *weights, *output)
+    ctx.set_materialize_grads(False)  # hidden activations get none
+
+
+def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    x, *saved = ctx.saved_tensors
+    count = len(ctx.relu)
+    grad = grads[count - 1]
+    if grad is None:
+        return None, [None] * count, [None] * count, None, None
+    found = _backward(grad, x, saved[count:], saved[:count], ctx.relu, ctx.needs_input_grad[0])
+    dx = found[2 * count] if ctx.needs_input_grad[0] else None
+    return dx, found[:count], found[count : 2 * count], None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup)

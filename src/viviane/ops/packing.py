@@ -1,0 +1,60 @@
+"""Matrices and vectors side by side in one tensor, so that one launch brings all weights of a model to 16 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_UNIT_BYTES = 16  # rows of a matrix begin at multiples of it, which tensor cores and tensor copies want
+_START = 128  # numbers; each part begins at a multiple of it
+
+
+class Packing(NamedTuple):
+    """Where parts stand in a packed tensor.
+
+    Args:
+        starts: the first number of each part.
+        shapes: of the parts in the packed tensor: rows are padded with zeros to multiples of 16 bytes.
+        size: of the whole.
+    """
+
+    starts: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    size: int
+
+    def parts(self, packed: Tensor) -> list[Tensor]:
+        """Return views of the parts."""
+        return [
+            packed[start : start + math.prod(shape)].view(shape)
+            for start, shape in zip(self.starts, self.shapes, strict=True)
+        ]
+
+
+def packing(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> Packing:
+    """Lay out matrices (n, k) and vectors (n).
+
+    Example:
+        >>> packing([(2, 13), (2,)], torch.bfloat16)
+        Packing(starts=(0, 128), shapes=((2, 16), (2,)), size=256)
+    """
+    starts, padded, place = [], [], 0
+    for shape in shapes:
+        starts.append(place)
+        padded.append((shape[0], padded_width(shape[1], dtype)) if len(shape) == 2 else tuple(shape))
+        place += -(-math.prod(padded[-1]) // _START) * _START
+    return Packing(tuple(starts), tuple(padded), place)
+
+
+def padded_width(width: int, dtype: torch.dtype) -> int:
+    """Return the least width whose rows are a multiple of 16 bytes.
+
+    Example:
+        >>> padded_width(13, torch.bfloat16), padded_width(13, torch.float32), padded_width(16, torch.float16)
+        (16, 16, 16)
+    """
+    unit = _UNIT_BYTES // dtype.itemsize
+    return -(-width // unit) * unit

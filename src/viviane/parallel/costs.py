@@ -1,0 +1,174 @@
+"""What a table costs on a process, by the kind of its plan: bytes held, bytes read and written, bytes on the wire.
+
+Shapes: n processes, B rows of the global batch, N lookups in a table (B times the ids a row has), V vectors returned
+(B for each place of the output), R rows, D columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from viviane.config.optimizers import AnyOptimizer
+from viviane.embedding import DynamicTableConfig, FeatureConfig
+from viviane.ops.row_update import initial_state, state_shape
+from viviane.parallel.plan import AnyTable, Kind
+
+_ID_BYTES = 4
+_DYNAMIC_INDEX_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A process's device.
+
+    Args:
+        memory_bytes: that tables may take.
+        memory_gb_per_s: bytes read plus written per nanosecond.
+        link_gb_per_s: bytes sent to other processes per nanosecond, while as many come in.
+    """
+
+    memory_bytes: int
+    memory_gb_per_s: float
+    link_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class TableLoad:
+    """What one iteration asks of a table.
+
+    Args:
+        table: its settings.
+        rule: that trains it, or None.
+        lookups: N of the global batch.
+        vectors: V of the global batch.
+        hot_share: by number of hot rows, the share of lookups that they serve; empty where it is not known.
+    """
+
+    table: AnyTable
+    rule: AnyOptimizer | None
+    lookups: float
+    vectors: float
+    hot_share: Mapping[int, float]
+
+    @property
+    def num_rows(self) -> int:
+        """R; of a dynamic table as many as it may have, or began with."""
+        if isinstance(self.table, DynamicTableConfig):
+            return self.table.max_capacity or self.table.initial_capacity
+        return self.table.num_rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.table.dim * self.table.torch_dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row's optimizer state."""
+        if self.rule is None:
+            return 0
+        one = torch.empty(1, self.table.dim, device="meta")
+        return 4 * sum(math.prod(state_shape(name, one, self.rule)) for name in initial_state(self.rule))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole table."""
+        index = _DYNAMIC_INDEX_BYTES if isinstance(self.table, DynamicTableConfig) else 0
+        return self.num_rows * (self.row_bytes + self.state_bytes + index)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a part of a table on one process: bytes held, and bytes moved in an iteration."""
+
+    held: float = 0.0
+    memory: float = 0.0
+    wire: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.held + other.held, self.memory + other.memory, self.wire + other.wire)
+
+    def milliseconds(self, machine: Machine) -> float:
+        """Return the time of an iteration, nothing overlapped."""
+        return self.memory / machine.memory_gb_per_s / 1e6 + self.wire / machine.link_gb_per_s / 1e6
+
+
+def table_loads(
+    tables: Mapping[str, AnyTable],
+    features: Sequence[FeatureConfig],
+    optimizer: AnyOptimizer,
+    batch_size: int,
+    hotness: Mapping[str, float],
+    hot_shares: Mapping[str, Mapping[int, float]],
+) -> list[TableLoad]:
+    """Add up what a batch asks of each table.
+
+    Args:
+        hotness: mean number of ids a row of each feature; 1 where it is left out.
+        hot_shares: by table, see `TableLoad`.
+    """
+    loads = []
+    for name, table in tables.items():
+        own = [feature for feature in features if feature.table == name]
+        lookups = batch_size * sum(
+            feature.num_places if feature.combiner == "concat" else hotness.get(feature.name, 1.0) for feature in own
+        )
+        vectors = batch_size * sum(feature.num_places for feature in own)
+        rule = (table.optimizer or optimizer) if table.trainable else None
+        loads.append(TableLoad(table, rule, lookups, vectors, hot_shares.get(name, {})))
+    return loads
+
+
+def part_cost(load: TableLoad, kind: Kind, num_ranks: int, size: int, wire_bytes: int = 4, num_hot: int = 0) -> Cost:
+    """Return the cost of one process's part, for the owner of a "table" or any of the ranks of the others.
+
+    Reading a row and writing its vector in forward; reading gradients, and reading and writing the distinct rows and
+    their state in backward. Vectors come back once and gradients go once, but for those that stay at home.
+
+    Args:
+        num_ranks: processes with a part.
+        size: n.
+        wire_bytes: of a number on the wire.
+        num_hot: hot rows of "hybrid".
+    """
+    if kind == "replicated":
+        return _replicated(load, size, 1.0, load.num_rows)
+    if kind == "hybrid":
+        share = load.hot_share.get(num_hot, 0.0)
+        return _replicated(load, size, share, num_hot) + _shared(load, num_ranks, size, 1 - share, wire_bytes)
+    if kind == "column":
+        whole = _owned(load, load.lookups, load.num_rows)
+        width = load.table.dim * wire_bytes / num_ranks
+        wire = (size - 1) / size * (load.lookups * _ID_BYTES + 2 * load.vectors * width)
+        return Cost(load.bytes / num_ranks, whole / num_ranks, wire)
+    if kind == "row":
+        return _shared(load, num_ranks, size, 1.0, wire_bytes)
+    wire = (size - 1) / size * (load.lookups * _ID_BYTES + 2 * load.vectors * load.table.dim * wire_bytes)
+    return Cost(load.bytes, _owned(load, load.lookups, load.num_rows), wire)
+
+
+def _owned(load: TableLoad, lookups: float, num_rows: float) -> float:
+    """Return the bytes that lookups and their update read and write."""
+    touched = num_rows * -math.expm1(-lookups / num_rows) if num_rows else 0.0
+    gradients = 4 * load.table.dim
+    forward = lookups * load.row_bytes + load.vectors * gradients
+    return forward + lookups * gradients + 2 * touched * (load.row_bytes + load.state_bytes)
+
+
+def _shared(load: TableLoad, num_ranks: int, size: int, share: float, wire_bytes: int) -> Cost:
+    """Rows shared out: each part returns a vector for every place of the batch, zeros where it has none of its rows."""
+    rows, lookups = load.num_rows / num_ranks, share * load.lookups / num_ranks
+    wire = (size - 1) / size * (load.lookups * _ID_BYTES + 2 * load.vectors * load.table.dim * wire_bytes)
+    return Cost(load.bytes / num_ranks, _owned(load, lookups, rows), wire)
+
+
+def _replicated(load: TableLoad, size: int, share: float, num_rows: int) -> Cost:
+    """Lookups at home; gradients summed over the processes as one matrix (R, D + 1)."""
+    matrix = 4.0 * num_rows * (load.table.dim + 1)
+    held = num_rows * (load.row_bytes + load.state_bytes)
+    wire = 2 * (size - 1) / size * matrix
+    return Cost(held, _owned(load, share * load.lookups / size, num_rows) + (3 * matrix if size > 1 else 0.0), wire)

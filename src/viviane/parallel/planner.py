@@ -1,0 +1,220 @@
+"""Chooses where tables go, by what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError
+from viviane.embedding import DynamicTableConfig, FeatureConfig
+from viviane.parallel.costs import Cost, Machine, TableLoad, part_cost, table_loads
+from viviane.parallel.plan import AnyTable, Kind, Plan, TablePlan, check_columns
+
+_GOOD_BALANCE = 1.05
+_ROOM = 0.9  # share of the memory that tables may take: batches, gradients and dense layers need some
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what it costs.
+
+    Args:
+        plan: where the tables are.
+        costs: by process, and of each table there.
+        machine: the processes' device.
+    """
+
+    plan: Plan
+    costs: tuple[Mapping[str, Cost], ...]
+    machine: Machine
+
+    def total(self, rank: int) -> Cost:
+        """Return the cost of a process."""
+        return sum(self.costs[rank].values(), Cost())
+
+    @property
+    def milliseconds(self) -> float:
+        """Expected time of lookups, exchange and updates in an iteration: that of the slowest process."""
+        return max(self.total(rank).milliseconds(self.machine) for rank in range(self.plan.world_size))
+
+    @property
+    def balance(self) -> float:
+        """Mean time of the processes divided by that of the slowest: 1 is even."""
+        times = [self.total(rank).milliseconds(self.machine) for rank in range(self.plan.world_size)]
+        return sum(times) / len(times) / max(times) if max(times) else 1.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether every process has room for its parts."""
+        limit = _ROOM * self.machine.memory_bytes
+        return all(self.total(rank).held <= limit for rank in range(self.plan.world_size))
+
+
+class Planner:
+    """Finds the plan with the least expected time among those that fit.
+
+    It begins with each table on one process, the small ones replicated where that is cheaper, and then cuts the largest
+    table of the slowest or fullest process by columns or rows, as long as that helps.
+
+    Args:
+        tables, features, optimizer: of the collection.
+        batch_size: of the global batch.
+        world_size: processes.
+        machine: each one's device.
+        hotness: mean ids a row of each feature; 1 where left out.
+        hot_shares: by table, the share of lookups that so many first keys serve; "hybrid" is tried for these.
+        wire_bytes: of a number on the wire.
+        fixed: plans of single tables that stay as they are.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> from viviane.embedding import TableConfig
+        >>> tables = [TableConfig(name="user", num_rows=10**7, dim=32), TableConfig(name="day", num_rows=7, dim=32)]
+        >>> features = [FeatureConfig(name="user", table="user"), FeatureConfig(name="day", table="day")]
+        >>> machine = Machine(memory_bytes=8 * 10**9, memory_gb_per_s=20.0, link_gb_per_s=2.0)
+        >>> found = Planner(tables, features, SGD(), 4096, 2, machine).best()
+        >>> found.plan.table("day").kind, found.fits
+        ('replicated', True)
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[AnyTable],
+        features: Sequence[FeatureConfig],
+        optimizer: AnyOptimizer,
+        batch_size: int,
+        world_size: int,
+        machine: Machine,
+        *,
+        hotness: Mapping[str, float] | None = None,
+        hot_shares: Mapping[str, Mapping[int, float]] | None = None,
+        wire_bytes: int = 4,
+        fixed: Sequence[TablePlan] = (),
+    ) -> None:
+        self.world_size = world_size
+        self.machine = machine
+        self.wire_bytes = wire_bytes
+        named = {table.name: table for table in tables}
+        loads = table_loads(named, features, optimizer, batch_size, hotness or {}, hot_shares or {})
+        self.loads = {load.table.name: load for load in loads}
+        self.fixed = {one.table: one for one in fixed}
+        for name in self.fixed:
+            if name not in self.loads:
+                raise ConfigError("a plan is given for a table that is not there", value=name)
+
+    def best(self) -> Planned:
+        """Return the plan.
+
+        Raises:
+            ConfigError: no plan fits into the processes' memory.
+        """
+        kinds = {name: self._first_kind(load) for name, load in self.loads.items() if name not in self.fixed}
+        best = self._place(kinds)
+        for _ in range(2 * len(kinds) + 1):
+            if best.fits and best.balance * _GOOD_BALANCE >= 1:
+                break
+            better = self._improve(kinds, best)
+            if better is None:
+                break
+            kinds, best = better
+        if not best.fits:
+            raise ConfigError(
+                "the tables do not fit", value=f"{sum(load.bytes for load in self.loads.values()) / 1e9:.1f} GB",
+                allowed=f"{_ROOM * self.machine.memory_bytes * self.world_size / 1e9:.1f} GB on "
+                f"{self.world_size} process(es), {_ROOM:.0%} of their memory",
+                fix="use more processes, rows of 16 bits, or an optimizer with less state",
+            )  # fmt: skip
+        return best
+
+    def evaluate(self, plan: Plan) -> Planned:
+        """Return what a given plan costs."""
+        costs: list[dict[str, Cost]] = [{} for _ in range(self.world_size)]
+        for one in plan.tables:
+            cost = self._cost(one)
+            for rank in one.ranks or range(self.world_size):
+                costs[rank][one.table] = cost
+        return Planned(plan, tuple(costs), self.machine)
+
+    def _cost(self, one: TablePlan) -> Cost:
+        ranks = max(1, len(one.ranks))
+        return part_cost(self.loads[one.table], one.kind, ranks, self.world_size, self.wire_bytes, one.num_hot)
+
+    def _first_kind(self, load: TableLoad) -> Kind:
+        if isinstance(load.table, DynamicTableConfig) or self.world_size == 1:
+            return "table"
+        alone = part_cost(load, "table", 1, self.world_size, self.wire_bytes)
+        copied = part_cost(load, "replicated", 1, self.world_size, self.wire_bytes)
+        # One process bears the first, all of them bear the second.
+        cheaper = copied.milliseconds(self.machine) < alone.milliseconds(self.machine) / self.world_size
+        return "replicated" if cheaper and load.bytes < 0.01 * self.machine.memory_bytes else "table"
+
+    def _place(self, kinds: Mapping[str, Kind]) -> Planned:
+        """Put shared tables on all processes, and whole ones, the slowest first, where the least is done."""
+        every = tuple(range(self.world_size))
+        plans = dict(self.fixed)
+        for name, kind in kinds.items():
+            if kind == "hybrid":
+                plans[name] = TablePlan(table=name, kind=kind, ranks=every, num_hot=self._num_hot(self.loads[name]))
+            elif kind != "table":
+                plans[name] = TablePlan(table=name, kind=kind, ranks=() if kind == "replicated" else every)
+        given = self.evaluate(Plan(world_size=self.world_size, tables=tuple(plans.values())))
+        totals = [given.total(rank) for rank in every]
+        limit = _ROOM * self.machine.memory_bytes
+        whole = [name for name, kind in kinds.items() if kind == "table"]
+        cost = {name: part_cost(self.loads[name], "table", 1, self.world_size, self.wire_bytes) for name in whole}
+        for name in sorted(whole, key=lambda name: -cost[name].milliseconds(self.machine)):
+
+            def load(rank: int, own: Cost = cost[name]) -> tuple[bool, float, float, int]:
+                after = totals[rank] + own
+                return after.held > limit, after.milliseconds(self.machine), after.held, rank
+
+            rank = min(every, key=load)
+            totals[rank] += cost[name]
+            plans[name] = TablePlan(table=name, kind="table", ranks=(rank,))
+        ordered = tuple(plans[name] for name in self.loads)
+        return self.evaluate(Plan(world_size=self.world_size, tables=ordered))
+
+    def _num_hot(self, load: TableLoad) -> int:
+        """Return the number of hot rows that costs least."""
+        return min(load.hot_share, key=lambda hot: self._time(load, "hybrid", hot))
+
+    def _time(self, load: TableLoad, kind: Kind, hot: int = 0) -> float:
+        cost = part_cost(load, kind, self.world_size, self.world_size, self.wire_bytes, hot)
+        return cost.milliseconds(self.machine)
+
+    def _improve(self, kinds: Mapping[str, Kind], best: Planned) -> tuple[dict[str, Kind], Planned] | None:
+        """Cut one table of the fullest, else the slowest process; None where nothing helps."""
+
+        def key(cost: Cost) -> float:
+            return cost.milliseconds(self.machine) if best.fits else cost.held
+
+        worst = max(range(self.world_size), key=lambda rank: key(best.total(rank)))
+        own = sorted(best.costs[worst], key=lambda name: -key(best.costs[worst][name]))
+        found: list[tuple[tuple[bool, float], dict[str, Kind], Planned]] = []
+        for name in own[:4]:
+            if name in kinds and kinds[name] in ("table", "replicated"):
+                for kind in self._cuts(self.loads[name]):
+                    changed = {**kinds, name: kind}
+                    planned = self._place(changed)
+                    found.append(((not planned.fits, planned.milliseconds), changed, planned))
+        if not found:
+            return None
+        rank, changed, planned = min(found, key=lambda one: one[0])
+        helps = rank < (not best.fits, best.milliseconds) or (not best.fits and not planned.fits)
+        return (changed, planned) if helps else None
+
+    def _cuts(self, load: TableLoad) -> list[Kind]:
+        table, size = load.table, self.world_size
+        if isinstance(table, DynamicTableConfig) or size == 1:
+            return []
+        cuts: list[Kind] = []
+        if table.num_rows >= size:
+            cuts.append("row")
+        if load.hot_share and min(load.hot_share) + size <= table.num_rows:
+            cuts.append("hybrid")
+        try:
+            check_columns(table.name, load.rule)
+        except ConfigError:
+            return cuts
+        return [*cuts, "column"] if table.dim >= 4 * size else cuts

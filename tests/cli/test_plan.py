@@ -1,0 +1,55 @@
+"""`viviane plan`: what it prints, the file it writes, the picture, what it refuses."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+from typer.testing import CliRunner
+
+from viviane.cli.main import app
+from viviane.core.errors import ConfigError
+from viviane.data import write_dataset
+from viviane.parallel import Plan
+from viviane.schema import Schema
+
+MACHINE = ["--memory-gb", "1", "--memory-gb-per-s", "20", "--link-gb-per-s", "2"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    columns = [{"name": "user", "num_ids": 100_000}, {"name": "day", "num_ids": 10}]
+    bag = {"name": "seen", "num_ids": 5000, "kind": "multi_hot"}
+    schema = Schema(labels=[{"name": "y"}], categorical=[*columns, bag])
+    rows = {"y": [0, 1], "user": [3, 4], "day": [3, 3], "seen": [[3, 4, 5, 6], [4, 5, 6, 7]]}
+    write_dataset(folder / "train", schema, [rows])
+    text = {"data": {"train": str(folder / "train")}, "solver": {"device": "cpu"}, "model": {"zoo": "deepfm", "dim": 8}}
+    (folder / "run.json").write_text(json.dumps(text))
+    return folder / "run.json"
+
+
+def test_prints_writes_and_draws_a_plan(config, tmp_path):
+    files = ["--output", str(tmp_path / "plan.json"), "--picture", str(tmp_path / "plan.svg")]
+    result = CliRunner().invoke(app, ["plan", str(config), "--processes", "3", *MACHINE, *files])
+    assert result.exit_code == 0, result.output
+    assert "device cpu: 1.0 GB, memory 20.0 GB/s, link 2.0 GB/s (given)" in result.output
+    assert "expected:" in result.output
+    plan = Plan.from_json_file(tmp_path / "plan.json")
+    assert {"emb.user", "emb.day", "emb.seen"} <= {one.table for one in plan.tables}
+    assert plan.world_size == 3
+    drawing = ET.fromstring((tmp_path / "plan.svg").read_text())
+    texts = ["".join(element.itertext()) for element in drawing.iter()]
+    assert any("process 2" in text for text in texts)
+
+
+def test_measures_the_machine_and_says_what_it_assumed(config):
+    result = CliRunner().invoke(app, ["plan", str(config), "--processes", "2", "--memory-gb", "1"])
+    assert result.exit_code == 0, result.output
+    assert "assumed: 1/4 of the memory's" in result.output
+
+
+def test_a_model_that_does_not_fit_is_refused(config):
+    small = ["--memory-gb", "0.001", "--memory-gb-per-s", "20", "--link-gb-per-s", "2"]
+    result = CliRunner().invoke(app, ["plan", str(config), "--processes", "2", *small])
+    assert isinstance(result.exception, ConfigError)
+    assert "use more processes" in str(result.exception)

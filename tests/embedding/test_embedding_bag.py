@@ -1,0 +1,170 @@
+"""EmbeddingBag against torch.nn.EmbeddingBag: the same numbers for every form of call, before and after an update."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from viviane.config import SGD, AdaGrad, Adam
+from viviane.core.errors import ConfigError, DataError, KeyRangeError
+from viviane.embedding import EmbeddingBag
+
+# float32 sums of at most 5 numbers near 1, in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def pair(num_embeddings, dim, **options):
+    truth = nn.EmbeddingBag(num_embeddings, dim, **options)
+    own = EmbeddingBag(num_embeddings, dim, **options)
+    own.load_state_dict(truth.state_dict())
+    assert torch.equal(own.weight, truth.weight)
+    return truth, own
+
+
+def assert_trains_alike(truth, own, *call):
+    expected, found = truth(*call), own(*call)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    target = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    (expected * target).sum().backward()
+    (found * target).sum().backward()
+    own.step(0.5)
+    torch.testing.assert_close(own.weight, truth.weight.detach() - 0.5 * truth.weight.grad, **CLOSE)
+
+
+@given(
+    lists=st.lists(st.lists(st.integers(0, 6), max_size=5), min_size=1, max_size=6),
+    mode=st.sampled_from(["sum", "mean"]),
+    padding_idx=st.sampled_from([None, 0, 3, -1]),
+    include_last_offset=st.booleans(),
+    weighted=st.booleans(),
+    dim=st.sampled_from([1, 3, 8]),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+@settings(deadline=None, max_examples=80)
+def test_ids_and_offsets(lists, mode, padding_idx, include_last_offset, weighted, dim, dtype):
+    truth, own = pair(7, dim, mode=mode, padding_idx=padding_idx, include_last_offset=include_last_offset)
+    ids = torch.tensor([key for row in lists for key in row], dtype=dtype)
+    bounds = torch.tensor([0, *(len(row) for row in lists)], dtype=dtype).cumsum(0).to(dtype)
+    weights = torch.linspace(0.5, 2.0, len(ids)) if weighted and mode == "sum" else None
+    assert_trains_alike(truth, own, ids, bounds if include_last_offset else bounds[:-1], weights)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("shape", [(4, 3), (1, 1), (3, 5)])
+def test_matrix_of_ids(mode, padding_idx, shape):
+    ids = torch.randint(7, shape, generator=torch.Generator().manual_seed(1))
+    assert_trains_alike(*pair(7, 3, mode=mode, padding_idx=padding_idx), ids)
+    if mode == "sum":
+        assert_trains_alike(*pair(7, 3, mode=mode, padding_idx=padding_idx), ids, None, torch.rand(shape))
+
+
+def test_the_defaults_are_those_of_torch():
+    truth, own = pair(7, 3)
+    assert (own.mode, own.padding_idx, own.include_last_offset) == (truth.mode, None, False)
+    assert_trains_alike(truth, own, torch.tensor([1, 2, 2, 6]), torch.tensor([0, 3]))
+    drawn = EmbeddingBag(1000, 100).weight
+    # A hundred thousand draws from N(0, 1): five standard errors of mean and deviation.
+    assert abs(float(drawn.mean())) < 5 / 100_000**0.5
+    assert abs(float(drawn.std()) - 1) < 5 / 200_000**0.5
+
+
+def test_no_bags():
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert EmbeddingBag(3, 2)(nothing, nothing).shape == (0, 2)
+    assert EmbeddingBag(3, 2)(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, 2)
+
+
+def test_from_pretrained_is_frozen_unless_told():
+    rows = torch.arange(6.0).view(3, 2)
+    for freeze in (True, False):
+        bag = EmbeddingBag.from_pretrained(rows, freeze, mode="sum")
+        out = bag(torch.tensor([[0, 2]]))
+        assert out.tolist() == [[4.0, 6.0]]
+        assert out.requires_grad == (not freeze)
+    assert bag.weight.data_ptr() != rows.data_ptr()
+
+
+def test_state_dict_has_the_names_of_torch_and_goes_round_strictly():
+    net = nn.Sequential(EmbeddingBag(5, 2, mode="sum", optimizer=Adam()))
+    net(torch.tensor([[1, 2]])).sum().backward()
+    net[0].step(0.1)
+    state = net.state_dict()
+    assert sorted(state) == ["0.m", "0.step", "0.v", "0.weight"]
+    other = nn.Sequential(EmbeddingBag(5, 2, mode="sum", optimizer=Adam(), seed=1))
+    other.load_state_dict(state)
+    for one in (net, other):
+        one(torch.tensor([[2, 4]])).square().sum().backward()
+        one[0].step(0.1)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in net.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.v"):
+        other.load_state_dict({name: value for name, value in state.items() if name != "0.v"})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.other"):
+        other.load_state_dict({**state, "0.other": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="shape"):
+        other.load_state_dict({"0.weight": torch.zeros(4, 2)})
+
+
+def test_rows_of_torch_alone_restart_the_optimizer():
+    own = EmbeddingBag(5, 2, mode="sum", optimizer=AdaGrad(initial_accumulator=0.25))
+    own(torch.tensor([[1, 2]])).sum().backward()
+    own.step(0.1)
+    truth = nn.EmbeddingBag(5, 2)
+    own.load_state_dict(truth.state_dict())
+    content = own.collection.export_table("bag")
+    assert torch.equal(content.weight, truth.weight)
+    assert content.step == 0
+    assert content.state["accumulator"].unique().tolist() == [0.25]
+
+
+def test_copies_and_pickles():
+    own = EmbeddingBag(5, 2, mode="sum", optimizer=SGD())
+    for twin in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        twin(torch.tensor([[1]])).sum().backward()
+        twin.step(1.0)
+        assert (own.weight - twin.weight).tolist()[1] == pytest.approx([1.0, 1.0])
+        assert twin.state_dict().keys() == own.state_dict().keys()
+
+
+def test_what_is_not_supported_is_refused():
+    for options, words in (
+        ({"max_norm": 1.0}, "max_norm"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
+        ({"mode": "max"}, "no such mode"),
+        ({"padding_idx": 9}, "padding_idx"),
+        ({"dtype": torch.float64}, "type of rows"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            EmbeddingBag(5, 2, **options)
+    bag, ids = EmbeddingBag(5, 2, mode="sum"), torch.tensor([1, 2])
+    with pytest.raises(ConfigError, match="no gradient"):
+        bag(ids, torch.tensor([0]), torch.ones(2, requires_grad=True))
+    with pytest.raises(ConfigError, match="mode='sum'"):
+        EmbeddingBag(5, 2)(ids, torch.tensor([0]), torch.ones(2))
+    with pytest.raises(KeyRangeError, match="value:   5"):
+        bag(torch.tensor([[1, 5]]))
+    for call in (
+        (ids,),
+        (ids.view(1, 2), torch.tensor([0])),
+        (ids, torch.tensor([1])),
+        (ids, torch.tensor([0, 3])),
+        (ids, torch.tensor([0, 2, 1])),
+        (ids, torch.tensor([0]), torch.ones(3)),
+    ):
+        with pytest.raises(DataError):
+            bag(*call)
+
+
+def test_compiled_in_one_graph():
+    bag, eager = EmbeddingBag(50, 3, mode="sum"), EmbeddingBag(50, 3, mode="sum")
+    fast = torch.compile(bag, backend="aot_eager", fullgraph=True)
+    ids, offsets = torch.tensor([1, 2, 2, 49]), torch.tensor([0, 3])
+    for call in (fast, eager):
+        call(ids, offsets, torch.arange(4.0)).square().sum().backward()
+    bag.step(0.1)
+    eager.step(0.1)
+    assert torch.equal(bag.weight, eager.weight)

@@ -1,0 +1,94 @@
+"""The planner: what fits, what is balanced, what it costs, and what it refuses."""
+
+import pytest
+
+from viviane.config import SGD, AdaGrad, Adam
+from viviane.core.errors import ConfigError
+from viviane.embedding import DynamicTableConfig, FeatureConfig, TableConfig
+from viviane.parallel import TablePlan
+from viviane.parallel.costs import Machine, part_cost, table_loads
+from viviane.parallel.planner import Planner
+
+GPU = Machine(memory_bytes=141 * 10**9, memory_gb_per_s=3900.0, link_gb_per_s=360.0)
+# MLPerf's 26 tables and mean numbers of ids.
+SIZES = [40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209,
+         11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36]  # fmt: skip
+HOTNESS = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
+TABLES = [TableConfig(name=f"C{i}", num_rows=rows, dim=128) for i, rows in enumerate(SIZES)]
+FEATURES = [FeatureConfig(name=f"C{i}", table=f"C{i}") for i in range(26)]
+HOT = {f"C{i}": float(hotness) for i, hotness in enumerate(HOTNESS)}
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_tables_of_mlperf_fit_and_are_balanced(size):
+    found = Planner(TABLES, FEATURES, AdaGrad(), 32768, size, GPU, hotness=HOT).best()
+    assert found.fits
+    assert found.balance > 0.9
+    assert {one.table for one in found.plan.tables} == {table.name for table in TABLES}
+    found.plan.check({table.name: table for table in TABLES}, size)
+    # The floor: all bytes, held and moved, shared out evenly.
+    held = sum(found.total(rank).held for rank in range(size))
+    assert held >= sum(load.bytes for load in Planner(TABLES, FEATURES, AdaGrad(), 1, size, GPU).loads.values())
+    assert found.plan.table("C5").kind == "replicated"
+
+
+def test_more_processes_take_less_time():
+    times = [
+        Planner(TABLES, FEATURES, AdaGrad(row_wise=True), 32768, n, GPU, hotness=HOT).best().milliseconds
+        for n in (1, 2, 4, 8)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_tables_that_do_not_fit_are_refused_with_the_bytes():
+    with pytest.raises(ConfigError, match=r"do not fit[\s\S]*209\.\d GB[\s\S]*126\.9 GB on 1 process"):
+        Planner(TABLES, FEATURES, AdaGrad(), 32768, 1, GPU, hotness=HOT).best()
+
+
+def test_a_table_larger_than_a_device_is_cut_and_by_rows_where_the_rule_needs_them():
+    machine = Machine(10**9, 3900.0, 360.0)
+    table, feature = TableConfig(name="t", num_rows=10**7, dim=32), FeatureConfig(name="f", table="t")
+    assert Planner([table], [feature], SGD(), 1024, 2, machine).best().plan.table("t").kind in ("column", "row")
+    rule = SGD(clip_row_norm=1.0)
+    assert Planner([table], [feature], rule, 1024, 2, machine).best().plan.table("t").kind == "row"
+
+
+def test_hot_rows_are_looked_up_at_home():
+    table, feature = TableConfig(name="t", num_rows=10_000, dim=4), FeatureConfig(name="f", table="t")
+    (load,) = table_loads({"t": table}, [feature], SGD(), 100, {}, {"t": {1000: 1.0}})
+    # All lookups are hot: half of 100 are here, and touch 1000 (1 - e^-0.05) = 48.77 rows. Forward reads 50 rows of 16
+    # bytes and writes 100 vectors, backward reads 50 gradients, reads and writes 48.77 rows; the summed matrix of 1000
+    # rows and 5 columns is written, reduced and read. Of the other rows 100 vectors of zeros are written.
+    hybrid = part_cost(load, "hybrid", 2, 2, num_hot=1000)
+    local = 50 * 16 + 100 * 16 + 50 * 16 + 2 * 48.7706 * 16 + 3 * 4 * 1000 * 5
+    assert hybrid.memory == pytest.approx(local + 100 * 16, rel=1e-5)
+    assert hybrid.held == 1000 * 16 + 10_000 * 16 / 2
+    fixed = [TablePlan(table="t", kind="hybrid", ranks=[0, 1], num_hot=1000)]
+    assert Planner([table], [feature], SGD(), 100, 2, GPU, fixed=fixed).best().plan.table("t").num_hot == 1000
+
+
+def test_dynamic_tables_stay_whole_and_given_plans_are_kept():
+    tables = [
+        DynamicTableConfig(name="user", dim=8, max_capacity=10**6),
+        TableConfig(name="item", num_rows=10**6, dim=8),
+    ]
+    features = [FeatureConfig(name=name, table=name) for name in ("user", "item")]
+    fixed = [TablePlan(table="item", kind="column", ranks=[1, 0])]
+    plan = Planner(tables, features, Adam(), 1024, 2, GPU, fixed=fixed).best().plan
+    assert plan.table("user").kind == "table"
+    assert plan.table("item").ranks == (1, 0)
+    with pytest.raises(ConfigError, match="not there"):
+        Planner(tables, features, Adam(), 1024, 2, GPU, fixed=[TablePlan(table="x", kind="replicated")])
+
+
+def test_bytes_of_one_table_by_hand():
+    table, feature = TableConfig(name="t", num_rows=1000, dim=4), FeatureConfig(name="f", table="t")
+    (load,) = table_loads({"t": table}, [feature], Adam(), 100, {"f": 2.0}, {})
+    assert (load.bytes, load.lookups, load.vectors) == (1000 * 4 * (4 + 8), 200.0, 100.0)
+    # Of 1000 rows 200 even draws touch 1000 (1 - e^-0.2) = 181.27. Forward: 200 rows of 16 bytes read, 100 vectors of
+    # 16 bytes written. Backward: 200 gradients of 16 bytes read, 181.27 rows of 16 + 32 bytes read and written.
+    alone = part_cost(load, "table", 1, 1)
+    assert alone.memory == pytest.approx(200 * 16 + 100 * 16 + 200 * 16 + 2 * 181.269 * 48, rel=1e-5)
+    assert alone.wire == 0.0
+    # Of four processes three are elsewhere: their ids of 4 bytes come in, vectors go out, gradients come in.
+    assert part_cost(load, "table", 1, 4).wire == pytest.approx(0.75 * (200 * 4 + 2 * 100 * 16))
