@@ -16,7 +16,8 @@ from viviane.core.errors import CheckpointError, ConfigError
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.parallel import Plan, TablePlan
 from viviane.training import Progress, load_checkpoint, read_manifest, verify_checkpoint, write_checkpoint
-from viviane.training.checkpoint_tools import compare_checkpoints, export_checkpoint, reshard
+from viviane.training.checkpoint_export import export_checkpoint
+from viviane.training.checkpoint_tools import compare_checkpoints, reshard
 
 KEYS = torch.tensor([7, -1, 2**63 - 1, 0])
 

@@ -34,7 +34,8 @@ def command(
     """Work on a checkpoint without its model; every file is verified first."""
     from viviane.parallel import Plan
     from viviane.training import verify_checkpoint
-    from viviane.training.checkpoint_tools import compare_checkpoints, export_checkpoint, reshard
+    from viviane.training.checkpoint_export import export_checkpoint
+    from viviane.training.checkpoint_tools import compare_checkpoints, reshard
 
     if action not in ACTIONS:
         raise ConfigError("no such action", value=action, fix=suggest(action, ACTIONS))

@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint without its model: cut its tables anew, compare two, take the tables out."""
+"""What can be done with a checkpoint without its model: cut its tables anew, compare two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from viviane.training.saved_table import SavedTable
 from viviane.training.table_files import table_file
 from viviane.training.tensor_files import read_tensors, write_tensors
 
-FORMATS = ("npy", "safetensors", "parquet")
 _PIECE_ELEMENTS = 1 << 22
 _OF_ALL_COLUMNS = ("state.last_step",)  # one number a row that every part of the columns has alike
 _DENSE_FILES = ("dense.safetensors", "dense_optimizer.safetensors", "progress.safetensors")
@@ -51,7 +49,7 @@ def reshard(source: str | Path, target: str | Path, *, processes: int | None = N
         raise ConfigError("say either a number of processes or a plan", value=processes)
     if processes is not None and processes < 1:
         raise ConfigError("a number of processes", value=processes, allowed="1 or more")
-    folder = _new(target)
+    folder = new_folder(target)
     manifest = verify_checkpoint(source)
     with replace_folder(folder) as work:
         old = {name for entry in manifest.tables.values() for name in entry.files}
@@ -66,7 +64,12 @@ def reshard(source: str | Path, target: str | Path, *, processes: int | None = N
         write_manifest(work, Manifest(**{**dict(manifest), **changes}))
 
 
-def _new(target: str | Path) -> Path:
+def new_folder(target: str | Path) -> Path:
+    """Return a path where nothing is yet.
+
+    Raises:
+        ConfigError: something is there.
+    """
     path = Path(target)
     if path.exists():
         raise ConfigError("the folder exists", where=str(path), fix="choose another")
@@ -209,69 +212,3 @@ def _bits(tensor: Tensor) -> Tensor:
     """View floats as whole numbers, so that NaN equals itself and -0 is not 0."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])
-
-
-# Export -------------------------------------------------------------------------------------------------------
-
-
-def export_checkpoint(source: str | Path, target: str | Path, kind: str = "npy") -> list[Path]:
-    """Write the rows of each table by key, and the dense weights as safetensors, for other programs.
-
-    Args:
-        source: verified first.
-        target: the new folder: dense.safetensors and a file for each table.
-        kind: "npy": (num_rows, dim), and <table>.keys.npy beside a dynamic table; "safetensors": "weight", and
-            "keys" of a dynamic table; "parquet": columns key and vector. bfloat16 becomes float32 in npy and Parquet.
-    """
-    if kind not in FORMATS:
-        raise ConfigError("unknown format", value=kind, allowed=", ".join(FORMATS))
-    folder = _new(target)
-    manifest = verify_checkpoint(source)
-    with replace_folder(folder) as work:
-        shutil.copyfile(Path(source) / "dense.safetensors", work / "dense.safetensors")
-        for full, entry in manifest.tables.items():
-            saved = SavedTable(Path(source), entry)
-            stem = Path(table_file(full)).name.removesuffix(".safetensors")
-            keys = saved.content()["keys"] if entry.is_dynamic else None
-            if kind == "safetensors":
-                whole = {"weight": saved.read("weight", range(saved.num_rows))}
-                write_tensors(work / f"{stem}.safetensors", whole if keys is None else {**whole, "keys": keys})
-            elif kind == "npy":
-                _write_npy(work / stem, saved, keys)
-            else:
-                _write_parquet(work / f"{stem}.parquet", saved, keys)
-    return sorted(folder.iterdir())
-
-
-def _rows(saved: SavedTable, keys: range) -> np.ndarray[Any, Any]:
-    rows = saved.read("weight", keys)
-    found: np.ndarray[Any, Any] = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
-    return found
-
-
-def _write_npy(stem: Path, saved: SavedTable, keys: Tensor | None) -> None:
-    shape = (saved.num_rows, saved.dim)
-    kind = _rows(saved, range(0)).dtype
-    if keys is not None:
-        np.save(stem.with_name(f"{stem.name}.keys.npy"), keys.numpy())
-    file = stem.with_name(f"{stem.name}.npy")
-    if saved.num_rows == 0:
-        np.save(file, np.empty(shape, kind))
-        return
-    out = np.lib.format.open_memmap(file, mode="w+", dtype=kind, shape=shape)
-    for piece in pieces(saved):
-        out[piece.start : piece.stop] = _rows(saved, piece)
-    out.flush()
-
-
-def _write_parquet(file: Path, saved: SavedTable, keys: Tensor | None) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    kind = pa.from_numpy_dtype(_rows(saved, range(0)).dtype)
-    schema = pa.schema([("key", pa.int64()), ("vector", pa.list_(kind, saved.dim))])
-    with pyarrow.parquet.ParquetWriter(file, schema) as writer:
-        for piece in pieces(saved):
-            own = torch.arange(piece.start, piece.stop) if keys is None else keys[piece.start : piece.stop]
-            vectors = pa.FixedSizeListArray.from_arrays(pa.array(_rows(saved, piece).reshape(-1)), saved.dim)
-            writer.write_table(pa.table([pa.array(own.numpy()), vectors], schema=schema))
