@@ -71,7 +71,8 @@ class BST(HistoryModel):
         ]
 
     def _block(self, i: int, width: int) -> list[Node]:
-        x, nodes = f"x_{i}", []
+        x = f"x_{i}"
+        nodes: list[Node] = []
         for part in ("q", "k", "v"):
             nodes.append(DenseLayer(f"{part}_{i}", "InnerProduct", x, num_output=width))
         heads = [f"q_{i}", f"k_{i}", f"v_{i}", "mask"]
