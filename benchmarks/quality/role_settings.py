@@ -12,7 +12,7 @@ def beauty_etl() -> Json:
     """A user's earlier items, newest last, and the item in question; equal items have equal ids."""
     items = {"vocabulary": "item", "encoding": {"type": "categorify", "min_count": 1}}
     return {
-        "input": {"columns": [{"name": "label", "type": "int"}, {"name": "item"}, {"name": "history"}]},
+        "input": {"columns": [{"name": "label", "type": "int"}, {"name": "item"}, {"name": "history", "list": True}]},
         "labels": [{"name": "label"}],
         "categorical": [
             {"name": "item", **items},

@@ -73,8 +73,11 @@ class HistoryModel(ZooModel):
     def network(self, name: str, bottom: str, widths: tuple[int, ...], *, thin: bool = True) -> list[Node]:
         """Return hidden layers with the chosen activation; without `thin` they have no dropout."""
         if self.activation == "relu":
-            options: dict[str, Any] = {"dropout": self.dropout if thin else 0.0, "batch_norm": self.batch_norm}
-            return [DenseLayer(name, "MLP", bottom, num_outputs=list(widths), layer_norm=self.layer_norm, **options)]
+            options = {
+                "num_outputs": list(widths), "dropout": self.dropout if thin else 0.0, "batch_norm": self.batch_norm,
+                "layer_norm": self.layer_norm,
+            }  # fmt: skip
+            return [DenseLayer(name, "MLP", bottom, params=options)]
         nodes: list[Node] = []
         for i, width in enumerate(widths):
             last = i == len(widths) - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -85,9 +84,9 @@ class TwoTower(ZooModel):
         nodes += self._tower("item", "item_x" in dense, self.item_mlp, places)
         inputs = ["user_vector", "item_vector", "ids"]
         if self.correct_bias:
-            options: dict[str, Any] = {"num_buckets": ids.num_ids or _RAW_ID_BUCKETS, "rate": self.rate}
             first = 0 if self.in_batch else 1  # the frequency among the candidates
-            nodes.append(DenseLayer("log_q", "LogFrequency", "ids", first_counted=first, **options))
+            counts = {"num_buckets": ids.num_ids or _RAW_ID_BUCKETS, "rate": self.rate, "first_counted": first}
+            nodes.append(DenseLayer("log_q", "LogFrequency", "ids", params=counts))
             inputs.append("log_q")
         score = {"temperature": self.temperature, "in_batch": self.in_batch}
         return [
