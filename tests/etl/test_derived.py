@@ -144,6 +144,26 @@ def test_settings_that_cannot_be(derivation: dict[str, Any], message: str) -> No
         derived(derivation)
 
 
+def test_derivations_have_names_of_their_own() -> None:
+    one = {"type": "group_statistics", "name": "u", "by": "u"}
+    with pytest.raises(ConfigError, match="derivation named twice: u"):
+        derived({**one, "of": "x"}, {**one, "of": "i"})
+
+
+def test_no_rows_and_no_renamed_values(tmp_path: Path) -> None:
+    settings_ = derived(
+        {"type": "map", "name": "m", "source": "u", "values": {}, "missing": "none"},
+        {"type": "count", "name": "n", "by": ["m", "i"]},
+        {"type": "difference_lag", "name": "lag", "source": "i", "by": "m", "order_by": "i"},
+        dense=("n", "lag"),
+    )
+    fitted = fit(settings_, text(tmp_path / "raw.csv", "y,u,i\n1,,1\n0,a,1\n0,,4\n"))
+    rows = pa.table({"u": [None, "a", "none"], "i": [1, 1, 3]})
+    found = fitted.transform_table(rows).to_pydict()
+    assert (found["n_"], found["lag_"]) == ([1.0, 1.0, 0.0], [-1.0, -1.0, 2.0])
+    assert fitted.transform_table(rows.slice(0, 0)).num_rows == 0
+
+
 def test_a_filter_cannot_use_what_is_learned_after_it() -> None:
     with pytest.raises(ConfigError, match="'n' is derived"):
         derived({"type": "count", "name": "n", "by": "u"}, filters=[{"column": "n", "keep": ">", "value": 1}])

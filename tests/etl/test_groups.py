@@ -225,3 +225,10 @@ def test_bytes_do_not_depend_on_threads_memory_or_shards(tmp_path: Path, monkeyp
     monkeypatch.setattr(pipeline._Run, "__init__", small)
     run(settings_, tmp_path / "raw.parquet", tmp_path / "many", threads=4, memory_limit="8GB", split=split)
     assert data_bytes(tmp_path / "one") == data_bytes(tmp_path / "many")
+
+
+def test_folds_are_split_mix_64() -> None:
+    # the generator's published first output at seed 0
+    assert fold_of(np.zeros(1, np.uint64), 97, 0)[0] == 0xE220A8397B1DCDAF % 97
+    shares = np.bincount(fold_of(np.arange(100_000, dtype=np.uint64), 5, 1)) / 100_000
+    np.testing.assert_allclose(shares, 0.2, atol=0.006)  # standard deviation 0.0013

@@ -42,9 +42,23 @@ if where == "stage":
 elif where == "learn":
     from viviane.etl.fitting import Fitter
     Fitter._vocabulary = deadly(Fitter._vocabulary)
+elif where == "groups":
+    from viviane.etl.group_fitting import GroupFitter
+    GroupFitter._learn = deadly(GroupFitter._learn)
+elif where == "derive":
+    from viviane.etl import derive
+    derive.add_group_columns = deadly(derive.add_group_columns)
 elif where == "write":
     write.PartWriter._finish_file = deadly(write.PartWriter._finish_file)
-run(criteo(num_dense=2, num_categorical=3, min_count=2), raw, out, split="rows:train=0.8,test=0.2", threads=2)
+from viviane.etl import EtlConfig
+plain = criteo(num_dense=2, num_categorical=3, min_count=2).to_dict()
+plain["derived"] = [
+    {"type": "difference_lag", "name": "lag", "source": "I1", "by": "C2", "order_by": "I1"},
+    {"type": "count", "name": "n", "by": "C1"},
+    {"type": "target_encode", "name": "te", "by": ["C1", "C2"], "target": "label"},
+]
+plain["dense"] += [{"name": name, "operators": [{"type": "fill"}]} for name in ("lag", "n", "te")]
+run(EtlConfig.from_dict(plain), raw, out, split="rows:train=0.8,test=0.2", threads=2)
 """
 
 
@@ -62,7 +76,19 @@ def drive(raw: Path, out: Path, where: str, count: int) -> int:
     return subprocess.run(command, check=False, capture_output=True).returncode
 
 
-@pytest.mark.parametrize(("where", "count"), [("stage", 1), ("stage", 4), ("learn", 3), ("write", 1), ("write", 4)])
+STEPS = [
+    ("stage", 1),
+    ("stage", 4),
+    ("groups", 2),
+    ("derive", 1),
+    ("derive", 3),
+    ("learn", 3),
+    ("write", 1),
+    ("write", 4),
+]
+
+
+@pytest.mark.parametrize(("where", "count"), STEPS)
 def test_resume_after_kill(tmp_path: Path, where: str, count: int) -> None:
     raw = raw_file(tmp_path / "raw.tsv")
     assert drive(raw, tmp_path / "whole", "nowhere", 0) == 0

@@ -322,6 +322,7 @@ class EtlConfig(Settings):
         specs += [self.sample_weight] if self.sample_weight else []
         weights = [spec.weights for spec in self.categorical if spec.weights]
         _once([spec.name for spec in specs] + weights + list(self.ignored), "output column")
+        _once([one.name for one in self.derived], "derivation")
         if not self.dense and not self.categorical:
             raise ValueError("nothing to write: give dense or categorical columns")
         numbers: list[LabelSpec | DenseSpec] = [*self.labels, *self.dense]

@@ -44,7 +44,7 @@ def fold_of(numbers: NDArray[np.uint64], num_folds: int, seed: int) -> NDArray[n
 
     Example:
         >>> fold_of(np.arange(8, dtype=np.uint64), 2, 0).tolist()
-        [1, 1, 0, 0, 0, 1, 1, 0]
+        [1, 1, 0, 1, 0, 0, 0, 1]
     """
     with np.errstate(over="ignore"):
         mixed = numbers + (np.uint64(seed) << np.uint64(32)) + np.uint64(0x9E3779B97F4A7C15)
