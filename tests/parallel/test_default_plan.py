@@ -6,7 +6,7 @@ from viviane.config import SGD, Adam, Solver
 from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.parallel import Group, Plan, TablePlan, check_plan_names, default_plan, join_processes, make_tables
-from viviane.parallel.default_plan import MOST_REPLICATED, table_bytes
+from viviane.parallel.default_plan import MOST_REPLICATED, read_plan, table_bytes
 
 
 def table(name, rows, dim=16, **options):
@@ -78,3 +78,22 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         join_processes("cuda")
     with pytest.raises(ConfigError, match=r"one GPU for all processes"):
         join_processes("cuda:1")
+
+
+def test_a_plan_may_name_a_table_with_its_collection():
+    tables = [table("item", 10), table("city", 10)]
+    entries = [("emb.item", "row"), ("item", "table"), ("city", "replicated"), ("wide.item", "column")]
+    ranks = {"row": [0, 1], "table": [0], "replicated": [], "column": [1]}
+    plan = Plan(world_size=2, tables=[TablePlan(table=one, kind=kind, ranks=ranks[kind]) for one, kind in entries])
+    group = Group()
+    group.size = 2
+
+    def kinds(given, name):
+        return {one.table: one.kind for one in read_plan(given, tables, SGD(), group, "cpu", name).tables}
+
+    assert kinds(plan.to_dict(), "emb") == {"item": "row", "city": "replicated"}
+    assert kinds(plan.to_dict(), "wide") == {"item": "column", "city": "replicated"}
+    assert kinds(plan.to_dict(), "other") == {"item": "table", "city": "replicated"}
+    by_kind = {"emb.item": "row", "city": "table"}
+    assert kinds(by_kind, "emb") == {"item": "row", "city": "table"}
+    assert kinds(by_kind, "wide") == {"item": "replicated", "city": "table"}

@@ -145,7 +145,8 @@ class Model:
             self._terms = terms(plan.losses, self.schema)
             if plan.unused:
                 _log.warning("%s: %s", self.name, unused_message(plan.unused))
-            check_plan_names(self.solver.plan, [table.name for one in plan.tables.values() for table in one.tables])
+            pairs = [(node, table.name) for node, one in plan.tables.items() for table in one.tables]
+            check_plan_names(self.solver.plan, [name for node, table in pairs for name in (table, f"{node}.{table}")])
             make = partial(make_tables, group=group, plan=self.solver.plan, wire_dtype=self.solver.wire_dtype)
             module = GraphModule(plan, embedding_optimizer or chosen, device=device, seed=self.solver.seed, make=make)
         self.optimizer, self.embedding_optimizer = chosen, embedding_optimizer

@@ -44,7 +44,7 @@ class GraphModule(nn.Module):
         device: where the weights go.
         seed: of the tables' initial values.
         make: builds the collections, called as `viviane.parallel.make_tables` with (tables, features, optimizer,
-            device=, seed=); it decides whether they are spread over processes.
+            device=, seed=, name=); it decides whether they are spread over processes.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class GraphModule(nn.Module):
             if isinstance(node, SparseEmbedding):
                 tables = plan.tables[node.name]
                 own = derive_seed(seed, "embedding", node.name)  # nodes with equal tables start apart
-                collection = make(tables.tables, tables.features, optimizer, device=device, seed=own)
+                collection = make(
+                    tables.tables, tables.features, optimizer, device=device, seed=own, name=node.name
+                )  # fmt: skip
                 self._keep(node.name, collection)
                 if needed.intersection(node.top):
                     self._sources.append(_lookup(slots, node, collection, tables.shape))

@@ -104,20 +104,34 @@ def _kind(table: AnyTable, size: int, share: float, world_size: int) -> str:
 
 
 def read_plan(
-    given: Mapping[str, Any] | None, tables: Sequence[AnyTable], optimizer: AnyOptimizer, group: Group, device: str
+    given: Mapping[str, Any] | None,
+    tables: Sequence[AnyTable],
+    optimizer: AnyOptimizer,
+    group: Group,
+    device: str,
+    name: str = "",
 ) -> Plan:
     """Return the plan of a collection's tables.
 
     Args:
         given: `Solver.plan`: a whole plan, kinds by table, or None. It may speak of tables of other collections.
+        name: of the collection: a plan of "<name>.<table>" goes before one of "<table>".
     """
     names = {table.name for table in tables}
     if given is not None and "world_size" in given:
         plan = Plan.from_dict(dict(given), where="solver.plan")
-        own = Plan(world_size=plan.world_size, tables=tuple(one for one in plan.tables if one.table in names))
+        entries = {one.table: one for one in plan.tables if one.table in names}
+        entries |= {
+            table: one.model_copy(update={"table": table})
+            for one in plan.tables
+            if (table := one.table.removeprefix(f"{name}.")) in names and one.table != table
+        }
+        own = Plan(world_size=plan.world_size, tables=tuple(entries.values()))
         own.check({table.name: table for table in tables}, group.size)
         return own
-    kinds = {name: kind for name, kind in (given or {}).items() if name in names}
+    kinds = {table: kind for table, kind in (given or {}).items() if table in names}
+    own_kinds = {table.removeprefix(f"{name}."): kind for table, kind in (given or {}).items() if table not in names}
+    kinds |= {table: kind for table, kind in own_kinds.items() if table in names}
     return default_plan(tables, optimizer, group.size, kinds=kinds, device_bytes=_memory(device))
 
 
@@ -144,6 +158,7 @@ def make_tables(
     group: Group | None = None,
     plan: Mapping[str, Any] | None = None,
     wire_dtype: str = "float32",
+    name: str = "",
 ) -> TableCollection:
     """Return the collection for a group: spread over its processes, or an ordinary one in a process alone.
 
@@ -152,15 +167,18 @@ def make_tables(
         group: the processes; None: this one alone.
         plan: see `read_plan`.
         wire_dtype: type of vectors and gradients between processes.
+        name: of the collection, see `read_plan`.
     """
     together = group or Group()
     if plan is not None and "world_size" in plan:
-        read_plan(plan, tables, optimizer, together, str(device))  # a plan for others is refused in one process too
+        read_plan(
+            plan, tables, optimizer, together, str(device), name
+        )  # a plan for others is refused in one process too
     if together.size == 1:
         return EmbeddingCollection(tables, features, optimizer, device=device, seed=seed)
     return ShardedCollection(
-        tables, features, optimizer, plan=read_plan(plan, tables, optimizer, together, str(device)), group=together,
-        device=device, seed=seed, wire_dtype=getattr(torch, wire_dtype),
+        tables, features, optimizer, plan=read_plan(plan, tables, optimizer, together, str(device), name),
+        group=together, device=device, seed=seed, wire_dtype=getattr(torch, wire_dtype),
     )  # fmt: skip
 
 
