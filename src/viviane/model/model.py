@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -13,20 +12,19 @@ from torch import nn
 
 from viviane.batch import Batch
 from viviane.config import Adam, AnyOptimizer, Solver
-from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.files import write_bytes_atomic
 from viviane.core.logging import get_logger
 from viviane.data import Dataset
 from viviane.model.graph import Plan, plan_graph, unused_message
 from viviane.model.losses import terms, weigh_losses
-from viviane.model.module import GraphModule
+from viviane.model.module import build_module
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
 from viviane.model.plot import graph_svg
 from viviane.model.prediction import as_batches, predict_rows, tensor_rows
 from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
 from viviane.model.summary import ModelSummary, summarize
-from viviane.parallel import check_plan_names, join_processes, make_tables
+from viviane.parallel import join_processes
 from viviane.schema import Schema
 from viviane.training import Callback, History, Trainer
 from viviane.training.checkpoint import take_part
@@ -130,7 +128,6 @@ class Model:
         if self._module is not None:
             raise ConfigError("the model is compiled already", fix="build another Model")
         group = join_processes(self.solver.device, self.solver.peer_timeout_s)
-        device = resolve_device(self.solver.device)
         chosen = optimizer or Adam()
         if self._own_module is not None:
             if embedding_optimizer is not None:
@@ -145,10 +142,7 @@ class Model:
             self._terms = terms(plan.losses, self.schema)
             if plan.unused:
                 _log.warning("%s: %s", self.name, unused_message(plan.unused))
-            pairs = [(node, table.name) for node, one in plan.tables.items() for table in one.tables]
-            check_plan_names(self.solver.plan, [name for node, table in pairs for name in (table, f"{node}.{table}")])
-            make = partial(make_tables, group=group, plan=self.solver.plan, wire_dtype=self.solver.wire_dtype)
-            module = GraphModule(plan, embedding_optimizer or chosen, device=device, seed=self.solver.seed, make=make)
+            module = build_module(plan, embedding_optimizer or chosen, self.solver, group)
         self.optimizer, self.embedding_optimizer = chosen, embedding_optimizer
         self.metrics = None if metrics is None else tuple(metrics)
         self._trainer = Trainer(module, self.schema, self.solver, chosen, metrics=self.metrics, terms=self._terms)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.config import AnyOptimizer
+from viviane.config import AnyOptimizer, Solver
+from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
 from viviane.embedding import TableCollection
 from viviane.model.graph import Plan
 from viviane.model.ids import Ids
 from viviane.model.nodes import DenseLayer, SparseEmbedding
-from viviane.parallel import make_tables
+from viviane.parallel import Group, check_plan_names, make_tables
 
 TableMaker: TypeAlias = Callable[..., TableCollection]
 Step: TypeAlias = tuple[nn.Module, tuple[int, ...], tuple[int, ...]]
@@ -138,6 +140,18 @@ def _keep_results(values: list[Any], tops: tuple[int, ...], result: Any) -> None
     else:
         for slot, part in zip(tops, result, strict=True):
             values[slot] = part
+
+
+def build_module(plan: Plan, optimizer: AnyOptimizer, solver: Solver, group: Group) -> GraphModule:
+    """Make the layers and tables of a plan; tables are spread over the processes as the solver says.
+
+    Raises:
+        ConfigError: the solver's plan names a table that is not there, or is for another number of processes.
+    """
+    pairs = [(node, table.name) for node, one in plan.tables.items() for table in one.tables]
+    check_plan_names(solver.plan, [name for node, table in pairs for name in (table, f"{node}.{table}")])
+    make = partial(make_tables, group=group, plan=solver.plan, wire_dtype=solver.wire_dtype)
+    return GraphModule(plan, optimizer, device=resolve_device(solver.device), seed=solver.seed, make=make)
 
 
 class _Stack:
