@@ -18,7 +18,7 @@ from viviane.core.logging import get_logger
 from viviane.data import Dataset
 from viviane.model.graph import Plan, plan_graph, unused_message
 from viviane.model.losses import terms, weigh_losses
-from viviane.model.module import build_module
+from viviane.model.module import GraphModule, build_module
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
 from viviane.model.plot import graph_svg
 from viviane.model.prediction import as_batches, predict_rows, tensor_rows
