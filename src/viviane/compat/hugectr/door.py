@@ -16,6 +16,7 @@ from viviane.compat.hugectr.arguments import Arguments, say
 from viviane.compat.hugectr.enums import ENUMS, exported_members
 from viviane.compat.hugectr.layers import DenseLayer, GroupDenseLayer
 from viviane.compat.hugectr.model import Model
+from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
 from viviane.core.errors import ConfigError, suggest
 
@@ -137,13 +138,14 @@ def _mpi() -> dict[str, ModuleType]:
 
 @contextmanager
 def opened() -> Iterator[None]:
-    """Let `import hugectr` find the door for a block, and take it away afterwards."""
+    """Let `import hugectr` find the door for a block; afterwards take it away, and stop all readers."""
     made = {**modules(), **_mpi()}
     before = {name: sys.modules.get(name) for name in made}
     sys.modules.update(made)
     try:
         yield
     finally:
+        close_readers()
         for name, module in before.items():
             if module is None:
                 sys.modules.pop(name, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams
 from viviane.core.errors import ConfigError, DataError
-from viviane.data import Dataset
+from viviane.data import Dataset, Reader
 from viviane.data.formats import Format, HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat
+
+_made: weakref.WeakSet[DataReader] = weakref.WeakSet()
 
 
 class DataReader:
@@ -35,7 +38,9 @@ class DataReader:
         self.repeat, self.training, self.drop_last = repeat, training, drop_last
         self.source: str | None = None
         self._data: Dataset | None = None
+        self._reader: Reader | None = None
         self._batches: Iterator[Batch] | None = None
+        _made.add(self)
         if repeat:
             self.set_source(params.sources[0] if training else params.eval_source)
 
@@ -81,7 +86,15 @@ class DataReader:
         if not len(self._data):
             raise DataError("the source has no rows", where=self.source)
         drop = self.drop_last and (not self.repeat or len(self._data) >= self.batch_size)
-        self._batches = iter(self._data.reader(self.batch_size, drop_last=drop))
+        self.close()
+        self._reader = self._data.reader(self.batch_size, drop_last=drop)
+        self._batches = iter(self._reader)
+
+    def close(self) -> None:
+        """Stop the threads that read ahead; the reader has no source until the next `set_source`."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._batches = None
 
     def _format(self) -> Format:
         params, wide = self.params, self.columns.key_bytes == 8
@@ -103,3 +116,9 @@ class DataReader:
                     options["is_dense_float"] = params.async_param.is_dense_float
                 return RawAsyncFormat(i64_input_key=wide, num_samples=rows, **options)
         raise ConfigError("unknown reader", where="DataReaderParams, data_reader_type", value=params.data_reader_type)
+
+
+def close_readers() -> None:
+    """Stop the threads of all readers that were made, when a script has ended."""
+    for reader in list(_made):
+        reader.close()

@@ -9,6 +9,7 @@ from viviane.compat.hugectr.arguments import note
 from viviane.compat.hugectr.enums import MetricsType
 from viviane.compat.hugectr.json_graph import optimizer_from_json, read_graph, reader_from_json
 from viviane.compat.hugectr.model import Model
+from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.solver import Solver
 from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, suggest
@@ -48,7 +49,10 @@ def train_from_json(file: str | Path) -> Model:
         model.load_dense_weights(dense)
     if clause.get("sparse_model_file"):
         model.load_sparse_weights(clause["sparse_model_file"])
-    model.fit(**{name: clause[name] for name in _FIT if name in clause})
+    try:
+        model.fit(**{name: clause[name] for name in _FIT if name in clause})
+    finally:
+        close_readers()
     return model
 
 
