@@ -32,7 +32,7 @@ class Source(Protocol):
 
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, ...]:
         """Return them."""
-        raise NotImplementedError
+        ...
 
 
 class GraphModule(nn.Module):
