@@ -16,7 +16,7 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.ops.hash_table import Added, Reserved, initial_rows, rows_of_memory, start_rows
-from viviane.ops.row_update import initial_state, state_shape
+from viviane.ops.row_update import initial_state, state_row_bytes, state_shape
 
 _INDEX_BYTES = 64  # of a key: slots, stamp, uses, heap
 
@@ -45,12 +45,12 @@ class DynamicRows:
                 f"memory={table.memory!r} is for tables on a GPU", where=f"table {table.name!r}",
                 fix="build the table with device='cuda', or leave memory out",
             )  # fmt: skip
-        one = torch.zeros(1, table.dim)
         self._initial = initial_state(rule)
-        numbers = sum(torch.Size(state_shape(name, one, rule)).numel() for name in self._initial if rule is not None)
         row_bytes = table.dim * table.torch_dtype.itemsize
         memory = self.device if table.memory == "device" else None
-        self.max_rows = table.max_capacity or rows_of_memory(row_bytes + 4 * numbers + _INDEX_BYTES, memory)
+        self.max_rows = table.max_capacity or rows_of_memory(
+            row_bytes + state_row_bytes(rule, table.dim) + _INDEX_BYTES, memory
+        )  # fmt: skip
         self.null_row = self.max_rows
         self._guests = self.max_rows + 2
         self._most_guests = rows_of_memory(row_bytes, memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +13,7 @@ from viviane.core.errors import CheckpointError
 from viviane.embedding.config import TableConfig
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.storage import Storage
-from viviane.ops.row_update import initial_state, state_shape
+from viviane.ops.row_update import state_row_bytes
 
 
 @dataclass(frozen=True)
@@ -68,15 +67,19 @@ def summarize(
         trainable: whether it moves at present.
     """
     rule = (table.optimizer or optimizer) if table.trainable else None
-    one_row = torch.empty(1, table.dim, device="meta")
-    numbers = 0
-    if rule is not None:
-        numbers = sum(math.prod(state_shape(name, one_row, rule)) for name in initial_state(rule))
     weight_bytes = num_rows * table.dim * table.torch_dtype.itemsize
     name = rule.type if rule is not None else "none"
     dynamic = isinstance(table, DynamicTableConfig)
     return TableSummary(
-        table.name, num_rows, table.dim, features, name, trainable, weight_bytes, 4 * numbers * num_rows, dynamic
+        table.name,
+        num_rows,
+        table.dim,
+        features,
+        name,
+        trainable,
+        weight_bytes,
+        num_rows * state_row_bytes(rule, table.dim),
+        dynamic,
     )
 
 

@@ -10,11 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from viviane.config.optimizers import AnyOptimizer
 from viviane.embedding import DynamicTableConfig, FeatureConfig
-from viviane.ops.row_update import initial_state, state_shape
+from viviane.ops.row_update import state_row_bytes
 from viviane.parallel.plan import AnyTable, Kind
 
 _ID_BYTES = 4
@@ -69,10 +67,7 @@ class TableLoad:
     @property
     def state_bytes(self) -> int:
         """Bytes of a row's optimizer state."""
-        if self.rule is None:
-            return 0
-        one = torch.empty(1, self.table.dim, device="meta")
-        return 4 * sum(math.prod(state_shape(name, one, self.rule)) for name in initial_state(self.rule))
+        return state_row_bytes(self.rule, self.table.dim)
 
     @property
     def bytes(self) -> int:

@@ -13,7 +13,7 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.machine import memory_bytes
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableCollection, TableConfig
-from viviane.ops.row_update import initial_state, state_shape
+from viviane.ops.row_update import state_row_bytes
 from viviane.parallel.collection import ShardedCollection
 from viviane.parallel.group import Group
 from viviane.parallel.plan import AnyTable, Plan, TablePlan
@@ -34,11 +34,7 @@ def table_bytes(table: AnyTable, optimizer: AnyOptimizer) -> int:
     """
     num_rows = table.initial_capacity if isinstance(table, DynamicTableConfig) else table.num_rows
     rule = (table.optimizer or optimizer) if table.trainable else None
-    row = torch.empty(1, table.dim, device="meta")
-    numbers = 0
-    if rule is not None:
-        numbers = sum(math.prod(state_shape(name, row, rule)) for name in initial_state(rule))
-    return num_rows * (table.dim * table.torch_dtype.itemsize + 4 * numbers)
+    return num_rows * (table.dim * table.torch_dtype.itemsize + state_row_bytes(rule, table.dim))
 
 
 def default_plan(

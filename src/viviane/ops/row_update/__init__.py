@@ -8,6 +8,7 @@ the number of threads. Nothing of the table's size is made but `Scratch`, 4 byte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -176,6 +177,19 @@ def state_shape(name: str, weight: Tensor, rule: AnyOptimizer) -> tuple[int, ...
     """Return the shape of a state of a table (R, D): (R, D), or (R,) where a row has one number."""
     one_per_row = name == "last_step" or (isinstance(rule, AdaGrad) and rule.row_wise)
     return (weight.shape[0],) if one_per_row else tuple(weight.shape)
+
+
+def state_row_bytes(rule: AnyOptimizer | None, dim: int) -> int:
+    """Return the bytes of optimizer state that belong to one row of `dim` numbers.
+
+    Example:
+        >>> state_row_bytes(Adam(), 16), state_row_bytes(AdaGrad(row_wise=True), 16), state_row_bytes(None, 16)
+        (128, 4, 0)
+    """
+    if rule is None:
+        return 0
+    row = torch.empty(1, dim, device="meta")
+    return 4 * sum(math.prod(state_shape(name, row, rule)) for name in initial_state(rule))
 
 
 def check_table(weight: Tensor) -> None:
