@@ -1,22 +1,28 @@
-"""ETL of a file in the Criteo format beside straightforward pandas: seconds and peak memory, each in a fresh process.
+"""ETL of a file in the Criteo format beside pandas, Polars, pyarrow and Spark: seconds and peak memory.
 
-python benchmarks/etl.py [--small] [--rows N] [--threads N] [--big]
+python benchmarks/etl.py [--small] [--rows N] [--threads N] [--peer NAME] [--big]
 
-Both learn on the first 80% of the rows (fill 0, ln(1 + x), categories seen 6 times or more get ids by falling count)
-and write three Parquet parts; the ids of both are compared. --big runs 20 million rows x 40 columns with a memory
-limit of 4 GiB instead, and fails when the process took more.
+All learn on the first 80% of the rows (fill 0, ln(1 + x), categories seen 6 times or more get ids by falling count) and
+write three Parquet parts; the ids are compared. Each runs in a fresh process; Spark is local[threads], heap 4 GB.
+Peak memory is that of a process and all its children together. Peers that are not installed are left out.
+
+--big runs 20 million rows x 40 columns with a memory limit of 4 GiB instead, and fails when the process took more.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -26,6 +32,7 @@ import pyarrow.compute
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
+from etl_peers import PEERS, Peer
 from record import record
 
 # Distinct values of the 26 columns, spread as in the Criteo contest's file, the largest cut to 2 million.
@@ -41,29 +48,6 @@ import sys
 from viviane.etl import run
 raw, out, threads, limit = sys.argv[1:]
 run("criteo", raw, out, split="rows:train=0.8,valid=0.1,test=0.1", threads=int(threads), memory_limit=limit)
-"""
-PANDAS = """
-import sys
-from pathlib import Path
-import numpy as np, pandas as pd
-raw, out = sys.argv[1], Path(sys.argv[2])
-dense = [f"I{i}" for i in range(1, 14)]
-cats = [f"C{i}" for i in range(1, 27)]
-frame = pd.read_csv(raw, sep="\\t", header=None, names=["label", *dense, *cats], dtype=dict.fromkeys(cats, str))
-n = len(frame)
-borders = [0, round(0.8 * n), round(0.9 * n), n]
-frame["label"] = frame["label"].astype("float32")
-for name in dense:
-    frame[name] = np.log1p(frame[name].fillna(0).clip(lower=0)).astype("float32")
-for name in cats:
-    counts = frame[name].iloc[: borders[1]].value_counts()
-    counts = counts[counts >= 6].sort_index().sort_values(ascending=False, kind="stable")
-    ids = pd.Series(np.arange(3, 3 + len(counts)), index=counts.index)
-    missing = frame[name].isna()
-    frame[name] = frame[name].map(ids).fillna(2).astype("int32").mask(missing, 1)
-for part, start, end in zip(("train", "valid", "test"), borders, borders[1:]):
-    (out / part).mkdir(parents=True)
-    frame.iloc[start:end].to_parquet(out / part / "part-00000.parquet", index=False)
 """
 
 
@@ -102,16 +86,50 @@ def generate_apart(path: Path, rows: int) -> None:
         pool.submit(generate, path, rows).result()
 
 
+class PeakMemory(threading.Thread):
+    """Watches the resident bytes of a process and its children, which Spark keeps its rows in; needs Linux's /proc."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__(daemon=True)
+        self.process, self.peak, self._done = process, 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(0.05):
+            self.peak = max(self.peak, self._resident())
+
+    def stop(self) -> int:
+        self._done.set()
+        self.join()
+        return self.peak
+
+    def _resident(self) -> int:
+        parents, resident = {}, {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it ended meanwhile
+                continue
+            parents[int(folder.name)], resident[int(folder.name)] = int(fields[1]), int(fields[21])
+        family, found = {self.process}, -1
+        while len(family) != found:
+            found = len(family)
+            family |= {one for one, parent in parents.items() if parent in family}
+        return sum(resident.get(one, 0) for one in family) * resource.getpagesize()
+
+
 def measured(program: str, *arguments: str) -> tuple[float, int]:
     """Run a program in a fresh interpreter; returns seconds and peak resident bytes."""
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-c", program, *arguments])
+    watch = PeakMemory(process.pid)
+    watch.start()
     _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"the measured program ended with {process.returncode}")
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return time.perf_counter() - start, peak
+    return seconds, max(peak, watch.stop())
 
 
 def same_ids(ours: Path, theirs: Path) -> bool:
@@ -129,26 +147,31 @@ def same_ids(ours: Path, theirs: Path) -> bool:
     )
 
 
-def compare(folder: Path, rows: int, threads: int) -> None:
+def compare(folder: Path, rows: int, threads: int, peers: Sequence[Peer]) -> None:
     raw, shape = folder / "raw.tsv", {"rows": rows, "dense": 13, "categorical": 26, "threads": threads}
     generate_apart(raw, rows)
     seconds, peak = measured(VIVIANE, str(raw), str(folder / "ours"), str(threads), "4GB")
-    pandas_seconds, pandas_peak = measured(PANDAS, str(raw), str(folder / "pandas"))
-    if not same_ids(folder / "ours", folder / "pandas"):
-        raise SystemExit("viviane and pandas gave different ids")
-    shared = {"bench": "etl", "case": "criteo text to Parquet", "peer": "pandas", "shape": shape}
-    record(
-        metric="time", value=seconds, unit="s", better="lower", peer_value=pandas_seconds,
-        goal=pandas_seconds / GOAL_TIMES_FASTER, **shared,
-    )  # fmt: skip
-    record(
-        metric="speed", value=rows / seconds / 1e3, unit="thousand rows/s", better="higher",
-        peer_value=rows / pandas_seconds / 1e3, **shared,
-    )  # fmt: skip
-    record(
-        metric="peak memory", value=peak / 1e6, unit="MB", better="lower", peer_value=pandas_peak / 1e6,
-        goal=pandas_peak * GOAL_MEMORY_SHARE / 1e6, **shared,
-    )  # fmt: skip
+    for peer in peers:
+        theirs = folder / peer.module
+        peer_seconds, peer_peak = measured(peer.program, str(raw), str(theirs), str(threads))
+        if not same_ids(folder / "ours", theirs):
+            raise SystemExit(f"viviane and {peer.name} gave different ids")
+        shutil.rmtree(theirs)
+        pandas = peer.name == "pandas"  # the goals are set against it
+        case = "criteo text to Parquet" + ("" if pandas else f", beside {peer.name}")
+        shared = {"bench": "etl", "case": case, "peer": peer.name, "shape": shape}
+        record(
+            metric="time", value=seconds, unit="s", better="lower", peer_value=peer_seconds,
+            goal=peer_seconds / GOAL_TIMES_FASTER if pandas else None, **shared,
+        )  # fmt: skip
+        record(
+            metric="speed", value=rows / seconds / 1e3, unit="thousand rows/s", better="higher",
+            peer_value=rows / peer_seconds / 1e3, **shared,
+        )  # fmt: skip
+        record(
+            metric="peak memory", value=peak / 1e6, unit="MB", better="lower", peer_value=peer_peak / 1e6,
+            goal=peer_peak * GOAL_MEMORY_SHARE / 1e6 if pandas else None, **shared,
+        )  # fmt: skip
 
 
 def big(folder: Path, rows: int, threads: int) -> None:
@@ -171,13 +194,18 @@ def main() -> None:
     parser.add_argument("--big", action="store_true", help="20 million rows inside 4 GiB instead of the comparison")
     parser.add_argument("--rows", type=int)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--peer", choices=[one.name for one in PEERS], action="append", help="default: the installed")
     parser.add_argument("--folder", type=Path, help="for the files at work; a temporary one if not given")
     arguments = parser.parse_args()
     default = 20_000_000 if arguments.big else 5_000_000
     rows = arguments.rows or (50_000 if arguments.small else default)
     folder = Path(tempfile.mkdtemp(prefix="viviane-bench-etl-", dir=arguments.folder))
     try:
-        (big if arguments.big else compare)(folder, rows, arguments.threads)
+        if arguments.big:
+            big(folder, rows, arguments.threads)
+        else:
+            wanted = arguments.peer or [one.name for one in PEERS if importlib.util.find_spec(one.module)]
+            compare(folder, rows, arguments.threads, [one for one in PEERS if one.name in wanted])
     finally:
         shutil.rmtree(folder)
 

@@ -1,9 +1,26 @@
 """Feature engineering: raw logs to a data set and its schema, in bounded memory, resumable."""
 
 from viviane.etl.config import EtlConfig
+from viviane.etl.drawing import picture
 from viviane.etl.entry import PRESETS, fit, run
 from viviane.etl.fitted import FittedEtl
+from viviane.etl.functions import register_function
 from viviane.etl.pipeline import Summary
 from viviane.etl.presets import criteo
+from viviane.etl.sequence_config import SequenceConfig
+from viviane.etl.sequence_job import SequenceSummary, sequences
 
-__all__ = ["PRESETS", "EtlConfig", "FittedEtl", "Summary", "criteo", "fit", "run"]
+__all__ = [
+    "PRESETS",
+    "EtlConfig",
+    "FittedEtl",
+    "SequenceConfig",
+    "SequenceSummary",
+    "Summary",
+    "criteo",
+    "fit",
+    "picture",
+    "register_function",
+    "run",
+    "sequences",
+]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from viviane.core.errors import DataError
 from viviane.etl.cells import make_list
 from viviane.etl.config import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec, RawIds
-from viviane.etl.engine import Build, Engine
+from viviane.etl.engine import Build, Engine, Lookup
 from viviane.etl.expressions import bucket, value_of
 from viviane.etl.learned import Learned
 from viviane.etl.operators import chain
@@ -35,6 +35,7 @@ class Applier:
         self.num_cut: dict[str, int] = {spec.name: 0 for spec in fitted.config.categorical if spec.max_length}
         self._lock = threading.Lock()
         self._builds: dict[Any, Build] = {}
+        self._lookups: dict[str, Lookup] = {}
 
     def table(self, staged: pa.Table, *, keep_ignored: bool = True) -> pa.Table:
         """Return the output columns; labels and the sample weight only where their source is there.
@@ -134,7 +135,7 @@ class Applier:
             ids = codes + RESERVED.first
         else:
             known = self.fitted.vocabularies[spec.table].values
-            ids = _filled(pc.index_in(values, value_set=known), -1) + RESERVED.first
+            ids = self._lookup(spec.table)(values) + RESERVED.first
             others = ids < RESERVED.first
             ids[others] = RESERVED.unknown
             if spec.encoding.unknown_buckets and others.any():
@@ -158,6 +159,12 @@ class Applier:
         with self._lock:
             return self.engine.evaluate(table, build)
 
+    def _lookup(self, table: str) -> Lookup:
+        with self._lock:
+            if table not in self._lookups:
+                self._lookups[table] = self.engine.lookup(self.fitted.vocabularies[table].values)
+            return self._lookups[table]
+
     def _build(self, key: Any, make: Any) -> Build:
         """One function object per use, so that the engine plans it once."""
         with self._lock:
@@ -166,10 +173,11 @@ class Applier:
 
 
 def _scalars(specs: tuple[LabelSpec | DenseSpec, ...], states: Mapping[str, Any], table: Any) -> dict[str, Any]:
-    return {
-        spec.name: chain(table[spec.source or spec.name], spec.operators, states.get(spec.name, {})).cast("float32")
-        for spec in specs
-    }
+    found = {}
+    for spec in specs:
+        value = chain(table[spec.source or spec.name], spec.operators, states.get(spec.name, {})).cast("float32")
+        found[spec.name] = value.fill_null(-1.0) if isinstance(spec, LabelSpec) and spec.optional else value
+    return found
 
 
 def _vector(spec: DenseSpec, states: Mapping[str, Any], table: Any) -> dict[str, Any]:
@@ -185,6 +193,6 @@ def _bucket(borders: tuple[float, ...], table: Any) -> dict[str, Any]:
     return {"bucket": bucket(table["value"], borders)}
 
 
-def _filled(codes: Any, missing: int = 0) -> NDArray[Any]:
-    filled = pc.fill_null(codes, missing) if codes.null_count else codes
+def _filled(codes: Any) -> NDArray[Any]:
+    filled = pc.fill_null(codes, 0) if codes.null_count else codes
     return np.array(filled.to_numpy(zero_copy_only=False))

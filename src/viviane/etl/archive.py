@@ -7,7 +7,6 @@ import io
 import json
 import zipfile
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 
 from viviane.core.errors import ConfigError, DataError
 from viviane.core.files import write_bytes_atomic
+from viviane.core.locations import AnyPath, published_location
 from viviane.etl.config import EtlConfig
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned, Vocabulary
@@ -24,7 +24,7 @@ VERSION: Final = 1
 _MANIFEST: Final = "manifest.json"
 
 
-def save_learned(fitted: Learned, path: Path) -> Path:
+def save_learned(fitted: Learned, path: AnyPath) -> AnyPath:
     """Write a fitted ETL, atomically; equal ETLs give equal bytes."""
     members = {"config.json": _json(fitted.config.to_dict()), "schema.json": _json(fitted.schema.to_dict())}
     learned: dict[str, Any] = {
@@ -54,7 +54,7 @@ def save_learned(fitted: Learned, path: Path) -> Path:
     return path
 
 
-def load_learned(path: Path) -> Learned:
+def load_learned(path: AnyPath) -> Learned:
     """Read and verify a file.
 
     Raises:
@@ -80,9 +80,9 @@ def load_learned(path: Path) -> Learned:
     return Learned(config, states, borders, vocabularies, groups)
 
 
-def _verified(path: Path) -> dict[str, bytes]:
+def _verified(path: AnyPath) -> dict[str, bytes]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with published_location(path).open("rb") as file, zipfile.ZipFile(file) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
             manifest = json.loads(members.pop(_MANIFEST))
     except FileNotFoundError:

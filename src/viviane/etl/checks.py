@@ -19,7 +19,7 @@ def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) 
         source = label.source or label.name
         if source in table.column_names:
             column: Any = table.column(source)
-            if not label.operators or label.operators[0].type != "fill":
+            if not label.optional and (not label.operators or label.operators[0].type != "fill"):
                 bad += _where(pc.is_null(column), source, "the label is missing", column)
             if label.task == "binary" and not label.operators:
                 wrong: Any = pc.invert(pc.is_in(pc.fill_null(column, 0), value_set=pa.array([0, 1], column.type)))

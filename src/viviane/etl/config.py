@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from viviane.config.base import Settings
 from viviane.core.errors import suggest
+from viviane.etl.conditions import Filter
 from viviane.etl.config_checks import check_derived
 from viviane.etl.derivations import ROW_DERIVATIONS, Derivation, TargetEncode
 from viviane.etl.operators import Operator
@@ -85,12 +86,27 @@ class Input(Settings):
 
 
 class LabelSpec(Settings):
-    """A label: a number, perhaps through operators such as threshold. A row without it is malformed."""
+    """A label: a number, perhaps through operators such as threshold. A row without it is malformed.
+
+    Args:
+        optional: a row may lack it, a binary label; it is then -1, which counts neither in loss nor in metrics.
+    """
 
     name: str = Field(min_length=1)
     source: str | None = None
     task: Literal["binary", "regression"] = "binary"
     operators: tuple[Operator, ...] = ()
+    optional: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> LabelSpec:
+        if self.optional and self.task != "binary":
+            raise ValueError(f"label {self.name!r}: only binary labels are optional; filter the rows without it")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without(usual(self), "optional")
 
 
 class DenseSpec(Settings):
@@ -217,21 +233,6 @@ class CategoricalSpec(Settings):
     def table(self) -> str:
         """The vocabulary's name."""
         return self.vocabulary or self.name
-
-
-class Filter(Settings):
-    """Keep rows whose column compares so; others are counted and left out. A missing value satisfies only "missing"."""
-
-    column: str
-    keep: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in", "present", "missing"]
-    value: float | str | tuple[float | str, ...] | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Filter:
-        many, none = self.keep in ("in", "not in"), self.keep in ("present", "missing")
-        if none != (self.value is None) or many != isinstance(self.value, tuple):
-            raise ValueError(f"filter {self.keep!r} takes {'no value' if none else 'a list' if many else 'one value'}")
-        return self
 
 
 class EtlConfig(Settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from viviane.core.errors import suggest
-from viviane.etl.derivations import ROW_DERIVATIONS, TargetEncode
+from viviane.etl.derivations import ROW_DERIVATIONS, History, TargetEncode
 
 if TYPE_CHECKING:
     from viviane.etl.config import EtlConfig
@@ -30,7 +30,8 @@ def check_derived(config: EtlConfig) -> None:
     for name in [*wrong, *(one.column for one in config.filters if one.column in late_names)]:
         raise ValueError(f"{name!r} is derived: labels, weights, vectors and filters need input columns here")
     for one in config.derived:
-        leaking = sorted(label_columns & set(one.inputs))
+        # Earlier rows may show their labels: a row does not see its own.
+        leaking = [] if isinstance(one, History) else sorted(label_columns & set(one.inputs))
         if leaking:
             raise ValueError(f"{one.name!r} would hold the label of column {leaking[0]!r}: use target_encode")
         if isinstance(one, TargetEncode):

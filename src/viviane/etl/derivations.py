@@ -1,17 +1,20 @@
 """Columns made from other columns before any encoding: settings only; what they compute is in `deriving`.
 
-Row derivations look at one row; a lag looks at earlier rows of the run; group derivations look up what was learned
-from the training rows of a key.
+Row derivations look at one row; lags and histories look at earlier rows of the run; group derivations look up what was
+learned from the training rows of a key.
 """
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
 
 from pydantic import Field, model_validator
 
 from viviane.config.base import Settings
+from viviane.etl.conditions import Filter
+from viviane.etl.functions import FUNCTIONS
 
 Kind: TypeAlias = Literal["float", "int", "string"]
 Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
@@ -34,7 +37,7 @@ class Column(Protocol):
         """Whether a row holds several values."""
 
 
-Made: TypeAlias = tuple[str, Kind, bool]
+Made: TypeAlias = tuple[str, Literal["float", "int", "string", "hex"], bool]
 """Name, type and whether a list, of a derived column."""
 Find: TypeAlias = Callable[[str], Column]
 
@@ -127,6 +130,39 @@ class MissingIndicator(Settings):
         return [(self.name, "int", False)]
 
 
+class Computed(Settings):
+    """A column that a function of yours computes from whole columns, known by the name it was registered under.
+
+    Args:
+        source: columns, handed to the function in this order.
+        function: name given to `viviane.etl.register_function`.
+        result: type of the values that it returns.
+        list: it returns a list a row.
+    """
+
+    type: Literal["function"] = "function"
+    name: str = Field(min_length=1)
+    source: Names
+    function: str
+    result: Kind = "float"
+    list: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return _tuple(self.source)
+
+    def made(self, find: Find) -> builtins.list[Made]:
+        """The new column; a name that is not registered is a ValueError."""
+        for name in self.inputs:
+            find(name)
+        if self.function not in FUNCTIONS:
+            known = f"; known: {', '.join(FUNCTIONS)}" if len(FUNCTIONS) else ""
+            fix = "import the module that calls viviane.etl.register_function first"
+            raise ValueError(f"{self.name!r}: no function {self.function!r} is registered{known}: {fix}")
+        return [(self.name, self.result, self.list)]
+
+
 class DifferenceLag(Settings):
     """x - x of an earlier row with the same key; times give seconds. Missing where there is no earlier row.
 
@@ -160,8 +196,53 @@ class DifferenceLag(Settings):
         return [(self.name, "float", False)]
 
 
+class History(Settings):
+    """The last values of the key's earlier rows: a list, oldest first, empty where there is none.
+
+    Earlier means strictly smaller in `order_by`, so that rows of one moment do not see each other. Rows are those of
+    one run (or table), before filters and split; missing values are passed over, and a row with a missing key or time
+    takes no part.
+
+    Args:
+        source: column whose values are listed; a label's too, since only earlier rows show theirs.
+        by: key, one column or several.
+        last: longest list.
+        where: list only rows that satisfy it, such as those that were clicked.
+    """
+
+    type: Literal["history"] = "history"
+    name: str = Field(min_length=1)
+    source: str
+    by: Names
+    order_by: str
+    last: int = Field(ge=1, le=100_000)
+    where: Filter | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        where = (self.where.column,) if self.where else ()
+        return (self.source, *_tuple(self.by), self.order_by, *where)
+
+    def made(self, find: Find) -> list[Made]:
+        """The new column; a source that cannot be listed is a ValueError."""
+        _check_keys(self.name, self.by, find)
+        source, order = find(self.source), find(self.order_by)
+        if source.is_list or source.type == "timestamp":
+            raise ValueError(f"{self.name!r}: column {self.source!r} must hold one number or text a row")
+        if order.is_list or order.type not in ("int", "float", "timestamp"):
+            raise ValueError(f"{self.name!r}: column {self.order_by!r} must hold one int, float or timestamp a row")
+        if self.where is not None and find(self.where.column).is_list:
+            raise ValueError(f"{self.name!r}: the column of where, {self.where.column!r}, is a list")
+        return [(self.name, source.type, True)]
+
+
 class CountEncode(Settings):
-    """How many training rows have the row's key; 0 for a key that was never seen or is missing."""
+    """How many training rows have the row's key; 0 for a key that was never seen or is missing.
+
+    Where the key is a list column, here and in the other derivations by key, each value of a list counts as a row of
+    its own when learning, and a row takes the mean over its values; an empty list is like a missing key.
+    """
 
     type: Literal["count"] = "count"
     name: str = Field(min_length=1)
@@ -174,7 +255,7 @@ class CountEncode(Settings):
 
     def made(self, find: Find) -> list[Made]:
         """The new column."""
-        _check_keys(self.name, self.by, find)
+        _check_keys(self.name, self.by, find, lists=True)
         return [(self.name, "float", False)]
 
 
@@ -185,7 +266,7 @@ class GroupStatistics(Settings):
     the others missing.
 
     Args:
-        by: key, one column or several.
+        by: key, one column or several, or one list column.
         of: columns of numbers.
     """
 
@@ -202,7 +283,7 @@ class GroupStatistics(Settings):
 
     def made(self, find: Find) -> list[Made]:
         """The new columns; a column of anything but numbers is a ValueError."""
-        _check_keys(self.name, self.by, find)
+        _check_keys(self.name, self.by, find, lists=True)
         for name in _tuple(self.of):
             column = find(name)
             if column.is_list or column.type not in ("int", "float"):
@@ -218,7 +299,7 @@ class TargetEncode(Settings):
     where no other fold has a row).
 
     Args:
-        by: key, one column or several.
+        by: key, one column or several, or one list column.
         target: name of a label; of several, which give columns NAME_TARGET.
         folds: number of folds.
         fold_by: column whose hash gives the fold, so that equal values share one; default, the number of the row.
@@ -257,15 +338,17 @@ class TargetEncode(Settings):
 
     def made(self, find: Find) -> list[Made]:
         """The new columns."""
-        _check_keys(self.name, self.by, find)
+        _check_keys(self.name, self.by, find, lists=True)
         return [(name, "float", False) for name in self.targets]
 
 
-RowDerivation: TypeAlias = ValueMap | DatePart | MissingIndicator
+RowDerivation: TypeAlias = ValueMap | DatePart | MissingIndicator | Computed
+Earlier: TypeAlias = DifferenceLag | History
 GroupDerivation: TypeAlias = CountEncode | GroupStatistics | TargetEncode
-Derivation: TypeAlias = Annotated[RowDerivation | DifferenceLag | GroupDerivation, Field(discriminator="type")]
+Derivation: TypeAlias = Annotated[RowDerivation | Earlier | GroupDerivation, Field(discriminator="type")]
 
-ROW_DERIVATIONS: Final[Any] = (ValueMap, DatePart, MissingIndicator)
+ROW_DERIVATIONS: Final[Any] = (ValueMap, DatePart, MissingIndicator, Computed)
+EARLIER: Final[Any] = (DifferenceLag, History)
 
 
 def key_names(by: Names) -> tuple[str, ...]:
@@ -277,11 +360,14 @@ def _tuple(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def _check_keys(name: str, by: Names, find: Find) -> None:
+def _check_keys(name: str, by: Names, find: Find, *, lists: bool = False) -> None:
     if len(set(_tuple(by))) < len(_tuple(by)):
         raise ValueError(f"{name!r} names a column of its key twice")
     for one in _tuple(by):
         column = find(one)
-        if column.is_list or column.type not in ("string", "int", "hex"):
-            what = "a list" if column.is_list else f"of type {column.type}"
+        if lists and column.is_list and len(_tuple(by)) > 1:
+            raise ValueError(f"{name!r}: key column {one!r} is a list, which is a key only by itself")
+        listed = column.is_list and not lists
+        if listed or column.type not in ("string", "int", "hex"):
+            what = "a list" if listed else f"of type {column.type}"
             raise ValueError(f"{name!r}: key column {one!r} is {what}: give single string, int or hex values")

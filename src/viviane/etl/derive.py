@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from viviane.etl.config import EtlConfig
-from viviane.etl.derivations import ROW_DERIVATIONS, DifferenceLag
-from viviane.etl.deriving import add_group_columns, lag_build
+from viviane.etl.derivations import EARLIER, ROW_DERIVATIONS, Earlier, History, key_names
+from viviane.etl.deriving import add_group_columns, history_build, lag_build
 from viviane.etl.engine import Engine
 from viviane.etl.group_fitting import GroupFitter
 from viviane.etl.groups import Groups
+from viviane.etl.history import HistoryMaker
 from viviane.etl.partition import Partition
 from viviane.etl.stage import Shard
 
 Progress = Callable[[str, int, int], None]
+_ROWS_AT_ONCE: Final = 65_536
 
 
 def derive(
@@ -49,8 +52,8 @@ def derive(
     learning = groups is None
     if groups is None:
         groups = GroupFitter(config, partition, engine, shards, folder).run(lambda done: progress("derive", done, num))
-    lags = [one for one in config.derived if isinstance(one, DifferenceLag)]
-    readers = {one.name: RowReader(_lag_file(one, partition, engine, folder)) for one in lags}
+    earlier = [one for one in config.derived if isinstance(one, EARLIER)]
+    readers = {one.name: RowReader(_earlier_file(one, partition, engine, shards, folder)) for one in earlier}
     found: list[Shard] = []
     first_row = 0
     for shard in shards:
@@ -71,31 +74,62 @@ def derive(
     return found, groups
 
 
-def _lag_file(one: DifferenceLag, partition: Partition, engine: Engine, folder: Path) -> Path:
+def _earlier_file(one: Earlier, partition: Partition, engine: Engine, shards: list[Shard], folder: Path) -> Path:
+    """Write the values of all rows, in the order of the rows."""
     file = folder / f"lag-{one.name.encode().hex()}.parquet"
     if not file.exists():
         half = file.with_suffix(".tmp")
-        engine.write(partition.rows.select(**lag_build(one)(partition.rows)).order_by("row").select("value"), half)
+        if isinstance(one, History):
+            _write_history(one, partition, engine, shards, half)
+        else:
+            engine.write(partition.rows.select(**lag_build(one)(partition.rows)).order_by("row").select("value"), half)
         half.replace(file)
     return file
 
 
+def _write_history(one: History, partition: Partition, engine: Engine, shards: list[Shard], file: Path) -> None:
+    """Sort by key and time, list, and sort back by row: the engine's sorts spill, the lists pass through."""
+    columns = history_build(one)(partition.rows)
+    order = [name for name in columns if name not in ("value", "counts")]
+    by_key, listed = file.with_suffix(".sorted.tmp"), file.with_suffix(".listed.tmp")
+    engine.write(partition.rows.select(**columns).order_by(order), by_key)
+    maker = HistoryMaker(one.last, len(key_names(one.by)))
+    writer: pq.ParquetWriter | None = None
+    try:
+        with pq.ParquetFile(by_key) as source:
+            for batch in source.iter_batches(_ROWS_AT_ONCE):
+                lists = maker.add(pa.Table.from_batches([batch]))
+                writer = writer or pq.ParquetWriter(listed, lists.schema, compression="lz4")
+                writer.write_table(lists)
+    finally:
+        if writer is not None:
+            writer.close()
+    rows = engine.open([listed], pq.read_schema(listed))
+    engine.write(rows.order_by("row").select("value"), file)
+    partition.reopen(shards)
+    by_key.unlink()
+    listed.unlink()
+
+
 class RowReader:
-    """Reads any range of rows of a Parquet file with one column, by row groups."""
+    """Reads ranges of rows of a Parquet file with one column; the groups at work stay in memory."""
 
     def __init__(self, file: Path) -> None:
         self._file = pq.ParquetFile(file)
         metadata = self._file.metadata
         self._sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        self._held: dict[int, Any] = {}
 
     def rows(self, first: int, num: int) -> Any:
         """Return rows first to first + num."""
-        wanted, skipped, at = [], 0, 0
+        wanted: list[int] = []
+        skipped = at = 0
         for number, size in enumerate(self._sizes):
             if at + size <= first:
                 skipped += size
             elif at < first + num:
                 wanted.append(number)
             at += size
-        table = self._file.read_row_groups(wanted)
-        return table.column(0).slice(first - skipped, num)
+        self._held = {n: self._held[n] if n in self._held else self._file.read_row_group(n).column(0) for n in wanted}
+        pieces = [chunk for column in self._held.values() for chunk in column.chunks]
+        return pa.chunked_array(pieces, self._file.schema_arrow.field(0).type).slice(first - skipped, num)

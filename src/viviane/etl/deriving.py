@@ -14,8 +14,12 @@ from numpy.typing import NDArray
 from viviane.etl.cells import list_parts, make_list
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import (
+    Computed,
+    CountEncode,
     DatePart,
     DifferenceLag,
+    GroupStatistics,
+    History,
     MissingIndicator,
     Names,
     TargetEncode,
@@ -23,9 +27,11 @@ from viviane.etl.derivations import (
     key_names,
 )
 from viviane.etl.engine import Build, Engine
-from viviane.etl.expressions import crossed
+from viviane.etl.expressions import crossed, kept
 from viviane.etl.folds import fold_column
+from viviane.etl.functions import call_function
 from viviane.etl.groups import Groups
+from viviane.etl.history import HistoryMaker
 from viviane.etl.values import combined
 
 ROW: Final = "__row"  # number of a row among all usable rows of the run
@@ -35,7 +41,12 @@ _TYPES: Final[dict[str, pa.DataType]] = {"float": pa.float64(), "int": pa.int64(
 def add_row_columns(table: pa.Table, config: EtlConfig) -> pa.Table:
     """Append the columns of derivations that look at one row only."""
     for one in config.derived:
-        if isinstance(one, (ValueMap, DatePart, MissingIndicator)):
+        if isinstance(one, Computed):
+            kind: Any = _TYPES[one.result]
+            columns = [combined(table.column(name)) for name in one.inputs]
+            kind = pa.list_(kind) if one.list else kind
+            table = table.append_column(one.name, call_function(one.function, columns, kind, one.name))
+        elif isinstance(one, (ValueMap, DatePart, MissingIndicator)):
             source = combined(table.column(one.source))
             if isinstance(one, MissingIndicator):
                 column = pc.is_null(source).cast(pa.int64())
@@ -47,10 +58,16 @@ def add_row_columns(table: pa.Table, config: EtlConfig) -> pa.Table:
     return table
 
 
-def add_lags(table: pa.Table, config: EtlConfig, engine: Engine) -> pa.Table:
-    """Append difference lags among the rows of a table in memory."""
+def add_earlier(table: pa.Table, config: EtlConfig, engine: Engine) -> pa.Table:
+    """Append lags and histories among the rows of a table in memory."""
     for one in config.derived:
-        if isinstance(one, DifferenceLag):
+        if isinstance(one, History):
+            rows = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
+            rows = engine.evaluate(rows.select([*dict.fromkeys(one.inputs), ROW]), history_build(one))
+            rows = rows.sort_by([(name, "ascending") for name in rows.column_names if name not in ("value", "counts")])
+            found = HistoryMaker(one.last, len(key_names(one.by))).add(rows)
+            table = table.append_column(one.name, combined(found.sort_by("row").column("value")))
+        elif isinstance(one, DifferenceLag):
             names = list(dict.fromkeys(one.inputs))
             rows = table.select(names).append_column(ROW, pa.array(np.arange(table.num_rows)))
             found = engine.evaluate(rows, lag_build(one))  # a window may change the order of rows
@@ -73,7 +90,7 @@ def add_group_columns(
     """
     for one in config.derived:
         if one.name in groups:
-            assert not isinstance(one, (ValueMap, DatePart, MissingIndicator, DifferenceLag))
+            assert isinstance(one, (CountEncode, GroupStatistics, TargetEncode))
             folds = None
             if isinstance(one, TargetEncode) and training is not None:
                 numbers = combined(table.column(fold_column(one.name))).to_numpy(zero_copy_only=False)
@@ -103,6 +120,12 @@ def lag_build(one: DifferenceLag) -> Build:
     return partial(_lag, one)
 
 
+@cache
+def history_build(one: History) -> Build:
+    """The same for a history."""
+    return partial(_history, one)
+
+
 def _key(names: tuple[str, ...], table: Any) -> dict[str, Any]:
     return {"key": crossed([table[name] for name in names]) if len(names) > 1 else table[names[0]]}
 
@@ -122,6 +145,20 @@ def _lag(one: DifferenceLag, table: Any) -> dict[str, Any]:
     before = x.lag(one.shift).over(window)
     change = x.delta(before, unit="microsecond").cast("float64") / 1e6 if x.type().is_timestamp() else x - before
     return {"row": table[ROW], "value": ibis.ifelse(known, change.cast("float64"), ibis.null("float64"))}
+
+
+def _history(one: History, table: Any) -> dict[str, Any]:
+    """What `HistoryMaker` reads, in the order in which rows are sorted for it."""
+    import ibis
+
+    names = key_names(one.by)
+    known = table[one.order_by].notnull()
+    for name in names:
+        known = known & table[name].notnull()
+    counts = known & table[one.source].notnull() & (kept([one.where], table) if one.where else ibis.literal(True))
+    keys = {f"key{place}": table[name] for place, name in enumerate(names)}
+    moment = {"known": known, **keys, "time": table[one.order_by], "row": table[ROW]}
+    return {**moment, "value": table[one.source], "counts": counts}
 
 
 def _date_part(one: DatePart, times: Any) -> Any:

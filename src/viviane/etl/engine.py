@@ -1,22 +1,30 @@
 """The seam between what is computed and who computes it.
 
 Operators, encodings, splits and filters are ibis expressions over an unbound table; an engine turns them into its own
-language and runs them. DuckDB is the engine of one machine; a cluster engine has to offer these four methods.
+language and runs them. DuckDB is the engine of one machine, `viviane.etl.spark` that of a cluster; `viviane.etl.gpu`
+counts and looks values up on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
 from viviane.core.optional import require
 
 Build: TypeAlias = Callable[[Any], Mapping[str, Any]]
 """From an ibis table to named column expressions."""
+
+Lookup: TypeAlias = Callable[[Any], NDArray[np.integer[Any]]]
+"""From an Arrow array to the place of each value among known ones; -1 where it is missing or none of them."""
 
 _IBIS_TYPES: Final = {
     pa.float64(): "float64",
@@ -33,14 +41,37 @@ class Engine(Protocol):
     def open(self, files: Sequence[Path], schema: pa.Schema) -> Any:
         """Return an ibis table over Parquet files of one schema, in their order."""
 
+    def project(self, rows: Any, build: Build) -> Any:
+        """Return an ibis table of columns computed from each row of another; same bits on every engine."""
+
     def run(self, expression: Any, *, in_order: bool = False) -> pa.Table:
         """Run an ibis table expression; `in_order` reads rows in order, so that sums of floats repeat exactly."""
 
     def write(self, expression: Any, file: Path) -> None:
         """Run an ibis table expression into a Parquet file, in its order, without holding the result in memory."""
 
+    def count(
+        self, values: Any, *, by_value: bool = False, min_count: int = 1, max_values: int | None = None
+    ) -> pa.Table:
+        """Count the values of an ibis table's only column, `value`, none of which is missing.
+
+        Args:
+            by_value: in rising order of values, else by falling count, equal counts by value.
+            min_count: values seen less often are left out.
+            max_values: only the first so many.
+
+        Returns:
+            `value` and `count` (int64).
+        """
+
+    def lookup(self, known: Any) -> Lookup:
+        """Return what finds places among an Arrow array of distinct values; several threads may call it."""
+
     def evaluate(self, table: pa.Table, build: Build) -> pa.Table:
         """Compute columns from a table in memory, row by row, keeping the order of rows."""
+
+    def close(self) -> None:
+        """Release what it holds."""
 
 
 def ibis_schema(schema: pa.Schema) -> dict[str, str]:
@@ -51,6 +82,22 @@ def ibis_schema(schema: pa.Schema) -> dict[str, str]:
         name = "timestamp" if pa.types.is_timestamp(inner) else _IBIS_TYPES[inner]
         types[field.name] = f"array<{name}>" if pa.types.is_list(field.type) else name
     return types
+
+
+def counted(values: Any, *, by_value: bool, min_count: int, max_values: int | None) -> Any:
+    """Return what `Engine.count` asks for as an ibis expression."""
+    import ibis
+
+    counts = values.group_by("value").aggregate(count=values.count())
+    if min_count > 1:
+        counts = counts.filter(counts["count"] >= min_count)
+    counts = counts.order_by("value" if by_value else [ibis.desc("count"), "value"])
+    return counts if max_values is None else counts.limit(max_values)
+
+
+def _index_in(known: Any, values: Any) -> NDArray[np.integer[Any]]:
+    places: NDArray[np.int32] = pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy(zero_copy_only=False)
+    return places
 
 
 class DuckDbEngine:
@@ -86,6 +133,10 @@ class DuckDbEngine:
         self._sql(f"CREATE OR REPLACE VIEW staged AS SELECT * FROM read_parquet([{names}])")
         return self._ibis.table(ibis_schema(schema), name="staged")
 
+    def project(self, rows: Any, build: Build) -> Any:
+        """Return an ibis table of columns computed from each row of another."""
+        return rows.select(**build(rows))
+
     def run(self, expression: Any, *, in_order: bool = False) -> pa.Table:
         """Run an ibis expression; in order means on one thread, which reads the files from front to back."""
         sql = str(self._ibis.to_sql(expression, dialect="duckdb"))
@@ -96,6 +147,16 @@ class DuckDbEngine:
             return self._query(sql)
         finally:
             self._sql(f"SET threads = {self.threads}")
+
+    def count(
+        self, values: Any, *, by_value: bool = False, min_count: int = 1, max_values: int | None = None
+    ) -> pa.Table:
+        """Count values, out of core."""
+        return self.run(counted(values, by_value=by_value, min_count=min_count, max_values=max_values))
+
+    def lookup(self, known: Any) -> Lookup:
+        """Return what finds places among known values, with Arrow, which hashes the known ones at each call."""
+        return partial(_index_in, known)
 
     def write(self, expression: Any, file: Path) -> None:
         """Run an ibis expression into a Parquet file; the insertion order is that of ORDER BY."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from viviane.core.errors import ConfigError
+from viviane.core.locations import AnyPath, location
 from viviane.core.registry import Registry
 from viviane.etl.archive import load_learned
 from viviane.etl.config import EtlConfig
@@ -20,9 +21,9 @@ PRESETS.register("criteo")(criteo)
 
 
 def run(
-    config: EtlConfig | FittedEtl | str | Path,
-    input: str | Path | Sequence[str | Path],  # noqa: A002 - the word on the command line
-    output: str | Path,
+    config: EtlConfig | FittedEtl | str | AnyPath,
+    input: str | AnyPath | Sequence[str | AnyPath],  # noqa: A002 - the word on the command line
+    output: str | AnyPath,
     **options: Any,
 ) -> Summary:
     """Fit on the training part and write every part; with a FittedEtl, only apply it.
@@ -40,6 +41,9 @@ def run(
             resume: go on with an interrupted run of the same job (default);
             overwrite: replace an existing output;
             labels: for a fitted ETL: False where files have no labels, None (default) finds out;
+            engine: "duckdb" (default), "spark" or "gpu": the same output byte for byte;
+            master, spark: Spark's master, such as "local[4]", and its settings; without them the active session's;
+            device: where the GPU engine counts: "cuda" (default), "cuda:1", or "cpu" to try it;
             progress: called with a step, how much is done, of how much.
 
     Returns:
@@ -60,15 +64,15 @@ def run(
         {'train': 3, 'valid': 1}
     """
     if isinstance(config, (EtlConfig, FittedEtl)):
-        return run_job(config, input, Path(output), **options)
+        return run_job(config, input, location(output), **options)
     if str(config) in PRESETS:
-        return run_job(PRESETS[str(config)](), input, Path(output), **options)
-    if not Path(config).exists():
+        return run_job(PRESETS[str(config)](), input, location(output), **options)
+    if not location(config).exists():
         raise ConfigError("neither a preset nor a file", value=str(config), allowed=", ".join(PRESETS))
-    return run_job(EtlConfig.from_json_file(config), input, Path(output), **options)
+    return run_job(EtlConfig.from_json_file(config), input, location(output), **options)
 
 
-def fit(config: EtlConfig, sources: str | Path | Sequence[str | Path], **options: Any) -> FittedEtl:
+def fit(config: EtlConfig, sources: str | AnyPath | Sequence[str | AnyPath], **options: Any) -> FittedEtl:
     """Learn from raw files without writing a data set that is kept; options as for `run`.
 
     A split's first part, or the one named train, is learned from.

@@ -6,7 +6,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from viviane.etl.config import CategoricalSpec, Filter
+from viviane.etl.conditions import Filter
+from viviane.etl.config import CategoricalSpec
 from viviane.etl.operators import State, chain
 
 HASH_BITS: Final = 60

@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
 
 from viviane.core.errors import DataError
+from viviane.core.locations import AnyPath, location
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned, save_learned
 from viviane.etl.checks import unusable_rows
-from viviane.etl.deriving import add_group_columns, add_lags, add_row_columns
+from viviane.etl.deriving import add_earlier, add_group_columns, add_row_columns
 from viviane.etl.engine import DuckDbEngine
 from viviane.etl.learned import Learned
 from viviane.etl.parquet import check_columns, typed_chunk
@@ -26,6 +26,7 @@ class FittedEtl(Learned):
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> from viviane.etl import EtlConfig, fit
         >>> raw = Path(tempfile.mkdtemp()) / "raw.csv"
         >>> _ = raw.write_text("click,item\\n1,pen\\n0,ink\\n1,pen\\n")
@@ -37,25 +38,25 @@ class FittedEtl(Learned):
         {'item': [4, 3, 2, 1]}
     """
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | AnyPath) -> AnyPath:
         """Write everything into one file: a zip of JSON and Parquet with check sums; returns the file."""
-        return save_learned(self, Path(path))
+        return save_learned(self, location(path))
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | AnyPath) -> Self:
         """Read a saved ETL.
 
         Raises:
             DataError: the file is missing, truncated, altered, or of a later format; names the file.
         """
-        return cls.of(load_learned(Path(path)))
+        return cls.of(load_learned(location(path)))
 
     def transform_table(self, raw: pa.Table) -> pa.Table:
         """Apply to raw rows in memory, for prediction: every row comes out, in order.
 
         Args:
             raw: the input columns by name, typed or as text; columns that only labels need may be absent. Filters
-                do not apply and `ignored` columns are left out. A difference lag looks back among these rows.
+                do not apply and `ignored` columns are left out. Lags and histories look back among these rows.
 
         Returns:
             The columns of the schema; without labels if any label's column is absent.
@@ -79,11 +80,13 @@ class FittedEtl(Learned):
             raise DataError(f"a malformed row: {cell.problem}", where=place, value=cell.value)
         with self._lock:
             engine = self._applier.engine
-            table = add_lags(add_row_columns(chunk.table, config), config, engine)
+            table = add_earlier(add_row_columns(chunk.table, config), config, engine)
             table = add_group_columns(table, config, self.groups, engine)
             return self._applier.table(table, keep_ignored=False)
 
-    def transform(self, sources: str | Path | Sequence[str | Path], output: str | Path, **options: Any) -> Summary:
+    def transform(
+        self, sources: str | AnyPath | Sequence[str | AnyPath], output: str | AnyPath, **options: Any
+    ) -> Summary:
         """Apply to raw files of any size and write a data set folder.
 
         Args:
@@ -92,7 +95,7 @@ class FittedEtl(Learned):
             options: split, memory_limit, threads, on_bad_row, resume, overwrite, labels, progress as in
                 `viviane.etl.run`.
         """
-        return run_job(self, sources, Path(output), **options)
+        return run_job(self, sources, location(output), **options)
 
     @classmethod
     def of(cls, learned: Learned) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,9 @@ class Fitter:
             state = {stat: row[f"{stat}{i}"] for stat in ("mean", "std", "min", "max")}
             operator = spec.operators[at]
             if "median" in operator.wanted():
-                state["median"] = order_statistics(self.engine, columns.select(value=columns[f"c{i}"]), [(1, 2)])[0]
+                build = partial(_chained, spec, at, states[name])
+                values = self.engine.project(rows.select(_source(spec)), build)
+                state["median"] = order_statistics(self.engine, values, [(1, 2)])[0]
             found[name] = {stat: float(state[stat]) for stat in operator.wanted()}
         return found
 
@@ -123,8 +126,7 @@ class Fitter:
             rows = self.rows.select(*spec.sources)
             if spec.kind != "one_hot":
                 rows = rows.select(**{spec.sources[0]: rows[spec.sources[0]].unnest()})
-            value = value_of(spec, [rows[name] for name in spec.sources], states.get(spec.name, {}))
-            parts.append(rows.select(value=value))
+            parts.append(self.engine.project(rows, partial(_valued, spec, states.get(spec.name, {}))))
         total = parts[0]
         for part in parts[1:]:
             total = total.union(part)
@@ -134,18 +136,12 @@ class Fitter:
         self, specs: Sequence[CategoricalSpec], encoding: Categorify, states: dict[str, dict[int, State]]
     ) -> Vocabulary:
         """Values by falling count, ties by value."""
-        import ibis
-
         file = self.folder / f"{list(self.config.categorical).index(specs[0]):05}.parquet"
         if not file.exists():
             values = self._values(specs, states)
-            counts = values.group_by("value").aggregate(count=values.count())
-            if encoding.min_count > 1:
-                counts = counts.filter(counts["count"] >= encoding.min_count)
-            counts = counts.order_by([ibis.desc("count"), "value"])
-            counts = counts.limit(encoding.max_values) if encoding.max_values else counts
+            counts = self.engine.count(values, min_count=encoding.min_count, max_values=encoding.max_values or None)
             half = file.with_suffix(".tmp")
-            pq.write_table(self.engine.run(counts), half)
+            pq.write_table(counts, half)
             half.replace(file)
         table = pq.read_table(file)
         values, count = (_one(table.column(name)) for name in ("value", "count"))
@@ -169,6 +165,14 @@ def order_statistics(engine: Engine, values: Any, shares: list[tuple[int, int]])
     wanted = {f"q{i}": upto["value"].min(where=upto["upto"] > total * i0 // k) for i, (i0, k) in enumerate(shares)}
     row = engine.run(upto.aggregate(**wanted)).to_pylist()[0]
     return [row[f"q{i}"] for i in range(len(shares))]
+
+
+def _chained(spec: _Spec, at: int, state: dict[int, State], rows: Any) -> dict[str, Any]:
+    return {"value": chain(rows[_source(spec)], spec.operators[:at], state)}
+
+
+def _valued(spec: CategoricalSpec, state: dict[int, State], rows: Any) -> dict[str, Any]:
+    return {"value": value_of(spec, [rows[name] for name in spec.sources], state)}
 
 
 def _source(spec: _Spec) -> str:

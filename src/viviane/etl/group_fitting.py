@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from viviane.etl.cells import list_parts
 from viviane.etl.config import EtlConfig, LabelSpec
 from viviane.etl.derivations import CountEncode, GroupDerivation, GroupStatistics, TargetEncode, key_names
 from viviane.etl.deriving import key_build, keys_of
@@ -61,12 +62,13 @@ class GroupFitter:
     def _learn(self, one: GroupDerivation) -> Groups:
         names = key_names(one.by)
         rows = self.partition.training_rows()
-        values = rows.select(**key_build(names)(rows))
-        values = values.filter(values["key"].notnull())
-        counts = values.group_by("key").aggregate(count=values.count()).order_by("key")
-        table = self.engine.run(counts)
-        kind = pq.read_schema(self.shards[0].file).field(names[0]).type if len(names) == 1 else pa.string()
-        keys = combined(table.column("key").cast(kind))
+        kind: Any = pq.read_schema(self.shards[0].file).field(names[0]).type if len(names) == 1 else pa.string()
+        values = self.engine.project(rows.select(*names), key_build(names))
+        if pa.types.is_list(kind):
+            kind, values = kind.value_type, values.select(key=values["key"].unnest())
+        values = values.filter(values["key"].notnull()).select(value=values["key"])
+        table = self.engine.count(values, by_value=True)
+        keys = combined(table.column("value").cast(kind))
         keys = keys if isinstance(keys, pa.Array) else pa.array([], kind)
         if isinstance(one, CountEncode):
             count = combined(table.column("count").cast(pa.float64()))
@@ -86,7 +88,11 @@ class GroupFitter:
             staged = pq.read_table(shard.file, columns=columns)
             if self.partition.needed:
                 staged = staged.filter(pa.array(self.partition.is_training(staged)))
-            yield staged, place_of(keys_of(one.by, staged, self.engine), keys)
+            found = keys_of(one.by, staged, self.engine)
+            if pa.types.is_list(found.type):  # each value of a list is a row of its own
+                offsets, found = list_parts(found)
+                staged = staged.take(np.repeat(np.arange(staged.num_rows), np.diff(offsets)))
+            yield staged, place_of(found, keys)
 
     def _statistics(self, one: GroupStatistics, keys: Any) -> dict[str, _Numbers]:
         found: dict[str, _Numbers] = {}
@@ -122,10 +128,12 @@ class GroupFitter:
         counts, sums = np.zeros(shape), np.zeros(shape)
         num_rows, totals = np.zeros(one.folds), np.zeros(one.folds)
         build = _target_build(spec)
-        for staged, places in self._training(one, keys, [spec.source or spec.name, fold_column(one.name)]):
+        for staged, at in self._training(one, keys, [spec.source or spec.name, fold_column(one.name)]):
             target = combined(self.engine.evaluate(staged.select([spec.source or spec.name]), build).column("target"))
             y = target.to_numpy(zero_copy_only=False)
             fold = combined(staged.column(fold_column(one.name))).to_numpy(zero_copy_only=False)
+            there = pc.is_valid(target).to_numpy(zero_copy_only=False)  # a row without an optional label says nothing
+            y, fold, places = y[there], fold[there], at[there]
             np.add.at(num_rows, fold, 1.0)
             np.add.at(totals, fold, y)
             np.add.at(counts, (fold, places), 1.0)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from viviane.etl.cells import list_parts
 from viviane.etl.values import combined
 
 _KEY: Final = "__key"  # no derived column begins with two underscores
@@ -41,17 +42,29 @@ class Groups:
         """Return the derived columns of rows, missing for NaN.
 
         Args:
-            keys: one per row.
+            keys: one per row, or a list per row, which gives the mean over its values.
             folds: of each row, -1 for a row that is not of the training part; None where no row is.
         """
-        places = self.places(keys)
+        listed = pa.types.is_list(keys.type)
+        offsets, flat = list_parts(keys) if listed else (np.arange(len(keys) + 1), keys)
+        places = self.places(flat)
+        own = None if folds is None else np.repeat(folds, np.diff(offsets))
         found = {}
-        for name, values in self.values.items():
-            numbers = values[places]
-            if folds is not None and name in self.folds:
-                numbers = np.where(folds >= 0, self.folds[name][np.maximum(folds, 0), places], numbers)
+        for name in self.values:
+            numbers = self._numbers(name, places, own)
+            if listed:
+                there = pc.is_valid(flat).to_numpy(zero_copy_only=False) & ~np.isnan(numbers)
+                empty = self._numbers(name, np.full(len(keys), len(self.keys)), folds)  # what a missing key gives
+                numbers = _means(np.where(there, numbers, 0.0), there, offsets, empty)
             found[name] = pa.array(numbers, mask=np.isnan(numbers))
         return found
+
+    def _numbers(self, name: str, places: NDArray[np.int64], folds: NDArray[np.int64] | None) -> NDArray[np.float64]:
+        """What stands at places, or for training rows what their fold takes."""
+        numbers = self.values[name][places]
+        if folds is None or name not in self.folds:
+            return numbers
+        return np.where(folds >= 0, self.folds[name][np.maximum(folds, 0), places], numbers)
 
     def places(self, keys: Any) -> NDArray[np.int64]:
         """Place of each row's key, K where it is unseen or missing."""
@@ -80,6 +93,16 @@ class Groups:
                 rows.append(row)
             folds |= {name: np.stack(rows)} if rows else {}
         return cls(keys.slice(0, len(keys) - 1), values, folds)
+
+
+def _means(
+    numbers: NDArray[np.float64], there: NDArray[np.bool_], offsets: NDArray[np.int64], empty: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Mean over the values of each list that are there, added in their order; `empty` where there is none."""
+    rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    sums = np.bincount(rows, numbers, minlength=len(offsets) - 1)
+    counts = np.bincount(rows, there, minlength=len(offsets) - 1)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), empty)
 
 
 def place_of(keys: Any, known: Any) -> NDArray[np.int64]:

@@ -44,7 +44,7 @@ class Learned:
         """The schema of every data set that this ETL writes."""
         config = self.config
         return Schema(
-            labels=tuple(LabelColumn(name=spec.name, task=spec.task) for spec in config.labels),
+            labels=tuple(LabelColumn(name=spec.name, task=spec.task, optional=spec.optional) for spec in config.labels),
             dense=tuple(DenseColumn(name=spec.name, dim=spec.dim) for spec in config.dense),
             categorical=tuple(
                 CategoricalColumn(

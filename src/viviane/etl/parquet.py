@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from viviane.core.errors import DataError, suggest
+from viviane.core.locations import RemotePath
 from viviane.etl.cells import BadCell, convert
 from viviane.etl.config import InputColumn
 from viviane.etl.sources import Source
@@ -52,6 +53,8 @@ def check_columns(
             raise DataError(
                 "a column is missing", where=where, value=column.name, fix=suggest(column.name, schema.names)
             )
+        if schema.names.count(column.name) > 1:
+            raise DataError("a column stands twice", where=where, value=column.name, fix="rename one of them")
         kind = schema.field(column.name).type
         if not (_fits(kind, column) or (text_allowed and pa.types.is_string(kind) and not column.list)):
             allowed = ("a list column; each element: " if column.is_list else "") + _ACCEPTED[column.type]
@@ -111,7 +114,8 @@ def _without_missing(column: Any, missing: tuple[str, ...]) -> Any:
 
 def _open(source: Source) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(source.path)
+        place: Any = source.path.ranged() if isinstance(source.path, RemotePath) else source.path
+        return pq.ParquetFile(place, pre_buffer=place is not source.path)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(source, error) from error
 

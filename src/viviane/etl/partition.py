@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, DataError
-from viviane.etl.config import EtlConfig, Filter
+from viviane.etl.conditions import Filter
+from viviane.etl.config import EtlConfig
 from viviane.etl.engine import Engine
 from viviane.etl.expressions import kept
 from viviane.etl.fitting import order_statistics
@@ -85,6 +87,12 @@ class Partition:
     def reopen(self, shards: list[Shard]) -> None:
         """Go on with the same rows in other files, which hold more columns."""
         self.rows = self.engine.open([shard.file for shard in shards], pq.read_schema(shards[0].file))
+
+    def detached(self) -> Partition:
+        """Return one without engine and rows, for `parts_of` in another process, which gives it an engine."""
+        other = copy.copy(self)
+        del other.engine, other.rows
+        return other
 
     def parts_of(self, staged: pa.Table) -> list[pa.Table]:
         """Divide a staged table, keeping the order of rows."""

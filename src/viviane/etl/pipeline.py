@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from viviane.core.errors import ConfigError, DataError
 from viviane.core.files import file_sha256, write_bytes_atomic, write_json_atomic
+from viviane.core.locations import AnyPath, RemotePath
 from viviane.core.logging import get_logger
+from viviane.core.remote.published import upload_folder
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned, save_learned
 from viviane.etl.config import EtlConfig
+from viviane.etl.derivations import History
 from viviane.etl.derive import derive
-from viviane.etl.engine import DuckDbEngine
+from viviane.etl.engine import DuckDbEngine, Engine
+from viviane.etl.file_tasks import write_files
 from viviane.etl.fitting import Fitter
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned
 from viviane.etl.parallel import ordered_map
 from viviane.etl.partition import Partition
 from viviane.etl.sources import find_sources
+from viviane.etl.spark import SparkEngine
 from viviane.etl.splits import Split, check_split, parse_split, part_names
 from viviane.etl.stage import OnBadRow, Shard, Stager
-from viviane.etl.workplace import SUMMARY_FILE, fingerprint, finished, parse_bytes, workplace
-from viviane.etl.write import PartWriter
+from viviane.etl.workplace import (
+    SUMMARY_FILE,
+    fingerprint,
+    finished,
+    parse_bytes,
+    refuse_existing,
+    working_place,
+    workplace,
+)
+from viviane.etl.write import PartWriter, Statistics
 
 ETL_FILE: Final = "etl.zip"
 REJECTS_FILE: Final = "rejects.jsonl"
@@ -38,6 +53,7 @@ _LEAST_MEMORY_BYTES: Final = 10**9
 _LAYOUT: Final = 1  # of the work folder; raised when it changes, so that old unfinished work is not taken up
 _logger = get_logger("etl")
 
+EngineName = Literal["duckdb", "spark", "gpu"]
 Progress = Callable[[str, int, int], None]
 """Called with the step's name, how much is done, and of how much (0 where unknown)."""
 
@@ -67,8 +83,8 @@ class Summary:
 
 def run_job(
     what: EtlConfig | Learned,
-    sources: str | Path | Sequence[str | Path],
-    output: Path,
+    sources: str | AnyPath | Sequence[str | AnyPath],
+    output: AnyPath,
     *,
     split: Split | str | None = None,
     memory_limit: str | int = "4GB",
@@ -77,11 +93,16 @@ def run_job(
     resume: bool = True,
     overwrite: bool = False,
     labels: bool | None = None,
+    engine: EngineName = "duckdb",
+    master: str | None = None,
+    spark: Mapping[str, str] | None = None,
+    device: str | None = None,
     progress: Progress = lambda step, done, total: None,
 ) -> Summary:
     """Learn (from a config) or only apply (what was learned), and write; see `viviane.etl.run`."""
     if on_bad_row not in ("error", "reject"):
         raise ConfigError("unknown on_bad_row", value=on_bad_row, allowed="error, reject")
+    make = _maker(engine, master, spark, device)
     limit = parse_bytes(memory_limit)
     if limit < _LEAST_MEMORY_BYTES:
         raise ConfigError("too little memory to work with", value=memory_limit, allowed="1GB or more")
@@ -89,7 +110,8 @@ def run_job(
     config = what if isinstance(what, EtlConfig) else what.config
     check_split(split, config)
     files = find_sources(sources)
-    learned_part = None if isinstance(what, EtlConfig) else _digest(what, output)
+    here = working_place(output)
+    learned_part = None if isinstance(what, EtlConfig) else _digest(what, here)
     job = fingerprint(
         _LAYOUT, config.to_dict(), learned_part, [one.stamp() for one in files],
         None if split is None else split.to_dict(), on_bad_row, labels,
@@ -97,11 +119,14 @@ def run_job(
     if resume and not overwrite and (earlier := finished(output, job)) is not None:
         _logger.info("%s is complete already: nothing to do", output)
         return Summary(**{key: value for key, value in earlier.items() if key != "job"})
+    refuse_existing(output, overwrite=overwrite)
+    # Half for the engine, where Spark's heap shares it with DuckDB.
     run = _Run(what, config, split, limit, threads or os.cpu_count() or 1, progress)
+    run.make, run.engine_bytes = make, limit // (4 if engine == "spark" else 2)
     try:
-        with workplace(output, job, resume=resume, overwrite=overwrite) as work, run.engine(work):
+        with workplace(here, job, resume=resume, overwrite=overwrite or here is not output) as work, run.engine(work):
             stager = Stager(
-                config, files, work / "staged", run.duckdb,
+                config, files, work / "staged", run.chosen,
                 split=split, on_bad_row=on_bad_row, threads=run.parse_threads, shard_bytes=run.shard_bytes,
                 labels=labels if isinstance(what, Learned) else True, learning=isinstance(what, EtlConfig),
                 progress=lambda rows: progress("read", rows, 0),
@@ -110,10 +135,13 @@ def run_job(
     except OSError as error:
         raise DataError(
             "a file could not be read or written",
-            where=str(error.filename or output.parent),
+            where=str(error.filename or here.parent),
             value=error.strerror or str(error),
             fix="make room or correct the permissions, then run the same command again: it resumes",
         ) from error
+    if isinstance(output, RemotePath):
+        upload_folder(here, output)
+        shutil.rmtree(here)
     for name, num in summary.num_cut.items():
         if num:
             _logger.info("column %s: %d lists were longer than max_length and were cut", name, num)
@@ -121,10 +149,32 @@ def run_job(
     return summary
 
 
+def _maker(
+    engine: str, master: str | None, spark: Mapping[str, str] | None, device: str | None
+) -> Callable[..., Engine]:
+    """Return what opens an engine, given a share of memory, threads and a folder to spill into."""
+    if engine not in get_args(EngineName):
+        raise ConfigError("no such engine", value=engine, allowed=", ".join(get_args(EngineName)))
+    if engine != "spark" and (master or spark):
+        raise ConfigError(
+            "master and settings are Spark's", fix='choose engine="spark" (--engine spark), or leave them out'
+        )
+    if engine != "gpu" and device:
+        raise ConfigError("a device is the GPU engine's", fix='choose engine="gpu" (--engine gpu), or leave it out')
+    if engine == "spark":
+        return partial(SparkEngine, master=master, settings=spark)
+    if engine == "gpu":
+        from viviane.etl.gpu import GpuEngine  # loads torch
+
+        return partial(GpuEngine, device=device or "cuda")
+    return DuckDbEngine
+
+
 def _digest(learned: Learned, output: Path) -> str:
     file = output.parent / f".{output.name}.{os.getpid()}.etl.zip"
     try:
-        return file_sha256(save_learned(learned, file))
+        save_learned(learned, file)
+        return file_sha256(file)
     finally:
         file.unlink(missing_ok=True)
 
@@ -142,25 +192,27 @@ class _Run:
         progress: Progress,
     ) -> None:
         self.what, self.config, self.split, self.threads, self.progress = what, config, split, threads, progress
-        # Half for the engine; of the rest, a staged shard and its output are held about six times at the worst.
-        self.engine_bytes = limit_bytes // 2
+        # Of what the engine leaves, a staged shard and its output are held about six times at the worst.
         self.shard_bytes = max(8 << 20, min(64 << 20, limit_bytes // 24))
+        if listed := sum(one.last for one in config.derived if isinstance(one, History)):
+            # A row's lists come to weigh more than the row: keep what is held of a shard as it was.
+            self.shard_bytes = max(1 << 20, self.shard_bytes // (1 + listed // 4))
         self.parse_threads = max(1, min(threads, limit_bytes >> 27))  # each holds a few blocks of text
         self.seconds: dict[str, float] = {}
-        self.duckdb: DuckDbEngine
+        self.make: Callable[..., Engine]
+        self.engine_bytes: int
+        self.chosen: Engine
 
     @contextmanager
     def engine(self, work: Path) -> Iterator[None]:
         """Open the engine for the length of the job; it spills into the work folder."""
-        self.duckdb = DuckDbEngine(
-            memory_limit_bytes=self.engine_bytes, threads=self.threads, spill_folder=work / "spill"
-        )
+        self.chosen = self.make(memory_limit_bytes=self.engine_bytes, threads=self.threads, spill_folder=work / "spill")
         try:
             yield
         finally:
-            self.duckdb.close()
+            self.chosen.close()
 
-    def steps(self, stager: Stager, work: Path, output: Path, job: str) -> Summary:
+    def steps(self, stager: Stager, work: Path, output: AnyPath, job: str) -> Summary:
         """Do everything up to the finished `out` folder."""
         with self._timed("read"):
             shards = stager.run()
@@ -169,17 +221,25 @@ class _Run:
             raise DataError("no usable row in the input", where=str(output), value=f"{rejected} malformed rows")
         with self._timed("split"):
             names = part_names(self.split, "train" if isinstance(self.what, EtlConfig) else "")
-            partition = Partition(self.config, self.split, names, self.duckdb, shards)
+            partition = Partition(self.config, self.split, names, self.chosen, shards)
         with self._timed("derive"):
             known = self.what.groups if isinstance(self.what, Learned) else None
-            full, groups = derive(self.config, partition, self.duckdb, shards, work / "derived", known, self.progress)
+            full, groups = derive(self.config, partition, self.chosen, shards, work / "derived", known, self.progress)
         with self._timed("learn"):
             learned = self._learn(partition, groups, work)
         with self._timed("write"):
-            writers, num_cut = self._write(learned, partition, full, work / "out")
-            save_learned(learned, work / "out" / ETL_FILE)
-            for name, writer in writers.items():
-                self._complete(writer, learned, work / "out", name, [str(one.path) for one in stager.sources])
+            (work / "out").mkdir(exist_ok=True)
+            file = work / "out" / ETL_FILE
+            save_learned(learned, file)
+            if isinstance(self.chosen, SparkEngine):
+                written, num_cut = write_files(
+                    self.chosen, learned, file, partition, full, work / "out", self.progress
+                )  # fmt: skip
+            else:
+                written, num_cut = self._write(learned, partition, full, work / "out")
+            paths = [str(one.path) for one in stager.sources]
+            for name, (folder, statistics) in written.items():
+                self._complete(folder, statistics, learned, work / "out", name, paths)
         lines = b"".join(shard.rejects.read_bytes() for shard in shards)
         if lines:
             write_bytes_atomic(work / "out" / REJECTS_FILE, lines)
@@ -203,16 +263,16 @@ class _Run:
         if not file.exists():
             total = len({spec.table for spec in self.config.categorical})
             done = lambda count: self.progress("learn", count, total)  # noqa: E731
-            fitter = Fitter(self.config, partition.training_rows(), self.duckdb, work / "learned", done)
+            fitter = Fitter(self.config, partition.training_rows(), self.chosen, work / "learned", done)
             save_learned(replace(fitter.run(), groups=groups), file)
         return load_learned(file)
 
     def _write(
         self, learned: Learned, partition: Partition, shards: list[Shard], folder: Path
-    ) -> tuple[dict[str, PartWriter], dict[str, int]]:
+    ) -> tuple[dict[str, tuple[Path, Statistics]], dict[str, int]]:
         """Apply to each shard that is not wholly in finished files, and write its rows to their parts."""
         writers = {name: PartWriter(folder / name, learned.schema) for name in partition.names}
-        applier = Applier(learned, self.duckdb, self.threads)
+        applier = Applier(learned, self.chosen, self.threads)
         done = [writer.done_rows for writer in writers.values()]
         todo = [n for n in range(len(shards)) if (partition.starts[n] + partition.counts[n] > done).any()]
 
@@ -232,15 +292,17 @@ class _Run:
             for writer in writers.values():
                 writer.abandon()
             raise
-        return writers, applier.num_cut
+        return {name: (one.folder, one.statistics) for name, one in writers.items()}, applier.num_cut
 
-    def _complete(self, writer: PartWriter, learned: Learned, out: Path, name: str, sources: list[str]) -> None:
-        learned.schema.save(writer.folder)
-        if writer.folder != out:
-            write_bytes_atomic(writer.folder / ETL_FILE, (out / ETL_FILE).read_bytes())
-        rows = sum(pq.ParquetFile(file).metadata.num_rows for file in sorted(writer.folder.glob("part-*.parquet")))
-        info = {"rows": rows, "part": name, "source": sources, "columns": writer.statistics.to_dict()}
-        write_json_atomic(writer.folder / "info.json", info)
+    def _complete(
+        self, folder: Path, statistics: Statistics, learned: Learned, out: Path, name: str, sources: list[str]
+    ) -> None:
+        learned.schema.save(folder)
+        if folder != out:
+            write_bytes_atomic(folder / ETL_FILE, (out / ETL_FILE).read_bytes())
+        rows = sum(pq.ParquetFile(file).metadata.num_rows for file in sorted(folder.glob("part-*.parquet")))
+        info = {"rows": rows, "part": name, "source": sources, "columns": statistics.to_dict()}
+        write_json_atomic(folder / "info.json", info)
 
     @contextmanager
     def _timed(self, step: str) -> Iterator[None]:

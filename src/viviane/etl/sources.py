@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Final, Literal, cast
 
 from viviane.core.errors import ConfigError, DataError
+from viviane.core.locations import AnyPath, RemotePath, location
 
 BLOCK_BYTES: Final = 8 << 20
 _LONGEST_LINE_BYTES: Final = 256 << 20
@@ -20,7 +21,7 @@ _LONGEST_LINE_BYTES: Final = 256 << 20
 class Source:
     """One raw file."""
 
-    path: Path
+    path: AnyPath
     kind: Literal["text", "gzip", "parquet"]
     size_bytes: int
     modified_ns: int
@@ -39,20 +40,23 @@ class TextBlock:
     num_lines: int
 
 
-def find_sources(paths: str | Path | Sequence[str | Path]) -> list[Source]:
+def find_sources(paths: str | AnyPath | Sequence[str | AnyPath]) -> list[Source]:
     """Return the files that paths, folders and patterns name, in the order given; within one, by name.
 
     Raises:
         ConfigError: nothing was named, or a file is named twice.
         DataError: a path does not exist or cannot be read.
     """
-    files: list[Path] = []
-    for item in [paths] if isinstance(paths, (str, Path)) else paths:
-        path = Path(item)
+    files: list[AnyPath] = []
+    for item in [paths] if isinstance(paths, (str, Path, RemotePath)) else paths:
+        path = location(item)
+        found: list[AnyPath]
         if path.is_dir():
             found = sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith((".", "_")))
         elif path.exists():
             found = [path]
+        elif isinstance(path, RemotePath):
+            found = [one for one in path.parent.glob(path.name) if one.is_file()]
         else:
             found = [Path(one) for one in sorted(glob.glob(str(item)))]  # noqa: PTH207 - patterns may be absolute
         if not found:
@@ -64,7 +68,7 @@ def find_sources(paths: str | Path | Sequence[str | Path]) -> list[Source]:
     return [_source(file.resolve()) for file in files]
 
 
-def _source(path: Path) -> Source:
+def _source(path: AnyPath) -> Source:
     try:
         stat = path.stat()
         with path.open("rb") as file:
@@ -125,5 +129,7 @@ def text_blocks(
 
 def _open(source: Source) -> IO[bytes]:
     if source.kind == "gzip":
+        if isinstance(source.path, RemotePath):
+            return cast(IO[bytes], gzip.GzipFile(fileobj=source.path.open("rb"), mode="rb"))
         return cast(IO[bytes], gzip.open(source.path, "rb"))
     return source.path.open("rb")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 from itertools import accumulate
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from viviane.config.base import Settings, validate
 from viviane.core.errors import ConfigError
+from viviane.core.locations import AnyPath
 from viviane.etl.config import EtlConfig
 from viviane.etl.expressions import HASH_BITS
 
@@ -150,7 +150,7 @@ def check_split(split: Split | None, config: EtlConfig) -> None:
         )
 
 
-def part_of_file(split: FileSplit, path: Path) -> int:
+def part_of_file(split: FileSplit, path: AnyPath) -> int:
     """The position of the part that a file belongs to.
 
     Raises:

@@ -21,7 +21,7 @@ from viviane.core.errors import DataError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
 from viviane.etl.checks import unusable_rows
 from viviane.etl.config import EtlConfig, InputColumn
-from viviane.etl.derivations import DifferenceLag
+from viviane.etl.derivations import EARLIER
 from viviane.etl.deriving import ROW, add_row_columns
 from viviane.etl.engine import Engine
 from viviane.etl.folds import add_folds
@@ -70,6 +70,7 @@ class Stager:
         folder: where shards go; those that are complete are kept.
         labels: False leaves labels out; None leaves them out where the first file has none.
         learning: derived columns will be learned from these rows, so they get their folds.
+        numbered: keep the number of each row; needed where rows look at earlier ones.
         shard_bytes: size of a shard in memory.
         progress: called with the number of rows after each shard.
     """
@@ -85,6 +86,7 @@ class Stager:
         on_bad_row: OnBadRow = "error",
         labels: bool | None = True,
         learning: bool = True,
+        numbered: bool = False,
         threads: int = 1,
         shard_bytes: int = 64 << 20,
         progress: Callable[[int], None] = lambda rows: None,
@@ -93,6 +95,7 @@ class Stager:
         self.on_bad_row, self.threads, self.shard_bytes, self.progress = on_bad_row, threads, shard_bytes, progress
         self.split_column = split.column if isinstance(split, (HashSplit, TimeSplit)) else None
         self.learning = learning
+        self.numbered = numbered or any(isinstance(one, EARLIER) for one in config.derived)
         used = {column.name for column in config.used} | ({self.split_column} if self.split_column else set())
         used |= config.fold_sources if learning else set()
         self.wanted = tuple(column for column in config.input.columns if column.name in used)
@@ -238,7 +241,7 @@ class Stager:
         """Append what later steps derive columns from, and the columns that need one row only."""
         config = self.config
         table = add_row_columns(table, config)
-        if any(isinstance(one, DifferenceLag) for one in config.derived):
+        if self.numbered:
             rows = np.arange(first_row, first_row + table.num_rows, dtype=np.int64)
             table = table.append_column(ROW, pa.array(rows))
         return add_folds(table, config, self.engine, first_row) if self.learning else table

@@ -15,7 +15,9 @@ from typing import Any, Final
 
 from viviane.core.errors import ConfigError
 from viviane.core.files import sync_folder, write_json_atomic
+from viviane.core.locations import AnyPath, RemotePath, published_location
 from viviane.core.logging import get_logger
+from viviane.core.remote.cache import cache_folder
 
 SUMMARY_FILE: Final = "etl.json"
 _UNITS: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -45,13 +47,33 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def finished(output: Path, job: str) -> dict[str, Any] | None:
+def working_place(output: AnyPath) -> Path:
+    """Return the local folder that a run writes: the output, or for a URL one in the cache, uploaded at the end."""
+    if not isinstance(output, RemotePath):
+        return output
+    place = hashlib.blake2b(str(output).encode(), digest_size=8).hexdigest()
+    return cache_folder() / "etl" / place / (output.name or "output")
+
+
+def finished(output: AnyPath, job: str) -> dict[str, Any] | None:
     """Return the summary of an earlier run of this very job, if it wrote `output`."""
-    file = output / SUMMARY_FILE
+    file = published_location(output) / SUMMARY_FILE
     if not file.exists():
         return None
     summary: dict[str, Any] = json.loads(file.read_text())
     return summary if summary.get("job") == job else None
+
+
+def refuse_existing(output: AnyPath, *, overwrite: bool) -> None:
+    """Refuse an output that holds something already.
+
+    Raises:
+        ConfigError: it does, and is not to be replaced.
+    """
+    if output.exists() and not overwrite and not (output.is_dir() and not any(True for _ in output.iterdir())):
+        raise ConfigError(
+            "the output exists", where=str(output), fix="choose another, or pass overwrite=True (--overwrite)"
+        )
 
 
 @contextmanager
@@ -63,10 +85,7 @@ def workplace(output: Path, job: str, *, resume: bool, overwrite: bool) -> Itera
     Raises:
         ConfigError: the output exists, or another process is at this output.
     """
-    if output.exists() and not overwrite and not (output.is_dir() and not any(output.iterdir())):
-        raise ConfigError(
-            "the output exists", where=str(output), fix="choose another, or pass overwrite=True (--overwrite)"
-        )
+    refuse_existing(output, overwrite=overwrite)
     work = output.parent / f".{output.name}.etl"
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:

@@ -23,22 +23,36 @@ class PartWriter:
     """Writes one part (train, say) of the output.
 
     Files that an interrupted run completed are kept: `done_rows` rows need not be added again.
+
+    Args:
+        only: begin with the file of this number, whatever is there; for one that writes no other.
+        sizes: rows of a row group, and of a file.
     """
 
-    def __init__(self, folder: Path, schema: Schema) -> None:
+    def __init__(
+        self, folder: Path, schema: Schema, *, only: int | None = None, sizes: tuple[int, int] | None = None
+    ) -> None:
+        self.rows_per_group, self.rows_per_file = sizes or (ROWS_PER_GROUP, ROWS_PER_FILE)
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.schema = folder, schema
         self.statistics = Statistics(schema)
-        self.num_files = len(list(folder.glob("part-*.parquet")))
         self.done_rows = 0
-        for number in range(self.num_files):
-            table = pq.read_table(self._file(number), columns=[column.name for column in schema.categorical])
-            self.statistics.add(table)
-            self.done_rows += table.num_rows
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0
         self._writer: pq.ParquetWriter | None = None
         self._rows_in_file = 0
+        self.num_files = len(list(folder.glob("part-*.parquet"))) if only is None else only
+        for number in range(self.num_files if only is None else 0):
+            self.take(number)
+
+    def take(self, number: int) -> bool:
+        """Count the rows of a file that is whole already; False if there is none."""
+        if not self._file(number).exists():
+            return False
+        table = pq.read_table(self._file(number), columns=[column.name for column in self.schema.categorical])
+        self.statistics.add(table)
+        self.done_rows += table.num_rows
+        return True
 
     def _file(self, number: int) -> Path:
         return self.folder / f"part-{number:05}.parquet"
@@ -47,8 +61,8 @@ class PartWriter:
         """Append rows."""
         self.statistics.add(table)
         start = 0
-        while table.num_rows - start >= ROWS_PER_GROUP - self._num_waiting:
-            end = start + ROWS_PER_GROUP - self._num_waiting
+        while table.num_rows - start >= self.rows_per_group - self._num_waiting:
+            end = start + self.rows_per_group - self._num_waiting
             self._write(pa.concat_tables([*self._waiting, table.slice(start, end - start)]))
             self._waiting, self._num_waiting, start = [], 0, end
         if start < table.num_rows:
@@ -76,9 +90,9 @@ class PartWriter:
             self._writer = pq.ParquetWriter(
                 self._half(), group.schema, compression="lz4", use_dictionary=self._repeated(group.schema)
             )
-        self._writer.write_table(group.combine_chunks(), row_group_size=ROWS_PER_GROUP)
+        self._writer.write_table(group.combine_chunks(), row_group_size=self.rows_per_group)
         self._rows_in_file += group.num_rows
-        if self._rows_in_file >= ROWS_PER_FILE:
+        if self._rows_in_file >= self.rows_per_file:
             self._finish_file()
 
     def _finish_file(self) -> None:
@@ -121,6 +135,12 @@ class Statistics:
                 self._above[column.name] += len(flat) - len(low)
                 flat = low
             counts += np.bincount(flat, minlength=len(counts))
+
+    def join(self, other: Statistics) -> None:
+        """Add the counts of other rows."""
+        for name, counts in other._counts.items():
+            self._counts[name] += counts
+            self._above[name] += other._above[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Per column: ids, missing, unknown, values, and counts by rank as [rank, count], ranks spaced evenly in log.

@@ -1,0 +1,175 @@
+"""A data set whose batches carry sampled negatives: it trains, evaluates and resumes like any other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from viviane.batch import Bag, Batch, Layout
+from viviane.core.errors import ConfigError
+from viviane.data.dataset import Dataset
+from viviane.data.negatives import Negatives, Population, check_negatives
+from viviane.data.reader import Reader
+from viviane.schema import CategoricalColumn, Schema
+
+
+class NegativeDataset(Dataset):
+    """Rows of a data set with negatives: in a bag column, or as rows of their own behind each row.
+
+    Negatives are functions of the seed, the epoch and the place of a row in it: drawn anew in every epoch, the same
+    again after a resume, and the same on any number of processes. Drawing starts when a batch is asked for; opening
+    goes through the rows once, to count.
+
+    Args:
+        data: the rows, each of them a positive.
+        negatives: which to draw.
+        seen: more data sets (validation, test) whose pairs of user and item are never drawn.
+
+    Raises:
+        SchemaError: columns are not there or not of the kind that is needed.
+        DataError: no item occurs.
+
+    Example:
+        >>> import tempfile
+        >>> from viviane.data import write_dataset
+        >>> schema = Schema(labels=[{"name": "y"}], categorical=[
+        ...     {"name": "user", "num_ids": 5}, {"name": "item", "num_ids": 6}])
+        >>> rows = {"y": [1, 1, 1], "user": [3, 3, 4], "item": [3, 4, 5]}
+        >>> data = write_dataset(tempfile.mkdtemp() + "/train", schema, [rows])
+        >>> drawn = NegativeDataset(data, Negatives(item="item", user="user", num=2)).head(3)
+        >>> drawn.bags["negatives"].values.tolist()  # user 3 has not seen 5; user 4 only 5
+        [5, 5, 5, 5, 4, 3]
+        >>> drawn = NegativeDataset(data, Negatives(item="item", num=1, column=None)).head(4)
+        >>> drawn.label("y").tolist()
+        [1.0, 0.0, 1.0, 0.0]
+    """
+
+    def __init__(self, data: Dataset, negatives: Negatives, seen: Sequence[Dataset] = ()) -> None:
+        check_negatives(negatives, data.schema)
+        for other in seen:
+            if lines := data.schema.difference(other.schema):
+                raise ConfigError("a data set of seen pairs has other columns", where=str(other.path), value=lines[0])
+        self.data, self.negatives = data, negatives
+        self.path, self.format, self.stored, self.storage = data.path, data.format, data.stored, data.storage
+        self.files, self.stamps, self.groups = data.files, data.stamps, data.groups
+        self.schema = _with_column(data.schema, negatives)
+        self.rows_each = 1 if negatives.column is not None else 1 + negatives.num
+        self.num_rows = data.num_rows * self.rows_each
+        self.population = Population(negatives, data, seen)
+        self.sampler = self.population.sampler(negatives)
+        self._others = [other.fingerprint for other in seen]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash over the rows and the settings of the negatives."""
+        content = [self.data.fingerprint, self.negatives.to_dict(), self._others]
+        return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def reader(self, batch_size: int, **options: Any) -> Reader:
+        """Return a reader; options as for `Dataset.reader`. With negatives in rows a batch holds whole groups of 1 + K.
+
+        Raises:
+            ConfigError: a batch has no room for a row and its negatives.
+        """
+        if batch_size < self.rows_each:
+            fix = "take a larger batch_size, or fewer negatives"
+            allowed = f"{self.rows_each} rows or more"
+            raise ConfigError(
+                "a batch has no room for a row and its negatives", value=batch_size, allowed=allowed, fix=fix
+            )
+        return NegativeReader(self, batch_size // self.rows_each, **options)
+
+    def add(self, batch: Batch, epoch: int, first_place: int) -> Batch:
+        """Return a batch of the data with its negatives.
+
+        Args:
+            first_place: number of its first row in the epoch.
+        """
+        wanted = self.negatives
+        items = batch.bag(wanted.item).values.numpy().astype(np.int64)
+        users = None if wanted.user is None else batch.bag(wanted.user).values.numpy().astype(np.int64)
+        drawn = self.sampler.draw(items, wanted.num, epoch=epoch, first_place=first_place, users=users)
+        if wanted.column is not None:
+            column = self.schema.categorical_column(wanted.column)
+            values = torch.from_numpy(drawn.ravel()).to(getattr(torch, column.dtype))
+            offsets = torch.arange(batch.size + 1, dtype=torch.int64) * wanted.num
+            bags = {**batch.bags, wanted.column: Bag(values, offsets)}
+            return replace(batch, layout=self._layout, bags=bags)
+        return self._rows(batch, np.concatenate([items[:, None], drawn], 1))
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout.of(self.schema)
+
+    def _rows(self, batch: Batch, items: Any) -> Batch:
+        """Each row, and behind it the same row with another item for each negative; items (B, 1 + K)."""
+        each = self.rows_each
+        labels, one_hot = (x.repeat_interleave(each, 0) for x in (batch.labels, batch.one_hot))
+        negative = torch.arange(batch.size * each) % each > 0
+        labels[negative] = 0.0
+        changed = {self.negatives.item: items, **{n: of[items] for n, of in self.population.item_columns.items()}}
+        for name, ids in changed.items():
+            place = batch.layout.one_hot_index[name]
+            one_hot[negative, place] = torch.from_numpy(ids.ravel()).to(one_hot.dtype)[negative]
+        bags = {name: _repeated(bag, each) for name, bag in batch.bags.items()}
+        return replace(
+            batch,
+            labels=labels,
+            dense=batch.dense.repeat_interleave(each, 0),
+            one_hot=one_hot,
+            bags=bags,
+            weight=None if batch.weight is None else batch.weight.repeat_interleave(each),
+        )
+
+
+class NegativeReader(Reader):
+    """Batches of the data with their negatives; the position is that of the data's own reader."""
+
+    def __init__(self, negatives: NegativeDataset, batch_size: int, **options: Any) -> None:
+        super().__init__(negatives.data, batch_size, **options)
+        self.negatives = negatives
+        self.rows_each = negatives.rows_each
+        self._pinned = bool(options.get("pin_memory", False))
+
+    def _batches(self) -> Generator[Batch, None, None]:
+        epoch = self._epoch
+        with closing(super()._batches()) as batches:
+            for batch in batches:
+                start = (self._delivered - 1) * self.batch_size
+                together = min(self.batch_size, self.dataset.num_rows - start)  # rows of the batch on all ranks
+                own = start + together * self.rank // self.num_ranks
+                made = self.negatives.add(batch, epoch, own)
+                yield made.pin_memory() if self._pinned else made
+
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), "fingerprint": self.negatives.fingerprint}
+
+
+def _with_column(schema: Schema, negatives: Negatives) -> Schema:
+    if negatives.column is None:
+        return schema
+    item = schema.categorical_column(negatives.item)
+    column = CategoricalColumn(
+        name=negatives.column, num_ids=item.num_ids, kind="multi_hot", max_length=negatives.num,
+        hotness=negatives.num, vocabulary=item.table, dtype=item.dtype,
+    )  # fmt: skip
+    # The item needs no vocabulary of its own: a column without one looks up the table of its name.
+    content = schema.to_dict()
+    return Schema.from_dict({**content, "categorical": [*content["categorical"], column.to_dict()]})
+
+
+def _repeated(bag: Bag, each: int) -> Bag:
+    """Each row's ids `each` times."""
+    lengths = bag.lengths.repeat_interleave(each)
+    starts = bag.offsets[:-1].repeat_interleave(each)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    places = torch.arange(int(offsets[-1])) - (offsets[:-1] - starts).repeat_interleave(lengths)
+    return Bag(bag.values[places], offsets, None if bag.weights is None else bag.weights[places])

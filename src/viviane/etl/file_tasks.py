@@ -1,0 +1,129 @@
+"""Output files as tasks that know nothing of one another, for an engine whose workers are elsewhere.
+
+A file holds rows k n to (k + 1) n of its part. Which staged shards they lie in is known beforehand, so that a worker
+reads those, applies what was learned, and writes the file that one process writing everything would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from viviane.etl import write
+from viviane.etl.apply import Applier
+from viviane.etl.archive import load_learned
+from viviane.etl.engine import DuckDbEngine
+from viviane.etl.learned import Learned
+from viviane.etl.partition import Partition
+from viviane.etl.stage import Shard
+from viviane.etl.write import PartWriter, Statistics
+
+
+class Mapper(Protocol):
+    """An engine that runs tasks on workers."""
+
+    def map(self, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        """Yield work(item) in the order of items."""
+
+
+@dataclass(frozen=True)
+class FileTask:
+    """One output file.
+
+    Args:
+        part, number: which part of the output, and which of its files.
+        sources: staged files, and the rows of each, among those of the part, that the file holds: (file, from, to).
+    """
+
+    part: int
+    number: int
+    sources: tuple[tuple[Path, int, int], ...]
+
+
+class FileWork:
+    """What a worker does with a task.
+
+    Args:
+        partition: where rows belong.
+        learned: a file with the fitted ETL; every worker sees it, the staged files and `folders` under these paths.
+        folders: of each part.
+    """
+
+    def __init__(self, partition: Partition, learned: Path, folders: list[Path]) -> None:
+        self.partition, self.learned, self.folders = partition.detached(), learned, folders
+        self.sizes = write.ROWS_PER_GROUP, write.ROWS_PER_FILE
+
+    def __call__(self, task: FileTask) -> tuple[FileTask, Statistics, dict[str, int]]:
+        """Write the file, unless it is there; return the statistics of its rows and of lists cut."""
+        learned = load_learned(self.learned)
+        writer = PartWriter(self.folders[task.part], learned.schema, only=task.number, sizes=self.sizes)
+        if writer.take(task.number):
+            return task, writer.statistics, {}
+        engine = DuckDbEngine()
+        self.partition.engine = engine
+        try:
+            applier = Applier(learned, engine, threads=1)
+            for file, start, stop in task.sources:
+                staged = pq.ParquetFile(file).read(use_threads=False)
+                rows = self.partition.parts_of(staged)[task.part].slice(start, stop - start)
+                writer.add(applier.table(rows))
+            writer.close(applier.table(pq.read_table(task.sources[0][0]).slice(0, 0)))
+        except BaseException:
+            writer.abandon()
+            raise
+        finally:
+            engine.close()
+        return task, writer.statistics, applier.num_cut
+
+
+def file_tasks(partition: Partition, shards: list[Shard]) -> list[FileTask]:
+    """Return the files of all parts; a part without rows still has one."""
+    tasks: list[FileTask] = []
+    size = write.ROWS_PER_FILE
+    for part, total in enumerate(int(one) for one in partition.totals):
+        starts, counts = partition.starts[:, part], partition.counts[:, part]
+        for number in range(max(1, -(-total // size))):
+            first, last = number * size, min(total, (number + 1) * size)
+            tasks.append(FileTask(part, number, _sources(shards, starts, counts, first, last)))
+    return tasks
+
+
+def _sources(
+    shards: list[Shard], starts: NDArray[np.int64], counts: NDArray[np.int64], first: int, last: int
+) -> tuple[tuple[Path, int, int], ...]:
+    found = []
+    for shard, start, count in zip(shards, starts.tolist(), counts.tolist(), strict=True):
+        low, high = max(first, start), min(last, start + count)
+        if low < high:
+            found.append((shard.file, low - start, high - start))
+    return tuple(found) or ((shards[0].file, 0, 0),)
+
+
+def write_files(
+    engine: Mapper,
+    learned: Learned,
+    learned_file: Path,
+    partition: Partition,
+    shards: list[Shard],
+    folder: Path,
+    progress: Callable[[str, int, int], None],
+) -> tuple[dict[str, tuple[Path, Statistics]], dict[str, int]]:
+    """Write every part; returns the folder and statistics of each, and how many lists were cut, by column."""
+    folders = [folder / name for name in partition.names]
+    for one in folders:
+        one.mkdir(parents=True, exist_ok=True)
+    statistics = [Statistics(learned.schema) for _ in folders]
+    num_cut = {spec.name: 0 for spec in learned.config.categorical if spec.max_length}
+    tasks = file_tasks(partition, shards)
+    for done, (task, found, cut) in enumerate(engine.map(FileWork(partition, learned_file, folders), tasks)):
+        statistics[task.part].join(found)
+        for name, count in cut.items():
+            num_cut[name] += count
+        progress("write", done + 1, len(tasks))
+    return dict(zip(partition.names, zip(folders, statistics, strict=True), strict=True)), num_cut

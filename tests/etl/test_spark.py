@@ -1,0 +1,175 @@
+"""Spark against DuckDB: the same output, byte for byte, of everything the ETL learns, splits, derives and writes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from raw_files import config, data_bytes, text
+
+from viviane.core.errors import ConfigError, DataError
+from viviane.etl import EtlConfig, FittedEtl, run
+
+pytestmark = pytest.mark.slow
+COLUMNS: list[dict[str, Any]] = [
+    {"name": "y", "type": "int"},
+    {"name": "user"},
+    {"name": "item", "type": "hex"},
+    {"name": "num", "type": "int"},
+    {"name": "x", "type": "float"},
+    {"name": "t", "type": "timestamp"},
+    {"name": "tags", "list": True},
+    {"name": "nums", "type": "int", "list": True},
+]
+FILL = {"type": "fill", "value": 0.5}
+WORDS = ["", "a", "A", "é", "日本", "z z", "\u200b", "1", "1.0", "-", "ß"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _session(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One session for all tests: the engine uses the active one."""
+    sql = pytest.importorskip("pyspark.sql", reason="needs the extra spark")
+    pytest.importorskip("pandas")
+    folder = tmp_path_factory.mktemp("spark")
+    builder = sql.SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    for key, value in {
+        "spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1", "spark.local.dir": str(folder),
+        "spark.sql.shuffle.partitions": "3", "spark.sql.session.timeZone": "UTC",
+    }.items():  # fmt: skip
+        builder = builder.config(key, value)
+    session = builder.getOrCreate()
+    yield
+    session.stop()
+
+
+def rows(num: int, seed: int, whole: bool) -> pa.Table:
+    """Rows with nulls, unicode, zeros of both signs, NaN, whole numbers beyond 2^53, empty and missing lists."""
+    rng = np.random.default_rng(seed)
+
+    def some(values: list[Any], kind: pa.DataType) -> pa.Array:
+        places = rng.integers(0, len(values) + 1, num)
+        return pa.array([None if at == len(values) else values[at] for at in places], kind)
+
+    numbers = [0, -1, 7, 2**62, -(2**62), 2**53 + 1, 3]
+    floats = [0.0, -0.0, 0.1, 1e20, 1e-9, -3.5, float("nan"), 2.0]
+    times = [0, -1, 86_399_999_999, 1_700_000_000_123_456, 1_700_000_000_000_000]
+    lists = [[], ["a"], ["a", None, "é"], ["b", "a", "a"]]
+    users = [word for word in WORDS if word]
+    return pa.table(
+        {
+            "y": pa.array(rng.integers(0, 2, num)),
+            "user": pa.array(rng.choice(users, num)) if whole else some(users, pa.string()),
+            "item": some(["ff", "0", "ffffffffffffffff", "abc"], pa.string()),
+            "num": some(numbers, pa.int64()),
+            "x": some(floats, pa.float64()),
+            "t": pa.array(rng.choice(times, num), pa.timestamp("us")),
+            "tags": some(lists, pa.list_(pa.string())),
+            "nums": some([[], [1], [1, 2, 2], [None]], pa.list_(pa.int64())),
+        }
+    )
+
+
+def everything() -> EtlConfig:
+    """A config with every operator that asks the engine."""
+    return config(
+        COLUMNS,
+        labels=[{"name": "y"}],
+        derived=[
+            {"type": "difference_lag", "name": "lag", "source": "x", "by": "user", "order_by": "t"},
+            {"type": "difference_lag", "name": "since", "source": "t", "by": ["user", "num"], "order_by": "t"},
+            {"type": "count", "name": "times", "by": ["user", "num"]},
+            {"type": "group_statistics", "name": "of", "by": "user", "of": "x", "statistics": ["mean", "std", "max"]},
+            {"type": "target_encode", "name": "rate", "by": "user", "target": "y", "folds": 3},
+        ],
+        dense=[
+            {"name": "x", "operators": [FILL, {"type": "clip", "min": -5, "max": 5}, {"type": "standardize"}]},
+            {"name": "n", "source": "num", "operators": [FILL, {"type": "log_square"}, {"type": "min_max"}]},
+            {"name": "middle", "source": "x", "operators": [{"type": "fill", "value": "median"}]},
+            *({"name": name, "operators": [FILL]} for name in ("lag", "since", "times", "of_x_mean", "rate")),
+        ],
+        categorical=[
+            {"name": "user", "vocabulary": "words", "encoding": {"type": "categorify", "min_count": 2}},
+            {
+                "name": "tags", "kind": "multi_hot", "vocabulary": "words", "max_length": 2,
+                "encoding": {"type": "categorify", "min_count": 2},
+            },
+            {"name": "item", "encoding": {"type": "categorify", "max_values": 2, "unknown_buckets": 3}},
+            {"name": "both", "source": ["user", "num"]},
+            {"name": "pair", "source": ["item", "num"], "encoding": {"type": "categorify", "max_values": 9}},
+            {"name": "level", "source": "x", "encoding": {"type": "bucketize", "quantiles": 5}},
+            {"name": "hashed", "source": ["item", "user"], "encoding": {"type": "hash", "num_ids": 50}},
+            {"name": "nums", "kind": "sequence", "max_length": 2},
+        ],
+    )  # fmt: skip
+
+
+SPLITS = [
+    None,
+    "hash:user:train=0.6,valid=0.4",
+    "time:t:train=0.7,test=0.3",
+    "rows:train=0.5,valid=0.25,test=0.25",
+]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_everything_is_the_same_byte_for_byte(tmp_path: Path, split: str | None) -> None:
+    for number, size in enumerate((700, 1, 0, 90)):
+        pq.write_table(rows(size, number, split is not None), tmp_path / f"raw-{number}.parquet")
+    made = everything()
+    found = {}
+    for engine in ("duckdb", "spark"):
+        summary = run(made, tmp_path / "raw-*.parquet", tmp_path / engine, split=split, threads=2, engine=engine)
+        found[engine] = summary.rows, summary.num_cut, summary.num_ids
+    assert found["duckdb"] == found["spark"]
+    truth, ours = data_bytes(tmp_path / "duckdb"), data_bytes(tmp_path / "spark")
+    assert truth.keys() == ours.keys()
+    different = [name for name in truth if truth[name] != ours[name]]
+    assert not different
+    for one in (tmp_path / "duckdb").rglob("info.json"):
+        other = tmp_path / "spark" / one.relative_to(tmp_path / "duckdb")
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_many_shards_and_files_a_filter_and_a_fitted_etl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("viviane.etl.write.ROWS_PER_GROUP", 100)
+    monkeypatch.setattr("viviane.etl.write.ROWS_PER_FILE", 200)
+    lines = "".join(f"{n % 2},{n % 7},{n / 3}\n" for n in range(1000))
+    text(tmp_path / "raw.csv", "click,item,x\n" + lines)
+    made = config(
+        [{"name": "click", "type": "int"}, {"name": "item"}, {"name": "x", "type": "float"}],
+        labels=[{"name": "click"}], dense=[{"name": "x"}], categorical=[{"name": "item"}],
+        filters=[{"column": "x", "keep": ">", "value": 4.0}],
+    )  # fmt: skip
+    for engine in ("duckdb", "spark"):
+        run(made, tmp_path / "raw.csv", tmp_path / engine, split="hash:item:train=0.7,test=0.3", engine=engine)
+        fitted = FittedEtl.load(tmp_path / engine / "etl.zip")
+        run(fitted, tmp_path / "raw.csv", tmp_path / f"{engine}-applied", engine=engine)
+    for name in ("", "-applied"):
+        assert data_bytes(tmp_path / f"duckdb{name}") == data_bytes(tmp_path / f"spark{name}")
+    assert len(list((tmp_path / "spark-applied").glob("part-*.parquet"))) > 1
+
+
+def test_errors_are_for_people(tmp_path: Path) -> None:
+    text(tmp_path / "raw.csv", "click,item\n1,a\n0,b\n")
+    made = config(
+        [{"name": "click", "type": "int"}, {"name": "item"}], labels=[{"name": "click"}], categorical=[{"name": "item"}]
+    )
+    with pytest.raises(ConfigError, match="no such engine"):
+        run(made, tmp_path / "raw.csv", tmp_path / "out", engine="polars")
+    with pytest.raises(ConfigError, match="are Spark's"):
+        run(made, tmp_path / "raw.csv", tmp_path / "out", master="local[2]")
+
+
+def test_a_failed_task_names_what_happened() -> None:
+    from viviane.etl.spark import SparkEngine
+
+    engine = SparkEngine()
+
+    def fail(item: int) -> int:
+        raise OSError(f"no space on device for {item}")
+
+    with pytest.raises(DataError, match="Spark failed"):
+        list(engine.map(fail, [1, 2]))
+    assert list(engine.map(lambda item: item * item, range(4))) == [0, 1, 4, 9]
