@@ -223,3 +223,21 @@ def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
     (data.path / "part-00009.parquet").mkdir()
     with pytest.raises(DataError, match=r"not a whole Parquet file.*\n.*part-00009.parquet"):
         Dataset(data.path)
+
+
+def test_bags_have_as_many_ids_as_their_hotness(tmp_path: Path) -> None:
+    content = SMALL.to_dict()
+    content["categorical"][1] |= {"hotness": 2, "weights": None}
+    content["ignored"] = ["w"]
+    schema = Schema.from_dict(content)
+
+    def read(bags: list[list[int]], name: str) -> int:
+        (tmp_path / name).mkdir()
+        columns = {**GOOD, "t": pa.array(bags, GOOD["t"].type)}
+        return sum(batch.size for batch in Dataset(folder_with(tmp_path / name, columns, schema=schema)).reader(2))
+
+    assert read([[3, 4]] * 5, "even") == 5
+    with pytest.raises(
+        DataError, match=r"hotness\n.*row group 0, column 't', row 2\n.*'1 ids'\n  allowed: 2 \(hotness"
+    ):
+        read([[3, 4], [5, 6], [7], [8, 9, 1], [3, 4]], "uneven")

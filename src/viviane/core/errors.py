@@ -92,6 +92,10 @@ class ProcessError(VivianeError, RuntimeError):
     """Another process of the group failed, died or stalled."""
 
 
+class RemoteError(DataError):
+    """A remote store refuses, does not answer, or gives something else than was written."""
+
+
 class MissingExtraError(VivianeError, ImportError):
     """An optional library is not installed; names the extra that brings it."""
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from viviane.core.locations import RemotePath, location
+
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's own entries, so that a rename survives a power cut."""
@@ -22,8 +24,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to a temporary name beside `path`, flush it, and rename it into place."""
+def write_bytes_atomic(path: str | Path | RemotePath, data: bytes) -> None:
+    """Write `data` to a temporary name beside `path`, flush it, and rename it into place; to a URL, in one request."""
+    path = location(path)
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -39,17 +45,25 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def write_json_atomic(path: Path, value: Any) -> None:
+def write_json_atomic(path: str | Path | RemotePath, value: Any) -> None:
     """Write `value` as indented JSON, atomically; keys keep their order, so that diffs stay small."""
     write_bytes_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 @contextmanager
-def replace_folder(path: Path) -> Iterator[Path]:
+def replace_folder(path: str | Path | RemotePath) -> Iterator[Path]:
     """Yield an empty temporary folder beside `path` that takes its place when the block succeeds.
 
-    An existing `path` stays whole until the new one is complete; a failed block leaves it untouched.
+    An existing `path` stays whole until the new one is complete; a failed block leaves it untouched. The folder of a
+    URL is a local one that is uploaded at the end.
     """
+    path = location(path)
+    if isinstance(path, RemotePath):
+        from viviane.core.remote.published import publish_folder
+
+        with publish_folder(path) as work:
+            yield work
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
     work.chmod(0o755)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from viviane.data.buffers import Buffers, Memory
 from viviane.schema import Schema
 
 Rows = slice | NDArray[np.int64]
@@ -78,13 +80,21 @@ class View:
 
 
 class Block:
-    """A buffer of a known number of rows; its parts are filled by row group, in any order."""
+    """A buffer of a known number of rows; its parts are filled by row group, in any order.
 
-    def __init__(self, schema: Schema, num_rows: int, num_parts: int) -> None:
+    Args:
+        schema: the columns.
+        num_rows, num_parts: rows, and the row groups that they come from.
+        memory: for the matrices; None takes fresh memory.
+    """
+
+    def __init__(self, schema: Schema, num_rows: int, num_parts: int, memory: Memory | None = None) -> None:
+        make = (memory or Buffers(kept_bytes=0)).new
         self.num_rows = num_rows
-        self.labels = np.empty((num_rows, len(schema.labels)), np.float32)
-        self.dense = np.empty((num_rows, schema.num_dense), np.float32)
-        self.one_hot = np.empty((num_rows, len(schema.one_hot)), one_hot_type(schema))
+        _, self.labels = make((num_rows, len(schema.labels)), torch.float32)
+        _, self.dense = make((num_rows, schema.num_dense), torch.float32)
+        ids = torch.int64 if one_hot_type(schema) is np.int64 else torch.int32
+        _, self.one_hot = make((num_rows, len(schema.one_hot)), ids)
         self.weight = None if schema.sample_weight is None else np.empty(num_rows, np.float32)
         self.parts: dict[str, list[Jagged | None]] = {bag.name: [None] * num_parts for bag in schema.bags}
 

@@ -1,12 +1,17 @@
-"""Memory for batches, used again when a batch is gone: fresh memory costs as much as the copy into it."""
+"""Memory for batches, used again when a batch is gone: fresh memory costs as much as the copy into it.
+
+What a GPU copies on its own must not be written to before the copy is done, though no tensor shows it any more. torch's
+store of page-locked memory sees to that: a copy leaves an event with the memory, and the memory is given out again
+after the event. So all page-locked memory comes from there, one piece a batch.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +21,26 @@ from torch import Tensor
 _ROUND: Final = 1 << 16  # bags differ in size from batch to batch: sizes are rounded up, so that they share buffers
 _SMALLEST: Final = 1 << 15  # smaller ones come fast from the allocator
 _KEPT_BYTES: Final = 1 << 28
+_ALIGNED: Final = 256  # bytes, as torch aligns tensors of their own on a GPU: kernels see no difference
+
+_ARRAY_TYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+}
+
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+class Memory(Protocol):
+    """Makes tensors of float32, int32 or int64 with any content."""
+
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
+        """Return a tensor of some shape and type, and the array that shows the same memory.
+
+        Both at once, because to ask a tensor for its array takes twice as long as to make the two.
+        """
+        ...
 
 
 def _references(bases: Sequence[NDArray[np.uint8]]) -> list[int]:
@@ -32,29 +57,35 @@ class Buffers:
     A buffer is free again when every tensor and array that shows it is gone: each of them holds a reference to it.
 
     Args:
-        pin_memory: page-locked memory; torch keeps a store of its own for that.
+        pin_memory: page-locked memory, all tensors of a batch in one piece.
         kept_bytes: memory beyond this is given back at once.
 
     Example:
         >>> buffers = Buffers()
-        >>> first = buffers.new((1000, 100), torch.int32)
+        >>> first, array = buffers.new((1000, 100), torch.int32)
         >>> address = first.data_ptr()
-        >>> del first
-        >>> buffers.new((1000, 100), torch.float32).data_ptr() == address
+        >>> del first, array
+        >>> buffers.new((1000, 100), torch.float32)[0].data_ptr() == address
         True
     """
 
     def __init__(self, pin_memory: bool = False, kept_bytes: int = _KEPT_BYTES) -> None:
-        self._pin_memory = pin_memory
+        self.pin_memory = pin_memory
         self._room = kept_bytes
         self._lock = threading.Lock()
         self._by_size: dict[int, list[NDArray[np.uint8]]] = {}
 
-    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of some shape and type."""
+    def for_batch(self, forms: Iterable[Form]) -> Memory:
+        """Return memory for tensors of these shapes and types, to be made in this order."""
+        return Piece(forms, pin_memory=True) if self.pin_memory else self
+
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
+        """Return a tensor of some shape and type, and its array."""
         size = math.prod(shape) * dtype.itemsize
-        if self._pin_memory or size < _SMALLEST:
-            return torch.empty(shape, dtype=dtype, pin_memory=self._pin_memory)
+        array: NDArray[Any]
+        if size < _SMALLEST:
+            array = np.empty(shape, _ARRAY_TYPES[dtype])
+            return torch.from_numpy(array), array
         rounded = -(-size // _ROUND) * _ROUND
         with self._lock:
             base = self._free(rounded)
@@ -63,9 +94,41 @@ class Buffers:
                 if rounded <= self._room:
                     self._room -= rounded
                     self._by_size.setdefault(rounded, []).append(base)
-            shown: Any = base[:size]
-        return torch.from_numpy(shown).view(dtype).view(shape)
+            array = np.ndarray(shape, _ARRAY_TYPES[dtype], base)
+        return torch.from_numpy(array), array
 
     def _free(self, size: int) -> NDArray[np.uint8] | None:
         bases = self._by_size.get(size, [])
         return next((base for base, count in zip(bases, _references(bases), strict=True) if count == _UNUSED), None)
+
+
+class Piece:
+    """Tensors side by side in one piece of memory, each at a multiple of 256 bytes, so that one copy moves them all.
+
+    Args:
+        forms: shapes and types of the tensors.
+        pin_memory: page-locked memory.
+
+    Example:
+        >>> piece = Piece([((2, 3), torch.float32), ((2,), torch.int64)])
+        >>> (dense, _), (ids, _) = piece.new((2, 3), torch.float32), piece.new((2,), torch.int64)
+        >>> ids.data_ptr() - dense.data_ptr()
+        256
+    """
+
+    def __init__(self, forms: Iterable[Form], pin_memory: bool = False) -> None:
+        size = sum(_rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in forms)
+        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+        self._array = self._bytes.numpy()
+        self._used = 0
+
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
+        """Return the next tensor, a part of torch's own storage, and its array."""
+        size = math.prod(shape) * dtype.itemsize
+        start, self._used = self._used, self._used + _rounded(size)
+        array: NDArray[Any] = np.ndarray(shape, _ARRAY_TYPES[dtype], self._array, start)
+        return self._bytes[start : start + size].view(dtype).view(shape), array
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

@@ -67,15 +67,24 @@ def check_ids(
 
 
 def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: Place) -> None:
-    """Refuse a bag or sequence that is longer than the column's max_length.
+    """Refuse a bag or sequence that is longer than the column's max_length, or of another length than its hotness.
 
     Raises:
         DataError: naming the first row and its length.
     """
-    if column.max_length is None or len(offsets) < 2:
+    if (column.max_length is None and column.hotness is None) or len(offsets) < 2:
         return
     lengths = np.diff(offsets)
-    if lengths.max() > column.max_length:
+    if column.hotness is not None and (lengths != column.hotness).any():
+        row = int(np.argmax(lengths != column.hotness))
+        raise DataError(
+            "a bag has another number of ids than the column's hotness",
+            where=place.row(row),
+            value=f"{lengths[row]} ids",
+            allowed=f"{column.hotness} (hotness)",
+            fix="take hotness out of schema.json, or write the data set with so many ids in every row",
+        )
+    if column.max_length is not None and lengths.max() > column.max_length:
         row = int(np.argmax(lengths > column.max_length))
         raise DataError(
             "a bag of ids is too long",

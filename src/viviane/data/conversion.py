@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
 
 from viviane.batch import Bag, Batch
+from viviane.core.locations import AnyPath
 from viviane.data.columns import arrow_types
 from viviane.data.dataset import Dataset
 from viviane.data.formats import Format
@@ -19,7 +19,7 @@ from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
 
 def convert(
     source: Dataset,
-    path: str | Path,
+    path: str | AnyPath,
     format: str | Format,  # noqa: A002 - the word on the command line
     *,
     rows_per_group: int = ROWS_PER_GROUP,
@@ -42,6 +42,7 @@ def convert(
         DataError, KeyRangeError: a row of the source is damaged, or the format cannot hold it.
 
     Example:
+        >>> from pathlib import Path
         >>> import tempfile
         >>> schema = Schema(labels=[{"name": "y"}], categorical=[{"name": "c", "num_ids": 9}])
         >>> folder = Path(tempfile.mkdtemp())

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from viviane.batch import Batch
 from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, DataError
-from viviane.data.formats import Format, Manifest, guess_format, named_format
+from viviane.core.locations import AnyPath, RemotePath, location, published_location
+from viviane.core.remote.cache import local_copy
+from viviane.data.formats import MANIFEST_FILE, Format, Manifest, guess_format, named_format
+from viviane.data.formats.file_list import FILE_LIST, METADATA_FILE
 from viviane.data.reader import DEFAULT_SHUFFLE_ROWS, Reader
 from viviane.schema import SCHEMA_FILE, Schema
 
@@ -29,7 +33,8 @@ class Dataset:
     0 or 1, bags no longer than max_length.
 
     Args:
-        path: the folder; a file or a file list of a foreign format.
+        path: the folder; a file or a file list of a foreign format. A URL (s3://, gs://, hdfs://) is a folder: Parquet
+            is read over the network by ranges, of other formats a copy is kept in the local cache.
         schema: read the files by this schema (a model's, say) instead of the folder's own.
         format: name of a format, or a format with its options: "norm", RawFormat(num_samples=1000).
         stored: every column in the files of a foreign format, where `schema` names some of them alone.
@@ -51,15 +56,16 @@ class Dataset:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | AnyPath,
         schema: Schema | None = None,
         format: str | Format | None = None,  # noqa: A002 - the word on the command line
         *,
         stored: Schema | None = None,
     ) -> None:
-        self.path = Path(path)
         given = None if format is None else named_format(format)
+        self.path = _readable(path, given)
         manifest = Manifest.load(self.path)
+        local = cast(Path, self.path)  # a remote one has passed `_readable`: it is Parquet, which takes both
         if manifest is not None:
             if given is not None and given.format != manifest.format.format:
                 raise ConfigError(
@@ -67,18 +73,19 @@ class Dataset:
                     allowed=manifest.format.format, fix="leave `format` out: the manifest says it",
                 )  # fmt: skip
             self.format = given or manifest.format
-            files, entries, stored = manifest.paths(self.path), manifest.files, manifest.stored
+            files: Sequence[AnyPath] = manifest.paths(local)
+            entries, stored = manifest.files, manifest.stored
             schema = schema or Schema.load(self.path)
         else:
-            self.format = given or guess_format(self.path)
+            self.format = given or guess_format(local)
             if self.format.format == "parquet" and not self.path.is_dir():
                 fix = "give the folder that holds schema.json; a foreign file needs its `format`"
                 raise DataError("no such data set folder", where=str(path), fix=fix)
             if schema is None:
                 schema = Schema.load(self.path if self.path.is_dir() else self.path.with_name(SCHEMA_FILE))
-            files, entries, stored = self.format.files_at(self.path), None, stored or schema
+            files, entries, stored = self.format.files_at(local), None, stored or schema
         self.schema, self.stored = schema, stored
-        self.storage = self.format.open(files, stored, schema, entries)
+        self.storage = self.format.open(cast("Sequence[Path]", files), stored, schema, entries)
         self.files, self.stamps, self.groups = self.storage.files, self.storage.stamps, self.storage.groups
         self.num_rows = sum(group.num_rows for group in self.groups)
 
@@ -160,3 +167,21 @@ class Dataset:
             num_ranks=num_ranks,
             pin_memory=pin_memory,
         )
+
+
+def _readable(path: str | AnyPath, given: Format | None) -> AnyPath:
+    """Return where the files are read: a local path, a remote folder of Parquet, or the local copy of another one.
+
+    Raises:
+        DataError: there is no folder at the URL.
+    """
+    place = published_location(path)
+    if not isinstance(place, RemotePath):
+        return place
+    if not place.is_dir():
+        raise DataError("there is no data set folder at this URL", where=str(path),
+                        fix="give the folder that holds schema.json; a single file is copied here first")  # fmt: skip
+    ours = given is None and not any((place / name).is_file() for name in (MANIFEST_FILE, METADATA_FILE, FILE_LIST))
+    if ours or (given is not None and given.format == "parquet"):
+        return place
+    return local_copy(location(path))

@@ -7,7 +7,7 @@ assignment per column ran as fast as transposing in cache-sized tiles and as tor
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
+from viviane.core.locations import AnyPath, RemotePath, arrow_source
 from viviane.data import checks
 from viviane.data.block import Block, Jagged
 from viviane.data.checks import Place
@@ -24,7 +25,7 @@ from viviane.data.storage import FileStamp, refuse_changed, stamp
 from viviane.schema import CategoricalColumn, DenseColumn, Schema
 
 
-def open_parquet(path: Path, compare: Callable[[pa.Schema, str], None]) -> pq.ParquetFile:
+def open_parquet(path: AnyPath, compare: Callable[[pa.Schema, str], None]) -> pq.ParquetFile:
     """Open a file, and compare its columns with the schema: `compare` gets the columns and the file's name.
 
     Raises:
@@ -33,7 +34,8 @@ def open_parquet(path: Path, compare: Callable[[pa.Schema, str], None]) -> pq.Pa
     """
     size, _ = stamp(path)
     try:
-        file = pq.ParquetFile(path)
+        source: Any = path.ranged() if isinstance(path, RemotePath) else path
+        file = pq.ParquetFile(source)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             "not a whole Parquet file; it may be truncated or half copied",
@@ -50,7 +52,7 @@ def open_parquet(path: Path, compare: Callable[[pa.Schema, str], None]) -> pq.Pa
 
 
 def decode_group(
-    path: Path, expected: FileStamp, group: Group, schema: Schema, block: Block, start: int, part: int
+    path: AnyPath, expected: FileStamp, group: Group, schema: Schema, block: Block, start: int, part: int
 ) -> None:
     """Read a row group into block rows [start, start + num_rows); its bags become part number `part`.
 
@@ -109,7 +111,7 @@ def decode_table(
         checks.check_weights(block.weight[rows], place)
 
 
-def read_group(path: Path, expected: FileStamp, group: Group, schema: Schema, *, named: bool = False) -> pa.Table:
+def read_group(path: AnyPath, expected: FileStamp, group: Group, schema: Schema, *, named: bool = False) -> pa.Table:
     """Return a row group as it stands in the file; `named`: the schema's columns alone.
 
     Raises:
@@ -117,7 +119,9 @@ def read_group(path: Path, expected: FileStamp, group: Group, schema: Schema, *,
     """
     refuse_changed(path, expected)
     try:
-        with pq.ParquetFile(path) as file:
+        known = _remote_footer(path, expected) if isinstance(path, RemotePath) else None
+        # pre_buffer asks a store for a group's columns in a few large ranges
+        with arrow_source(path) as source, pq.ParquetFile(source, metadata=known, pre_buffer=known is not None) as file:
             # other columns stand in the file only if the schema ignores some: naming columns costs a look-up each
             names = schema.column_names if named or schema.ignored else None
             table = file.read_row_group(group.index, columns=names, use_threads=False)
@@ -136,6 +140,14 @@ def read_group(path: Path, expected: FileStamp, group: Group, schema: Schema, *,
             allowed=str(group.num_rows),
         )
     return table
+
+
+@lru_cache(maxsize=1024)
+def _remote_footer(path: RemotePath, expected: FileStamp) -> pq.FileMetaData:
+    """Return a file's footer, fetched once for all of its row groups."""
+    del expected  # part of the key: a file that is written again has another footer
+    with arrow_source(path) as source:
+        return pq.read_metadata(source)
 
 
 def _whole(column: Any) -> Any:

@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from viviane.core.ranges import timed_as
 from viviane.data.block import Block, Rows, View
 from viviane.data.buffers import Buffers
 from viviane.data.plan import EpochPlan, Window
@@ -36,25 +37,28 @@ class _Loading:
     def __init__(self, block: Block | None) -> None:
         self.block = block
         self._lock = threading.Lock()
-        self._view: View | None = None
+        self._ready: Ready | None = None
         self.order: Future[NDArray[np.int64] | None] | None = None
         self.decodes: list[Future[None]] = []
         self.mapped: Future[View] | None = None
 
     def wait(self) -> Ready:
         """Return the rows and their order; raises what a decode task raised."""
-        for task in self.decodes:
-            task.result()
-        assert self.order is not None
-        order = self.order.result()
-        with self._lock:
-            if self._view is None:
-                if self.mapped is not None:
-                    self._view = self.mapped.result()
-                else:
-                    assert self.block is not None
-                    self._view = self.block.finish()
-        return self._view, order
+        if self._ready is None:  # to ask finished tasks again, batch after batch, costs a lock each
+            for task in self.decodes:
+                task.result()
+            assert self.order is not None
+            order = self.order.result()
+            with self._lock:
+                if self._ready is None:
+                    self._ready = self._view(), order
+        return self._ready
+
+    def _view(self) -> View:
+        if self.mapped is not None:
+            return self.mapped.result()
+        assert self.block is not None
+        return self.block.finish()
 
 
 Asked = list[tuple[tuple[Window, int, int], _Loading]]
@@ -69,6 +73,7 @@ class Prefetcher:
         batch_size, first_row, last_row: which rows.
         share: (r, n): of every batch of B rows, take the rows B r // n to B (r + 1) // n alone.
         buffers: memory of the batches.
+        windows: memory of the windows.
         num_threads: size of the pool.
     """
 
@@ -82,11 +87,12 @@ class Prefetcher:
         last_row: int,
         share: tuple[int, int],
         buffers: Buffers,
+        windows: Buffers,
         num_threads: int,
     ) -> None:
         self._plan = plan
         self._storage = storage
-        self._buffers = buffers
+        self._buffers, self._windows = buffers, windows
         rank, ranks = share
         self._ranges = [
             (start + (stop - start) * rank // ranks, start + (stop - start) * (rank + 1) // ranks)
@@ -96,10 +102,13 @@ class Prefetcher:
         self._next = 0
         self._shape = BatchShape.of(storage.schema)
         # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
-        self._inline = storage.mapped and not plan.shuffled
+        # For a GPU threads do it all the same: the consumer has kernels to launch.
+        self._inline = storage.mapped and not plan.shuffled and not buffers.pin_memory
         self._run = 1 if self._inline else max(1, _RUN_ROWS // batch_size)
-        self._depth = 2 * num_threads
+        self._depth = num_threads + 2 if buffers.pin_memory else 2 * num_threads  # page-locked memory is dear
         self._loading: dict[int, _Loading] = {}
+        self._tasks: deque[Future[list[Made]] | Callable[[], list[Made]]] = deque()
+        self._made: deque[Made] = deque()
         self._pending = deque(self._due_tasks(first_row, last_row, num_threads))
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
 
@@ -128,12 +137,15 @@ class Prefetcher:
             start < stop and stop > window.start for start, stop in self._ranges[max(0, before_end - 2) : before_end]
         )
 
+    def _block(self, window: Window) -> Block:
+        return Block(self._storage.schema, window.num_rows, len(window.groups), self._windows)
+
     def _hand_in_next(self) -> None:
         _, window, part = self._pending.popleft()
         loading = self._loading.get(window.number)
         as_it_stands = self._storage.mapped and len(window.groups) == 1
         if loading is None:
-            block = None if as_it_stands else Block(self._storage.schema, window.num_rows, len(window.groups))
+            block = None if as_it_stands else self._block(window)
             loading = self._loading[window.number] = _Loading(block)
             loading.order = self._pool.submit(self._plan.permutation, window)
         if as_it_stands:
@@ -141,10 +153,19 @@ class Prefetcher:
             return
         assert loading.block is not None
         start = sum(group.num_rows for group in window.groups[:part])
-        loading.decodes.append(self._pool.submit(self._storage.decode, window.groups[part], loading.block, start, part))
+        decode = timed_as("decode")(self._storage.decode)
+        loading.decodes.append(self._pool.submit(decode, window.groups[part], loading.block, start, part))
 
-    def _hand_in_run(self) -> Callable[[], list[Made]]:
-        """Hand in one task for a run of batches; return what waits for it, or does it."""
+    @property
+    def ready(self) -> bool:
+        """Whether the next slab, or the end, can be had without waiting and without work."""
+        if self._made or not self._tasks:
+            return bool(self._made) or self._next == len(self._ranges)
+        first = self._tasks[0]
+        return isinstance(first, Future) and first.done()
+
+    def _hand_in_run(self) -> Future[list[Made]] | Callable[[], list[Made]]:
+        """Hand in one task for a run of batches; return it, or what does it."""
         asked: list[Asked] = []
         for start, stop in self._ranges[self._next : self._next + self._run]:
             pieces = self._plan.pieces(start, stop)
@@ -158,11 +179,11 @@ class Prefetcher:
         self._next += len(asked)
         if self._inline:
             return partial(_assemble, self._shape, asked, self._buffers)
-        return self._pool.submit(_assemble, self._shape, asked, self._buffers).result
+        return self._pool.submit(_assemble, self._shape, asked, self._buffers)
 
     def __iter__(self) -> Iterator[tuple[Slab, list[Window]]]:
         """Yield slabs with the windows that their rows come from."""
-        tasks: deque[Callable[[], list[Made]]] = deque()
+        tasks, made = self._tasks, self._made
         try:
             while tasks or self._next < len(self._ranges):
                 while self._next < len(self._ranges) and len(tasks) < self._depth:
@@ -170,16 +191,20 @@ class Prefetcher:
                     while self._pending and self._pending[0][0] <= row:
                         self._hand_in_next()
                     tasks.append(self._hand_in_run())
-                for made in tasks.popleft()():
-                    if isinstance(made, Exception):
-                        raise made
-                    yield made
+                task = tasks.popleft()
+                made.extend(task.result() if isinstance(task, Future) else task())
+                while made:
+                    one = made.popleft()
+                    if isinstance(one, Exception):
+                        raise one
+                    yield one
         finally:
             # the garbage collector may close a forgotten iterator in one of our own threads: it cannot join itself
             own = threading.current_thread().name.startswith(_THREAD_NAME)
             self._pool.shutdown(wait=not own, cancel_futures=True)
 
 
+@timed_as("assemble")
 def _assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
     """Take the rows of each batch; an error stands in place of its batch and ends the list."""
     made: list[Made] = []

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SHUFFLE_ROWS: Final = 524_288
 STATE_VERSION: Final = 1
+_KEPT_WINDOWS: Final = 1 << 32  # bytes; fresh memory takes longer than the rows that are decoded into it
 
 
 class Reader:
@@ -44,7 +45,9 @@ class Reader:
             of a batch of B rows. All ranks see equally many batches, whatever the number of rows: where the last one
             has fewer rows than ranks, some get a batch of 0 rows. Together they see what one reader would. A saved
             position is that of any rank, and of any number of ranks.
-        pin_memory: deliver batches in page-locked memory, from which a GPU reads on its own.
+        pin_memory: deliver batches in page-locked memory, from which a GPU reads on its own, each in one piece, which
+            `Batch.to` moves in one copy. The memory of a batch is used again once nobody refers to it and its copies
+            are done.
 
     Raises:
         ConfigError: a number is out of range.
@@ -103,11 +106,14 @@ class Reader:
         self.shuffle_rows = shuffle_rows
         self.max_batches = max_batches
         self.rank, self.num_ranks = rank, num_ranks
-        self._buffers = Buffers(pin_memory)
+        self.rows_each = 1
+        """Rows that a batch holds for each row of the data set."""
+        self._buffers, self._windows = Buffers(pin_memory), Buffers(kept_bytes=_KEPT_WINDOWS)
         self._epoch = epoch
         self._delivered = 0
         self._layout = Layout.of(dataset.schema)
         self._active: weakref.ref[Generator[Batch, None, None]] | None = None
+        self._prefetcher: Prefetcher | None = None
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
@@ -124,6 +130,11 @@ class Reader:
     def position(self) -> int:
         """Batches of this epoch that were delivered."""
         return self._delivered
+
+    @property
+    def ready(self) -> bool:
+        """Whether the iterator gives its next batch, or its end, without waiting and without work."""
+        return self._prefetcher is not None and self._prefetcher.ready
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; in that epoch already, the position stays as it is.
@@ -152,19 +163,22 @@ class Reader:
             dataset.storage,
             share=(self.rank, self.num_ranks),
             buffers=self._buffers,
+            windows=self._windows,
             batch_size=self.batch_size,
             first_row=min(self._delivered * self.batch_size, plan.num_rows),
             last_row=min(len(self) * self.batch_size, plan.num_rows),
             num_threads=self.num_threads,
         )
+        self._prefetcher = prefetcher
         with closing(iter(prefetcher)) as slabs:  # type: ignore[type-var]
-            source, known = "", None
+            place, source, known = f"{dataset.path}, epoch {self._epoch}, batch", "", None
             for slab, windows in slabs:
                 if windows != known:
                     source, known = self._source(windows), windows
-                origin = f"{dataset.path}, epoch {self._epoch}, batch {self._delivered} (from {source})"
+                origin = f"{place} {self._delivered} (from {source})"
                 self._delivered += 1
                 yield slab.batch(self._layout, origin)
+        self._prefetcher = None
         self._epoch, self._delivered = self._epoch + 1, 0
 
     def _source(self, windows: list[Window]) -> str:
@@ -221,7 +235,7 @@ class Reader:
         batches = self._active() if self._active is not None else None
         if batches is not None:
             batches.close()
-        self._active = None
+        self._active = self._prefetcher = None
 
     def __enter__(self) -> Self:
         return self

@@ -5,7 +5,7 @@ Shapes: B rows of the batch, L labels, N dense numbers, F one-hot features, nnz 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from viviane.batch import Bag, Batch, Layout
 from viviane.data.block import Jagged, Matrix, Rows, View, one_hot_type
-from viviane.data.buffers import Buffers
+from viviane.data.buffers import Buffers, Form, Memory
 from viviane.schema import Schema
 
 Part = tuple[View, Rows]
+Lengths = NDArray[np.int64]  # ids of each row
 
 
 @dataclass(frozen=True)
@@ -70,26 +71,29 @@ class Slab:
         size = sum(counts)
         places = [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
+        lengths = {name: [view.bags[name].lengths(rows) for view, rows in parts] for name, _ in shape.bags}
+        weighted = {name: any(view.bags[name].weights is not None for view, _ in parts) for name, _ in shape.bags}
+        memory = buffers.for_batch(_forms(shape, size, lengths, weighted))
+
         def matrix(kind: str, width: int, dtype: torch.dtype) -> Tensor:
-            made = buffers.new((size, width), dtype)
-            target = made.numpy()
+            made, target = memory.new((size, width), dtype)
             for (view, rows), place in zip(parts, places, strict=True):
                 _take(getattr(view, kind), rows, target[place])
             return made
 
         weight = None
         if shape.weighted:
-            weight = buffers.new((size,), torch.float32)
+            weight, target = memory.new((size,), torch.float32)
             for (view, rows), place in zip(parts, places, strict=True):
                 assert view.weight is not None
-                weight.numpy()[place] = view.weight[rows]
+                target[place] = view.weight[rows]
         return cls(
             matrix("labels", shape.num_labels, torch.float32),
             matrix("dense", shape.num_dense, torch.float32),
             matrix("one_hot", shape.num_one_hot, shape.ids),
             weight,
             {
-                name: _bag([(view.bags[name], rows) for view, rows in parts], places, dtype, buffers)
+                name: _bag([(view.bags[name], rows) for view, rows in parts], places, dtype, lengths[name], memory)
                 for name, dtype in shape.bags
             },
         )
@@ -121,18 +125,36 @@ def _take(matrix: Matrix, rows: Rows, out: NDArray[Any]) -> None:
             np.copyto(target, np.take(piece, rows, axis=0, mode="clip"))
 
 
-def _bag(parts: list[tuple[Jagged, Rows]], places: list[slice], dtype: torch.dtype, buffers: Buffers) -> Bag:
+def _forms(
+    shape: BatchShape, size: int, lengths: Mapping[str, list[Lengths]], weighted: Mapping[str, bool]
+) -> Iterator[Form]:
+    """Yield the shapes and types of a batch's tensors."""
+    if shape.weighted:
+        yield (size,), torch.float32
+    yield (size, shape.num_labels), torch.float32
+    yield (size, shape.num_dense), torch.float32
+    yield (size, shape.num_one_hot), shape.ids
+    for name, dtype in shape.bags:
+        nnz = sum(int(part.sum()) for part in lengths[name])
+        yield (size + 1,), torch.int64
+        yield (nnz,), dtype
+        if weighted[name]:
+            yield (nnz,), torch.float32
+
+
+def _bag(
+    parts: list[tuple[Jagged, Rows]], places: list[slice], dtype: torch.dtype, lengths: list[Lengths], memory: Memory
+) -> Bag:
     size = places[-1].stop if places else 0
-    offsets = buffers.new((size + 1,), torch.int64)
-    ends = offsets.numpy()
+    offsets, ends = memory.new((size + 1,), torch.int64)
     ends[0] = 0
-    for (bag, rows), place in zip(parts, places, strict=True):
-        np.cumsum(bag.lengths(rows), out=ends[place.start + 1 : place.stop + 1])
+    for part, place in zip(lengths, places, strict=True):
+        np.cumsum(part, out=ends[place.start + 1 : place.stop + 1])
         ends[place.start + 1 : place.stop + 1] += ends[place.start]
     weighted = any(bag.weights is not None for bag, _ in parts)
-    values = buffers.new((int(ends[-1]),), dtype)
-    weights = buffers.new((len(values),), torch.float32) if weighted else None
+    values, ids = memory.new((int(ends[-1]),), dtype)
+    weights, numbers = memory.new(ids.shape, torch.float32) if weighted else (None, None)
     for (bag, rows), place in zip(parts, places, strict=True):
         inside = slice(int(ends[place.start]), int(ends[place.stop]))
-        bag.take(rows, values.numpy()[inside], None if weights is None else weights.numpy()[inside])
+        bag.take(rows, ids[inside], None if numbers is None else numbers[inside])
     return Bag(values, offsets, weights)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from viviane.core.errors import DataError
+from viviane.core.locations import AnyPath
 from viviane.data.block import Block, View
 from viviane.data.checks import Place
 from viviane.data.plan import Group
@@ -18,7 +19,7 @@ ROWS_PER_BLOCK: Final = 131_072
 FileStamp = tuple[int, int]  # size in bytes, time of change in ns
 
 
-def stamp(path: Path) -> FileStamp:
+def stamp(path: AnyPath) -> FileStamp:
     """Return what changes when a file is written again.
 
     Raises:
@@ -36,7 +37,7 @@ def stamp(path: Path) -> FileStamp:
     return status.st_size, status.st_mtime_ns
 
 
-def refuse_changed(path: Path, expected: FileStamp) -> None:
+def refuse_changed(path: AnyPath, expected: FileStamp) -> None:
     """Refuse a file that is no longer as it was when the data set was opened.
 
     Raises:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import pyarrow as pa
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.files import replace_folder, write_json_atomic
+from viviane.core.locations import AnyPath, location
 from viviane.data.columns import arrow_types, check_columns, is_list
 from viviane.data.dataset import INFO_FILE, Dataset
 from viviane.data.formats import MANIFEST_FILE, Format, Manifest, named_format
@@ -21,7 +22,7 @@ ROWS_PER_FILE: Final = 8 * ROWS_PER_GROUP
 
 
 def write_dataset(
-    path: str | Path,
+    path: str | AnyPath,
     schema: Schema,
     source: Iterable[pa.Table | pa.RecordBatch | Mapping[str, Any]],
     *,
@@ -34,7 +35,7 @@ def write_dataset(
     """Write rows as a data set folder, atomically, and open it.
 
     Args:
-        path: the folder; it appears only when everything is written.
+        path: the folder, or its URL; it appears only when everything is written.
         source: Arrow tables, or dicts of arrays or lists by column name, of any sizes. Tables must have the
             schema's types; the values of dicts are converted where no information is lost.
         format: name of a format of `viviane.data.formats`, or a format with its options.
@@ -57,7 +58,7 @@ def write_dataset(
         >>> write_dataset(folder, schema, [{"x": [0.5, 1.5], "c": [[3, 4], []]}]).head().bags["c"].offsets.tolist()
         [0, 2, 2]
     """
-    target = Path(path)
+    target = location(path)
     if rows_per_group < 1 or rows_per_file < 1:
         raise ConfigError(
             "row groups and files need at least one row",
@@ -70,7 +71,8 @@ def write_dataset(
     wanted = pa.schema([pa.field(name, kind, nullable=False) for name, kind in arrow_types(schema).items()])
     tables = (_conform(part, wanted, schema, number) for number, part in enumerate(source))
     with replace_folder(target) as folder:
-        files = chosen.write(folder, target.absolute(), schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
+        place = cast(Path, target.absolute())  # of a URL only the text is used
+        files = chosen.write(folder, place, schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
         schema.save(folder)
         rows = sum(file.rows for file in files)
         write_json_atomic(folder / INFO_FILE, {"rows": rows, **(info() if callable(info) else info or {})})

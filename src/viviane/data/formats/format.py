@@ -12,6 +12,7 @@ from pydantic import Field
 
 from viviane.config.base import Settings
 from viviane.core.errors import DataError, SchemaError, suggest
+from viviane.core.locations import AnyPath
 from viviane.data.block import Block, View
 from viviane.data.checks import Place
 from viviane.data.decode import decode_table
@@ -50,7 +51,7 @@ class Format(Settings):
     format: str
 
     @abstractmethod
-    def files_at(self, path: Path) -> list[Path]:
+    def files_at(self, path: Path) -> Sequence[AnyPath]:
         """Return the data files that a path stands for: a folder, a file list, or one file.
 
         Raises:

@@ -12,6 +12,7 @@ from pydantic import SerializeAsAny, field_validator
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import ConfigError, DataError
+from viviane.core.locations import AnyPath
 from viviane.data.formats.format import FileEntry, Format
 from viviane.data.formats.registry import format_of
 from viviane.schema import Schema
@@ -39,7 +40,7 @@ class Manifest(Settings):
         return format_of(value) if isinstance(value, dict) else value
 
     @classmethod
-    def load(cls, folder: Path) -> Manifest | None:
+    def load(cls, folder: AnyPath) -> Manifest | None:
         """Return the manifest of a folder, or None without one.
 
         Raises:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from viviane.core.errors import DataError
+from viviane.core.locations import AnyPath
 from viviane.data.block import Block
 from viviane.data.columns import arrow_types, check_columns
 from viviane.data.decode import decode_group, open_parquet
@@ -28,8 +29,8 @@ class ParquetStorage(Storage):
 
     unit: ClassVar[str] = "row group"
 
-    def __init__(self, schema: Schema, files: Sequence[Path]) -> None:
-        super().__init__(schema, files)
+    def __init__(self, schema: Schema, files: Sequence[AnyPath]) -> None:
+        super().__init__(schema, cast("Sequence[Path]", files))  # remote files are read by the same names
         for number, path in enumerate(self.files):
             with open_parquet(path, lambda found, where: check_columns(found, schema, where)) as file:
                 self.groups += groups_of(number, file)
@@ -44,7 +45,7 @@ class ParquetFormat(Format):
 
     format: Literal["parquet"] = "parquet"
 
-    def files_at(self, path: Path) -> list[Path]:
+    def files_at(self, path: AnyPath) -> Sequence[AnyPath]:
         """Return every *.parquet file of a folder, in order of names, but those that start with "." or "_"."""
         files = sorted(file for file in path.glob("*.parquet") if not file.name.startswith((".", "_")))
         if not files:
@@ -52,7 +53,7 @@ class ParquetFormat(Format):
         return files
 
     def open(
-        self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
+        self, files: Sequence[AnyPath], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
     ) -> Storage:
         """Read the footer of every file and compare its columns with the schema; see Format."""
         return ParquetStorage(schema, files)

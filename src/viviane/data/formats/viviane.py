@@ -225,6 +225,7 @@ def _stricter(stored: Schema, schema: Schema) -> list[LabelColumn | CategoricalC
         if (
             (column.num_ids or _ANY) < (other.num_ids or _ANY)
             or shorter
+            or column.hotness not in (None, other.hotness)
             or (column.dtype, other.dtype) == ("int32", "int64")
         ):
             found.append(column)

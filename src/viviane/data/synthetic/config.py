@@ -113,6 +113,7 @@ class SyntheticConfig(Settings):
                 "num_ids": bag.cardinality + RESERVED.first,
                 "kind": bag.kind,
                 "max_length": bag.hotness[1],
+                "hotness": bag.hotness[0] or None if bag.hotness[0] == bag.hotness[1] else None,
                 "weights": bag.weights,
             }
             for bag in self.bags

@@ -190,10 +190,9 @@ def _write(config: DataGeneratorConfig, source: Path, folder: Path, rows: int) -
         return data
     source.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=source.parent, prefix=f".{source.name}.") as work:
-        made = write_dataset(
-            Path(work) / "rows", schema, _chunks(config, schema, folder.name, rows, _CHUNK_ROWS), format=kind
-        )
-        (made.path / DATA_FILE).replace(source)
+        rows_folder = Path(work) / "rows"
+        write_dataset(rows_folder, schema, _chunks(config, schema, folder.name, rows, _CHUNK_ROWS), format=kind)
+        (rows_folder / DATA_FILE).replace(source)
     return Dataset(source, schema, kind.model_copy(update={"num_samples": rows}))
 
 

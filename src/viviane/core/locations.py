@@ -1,0 +1,254 @@
+"""Where files stand: a local path, or the URL of a store that is used like one."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Final, TypeAlias
+from urllib.parse import unquote, urlsplit
+
+from viviane.core.errors import ConfigError, RemoteError
+from viviane.core.remote.ranged_file import RangedFile
+from viviane.core.remote.retry import retried
+from viviane.core.remote.systems import SCHEMES, connect
+
+_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/{1,}(?=[^/])", re.IGNORECASE)  # pathlib folds the two slashes into one
+_PIECE_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True)
+class RemoteStatus:
+    """Size and time of change of a remote file, named as os.stat_result names them."""
+
+    st_size: int
+    st_mtime_ns: int
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath:
+    """A file or folder of a remote store; those methods of pathlib.Path that reading and writing need.
+
+    Args:
+        scheme: one of s3, gs, hdfs.
+        host: the bucket, or the server and its port.
+        key: the path without a slash at either end.
+
+    Example:
+        >>> train = RemotePath("s3", "clicks", "sets/train")
+        >>> str(train / "part-00000.parquet"), train.parent.name
+        ('s3://clicks/sets/train/part-00000.parquet', 'sets')
+    """
+
+    scheme: str
+    host: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.host}/{self.key}"
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.scheme, self.host, f"{self.key}/{name}".strip("/"))
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return PurePosixPath(self.key).name
+
+    @property
+    def suffix(self) -> str:
+        """What the name ends with, the dot included."""
+        return PurePosixPath(self.key).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder; that of the bucket is the bucket."""
+        return RemotePath(self.scheme, self.host, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> RemotePath:
+        """Return a file beside this one."""
+        return self.parent / name
+
+    def absolute(self) -> RemotePath:
+        """Return this path: a URL is never relative."""
+        return self
+
+    resolve = absolute
+
+    @property
+    def system(self) -> Any:
+        """The pyarrow file system."""
+        return connect(self.scheme, self.host)
+
+    @property
+    def inner(self) -> str:
+        """The path inside that file system."""
+        return f"{self.host}/{self.key}".rstrip("/") if self.scheme in ("s3", "gs") else f"/{self.key}"
+
+    def _info(self) -> Any:
+        return retried(lambda: self.system.get_file_info(self.inner), str(self), "looking up")
+
+    def exists(self) -> bool:
+        """Say whether there is a file or a folder that is not empty."""
+        return bool(self._info().type.name != "NotFound")
+
+    def is_file(self) -> bool:
+        """Say whether there is a file."""
+        return bool(self._info().is_file)
+
+    def is_dir(self) -> bool:
+        """Say whether there is a folder."""
+        return bool(self._info().type.name == "Directory")
+
+    def stat(self) -> RemoteStatus:
+        """Return size and time of change.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        info = self._info()
+        if not info.is_file:
+            raise FileNotFoundError(2, "no such file", str(self))
+        return RemoteStatus(int(info.size), int(info.mtime_ns or 0))
+
+    def files(self, *, recursive: bool = False) -> dict[RemotePath, RemoteStatus]:
+        """Return the files of this folder, in order of names; `recursive`: those of its folders too."""
+        return {one: status for one, status in self._entries(recursive) if status is not None}
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Yield what stands in this folder, in order of names."""
+        return (one for one, _ in self._entries(recursive=False))
+
+    def _entries(self, recursive: bool) -> list[tuple[RemotePath, RemoteStatus | None]]:
+        from pyarrow.fs import FileSelector
+
+        def request() -> list[Any]:
+            selector = FileSelector(self.inner, allow_not_found=True, recursive=recursive)
+            return list(self.system.get_file_info(selector))
+
+        found = []
+        for info in retried(request, str(self), "listing"):
+            inside = info.path.lstrip("/")[len(self.inner.lstrip("/")) :].strip("/")
+            status = RemoteStatus(int(info.size), int(info.mtime_ns or 0)) if info.is_file else None
+            if inside:
+                found.append((self / inside, status))
+        return sorted(found, key=lambda one: one[0])
+
+    def glob(self, pattern: str) -> Iterator[RemotePath]:
+        """Yield what stands in this folder under names that fit a pattern without slashes."""
+        return (one for one in self.iterdir() if fnmatch.fnmatchcase(one.name, pattern))
+
+    def ranged(self) -> RangedFile:
+        """Open for reading by ranges.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        return RangedFile(self.system, self.inner, str(self))
+
+    def open(self, mode: str = "rb") -> IO[bytes]:
+        """Open for reading from front to back, in large pieces."""
+        if mode != "rb":
+            raise ConfigError("a remote file is opened to read bytes", where=str(self), value=mode, allowed="rb")
+        return io.BufferedReader(self.ranged(), _PIECE_BYTES)
+
+    def read_bytes(self) -> bytes:
+        """Return the whole content."""
+        with self.ranged() as file:
+            return file.read()
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """Return the whole content as text."""
+        return self.read_bytes().decode(encoding)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write a file; on an object store it appears whole or not at all.
+
+        Raises:
+            RemoteError: the store does not answer or refuses, or keeps another number of bytes.
+        """
+
+        def request() -> None:
+            if self.scheme not in ("s3", "gs"):
+                self.system.create_dir(self.parent.inner, recursive=True)
+            # pyarrow would compress by the name's ending
+            with self.system.open_output_stream(self.inner, compression=None) as stream:
+                stream.write(data)
+
+        retried(request, str(self), "writing")
+        if self.stat().st_size != len(data):
+            raise RemoteError("the store kept another number of bytes than were written", where=str(self))
+
+    def remove_folder(self) -> None:
+        """Remove a folder with all that stands in it."""
+        retried(lambda: self.system.delete_dir(self.inner), str(self), "removing")
+
+
+AnyPath: TypeAlias = Path | RemotePath
+
+
+def location(path: str | Path | RemotePath) -> AnyPath:
+    """Return a local path, or the remote path of a URL.
+
+    Raises:
+        ConfigError: a scheme that is not known, or credentials inside the URL.
+
+    Example:
+        >>> location("s3://clicks/sets/train/").name, location(Path("s3://clicks/a")), location("file:///tmp/a")
+        ('train', RemotePath(scheme='s3', host='clicks', key='a'), PosixPath('/tmp/a'))
+    """
+    if isinstance(path, RemotePath):
+        return path
+    text = str(path)
+    match = _URL.match(text)
+    if match is None:
+        return Path(unquote(urlsplit(text).path)) if text.startswith("file:/") else Path(path)
+    scheme = match[1].lower()
+    if scheme == "file":
+        return Path(unquote(urlsplit(text).path))
+    host, _, key = text[match.end() :].partition("/")
+    if "@" in host:
+        raise ConfigError(
+            "a URL must not hold a user or a password: URLs end up in settings, logs and error messages",
+            where=f"{scheme}://...@{host.rpartition('@')[2]}/{key}",
+            fix="set the credentials in the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "GOOGLE_APPLICATION_CREDENTIALS, HADOOP_USER_NAME",
+        )
+    if scheme not in SCHEMES:
+        if len(scheme) == 1:  # a drive letter
+            return Path(path)
+        raise ConfigError("no store is known by this scheme", where=text.partition("?")[0], value=scheme,
+                          allowed=", ".join(("file", *SCHEMES)))  # fmt: skip
+    parts = [part for part in key.split("/") if part]
+    if {".", ".."} & set(parts):
+        raise ConfigError("a URL's path must not hold . or ..", where=text)
+    return RemotePath(scheme, host, "/".join(parts))
+
+
+def published_location(path: str | AnyPath) -> AnyPath:
+    """Return where the files of a path stand: of a URL that was published, in the folder of the version that counts.
+
+    Raises:
+        ConfigError: see `location`.
+        RemoteError: the store does not answer, or holds something else than was published.
+    """
+    place = location(path)
+    if not isinstance(place, RemotePath):
+        return place
+    from viviane.core.remote.published import published_place
+
+    return published_place(place)
+
+
+@contextmanager
+def arrow_source(path: AnyPath) -> Iterator[Any]:
+    """Yield what pyarrow opens: the path of a local file, or a remote one that is read by ranges."""
+    if not isinstance(path, RemotePath):
+        yield path
+        return
+    with path.ranged() as file:
+        yield file

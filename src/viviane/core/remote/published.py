@@ -1,0 +1,228 @@
+"""A remote folder that appears whole or not at all, though stores cannot rename one.
+
+<url>/versions/<version>/...      the files
+<url>/published.json              which version counts, and the size and check sum of each of its files
+
+The version folder is uploaded and compared first, published.json is written last, and it alone decides what readers
+see. The version before stays until the next one is published, so that readers in work come to their end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from viviane.core.errors import ConfigError, DataError, RemoteError, VivianeError
+from viviane.core.locations import RemotePath
+from viviane.core.remote.retry import retried
+from viviane.core.remote.systems import rename_over
+
+PUBLISHED_FILE: Final = "published.json"
+VERSIONS: Final = "versions"
+_FORMAT: Final = "viviane-published"
+_LEVELS: Final = 3  # a part of a published folder, and a folder in it
+_PIECE_BYTES: Final = 8 << 20
+_THREADS: Final = 4
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """Size in bytes and SHA-256 of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """The content of published.json.
+
+    Args:
+        root: the folder it stands in.
+        folder: that of the version that counts, inside root.
+        files: by path inside that folder.
+    """
+
+    root: RemotePath
+    folder: str
+    files: dict[str, PublishedFile]
+
+    @classmethod
+    def load(cls, root: RemotePath) -> Published | None:
+        """Return what is published at a folder; None without published.json.
+
+        Raises:
+            RemoteError: the file is damaged.
+        """
+        file = root / PUBLISHED_FILE
+        try:
+            data = json.loads(file.read_bytes())
+            if data["format"] != _FORMAT or data["version"] != 1:
+                raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
+            files = {name: PublishedFile(int(one["bytes"]), str(one["sha256"])) for name, one in data["files"].items()}
+            return cls(root, str(data["folder"]), files)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RemoteError(
+                "what was published cannot be read", where=str(file), value=str(error), fix="publish it again"
+            ) from error
+
+    @property
+    def place(self) -> RemotePath:
+        """The version folder."""
+        return self.root / self.folder
+
+    def compare(self, inside: str = "") -> None:
+        """Compare the sizes of files with what was written.
+
+        Raises:
+            RemoteError: a file is missing, or has another size.
+        """
+        there = {str(one): status.st_size for one, status in (self.place / inside).files(recursive=True).items()}
+        for name, entry in self.files.items():
+            if inside and not name.startswith(f"{inside}/"):
+                continue
+            size = there.get(str(self.place / name))
+            if size != entry.bytes:
+                raise RemoteError(
+                    "a published file is missing" if size is None else "a published file has another size than was "
+                    "written; it may be truncated",
+                    where=str(self.place / name), value="absent" if size is None else f"{size} bytes",
+                    allowed=f"{entry.bytes} bytes", fix="publish it again",
+                )  # fmt: skip
+
+
+def find_published(path: RemotePath) -> tuple[Published, str] | None:
+    """Return what is published at a folder or around it, and the path inside; None for a plain folder.
+
+    Raises:
+        RemoteError: published.json is damaged, or an upload never came to its end.
+    """
+    inside, root = "", path
+    for _ in range(_LEVELS):
+        found = Published.load(root)
+        if found is not None:
+            return found, inside
+        if not root.key or root.parent.name == VERSIONS:
+            break
+        inside, root = f"{root.name}/{inside}".strip("/"), root.parent
+    if (path / VERSIONS).is_dir():
+        raise RemoteError(
+            "nothing is published here: an upload has not come to its end", where=str(path),
+            fix="wait for it, or publish again",
+        )  # fmt: skip
+    return None
+
+
+def published_place(path: RemotePath) -> RemotePath:
+    """Return where the files of a URL stand now, their sizes compared; a plain folder's are where they are."""
+    found = find_published(path)
+    if found is None:
+        return path
+    published, inside = found
+    published.compare(inside)
+    return published.place / inside if inside else published.place
+
+
+@contextmanager
+def publish_folder(target: RemotePath, *, overwrite: bool = True) -> Iterator[Path]:
+    """Yield an empty local folder whose files are published at a URL when the block succeeds.
+
+    Raises:
+        ConfigError: something is published there and is not to be replaced.
+        RemoteError: the store does not answer or refuses; what was published before still counts.
+    """
+    if not overwrite and target.exists():
+        raise ConfigError("the URL is taken", where=str(target), fix="choose another, or pass overwrite=True")
+    with tempfile.TemporaryDirectory(prefix="viviane-publish-") as name:
+        work = Path(name) / (target.name or "folder")
+        work.mkdir()
+        yield work
+        upload_folder(work, target)
+
+
+def upload_folder(source: Path, target: RemotePath) -> Published:
+    """Publish a local folder at a URL; see the head of this file.
+
+    Raises:
+        RemoteError: the store does not answer or refuses; what was published before still counts.
+    """
+    earlier = Published.load(target)
+    version = f"{VERSIONS}/{time.time_ns():020d}-{secrets.token_hex(4)}"  # names rise with time
+    place = target / version
+    names = sorted(file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file())
+    try:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="viviane-upload") as pool:
+            entries = dict(
+                zip(names, pool.map(lambda name: upload_file(source / name, place / name), names), strict=True)
+            )
+        published = Published(target, version, entries)
+        published.compare()
+    except BaseException:
+        with suppress(VivianeError):  # the error that matters is on its way; a version nobody names does no harm
+            place.remove_folder()
+        raise
+    content: dict[str, Any] = {
+        "format": _FORMAT, "version": 1, "folder": version, "files": {n: vars(e) for n, e in entries.items()},
+    }  # fmt: skip
+    _switch(target / PUBLISHED_FILE, (json.dumps(content, indent=1) + "\n").encode())
+    kept = {version, earlier.folder if earlier is not None else ""}
+    for old in (target / VERSIONS).iterdir():
+        if f"{VERSIONS}/{old.name}" not in kept and old.name < place.name:
+            old.remove_folder()
+    return published
+
+
+def _switch(file: RemotePath, data: bytes) -> None:
+    """Replace a file in one step: an object store's write is one, other file systems rename."""
+    if file.scheme in ("s3", "gs"):
+        file.write_bytes(data)
+        return
+    new = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    new.write_bytes(data)
+
+    def rename() -> None:
+        if new.exists():  # else an attempt that seemed to fail had been carried out
+            rename_over(new.system, new.inner, file.inner)
+
+    retried(rename, str(file), "publishing")
+
+
+def upload_file(source: Path, target: RemotePath) -> PublishedFile:
+    """Copy a local file to a URL, in pieces; an attempt that fails begins anew."""
+
+    def request() -> PublishedFile:
+        digest, size = hashlib.sha256(), 0
+        if target.scheme not in ("s3", "gs"):
+            target.system.create_dir(target.parent.inner, recursive=True)
+        with source.open("rb") as file, target.system.open_output_stream(target.inner, compression=None) as stream:
+            while piece := file.read(_PIECE_BYTES):
+                stream.write(piece)
+                digest.update(piece)
+                size += len(piece)
+        return PublishedFile(size, digest.hexdigest())
+
+    entry = retried(request, str(target), "writing")
+    if target.stat().st_size != entry.bytes:
+        raise RemoteError("the store kept another number of bytes than were written", where=str(target))
+    return entry
+
+
+def refuse_missing(path: RemotePath) -> None:
+    """Refuse a URL with nothing at it.
+
+    Raises:
+        DataError: there is nothing.
+    """
+    if not path.exists():
+        raise DataError("there is nothing at this URL", where=str(path), fix="check the bucket's name and the path")

@@ -1,0 +1,116 @@
+"""Try again, wait longer each time, and say at last which URL failed how often."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from viviane.core.errors import ConfigError, RemoteError
+from viviane.core.logging import get_logger
+
+ATTEMPTS_VARIABLE: Final = "VIVIANE_REMOTE_ATTEMPTS"
+TIMEOUT_VARIABLE: Final = "VIVIANE_REMOTE_TIMEOUT_S"
+_SECRETS: Final = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+_FIRST_WAIT_S: Final = 0.2
+_LONGEST_WAIT_S: Final = 10.0
+_LONGEST_TEXT: Final = 400
+# Asking again does not help: the store answered, and said no.
+_REFUSED: Final = re.compile(
+    r"ACCESS.?DENIED|INVALID.?ACCESS.?KEY|INVALID.?CLIENT.?TOKEN|SIGNATURE.?DOES.?NOT.?MATCH|NO.?SUCH.?BUCKET"
+    r"|EXPIRED.?TOKEN|UNRECOGNIZED.?CLIENT|HTTP status (400|401|403)|Permission denied|PERMISSION_DENIED"
+    r"|AccessControlException|UNAUTHENTICATED",
+    re.IGNORECASE,
+)
+_log = get_logger("remote")
+T = TypeVar("T")
+
+
+def attempts() -> int:
+    """Return how often a request is sent before it counts as failed; VIVIANE_REMOTE_ATTEMPTS, 5 without it."""
+    return int(bounded_number(ATTEMPTS_VARIABLE, 5, least=1))
+
+
+def timeout_s() -> float:
+    """Return for how many seconds a store may be silent; VIVIANE_REMOTE_TIMEOUT_S, 20 without it."""
+    return bounded_number(TIMEOUT_VARIABLE, 20, least=1)
+
+
+def bounded_number(name: str, default: float, least: float) -> float:
+    """Return the number in an environment variable, or a default where it is not set.
+
+    Raises:
+        ConfigError: it is no number, or too small.
+    """
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = least - 1
+    if not value >= least:
+        raise ConfigError("an environment variable is no number in range", where=name, value=text,
+                          allowed=f"{least:g} or more")  # fmt: skip
+    return value
+
+
+def retried(request: Callable[[], T], url: str, purpose: str) -> T:
+    """Return what a request returns, sent again with growing pauses while the store does not answer.
+
+    Args:
+        request: is called again from the start each time.
+        url: for the message.
+        purpose: what is being done, as in "reading".
+
+    Raises:
+        RemoteError: naming the URL and the number of attempts; at once where the store refuses.
+        FileNotFoundError: there is nothing at the URL.
+
+    Example:
+        >>> retried(lambda: 3, "s3://bucket/key", "reading")
+        3
+    """
+    most = attempts()
+    for count in range(1, most + 1):
+        try:
+            return request()
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            text = without_secrets(str(error)) or type(error).__name__
+            refused = isinstance(error, PermissionError) or _REFUSED.search(text) is not None
+            if refused or count == most:
+                raise _failed(url, purpose, text, count, refused) from None  # the cause's text may hold a secret
+            wait = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (count - 1)) * random.uniform(0.5, 1)
+            _log.warning("%s %s failed (attempt %d of %d), again in %.1f s: %s", purpose, url, count, most, wait, text)
+            time.sleep(wait)
+    raise AssertionError("a loop over at least one attempt returns or raises")
+
+
+def _failed(url: str, purpose: str, text: str, count: int, refused: bool) -> RemoteError:
+    if refused:
+        return RemoteError(
+            f"the store refuses {purpose}",
+            where=url,
+            value=text,
+            fix="set the credentials of someone who may do this in the environment, and check the bucket's name",
+        )
+    return RemoteError(
+        f"{purpose} failed {count} times; the store does not answer as it should",
+        where=url,
+        value=text,
+        fix=f"check the store and the network, then run again; {ATTEMPTS_VARIABLE} and {TIMEOUT_VARIABLE} set the "
+        "patience",
+    )
+
+
+def without_secrets(text: str) -> str:
+    """Return a message with the credentials of the environment blotted out, on one line that is not too long."""
+    for name in _SECRETS:
+        value = os.environ.get(name, "")
+        if len(value) > 3:
+            text = text.replace(value, f"<{name}>")
+    short = " ".join(text.split())
+    return short if len(short) <= _LONGEST_TEXT else f"{short[:_LONGEST_TEXT]} ..."  # Java sends its whole stack

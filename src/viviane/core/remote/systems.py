@@ -1,0 +1,85 @@
+"""Connections by URL; who may read and write is taken from the environment and nowhere else.
+
+s3://bucket/key       AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE; AWS_REGION;
+                      AWS_ENDPOINT_URL for stores other than Amazon's; AWS_NO_SIGN_REQUEST=1 for public buckets
+gs://bucket/key       GOOGLE_APPLICATION_CREDENTIALS; STORAGE_EMULATOR_HOST
+hdfs://host:port/path HADOOP_CONF_DIR, HADOOP_USER_NAME
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Final
+
+from viviane.core.optional import require
+from viviane.core.remote.retry import attempts, timeout_s
+
+SCHEMES: Final = ("s3", "gs", "hdfs")
+# A change of any of these makes a new connection.
+_NAMES: Final = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
+    "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_NO_SIGN_REQUEST",
+    "GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST", "HADOOP_CONF_DIR", "HADOOP_USER_NAME",
+)  # fmt: skip
+
+
+def connect(scheme: str, host: str) -> Any:
+    """Return the pyarrow file system of a URL's scheme and host, or bucket; made once a process.
+
+    Raises:
+        MissingExtraError: the scheme needs a library that is not installed.
+    """
+    environment = tuple(os.environ.get(name) for name in _NAMES)
+    return _connect(scheme, "" if scheme in ("s3", "gs") else host, environment, timeout_s())
+
+
+@lru_cache(maxsize=64)
+def _connect(scheme: str, host: str, environment: tuple[str | None, ...], timeout: float) -> Any:
+    del environment  # the cache's key only: the makers read the variables themselves
+    made: dict[str, Callable[[str, float], Any]] = {"s3": _s3, "gs": _gcs, "hdfs": _hdfs}
+    return made[scheme](host, timeout)
+
+
+def _s3(_bucket: str, timeout: float) -> Any:
+    from pyarrow import fs
+
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return fs.S3FileSystem(
+        anonymous=os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "true", "yes"),
+        region=region or ("us-east-1" if endpoint else None),
+        endpoint_override=endpoint,
+        request_timeout=timeout,
+        connect_timeout=timeout,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),  # ours counts, waits and reports
+    )
+
+
+def _gcs(_bucket: str, timeout: float) -> Any:
+    from pyarrow import fs
+
+    limit = timedelta(seconds=timeout * attempts())
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+    if emulator is None:
+        return fs.GcsFileSystem(retry_time_limit=limit)
+    scheme, _slashes, place = emulator.rpartition("://")
+    return fs.GcsFileSystem(
+        anonymous=True, scheme=scheme or "http", endpoint_override=place.rstrip("/"), retry_time_limit=limit
+    )
+
+
+def _hdfs(host: str, _timeout: float) -> Any:
+    from pyarrow import fs
+
+    native = require("hdfs_native.fsspec", extra="hdfs", purpose="reading and writing hdfs:// URLs")
+    name, _colon, port = host.partition(":")
+    handler: Any = fs.FSSpecHandler
+    return fs.PyFileSystem(handler(native.HdfsFileSystem(host=name or None, port=int(port) if port else None)))
+
+
+def rename_over(system: Any, source: str, target: str) -> None:
+    """Rename a file of HDFS in one step, over an older one; pyarrow's own `move` refuses where there is one."""
+    system.handler.fs.mv(source, target, overwrite=True)

@@ -1,0 +1,6 @@
+"""Rows as they arrive: a Kafka topic as a data set for online training."""
+
+from viviane.data.streaming.kafka import KafkaStream
+from viviane.data.streaming.reader import StreamReader
+
+__all__ = ["KafkaStream", "StreamReader"]

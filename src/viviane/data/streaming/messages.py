@@ -1,0 +1,144 @@
+"""Messages to rows: JSON objects or Arrow IPC streams, checked by the schema, raw ones through a fitted ETL first."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from viviane.core.errors import ConfigError, DataError, VivianeError
+from viviane.data.block import Block, View
+from viviane.data.checks import Place
+from viviane.data.columns import arrow_types, check_columns
+from viviane.data.decode import decode_table
+from viviane.schema import Schema
+
+MessageKind = Literal["json", "arrow"]
+_SCALARS: Final[dict[str, Any]] = {"float": pa.float64(), "int": pa.int64(), "string": pa.string()}
+
+
+class RowTransform(Protocol):
+    """What turns raw rows into rows of a schema: a fitted ETL."""
+
+    @property
+    def config(self) -> Any:
+        """Names and types of the raw columns."""
+
+    @property
+    def schema(self) -> Schema:
+        """Of the rows that come out."""
+
+    def transform_table(self, raw: pa.Table) -> pa.Table:
+        """Return every row, in order."""
+
+
+class BadMessageError(DataError):
+    """One message of several cannot be read; `index` says which."""
+
+    def __init__(self, index: int, cause: str) -> None:
+        super().__init__("a message cannot be read", value=cause)
+        self.index, self.cause = index, cause
+
+
+class MessageDecoder:
+    """Decodes the values of messages.
+
+    Args:
+        kind: "json": one object a message, a row; "arrow": an Arrow IPC stream a message, any number of rows.
+        schema: of the rows.
+        etl: a fitted ETL, where messages hold raw rows.
+
+    Example:
+        >>> decoder = MessageDecoder("json", Schema(labels=[{"name": "y"}], dense=[{"name": "x"}]))
+        >>> view, counts = decoder.decode([b'{"x": 0.5, "y": 1}', b'{"y": 0, "x": 2}'])
+        >>> view.dense[0][1].tolist(), counts.tolist()
+        ([[0.5], [2.0]], [1, 1])
+    """
+
+    def __init__(self, kind: MessageKind, schema: Schema, etl: RowTransform | None = None) -> None:
+        if kind not in ("json", "arrow"):
+            raise ConfigError("unknown kind of messages", value=kind, allowed="json, arrow")
+        self.kind, self.schema, self.etl = kind, schema, etl
+        types = arrow_types(schema)
+        self._types = pa.schema(list(types.items())) if etl is None else _raw_types(etl.config.input.columns)
+        self._json_types = pa.schema([(one.name, _in_json(one.type)) for one in self._types])
+
+    def decode(self, values: Sequence[bytes | None]) -> tuple[View, NDArray[np.int64]]:
+        """Return the rows of messages, one after another, and how many rows each message has.
+
+        Raises:
+            BadMessageError: naming the first message that cannot be read.
+        """
+        try:
+            return self._decode(values)
+        except (VivianeError, pa.ArrowException, ValueError, TypeError) as error:
+            if len(values) == 1:
+                raise BadMessageError(0, str(error)) from error
+            for index, value in enumerate(values):
+                try:
+                    self._decode([value])
+                except (VivianeError, pa.ArrowException, ValueError, TypeError) as cause:
+                    raise BadMessageError(index, str(cause)) from cause
+            raise
+
+    def empty(self) -> View:
+        """Return no rows."""
+        block = Block(self.schema, 0, 1)
+        table = pa.schema(list(arrow_types(self.schema).items())).empty_table()
+        decode_table(table, lambda name: Place("no message", 0, 0, name, "message"), self.schema, block, 0, 0)
+        return block.finish()
+
+    def _decode(self, values: Sequence[bytes | None]) -> tuple[View, NDArray[np.int64]]:
+        if any(not value for value in values):
+            raise DataError("the message is empty")
+        present = [value for value in values if value]
+        table, counts = self._json(present) if self.kind == "json" else self._arrow(present)
+        if self.etl is not None:
+            table = self.etl.transform_table(table)
+        check_columns(table.schema, self.schema, "the message")
+        table = table.select(self.schema.column_names)
+        block = Block(self.schema, table.num_rows, 1)
+        decode_table(table, lambda name: Place("the message", 0, 0, name, "message"), self.schema, block, 0, 0)
+        return block.finish(), counts
+
+    def _json(self, values: list[bytes]) -> tuple[pa.Table, NDArray[np.int64]]:
+        from pyarrow import json
+
+        # a line end inside JSON is white space: in strings it stands escaped
+        lines = b"\n".join(value.replace(b"\n", b" ").replace(b"\r", b" ") for value in values)
+        options = json.ParseOptions(explicit_schema=self._json_types, unexpected_field_behavior="ignore")
+        reading = json.ReadOptions(use_threads=False, block_size=max(1 << 20, 2 * len(lines)))
+        table = json.read_json(io.BytesIO(lines), read_options=reading, parse_options=options)
+        if table.num_rows != len(values):
+            raise DataError("a message is not one JSON object", value=f"{table.num_rows} objects in {len(values)}")
+        return table, np.ones(len(values), np.int64)
+
+    def _arrow(self, values: list[bytes]) -> tuple[pa.Table, NDArray[np.int64]]:
+        tables = []
+        for value in values:
+            with pa.ipc.open_stream(value) as stream:
+                tables.append(stream.read_all())
+        counts = np.array([table.num_rows for table in tables], np.int64)
+        whole = pa.concat_tables(tables)
+        if self.etl is None:
+            whole = whole.select(self.schema.column_names).cast(self._types)
+        return whole, counts
+
+
+def _in_json(kind: Any) -> Any:
+    """Return a type without the length of its lists, which JSON does not hold; rows are checked for it later."""
+    return pa.list_(kind.value_type) if pa.types.is_fixed_size_list(kind) else kind
+
+
+def _raw_types(columns: Sequence[Any]) -> pa.Schema:
+    """Return the types of raw columns in JSON; lists that stand as text keep it."""
+    fields = []
+    for column in columns:
+        kind = _SCALARS.get(column.type, pa.string())
+        listed = column.is_list and column.separator is None
+        fields.append(pa.field(column.name, pa.list_(kind) if listed else pa.string() if column.is_list else kind))
+    return pa.schema(fields)

@@ -1,0 +1,223 @@
+"""A Kafka topic as a client sees it: partitions, messages from given offsets on, and what ends or breaks it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from viviane.core.errors import ConfigError, DataError, RemoteError
+from viviane.core.logging import get_logger
+from viviane.core.optional import require
+from viviane.core.remote.retry import retried, timeout_s
+
+USER_VARIABLE: Final = "VIVIANE_KAFKA_USERNAME"
+PASSWORD_VARIABLE: Final = "VIVIANE_KAFKA_PASSWORD"
+_SECRET_WORDS: Final = ("password", "secret", "sasl.username", "key.pem", "jaas", "token")
+_IDLE_S: Final = 2.0
+_GONE: Final = ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID")
+_REWOUND: Final = ("_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE")
+_log = get_logger("streaming")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Args:
+        partition, offset: its place in the topic.
+        time_ms: when it was written, milliseconds since 1970; -1 where the topic keeps no times.
+        value: its content; None for a deletion mark.
+    """
+
+    partition: int
+    offset: int
+    time_ms: int
+    value: bytes | None
+
+
+@dataclass(frozen=True)
+class EndOfLog:
+    """A partition has no message beyond `offset` at present."""
+
+    partition: int
+    offset: int
+
+
+def client_settings(servers: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return librdkafka's settings; user and password come from the environment alone.
+
+    Raises:
+        ConfigError: a credential among the settings.
+
+    Example:
+        >>> client_settings("localhost:9092", {"fetch.min.bytes": 1})["fetch.min.bytes"]
+        1
+    """
+    for name in settings:
+        if any(word in name for word in _SECRET_WORDS):
+            raise ConfigError(
+                "credentials must not stand in settings, which end up in files and logs", where=name,
+                fix=f"set {USER_VARIABLE} and {PASSWORD_VARIABLE} in the environment",
+            )  # fmt: skip
+    made: dict[str, Any] = {"log_level": 0, **settings, "bootstrap.servers": servers}
+    user, password = os.environ.get(USER_VARIABLE), os.environ.get(PASSWORD_VARIABLE)
+    if user is not None and password is not None:
+        made |= {"sasl.username": user, "sasl.password": password}
+    return made
+
+
+class Topic:
+    """A connection to a topic's brokers; it never commits offsets there.
+
+    Args:
+        servers: host:port, several with commas.
+        name: of the topic.
+        settings: of librdkafka, besides.
+
+    Raises:
+        RemoteError: no broker answers, after retries.
+        DataError: there is no such topic.
+    """
+
+    def __init__(self, servers: str, name: str, settings: Mapping[str, Any]) -> None:
+        self._kafka = require("confluent_kafka", extra="kafka", purpose="reading a Kafka topic")
+        self.url, self.name = f"kafka://{servers}/{name}", name
+        self._settings = client_settings(servers, settings)
+        silent = logging.getLogger("viviane.streaming.librdkafka")
+        silent.setLevel(logging.CRITICAL)
+        self._consumer: Any = self._kafka.Consumer(
+            {
+                "group.id": "viviane",  # asked for by the client; no group is joined
+                **self._settings,
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "error",
+                "allow.auto.create.topics": False,
+            },
+            logger=silent,
+        )
+        self._heard = time.monotonic()
+        try:
+            self.partitions: list[int] = self._look_up()
+            self.topic_id = self._topic_id()
+        except BaseException:
+            self.close()
+            raise
+
+    def _look_up(self) -> list[int]:
+        def request() -> Any:
+            try:
+                return self._consumer.list_topics(self.name, timeout=timeout_s())
+            except self._kafka.KafkaException as error:
+                raise OSError(str(error.args[0])) from error
+
+        found = retried(request, self.url, "asking the brokers").topics[self.name]
+        if found.error is not None or not found.partitions:
+            raise self._gone(str(found.error))
+        return sorted(found.partitions)
+
+    def _topic_id(self) -> str | None:
+        """Return what tells this topic from a later one of the same name; None where brokers are too old to say."""
+        admin = require("confluent_kafka.admin", extra="kafka", purpose="reading a Kafka topic")
+        try:
+            client = admin.AdminClient(self._settings)
+            asked = client.describe_topics(self._kafka.TopicCollection([self.name]), request_timeout=timeout_s())
+            return str(asked[self.name].result().topic_id)
+        except self._kafka.KafkaException as error:
+            _log.info("%s: the brokers give no topic id: %s", self.url, error)
+            return None
+
+    def start(self, offsets: Mapping[int, int]) -> None:
+        """Read partitions from given offsets on.
+
+        Raises:
+            DataError: messages at these offsets are gone.
+        """
+        wanted = []
+        for partition, offset in offsets.items():
+            first = self.bounds(partition)[0]
+            if offset < first:
+                raise self._rewound(partition, offset, f"the first message is {first}")
+            wanted.append(self._kafka.TopicPartition(self.name, partition, offset))
+        self._consumer.assign(wanted)
+        self._heard = time.monotonic()
+
+    def offsets_at(self, time_ms: int, partitions: Sequence[int]) -> dict[int, int | None]:
+        """Return the offset of each partition's first message at or after a time; None where there is none yet."""
+        places = [self._kafka.TopicPartition(self.name, partition, time_ms) for partition in partitions]
+        found = self._asked(lambda: self._consumer.offsets_for_times(places, timeout=timeout_s()))
+        return {one.partition: one.offset if one.offset >= 0 else None for one in found}
+
+    def bounds(self, partition: int) -> tuple[int, int]:
+        """Return the offsets of the first message there is and of the next one to be written."""
+        place = self._kafka.TopicPartition(self.name, partition)
+        low, high = self._asked(lambda: self._consumer.get_watermark_offsets(place, timeout=timeout_s()))
+        return int(low), int(high)
+
+    def _asked(self, request: Any) -> Any:
+        def asked() -> Any:
+            try:
+                return request()
+            except self._kafka.KafkaException as error:
+                raise OSError(str(error.args[0])) from error
+
+        return retried(asked, self.url, "asking the brokers")
+
+    def poll(self, most: int, seconds: float) -> list[Message | EndOfLog]:
+        """Return up to so many messages, as soon as there are some, or none after so many seconds.
+
+        Raises:
+            RemoteError: no broker has answered for a while, after retries.
+            DataError: the topic was deleted, or the next message is no longer there.
+        """
+        found: list[Message | EndOfLog] = []
+        for one in self._consumer.consume(most, seconds):
+            error = one.error()
+            if error is None:
+                found.append(Message(one.partition(), one.offset(), int(one.timestamp()[1]), one.value()))
+            elif error.code() == self._kafka.KafkaError._PARTITION_EOF:
+                found.append(EndOfLog(one.partition(), one.offset()))
+            else:
+                self._raise(error, one)
+        if found:
+            self._heard = time.monotonic()
+        elif time.monotonic() - self._heard > _IDLE_S:
+            self._look_up()  # silence: the topic is quiet, or the brokers are gone
+            self._heard = time.monotonic()
+        return found
+
+    def _raise(self, error: Any, message: Any) -> None:
+        name = error.name()
+        if name in _GONE:
+            raise self._gone(str(error))
+        if name in _REWOUND:
+            raise self._rewound(message.partition(), message.offset(), error.str())
+        if error.retriable() or name in ("_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT"):
+            return  # the client tries again; silence is looked into by poll
+        raise RemoteError("the topic cannot be read", where=self.url, value=str(error))
+
+    def stop(self, partition: int) -> None:
+        """Fetch no more of a partition."""
+        self._consumer.pause([self._kafka.TopicPartition(self.name, partition)])
+
+    def close(self) -> None:
+        """Leave the brokers."""
+        self._consumer.close()
+
+    def _gone(self, text: str) -> DataError:
+        return DataError(
+            "there is no such topic; it was deleted, or never made", where=self.url, value=text,
+            fix="make the topic, or check its name",
+        )  # fmt: skip
+
+    def _rewound(self, partition: int, offset: int, text: str) -> DataError:
+        return DataError(
+            "the next message is not in the topic: it was removed, or the topic was made anew",
+            where=f"{self.url}, partition {partition}", value=f"offset {offset}; {text}",
+            fix="keep messages for longer than a run may stand still; start a new run with `start`",
+        )  # fmt: skip
