@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from viviane.compat.hugectr.door import modules
-from viviane.core.errors import CheckpointError, ConfigError, KeyRangeError
+from viviane.compat.hugectr.symbols import modules
+from viviane.core.errors import CheckpointError, KeyRangeError
 
 hugectr: Any = modules()["hugectr"]
 LAYER = hugectr.Layer_t
@@ -159,10 +159,12 @@ def test_global_adam_moves_rows_that_rest_only_where_all_rows_are_known(
     np.testing.assert_array_equal(one[2], two[2])  # never had a gradient
 
 
-def test_global_momentum_without_sizes_is_refused(tmp_path: Path) -> None:
+def test_global_momentum_without_sizes_moves_rows_of_the_batch_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     momentum = hugectr.CreateOptimizer(optimizer_type=hugectr.Optimizer_t.MomentumSGD, momentum_factor=0.9)
-    with pytest.raises(ConfigError, match="slot_size_array"):
-        build(norm_file(tmp_path, KEYS), [], momentum)
+    build(norm_file(tmp_path, KEYS), [], momentum).train()
+    assert "Warning: SparseEmbedding 'table': Update_t.Global of MomentumSGD" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,11 @@ def test_json_trains_to_the_same_numbers_as_the_script(
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("hugectr.CreateSolver(use_embedding_collection=True)", "use_embedding_collection"),
         ("hugectr.CreateSolver(batchsise=3)", "did you mean 'batchsize'"),
-        ("hugectr.CreateETC()", "hugectr.CreateETC"),
-        ("from hugectr import EmbeddingTableConfig", "hugectr.EmbeddingTableConfig"),
-        ("from hugectr.inference import InferenceParams", "hugectr.inference.InferenceParams"),
+        ("hugectr.hugectr_tf_ops", "hugectr.hugectr_tf_ops"),
+        ("from hugectr.inference import UpdateSourceParams as u; u('kafka')", "UpdateSourceParams, type"),
         ("import hugectr.tools as t; t.DataGeneratorParams(format=1)", "an argument is missing"),
+        ("hugectr.EmbeddingTableConfig('a', 0, 4)", "max_vocabulary_size"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(line: str, named: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ _unused: dict[str, list[str]] = {}
 
 
 def say(line: str) -> None:
-    """Print a line of HugeCTR's console."""
+    """Print a line of HugeCTR's console, from the first process."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     sys.stdout.write(f"[HUGECTR] {line}\n")
     sys.stdout.flush()
 

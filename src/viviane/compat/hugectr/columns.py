@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from viviane.batch import Bag, Batch
+from viviane.batch import Bag, Batch, Layout
 from viviane.compat.hugectr.enums import DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
 from viviane.config.base import load_json
@@ -39,6 +39,8 @@ class Slot:
         offset: what its keys in HugeCTR's sense are larger than those of the file, or of its table.
         size: rows of its own table, or None where all slots of the group share one whose keys come as they are met.
         from_zero: keys in the file begin at 0 in this slot.
+        table: its table where the script names tables; "" where the slot or the group has one of its own.
+        source: the column of the file, where the model sees one column of it more than once; "": of the same name.
     """
 
     column: str
@@ -48,6 +50,18 @@ class Slot:
     offset: int = 0
     size: int | None = None
     from_zero: bool = False
+    table: str = ""
+    source: str = ""
+
+    @property
+    def read_as(self) -> str:
+        """The column of the file that it is."""
+        return self.source or self.column
+
+    @property
+    def table_name(self) -> str:
+        """The table that it looks up."""
+        return self.table or (self.group if self.size is None else self.column)
 
     @property
     def shift(self) -> int:
@@ -64,7 +78,7 @@ class Columns:
     Args:
         labels: columns of each label tensor.
         dense: columns of the dense tensor, with their widths.
-        slots: in the data's order.
+        slots: in the data's order, then columns that the model sees once more.
         key_bytes: 4 (unsigned) or 8.
     """
 
@@ -77,17 +91,20 @@ class Columns:
     def reader_schema(self) -> Schema:
         """Return the schema that rows are read by."""
         limit = 2**32 if self.key_bytes == 4 else _LARGEST
-        return self._schema("regression", [limit] * len(self.slots))
+        slots = [slot for slot in self.slots if not slot.source]
+        return self._schema("regression", slots, [limit] * len(slots))
 
     def model_schema(self) -> Schema:
         """Return the schema that the model is built for; keys of an unknown range are raw."""
-        return self._schema("binary", [None if slot.size is None else slot.size + 1 for slot in self.slots])
+        ranges = [None if slot.size is None else slot.size + 1 for slot in self.slots]
+        return self._schema("binary", self.slots, ranges)
 
-    def _schema(self, task: str, ranges: Sequence[int | None]) -> Schema:
+    def _schema(self, task: str, slots: Sequence[Slot], ranges: Sequence[int | None]) -> Schema:
         categorical = []
-        for slot, num_ids in zip(self.slots, ranges, strict=True):
+        for slot, num_ids in zip(slots, ranges, strict=True):
             kind = {"kind": "one_hot"} if slot.one_hot else {"kind": "multi_hot", "max_length": slot.nnz}
-            shared = {"vocabulary": slot.group} if slot.size is None else {}
+            own = slot.table_name == slot.column or (task == "regression" and slot.size is not None)
+            shared = {} if own else {"vocabulary": slot.table_name}
             categorical.append({"name": slot.column, "num_ids": num_ids, "dtype": "int64", **kind, **shared})
         return Schema.from_dict(
             {
@@ -98,14 +115,19 @@ class Columns:
         )
 
     def shifted(self, batch: Batch) -> Batch:
-        """Return a batch of the reader with the keys that the model looks up."""
-        if not any(slot.shift for slot in self.slots):
+        """Return a batch of the reader with the columns and keys that the model looks up."""
+        if not any(slot.shift or slot.source for slot in self.slots):
             return batch
-        if "one_hot" not in self._shifts:
-            own = [slot.shift for slot in self.slots if slot.one_hot]
-            self._shifts["one_hot"] = torch.tensor(own, dtype=torch.int64)
-        bags = {slot.column: _moved(batch.bags[slot.column], slot.shift) for slot in self.slots if not slot.one_hot}
-        return replace(batch, one_hot=batch.one_hot + self._shifts["one_hot"], bags=bags)
+        if not self._shifts:
+            own = [slot for slot in self.slots if slot.one_hot]
+            self._shifts["layout"] = Layout.of(self.model_schema())
+            self._shifts["one_hot"] = torch.tensor([slot.shift for slot in own], dtype=torch.int64)
+            places = [batch.layout.one_hot_index[slot.read_as] for slot in own]
+            self._shifts["places"] = None if places == list(range(len(places))) else torch.tensor(places)
+        places, layout = self._shifts["places"], self._shifts["layout"]
+        one_hot = batch.one_hot if places is None else batch.one_hot[:, places]
+        bags = {slot.column: _moved(batch.bags[slot.read_as], slot.shift) for slot in self.slots if not slot.one_hot}
+        return replace(batch, layout=layout, one_hot=one_hot + self._shifts["one_hot"], bags=bags)
 
 
 def _moved(bag: Bag, shift: int) -> Bag:
@@ -113,7 +135,11 @@ def _moved(bag: Bag, shift: int) -> Bag:
 
 
 def columns_of(
-    reader: DataReaderParams, given: Input, embeddings: Sequence[SparseEmbedding], *, i64_input_key: bool
+    reader: DataReaderParams,
+    given: Input,
+    embeddings: Sequence[SparseEmbedding],
+    *,
+    i64_input_key: bool,
 ) -> Columns:
     """Return the columns of HugeCTR's data.
 
@@ -144,7 +170,7 @@ def _with_tables(reader: DataReaderParams, slots: Sequence[Slot], embeddings: Se
     sizes: list[int | None] = [None] * len(slots)
     offsets = [0] * len(slots)
     from_zero = [False] * len(slots)
-    if reader.slot_size_array and reader.data_reader_type is DataReaderType_t.Parquet:
+    if reader.slot_size_array and reader.data_reader_type is not DataReaderType_t.Norm:
         _check_count(reader.slot_size_array, len(slots), "DataReaderParams, slot_size_array")
         sizes, from_zero = list(reader.slot_size_array), [True] * len(slots)
         offsets = list(accumulate(reader.slot_size_array, initial=0))[:-1]

@@ -23,6 +23,21 @@ Distribution_t = Enum("Distribution_t", ["PowerLaw", "Uniform"])
 PowerLaw_t = Enum("PowerLaw_t", ["Long", "Medium", "Short", "Specific"])
 CommunicationType = Enum("CommunicationType", ["IB_NVLink", "IB_NVLink_Hier", "NVLink_SingleNode"])
 HybridEmbeddingType = Enum("HybridEmbeddingType", ["Distributed"])
+CommunicationStrategy = Enum("CommunicationStrategy", ["Uniform", "Hierarchical"])
+CompressionStrategy = Enum("CompressionStrategy", ["Reduction", "Unique"])
+TrainPSType_t = Enum("TrainPSType_t", ["Staged", "Cached"])
+Tensor_t = Enum("Tensor_t", ["Train", "Evaluate"])
+DataReaderSparse_t = Enum("DataReaderSparse_t", ["Distributed", "Localized"])
+FileSystemType_t = Enum("FileSystemType_t", ["Local", "HDFS", "S3", "GCS", "Other"])
+DataSourceType_t = Enum("DataSourceType_t", ["HDFS", "Local", "S3"])
+DatabaseType_t = Enum(
+    "DatabaseType_t",
+    ["disabled", "hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster", "rocks_db"],
+)
+Database_t = Enum("Database_t", ["Local", "Redis", "RocksDB", "ParallelLocal"])
+DatabaseOverflowPolicy_t = Enum("DatabaseOverflowPolicy_t", ["evict_oldest", "evict_least_used", "evict_random"])
+UpdateSourceType_t = Enum("UpdateSourceType_t", ["null", "kafka_message_queue"])
+EmbeddingCacheType_t = Enum("EmbeddingCacheType_t", ["Dynamic", "UVM", "Static", "Stochastic"])
 Embedding_t = Enum(
     "Embedding_t",
     [
@@ -47,22 +62,26 @@ Layer_t = Enum(
 ENUMS: Final[tuple[type[Enum], ...]] = (
     Optimizer_t, Update_t, DataReaderType_t, Check_t, Alignment_t, LrPolicy_t, Activation_t, FcPosition_t,
     Regularizer_t, Initializer_t, MetricsType, AllReduceAlgo, DeviceLayout, GroupLayer_t, Distribution_t, PowerLaw_t,
-    CommunicationType, HybridEmbeddingType, Embedding_t, Layer_t,
+    CommunicationType, HybridEmbeddingType, Embedding_t, Layer_t, CommunicationStrategy, CompressionStrategy,
+    TrainPSType_t, Tensor_t, DataReaderSparse_t, FileSystemType_t, DataSourceType_t, DatabaseType_t, Database_t,
+    DatabaseOverflowPolicy_t, UpdateSourceType_t,
 )  # fmt: skip
 
 
 def exported_members() -> dict[str, Any]:
-    """Return the members that HugeCTR's module shows beside their enumeration, where the name is of one alone.
+    """Return the members that HugeCTR's module shows beside their enumerations.
+
+    Of a name in several enumerations the first is shown; `Non` and `Uniform`, which have no first, are left out.
 
     Example:
         >>> exported_members()["Adam"] is Optimizer_t.Adam, "Non" in exported_members()
         (True, False)
     """
-    members: dict[str, list[Any]] = {}
+    members: dict[str, Any] = {}
     for kind in ENUMS:
         for member in kind:
-            members.setdefault(member.name, []).append(member)
-    return {name: found[0] for name, found in members.items() if len(found) == 1}
+            members.setdefault(member.name, member)
+    return {name: member for name, member in members.items() if name not in ("Non", "Uniform")}
 
 
 def plain(value: Any) -> Any:

@@ -4,6 +4,7 @@
 <prefix>_dense_<iter>.model.ntp.json    running statistics of BatchNorm, in the same order
 <prefix><i>_sparse_<iter>.model/        key: int64; emb_vector: float32, a row for each key;
                                         slot_id: uint64, where the embedding has slot_size_array
+Before 3.1 a table was one file of rows: key of 4 or 8 bytes, slot_id where it is localized, vector; it is read too.
 """
 
 from __future__ import annotations
@@ -18,38 +19,47 @@ import torch
 from torch import Tensor
 
 from viviane.compat.hugectr.columns import Columns, Slot
+from viviane.compat.hugectr.processes import write
+from viviane.compat.hugectr.tables import (
+    Keys,
+    TableRows,
+    collection_of,
+    embeddings_of,
+    read_rows,
+    replace_rows,
+    slots_of,
+)
 from viviane.config.base import load_json
 from viviane.core.errors import CheckpointError, ConfigError, suggest
-from viviane.core.files import write_bytes_atomic
-from viviane.embedding import EmbeddingCollection, TableState
-from viviane.embedding.dynamic_content import DynamicContent
 from viviane.model import DenseLayer, Model, SparseEmbedding
 
 _TRANSPOSED = ("InnerProduct", "FusedInnerProduct", "GroupFusedInnerProduct", "MLP")
 
 
-def save(model: Model, columns: Columns, prefix: str, iteration: int) -> None:
+def save(model: Model, columns: Columns, prefix: str, iteration: int, *, with_tables: bool = True) -> None:
     """Write all weights of a model.
 
     Raises:
         ConfigError: a layer's weights have no known place in HugeCTR's file.
     """
     dense = Path(f"{prefix}_dense_{iteration}.model")
-    dense.parent.mkdir(parents=True, exist_ok=True)
-    parts = [_as_stored(kind, weight).detach().cpu().numpy().tobytes() for kind, weight in _weights(model)]
-    write_bytes_atomic(dense, b"".join(parts))
-    write_bytes_atomic(Path(f"{dense}.ntp.json"), json.dumps({"layers": _statistics(model)}).encode())
-    for number, node in enumerate(_embeddings(model)):
+    parts = [as_stored(kind, weight).detach().cpu().numpy().tobytes() for kind, weight in dense_weights(model)]
+    write(dense, b"".join(parts))
+    write(Path(f"{dense}.ntp.json"), json.dumps({"layers": _statistics(model)}).encode())
+    for number, node in enumerate(sparse_embeddings(model, columns) if with_tables else ()):
         folder = Path(f"{prefix}{number}_sparse_{iteration}.model")
-        folder.mkdir(parents=True, exist_ok=True)
-        keys, vectors, slots = _table(_collection(model, node), _slots(node, columns))
-        write_bytes_atomic(folder / "key", keys.astype("<i8").tobytes())
-        write_bytes_atomic(folder / "emb_vector", vectors.astype("<f4").tobytes())
-        if slots is not None:
-            write_bytes_atomic(folder / "slot_id", slots.astype("<u8").tobytes())
+        write_folder(folder, read_rows(collection_of(model, node), slots_of(node, columns)))
 
 
-def load_dense(model: Model, file: str | Path) -> None:
+def write_folder(folder: Path, rows: TableRows) -> None:
+    """Write a table as a folder: key, emb_vector, and slot_id where slots are known."""
+    write(folder / "key", rows.keys.astype("<i8").tobytes())
+    write(folder / "emb_vector", rows.vectors.astype("<f4").tobytes())
+    if rows.slots is not None:
+        write(folder / "slot_id", rows.slots.astype("<u8").tobytes())
+
+
+def load_dense(model: Model, file: str | Path, statistics: str | Path = "") -> None:
     """Read dense weights, and running statistics where they stand beside them.
 
     Raises:
@@ -59,7 +69,7 @@ def load_dense(model: Model, file: str | Path) -> None:
     if not path.is_file():
         raise CheckpointError("no such file of dense weights", where=str(path))
     values = torch.from_numpy(np.fromfile(path, "<f4").astype(np.float32))
-    weights = list(_weights(model))
+    weights = list(dense_weights(model))
     wanted = sum(weight.numel() for _, weight in weights)
     if path.stat().st_size != 4 * wanted:
         raise CheckpointError("the file holds another number of weights than the graph", where=str(path),
@@ -67,39 +77,55 @@ def load_dense(model: Model, file: str | Path) -> None:
     start = 0
     with torch.no_grad():
         for kind, weight in weights:
-            stored = _as_stored(kind, weight)
+            stored = as_stored(kind, weight)
             part = values[start : start + weight.numel()].view(stored.shape)
             stored_back = part.T if kind in _TRANSPOSED and weight.dim() == 2 else part
             weight.copy_(stored_back)
             start += weight.numel()
-    beside = Path(f"{path}.ntp.json")
+    beside = Path(statistics or f"{path}.ntp.json")
     if beside.is_file():
         _load_statistics(model, load_json(beside)["layers"], beside)
 
 
-def load_sparse(model: Model, columns: Columns, given: Sequence[str] | Mapping[str, str]) -> None:
-    """Replace tables by what folders hold: one for each embedding in order, or by name.
+def by_embedding(
+    model: Model, columns: Columns, given: Sequence[str] | Mapping[str, str], where: str
+) -> Iterator[tuple[SparseEmbedding, Path]]:
+    """Yield each embedding with its file: one for each in order, or by name.
+
+    Raises:
+        ConfigError: another number of files, or an unknown name.
+    """
+    nodes = {node.name: node for node in sparse_embeddings(model, columns)}
+    if not isinstance(given, Mapping):
+        names = [given] if isinstance(given, str) else list(given)
+        if len(names) != len(nodes):
+            raise ConfigError("one file or folder for each embedding", where=where, value=names,
+                              allowed=f"{len(nodes)}: {', '.join(nodes)}")  # fmt: skip
+        given = dict(zip(nodes, names, strict=True))
+    for name, file in given.items():
+        if name not in nodes:
+            raise ConfigError("no such embedding", where=where, value=name, fix=suggest(name, nodes))
+        yield nodes[name], Path(file)
+
+
+def load_sparse(model: Model, columns: Columns, given: Sequence[str] | Mapping[str, str]) -> dict[str, Keys]:
+    """Replace tables by what folders hold: one for each embedding in order, or by name; return their keys.
 
     Raises:
         ConfigError: another number of folders, or an unknown name. CheckpointError: a folder is not right.
     """
-    nodes = {node.name: node for node in _embeddings(model)}
-    if not isinstance(given, Mapping):
-        names = [given] if isinstance(given, str) else list(given)
-        if len(names) != len(nodes):
-            raise ConfigError("one folder for each embedding", where="load_sparse_weights", value=names,
-                              allowed=f"{len(nodes)}: {', '.join(nodes)}")  # fmt: skip
-        given = dict(zip(nodes, names, strict=True))
-    for name, folder in given.items():
-        if name not in nodes:
-            raise ConfigError("no such embedding", where="load_sparse_weights", value=name, fix=suggest(name, nodes))
-        node = nodes[name]
-        keys, vectors = _read_folder(Path(folder), node.dim)
-        _replace(_collection(model, node), _slots(node, columns), keys, vectors, Path(folder))
+    orders = {}
+    for node, folder in by_embedding(model, columns, given, "load_sparse_weights"):
+        slots = slots_of(node, columns)
+        rows = _read_folder(folder, node.dim, slots, columns.key_bytes)
+        replace_rows(collection_of(model, node), slots, rows, str(folder))
+        orders[node.name] = rows.keys
+    return orders
 
 
-def _embeddings(model: Model) -> list[SparseEmbedding]:
-    return [node for node in model.nodes if isinstance(node, SparseEmbedding)]
+def sparse_embeddings(model: Model, columns: Columns) -> list[SparseEmbedding]:
+    """Return the nodes of hugectr.SparseEmbedding; those of embedding collections have files of their own."""
+    return [node for node in embeddings_of(model) if slots_of(node, columns)]
 
 
 def _layers(model: Model) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -108,7 +134,7 @@ def _layers(model: Model) -> Iterator[tuple[str, torch.nn.Module]]:
             yield node.type, model.module._modules[node.name]  # type: ignore[misc]
 
 
-def _weights(model: Model) -> Iterator[tuple[str, Tensor]]:
+def dense_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in HugeCTR's order."""
     for kind, layer in _layers(model):
         found = dict(layer.named_parameters())
@@ -122,7 +148,7 @@ def _weights(model: Model) -> Iterator[tuple[str, Tensor]]:
         yield from ((kind, weight) for weight in found.values())
 
 
-def _as_stored(kind: str, weight: Tensor) -> Tensor:
+def as_stored(kind: str, weight: Tensor) -> Tensor:
     """Return a weight as HugeCTR lays it out: those of fully connected layers are (inputs, outputs)."""
     return weight.T.contiguous() if kind in _TRANSPOSED and weight.dim() == 2 else weight
 
@@ -149,30 +175,10 @@ def _load_statistics(model: Model, given: list[dict[str, Any]], path: Path) -> N
         norm.running_var.copy_(torch.tensor(values["var"]))
 
 
-def _collection(model: Model, node: SparseEmbedding) -> EmbeddingCollection:
-    found = model.module._modules[node.name]
-    assert isinstance(found, EmbeddingCollection)
-    return found
-
-
-def _slots(node: SparseEmbedding, columns: Columns) -> list[Slot]:
-    return [slot for slot in columns.slots if slot.group == node.bottom]
-
-
-def _table(collection: EmbeddingCollection, slots: Sequence[Slot]) -> tuple[Any, Any, Any]:
-    """Return keys, vectors, and the slot of each key or None where slots share a table."""
-    if slots[0].size is None:
-        content = collection.dynamic_table(slots[0].group).export()
-        return content.keys.cpu().numpy(), content.weight.float().cpu().numpy(), None
-    keys, vectors, places = [], [], []
-    for place, slot in enumerate(slots):
-        vectors.append(collection.table_rows(slot.column)[1:].float().cpu().numpy())
-        keys.append(slot.offset + np.arange(slot.size or 0))
-        places.append(np.full(slot.size or 0, place))
-    return np.concatenate(keys), np.concatenate(vectors), np.concatenate(places)
-
-
-def _read_folder(folder: Path, dim: int) -> tuple[Any, Any]:
+def _read_folder(folder: Path, dim: int, slots: Sequence[Slot], key_bytes: int) -> TableRows:
+    """Return what a folder holds, or the one file that HugeCTR wrote before 3.1."""
+    if folder.is_file():
+        return _read_flat_file(folder, dim, slots, key_bytes)
     for name in ("key", "emb_vector"):
         if not (folder / name).is_file():
             raise CheckpointError("a file of the table is missing", where=str(folder / name))
@@ -180,24 +186,25 @@ def _read_folder(folder: Path, dim: int) -> tuple[Any, Any]:
     if vectors.size != keys.size * dim:
         raise CheckpointError("keys and vectors do not fit together", where=str(folder), value=f"{keys.size} keys, "
                               f"{vectors.size} numbers", allowed=f"{dim} numbers a key")  # fmt: skip
-    return keys.astype(np.int64), vectors.astype(np.float32).reshape(-1, dim)
+    return TableRows(keys.astype(np.int64), vectors.astype(np.float32).reshape(-1, dim))
 
 
-def _replace(collection: EmbeddingCollection, slots: Sequence[Slot], keys: Any, vectors: Any, folder: Path) -> None:
-    if slots[0].size is None:
-        table = collection.dynamic_table(slots[0].group)
-        table.clear()
-        given, none = torch.from_numpy(keys), torch.zeros(len(keys), dtype=torch.int64)
-        table.import_(DynamicContent(given, torch.from_numpy(vectors), none, none))
-        return
-    left = np.ones(len(keys), bool)
-    for slot in slots:
-        mine = (keys >= slot.offset) & (keys < slot.offset + (slot.size or 0))
-        weight = collection.export_table(slot.column).weight
-        weight[torch.from_numpy(keys[mine] - slot.offset + 1)] = torch.from_numpy(vectors[mine]).to(weight)
-        collection.import_table(slot.column, TableState(weight))
-        left &= ~mine
-    if left.any():
-        raise CheckpointError("a key lies in no slot", where=str(folder), value=int(keys[left][0]),
-                              allowed=f"0 to {slots[-1].offset + (slots[-1].size or 0) - 1}",
-                              fix="correct slot_size_array")  # fmt: skip
+def _read_flat_file(file: Path, dim: int, slots: Sequence[Slot], key_bytes: int) -> TableRows:
+    """Return rows of key | slot, where the embedding is localized | vector; the size of the file says which."""
+    size = file.stat().st_size
+    vector = ("vector", "<f4", (dim,))
+    forms = []
+    for width in (key_bytes, 12 - key_bytes):
+        key = ("key", "<u4" if width == 4 else "<i8")
+        forms += [np.dtype([key, vector]), np.dtype([key, ("slot", "<u8"), vector])]
+    for form in forms:
+        if size % form.itemsize:
+            continue
+        rows = np.fromfile(file, form)
+        if "slot" in (form.names or ()) and len(rows) and int(rows["slot"].max()) >= max(len(slots), 1):
+            continue
+        keys = rows["key"].astype(np.int64)
+        if len(np.unique(keys)) == len(keys):
+            return TableRows(keys, np.ascontiguousarray(rows["vector"], dtype=np.float32))
+    raise CheckpointError("the file is no table of this width", where=str(file), value=f"{size} bytes",
+                          allowed=f"rows of a key of {key_bytes} bytes, perhaps a slot, and {dim} numbers")  # fmt: skip

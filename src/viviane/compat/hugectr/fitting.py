@@ -6,14 +6,37 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.enums import MetricsType
 from viviane.core.errors import ConfigError
+from viviane.training.dense_state import collections_of
 
 if TYPE_CHECKING:
     from viviane.compat.hugectr.model import Model
+
+FIT_DEFAULTS: Final = {
+    "num_epochs": 0, "max_iter": 2000, "display": 200, "eval_interval": 1000, "snapshot": 10000, "snapshot_prefix": "",
+}  # fmt: skip
+
+
+class TrainingCallback:
+    """Is told of the beginning and the end of a fit and of its evaluations, where the data repeats; a base class."""
+
+    def on_training_start(self) -> None:
+        """Training begins."""
+
+    def on_training_end(self, current_iter: int) -> None:
+        """Training is over."""
+
+    def on_eval_start(self, current_iter: int) -> bool:
+        """Begin an evaluation."""
+        return False
+
+    def on_eval_end(self, current_iter: int, eval_results: dict[str, float]) -> bool:
+        """Say whether to stop, after an evaluation."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -35,10 +58,14 @@ class _Course:
         self.model, self.given = model, given
         self.done = 0
         self.started = self.shown = perf_counter()
-        self.hit = False
+        self.hit = self.stopped = False
+        """Whether the AUC was reached, and whether a callback wants to stop."""
         solver = model.solver
+        self.callbacks: list[Any] = list(solver.training_callbacks) if solver.repeat_dataset else []
         say(f"Training batchsize: {solver.batchsize}, evaluation batchsize: {solver.batchsize_eval}")
         say(f"Evaluation interval: {given.eval_interval}, snapshot interval: {given.snapshot}")
+        for name, collection in collections_of(model.viviane.module).items():
+            say(f"Sparse embedding {name} trainable: {not getattr(collection, '_frozen', None)}")
         say("Training source file: " + ", ".join(model.reader_params.sources))
         say(f"Evaluation source file: {model.reader_params.eval_source}")
 
@@ -57,7 +84,7 @@ class _Course:
             self.shown = now
         if given.eval_interval and done % given.eval_interval == 0:
             self._evaluate()
-        if given.snapshot and done % given.snapshot == 0:
+        if given.snapshot and done % given.snapshot == 0 and not self.model.has_passes:
             self.model.save_params_to_files(given.snapshot_prefix, done)
         return True
 
@@ -67,15 +94,20 @@ class _Course:
 
     def _evaluate(self) -> None:
         model, start, count = self.model, perf_counter(), 0
+        for callback in self.callbacks:
+            callback.on_eval_start(self.done)
         if not model.solver.repeat_dataset:
             model.get_data_reader_eval().set_source(model.reader_params.eval_source)
         while count < model.solver.max_eval_batches and model.eval():
             count += 1
-        for name, value in model.get_eval_metrics():
+        found = model.get_eval_metrics()
+        for name, value in found:
             say(f"Evaluation, {name}: {value:.6f}")
             limit = model.solver.metrics_spec.get(MetricsType.AUC, math.inf)
             self.hit = self.hit or (name == "AUC" and value >= limit)
         say(f"Eval Time for {count} iters: {perf_counter() - start:.6f}s")
+        for callback in self.callbacks:  # each is told, whatever another one answered
+            self.stopped = bool(callback.on_eval_end(self.done, dict(found))) or self.stopped
         if self.hit:
             rate = self.done * model.solver.batchsize / max(self.seconds(), 1e-9)
             limit = model.solver.metrics_spec[MetricsType.AUC]
@@ -91,21 +123,30 @@ def fit_iterations(model: Model, given: FitSettings) -> None:
         raise ConfigError("max_iter is at least 1 where the data repeats", where="fit", value=given.max_iter)
     say(f"Use non-epoch mode with number of iterations: {given.max_iter}")
     course = _Course(model, given)
-    while course.done < given.max_iter and not course.hit:
+    for callback in course.callbacks:
+        callback.on_training_start()
+    while course.done < given.max_iter and not course.hit and not course.stopped:
         course.step()
+    for callback in course.callbacks:
+        callback.on_training_end(course.done)
     size = model.solver.batchsize
     say(f"Finish {course.done} iterations with batchsize: {size} in {course.seconds():.2f}s.")
 
 
-def fit_epochs(model: Model, given: FitSettings, sources: Sequence[str]) -> None:
-    """Train num_epochs times over the sources, each read to its end."""
+def fit_epochs(model: Model, given: FitSettings, sources: Sequence[str], keysets: Sequence[str] = ()) -> None:
+    """Train num_epochs times over the sources, each read to its end; with passes, each after its keyset."""
+    if model.has_passes and len(sources) != len(keysets):
+        raise ConfigError("one keyset for each source", where="fit", value=f"{len(sources)} sources, {len(keysets)} "
+                          "keysets", fix="DataReaderParams(source=[...], keyset=[...])")  # fmt: skip
     epochs = max(1, given.num_epochs)
     say(f"Use epoch mode with number of epochs: {epochs}")
     course = _Course(model, given)
     for epoch in range(epochs):
         say(f"-----------------------------------Epoch {epoch}-----------------------------------")
-        for source in sources:
+        for place, source in enumerate(sources):
             model.get_data_reader_train().set_source(source)
+            if model.has_passes:
+                model.get_embedding_training_cache().update(keysets[place])
             while not course.hit and course.step():
                 pass
     size = model.solver.batchsize

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
 import viviane.config as settings
+from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
+from viviane.compat.hugectr.collection_graph import CollectionNodes, collection_slots
 from viviane.compat.hugectr.columns import Columns, columns_of
 from viviane.compat.hugectr.enums import Embedding_t
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
@@ -26,8 +28,9 @@ class Graph:
 
     given: Input
     embeddings: tuple[SparseEmbedding, ...]
+    collections: tuple[EmbeddingCollectionConfig, ...]
     layers: tuple[DenseLayer, ...]
-    added: tuple[SparseEmbedding | DenseLayer, ...]
+    added: tuple[SparseEmbedding | EmbeddingCollectionConfig | DenseLayer, ...]
 
     @classmethod
     def of(cls, added: Sequence[Any]) -> Graph:
@@ -42,7 +45,8 @@ class Graph:
             raise ConfigError("a graph has one Input", fix="put several labels and sparse parameters into it")
         embeddings = tuple(one for one in added if isinstance(one, SparseEmbedding))
         layers = tuple(one for one in added if isinstance(one, DenseLayer))
-        return cls(added[0], embeddings, layers, tuple(added[1:]))
+        collections = tuple(one for one in added if isinstance(one, EmbeddingCollectionConfig))
+        return cls(added[0], embeddings, collections, layers, tuple(added[1:]))
 
 
 def build_model(
@@ -59,19 +63,52 @@ def build_model(
         ConfigError, SchemaError: the graph is not right; the layer or tensor is named.
     """
     columns = columns_of(reader, graph.given, graph.embeddings, i64_input_key=solver.i64_input_key)
-    groups: dict[str, list[str]] = {group.top_name: [] for group in graph.given.sparse}
-    for slot in columns.slots:
-        groups[slot.group].append(slot.column)
-    model = Model(trainer, columns.model_schema(), name=solver.model_name or "model")
+    if graph.collections:
+        columns = replace(columns, slots=tuple(collection_slots(columns.slots, graph.collections)))
+    return assemble(graph, columns, solver.model_name, optimizer, loss_weights, trainer), columns
+
+
+def assemble(
+    graph: Graph,
+    columns: Columns,
+    name: str,
+    optimizer: OptParams,
+    loss_weights: dict[str, float] | None,
+    trainer: settings.Solver,
+    change: Callable[[EmbeddingNode], EmbeddingNode] | None = None,
+) -> Model:
+    """Return the compiled model of a graph whose columns are known; `change` may give embeddings other settings."""
+    made = {
+        id(one): CollectionNodes(one, number, columns.slots, optimizer) for number, one in enumerate(graph.collections)
+    }
+    model = Model(trainer, columns.model_schema(), name=name or "model")
     dense = {graph.given.dense_name: tuple(name for name, _ in columns.dense)} if columns.dense else {}
-    sparse = {name: tuple(members) for name, members in groups.items()}
-    model.add(InputNode(label=columns.labels, dense=dense, sparse=sparse))
+    model.add(InputNode(label=columns.labels, dense=dense, sparse=_groups(graph, columns, list(made.values()))))
     left_out: set[str] = set()
     for one in graph.added:
-        node = _embedding(one, columns, optimizer) if isinstance(one, SparseEmbedding) else one.to_node(left_out)
-        model.add(node)
+        if isinstance(one, EmbeddingCollectionConfig):
+            for part in made[id(one)].nodes():
+                model.add(part)
+        elif isinstance(one, SparseEmbedding):
+            node = _embedding(one, columns, optimizer)
+            model.add(node if change is None else change(node))
+        else:
+            model.add(one.to_node(left_out))
     model.compile(optimizer.to_dense(), loss_weights=loss_weights)
-    return model, columns
+    return model
+
+
+def _groups(graph: Graph, columns: Columns, made: Sequence[CollectionNodes]) -> dict[str, tuple[str, ...]]:
+    """Return the groups of slots that are read, and those of collections."""
+    read = {one.bottom_name for one in graph.embeddings} | {name for one in graph.layers for name in one.bottom_names}
+    groups: dict[str, list[str]] = {}
+    for slot in columns.slots:
+        if not slot.source and (slot.group in read or not graph.collections):
+            groups.setdefault(slot.group, []).append(slot.column)
+    result = {name: tuple(members) for name, members in groups.items()}
+    for one in made:
+        result |= one.columns()
+    return result
 
 
 def _embedding(given: SparseEmbedding, columns: Columns, optimizer: OptParams) -> EmbeddingNode:

@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature
-from viviane.compat.hugectr.enums import Alignment_t, Check_t, CommunicationType, Embedding_t, HybridEmbeddingType
+from viviane.compat.hugectr.enums import (
+    Alignment_t,
+    Check_t,
+    CommunicationType,
+    DataReaderSparse_t,
+    Embedding_t,
+    HybridEmbeddingType,
+)
 from viviane.core.errors import ConfigError
 
 
 class AsyncParam(Arguments):
-    """How RawAsync reads; `is_dense_float` says the type of its dense numbers, the rest is speed."""
+    """How RawAsync reads; `is_dense_float` says the type of its dense numbers, the rest is speed.
+
+    With `shuffle` HugeCTR takes batches in another order; here they come in the order of the file.
+    """
 
     signature: ClassVar[Signature] = Signature(
         "AsyncParam",
@@ -19,8 +29,13 @@ class AsyncParam(Arguments):
             "io_depth": 0, "io_alignment": 0, "shuffle": False, "aligned_type": Alignment_t.Non,
             "multi_hot_reader": True, "is_dense_float": True,
         },
-        refused={"shuffle": "shuffle the file, or train with viviane.Dataset and Solver(shuffle=True)"},
+        speed=frozenset({"shuffle"}),
     )  # fmt: skip
+
+    @property
+    def has_float_dense(self) -> bool:
+        """Whether dense numbers are float32; the reader of one-hot data knows int32 alone."""
+        return bool(self.multi_hot_reader and self.is_dense_float)
 
 
 class DataReaderParams(Arguments):
@@ -37,10 +52,6 @@ class DataReaderParams(Arguments):
             "data_source_params": None, "async_param": None,
         },
         speed=frozenset({"cache_eval_data", "read_file_sequentially", "num_workers"}),
-        refused={
-            "keyset": "leave it out: tables here grow with their keys, no embedding training cache is needed",
-            "data_source_params": "give local paths",
-        },
     )  # fmt: skip
 
     @property
@@ -48,14 +59,37 @@ class DataReaderParams(Arguments):
         """The training sources, one or several."""
         return [self.source] if isinstance(self.source, str) else list(self.source)
 
+    @property
+    def keysets(self) -> list[str]:
+        """The keyset of each training source, or none."""
+        return ([self.keyset] if self.keyset else []) if isinstance(self.keyset, str) else list(self.keyset)
+
 
 class DataReaderSparseParam(Arguments):
-    """A group of slots: its name, its keys per slot, and how many slots it has."""
+    """A group of slots: its name, its keys per slot, and how many slots it has.
 
+    Until 3.0 it was (DataReaderSparse_t, max_feature_num, max_nnz, slot_num), and Input had the names.
+    """
+
+    top_name: str
     signature: ClassVar[Signature] = Signature(
         "DataReaderSparseParam",
         {"top_name": REQUIRED, "nnz_per_slot": REQUIRED, "is_fixed_length": REQUIRED, "slot_num": REQUIRED},
     )
+    _old: ClassVar[Signature] = Signature(
+        "DataReaderSparseParam",
+        {"type": REQUIRED, "max_feature_num": REQUIRED, "max_nnz": REQUIRED, "slot_num": REQUIRED},
+    )
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        if not (args and isinstance(args[0], DataReaderSparse_t)) and "max_feature_num" not in given:
+            super().__init__(*args, **given)
+            return
+        if len(args) == 3 and "slot_num" not in given:  # max_nnz could be left out
+            args = (*args[:2], args[1], args[2])
+        old = self._old.bind(args, given)
+        nnz = old["max_nnz"] if old["max_nnz"] > 0 else old["max_feature_num"]
+        super().__init__("", nnz, False, old["slot_num"])
 
     @property
     def nnz(self) -> list[int]:
@@ -72,17 +106,21 @@ class DataReaderSparseParam(Arguments):
         return values
 
 
+_READER_OF_3_0 = {
+    name: default for name, default in DataReaderParams.signature.defaults.items() if default is not REQUIRED
+} | {"data_reader_type": None, "source": None, "eval_source": ""}  # fmt: skip
+
+
 class Input(Arguments):
-    """The tensors of the data; `label_dim` with `label_name`, or several labels."""
+    """The tensors of the data; `label_dim` with `label_name`, or several labels. In 3.0 it had the reader, too."""
 
     signature: ClassVar[Signature] = Signature(
         "Input",
         {
             "label_dim": None, "label_name": None, "dense_dim": REQUIRED, "dense_name": REQUIRED,
             "data_reader_sparse_param_array": REQUIRED, "label_dims": None, "label_names": None,
-            "label_weights": None,
+            "label_weights": None, "sparse_names": [], **_READER_OF_3_0,
         },
-        refused={"label_weights": "give the weights to model.compile(loss_names=..., loss_weights=...)"},
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:
@@ -92,6 +130,14 @@ class Input(Arguments):
         if one == many or (many and len(self.label_dims) != len(self.label_names)):
             raise ConfigError("give label_dim and label_name, or label_dims and label_names of equal length",
                               where="Input", value=self.label_name or self.label_names)  # fmt: skip
+        for group, name in zip(self.sparse, self.sparse_names, strict=False):
+            group.top_name = name
+
+    def reader(self) -> DataReaderParams | None:
+        """Return the reader that 3.0 described here, or None."""
+        if self.source is None:
+            return None
+        return DataReaderParams(**{name: getattr(self, name) for name in _READER_OF_3_0})
 
     @property
     def labels(self) -> dict[str, int]:
@@ -114,9 +160,11 @@ class SparseEmbedding(Arguments):
         {
             "embedding_type": REQUIRED, "workspace_size_per_gpu_in_mb": 0, "embedding_vec_size": REQUIRED,
             "combiner": REQUIRED, "sparse_embedding_name": REQUIRED, "bottom_name": REQUIRED, "slot_size_array": [],
-            "optimizer": None, "hybrid_embedding_param": None,
+            "optimizer": None, "hybrid_embedding_param": None, "max_vocabulary_size_per_gpu": 0, "plan_file": "",
         },
-        speed=frozenset({"workspace_size_per_gpu_in_mb", "hybrid_embedding_param"}),
+        speed=frozenset(
+            {"workspace_size_per_gpu_in_mb", "hybrid_embedding_param", "max_vocabulary_size_per_gpu", "plan_file"}
+        ),
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:

@@ -5,82 +5,144 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from viviane.compat.hugectr.enums import Check_t, DataReaderType_t, Embedding_t, Optimizer_t, Update_t
+from viviane.compat.hugectr.arguments import note
+from viviane.compat.hugectr.collection import EmbeddingCollectionConfig, EmbeddingTableConfig
+from viviane.compat.hugectr.enums import Alignment_t, Check_t, DataReaderType_t, Embedding_t
 from viviane.compat.hugectr.graph import Graph
-from viviane.compat.hugectr.inputs import AsyncParam, DataReaderParams, DataReaderSparseParam, Input, SparseEmbedding
+from viviane.compat.hugectr.inputs import (
+    AsyncParam,
+    DataReaderParams,
+    DataReaderSparseParam,
+    HybridEmbeddingParam,
+    Input,
+    SparseEmbedding,
+)
 from viviane.compat.hugectr.json_layers import layer_from_json, layer_to_json
-from viviane.compat.hugectr.layers import DenseLayer
-from viviane.compat.hugectr.solver import OptParams, Solver
+from viviane.compat.hugectr.json_optimizer import optimizer_from_json, optimizer_to_json
+from viviane.compat.hugectr.solver import Solver
 from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.files import write_json_atomic
 
-_EMBEDDINGS: Final = tuple(member.name for member in Embedding_t)
-_HPARAMS: Final = {
-    "Adam": ("adam_hparam", ("beta1", "beta2", "epsilon")),
-    "AdaGrad": ("adagrad_hparam", ("initial_accu_value", "epsilon")),
-    "MomentumSGD": ("momentum_sgd_hparam", ("momentum_factor",)),
-    "Nesterov": ("nesterov_hparam", ("momentum_factor",)),
-    "SGD": ("sgd_hparam", ("atomic_update",)),
-    "Ftrl": ("ftrl_hparam", ("beta", "lambda1", "lambda2")),
+_EMBEDDING_SPELLINGS: Final = {
+    "SparseEmbeddingHash": "DistributedSlotSparseEmbeddingHash",
+    "HybridEmbedding": "HybridSparseEmbedding",
 }
-"""The section of each optimizer, and what of CreateOptimizer's stands in it."""
+_SIZED: Final = ("LocalizedSlotSparseEmbeddingOneHot", "HybridSparseEmbedding")
+_HYBRID: Final = tuple(HybridEmbeddingParam.signature.defaults)
+_EMBEDDINGS: Final = tuple(member.name for member in Embedding_t)
 
 
 def write_graph(file: str | Path, graph: Graph, solver: Solver, reader: DataReaderParams) -> None:
     """Write a graph."""
     layers: list[dict[str, Any]] = [_data_to_json(graph.given, reader)]
     for one in graph.added:
-        layers.append(_embedding_to_json(one) if isinstance(one, SparseEmbedding) else layer_to_json(one))
+        if isinstance(one, SparseEmbedding):
+            layers.append(_embedding_to_json(one))
+        elif isinstance(one, EmbeddingCollectionConfig):
+            layers.append(collection_to_json(one))
+        else:
+            layers.append(layer_to_json(one))
     write_json_atomic(Path(file), {"model_name": solver.model_name, "layers": layers})
 
 
-def read_graph(file: str | Path, include_dense_network: bool) -> list[Input | SparseEmbedding | DenseLayer]:
+def read_graph(file: str | Path, include_dense_network: bool) -> list[Any]:
     """Return the Input, the embeddings, and the dense layers if asked for.
 
     Raises:
         ConfigError: the file is not such JSON, or holds an unknown key.
     """
-    content = load_json(file)
-    layers = content.get("layers") if isinstance(content, dict) else None
-    if not layers or layers[0].get("type", "Data") != "Data":
-        raise ConfigError("the graph's first layer is its Data", where=str(file))
-    result: list[Input | SparseEmbedding | DenseLayer] = [input_from_json(layers[0])]
+    return graph_layers(load_json(file), include_dense_network, str(file))
+
+
+def graph_layers(content: Any, include_dense_network: bool, where: str) -> list[Any]:
+    """Return the layers of a graph that was read."""
+    layers = with_data_layer(content, where)
+    result: list[Any] = [input_from_json(layers[0])]
     for one in layers[1:]:
-        if one["type"] in _EMBEDDINGS:
-            result.append(_embedding_from_json(one))
+        kind = _EMBEDDING_SPELLINGS.get(one["type"], one["type"])
+        if kind in _EMBEDDINGS:
+            result.append(_embedding_from_json({**one, "type": kind}, layers[0]))
+        elif kind == "EmbeddingCollection":
+            result.append(collection_from_json(one))
         elif include_dense_network:
             result.append(layer_from_json(one))
     return result
 
 
+def with_data_layer(content: Any, where: str) -> list[dict[str, Any]]:
+    """Return the layers, the Data layer first; 2.0 had a clause of its own for it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    layers = content.get("layers") if isinstance(content, dict) else None
+    if layers and "data" in content:
+        data = content["data"]
+        sparse = {**data, "top": data.get("top", "data"), "type": "DistributedSlot"}
+        label = {"top": "label", "label_dim": data["label_dim"]}
+        layers = [
+            {**data, "type": "Data", "label": label, "dense": {"top": "dense", "dense_dim": 0}, "sparse": [sparse]},
+            *layers,
+        ]
+    if not layers or layers[0].get("type", "Data") != "Data":
+        raise ConfigError("the graph's first layer is its Data", where=where)
+    return list(layers)
+
+
 def input_from_json(data: dict[str, Any]) -> Input:
     """Return the Input of a Data layer."""
-    label, dense = data["label"], data["dense"]
+    label, dense = data["label"], data.get("dense", {})
     labels: dict[str, Any] = {"label_dim": label["label_dim"], "label_name": label["top"]}
     if isinstance(label["top"], list):
         labels = {"label_dims": label["label_dim"], "label_names": label["top"]}
+    raw = str(data.get("format", "Norm")).startswith("Raw")
     sparse = [
-        DataReaderSparseParam(
-            one["top"], one.get("nnz_per_slot", one.get("max_nnz", 1)), one.get("is_fixed_length", False),
-            one["slot_num"],
-        )
+        DataReaderSparseParam(one["top"], _nnz(one, raw), one.get("is_fixed_length", False), one["slot_num"])
         for one in data["sparse"]
-    ]  # fmt: skip
-    return Input(dense_dim=dense["dense_dim"], dense_name=dense["top"], data_reader_sparse_param_array=sparse, **labels)
+    ]
+    return Input(
+        dense_dim=dense.get("dense_dim", 0), dense_name=dense.get("top", "dense"),
+        data_reader_sparse_param_array=sparse, **labels,
+    )  # fmt: skip
+
+
+def _nnz(one: dict[str, Any], raw: bool) -> Any:
+    """Return the most keys of a slot; before 3.1 a row's most keys bound those of each slot."""
+    for name in ("nnz_per_slot", "max_nnz"):
+        if name in one:
+            return one[name]
+    return 1 if raw else one.get("max_feature_num_per_sample", 1)
 
 
 def reader_from_json(data: dict[str, Any]) -> DataReaderParams:
-    """Return the reader's parameters of a Data layer."""
+    """Return the reader's parameters of a Data layer.
+
+    Raises:
+        ConfigError: there is no source.
+    """
     check = {"Sum": Check_t.Sum}.get(data.get("check", "None"), Check_t.Non)
     kind = DataReaderType_t[data.get("format", "Norm")]
-    names = ("slot_size_array", "num_samples", "eval_num_samples", "cache_eval_data", "float_label_dense")
+    names = ("slot_size_array", "num_samples", "eval_num_samples", "cache_eval_data", "float_label_dense", "keyset",
+             "num_workers", "read_file_sequentially")  # fmt: skip
     given: dict[str, Any] = {name: data[name] for name in names if name in data}
     if "async_param" in data:
-        given["async_param"] = AsyncParam(**data["async_param"])
+        given["async_param"] = _async_param(data["async_param"])
+    if "source" not in data:
+        raise ConfigError("the Data layer names no source", fix='write "source" and "eval_source" into it')
     return DataReaderParams(
-        data_reader_type=kind, source=data["source"], eval_source=data["eval_source"], check_type=check, **given
-    )
+        data_reader_type=kind, source=data["source"], eval_source=data.get("eval_source", ""), check_type=check,
+        **given,
+    )  # fmt: skip
+
+
+def _async_param(clause: dict[str, Any]) -> AsyncParam:
+    values = dict(clause)
+    if "io_block_size" in values:
+        values["max_num_requests_per_thread"] = values.pop("io_block_size")
+    if isinstance(values.get("aligned_type"), str):
+        values["aligned_type"] = Alignment_t.Auto if values["aligned_type"] == "Auto" else Alignment_t.Non
+    return AsyncParam(**{"num_threads": 1, "num_batches_per_thread": 1, **values})
 
 
 def _data_to_json(given: Input, reader: DataReaderParams) -> dict[str, Any]:
@@ -124,47 +186,63 @@ def _embedding_to_json(one: SparseEmbedding) -> dict[str, Any]:
     return result if one.optimizer is None else {**result, "optimizer": optimizer_to_json(one.optimizer)}
 
 
-def _embedding_from_json(one: dict[str, Any]) -> SparseEmbedding:
+def _embedding_from_json(one: dict[str, Any], data: dict[str, Any]) -> SparseEmbedding:
     hparam = one["sparse_embedding_hparam"]
     known = {
         "embedding_vec_size", "combiner", "workspace_size_per_gpu_in_mb", "slot_size_array",
         "max_vocabulary_size_per_gpu", "max_vocabulary_size_global", "vocabulary_size", "load_factor",
     }  # fmt: skip
     for key in hparam:
-        if key not in known:
-            raise ConfigError("unknown key", where=f"embedding {one['name']!r}", value=key, fix=suggest(key, known))
+        if key not in (*known, *_HYBRID):
+            raise ConfigError("unknown key", where=f"embedding {one.get('name', one['top'])!r}", value=key,
+                              fix=suggest(key, known))  # fmt: skip
+    sizes = list(hparam.get("slot_size_array", []))
+    if not sizes and one["type"] in _SIZED:
+        sizes = list(data.get("slot_size_array", []))
+    if "plan_file" in one:
+        note("embedding", "plan_file")
     return SparseEmbedding(
         embedding_type=Embedding_t[one["type"]], embedding_vec_size=hparam["embedding_vec_size"],
-        workspace_size_per_gpu_in_mb=hparam.get("workspace_size_per_gpu_in_mb", 0), combiner=hparam["combiner"],
-        sparse_embedding_name=one["top"], bottom_name=one["bottom"],
-        slot_size_array=list(hparam.get("slot_size_array", [])),
-        optimizer=optimizer_from_json(one["optimizer"]) if "optimizer" in one else None,
+        workspace_size_per_gpu_in_mb=hparam.get("workspace_size_per_gpu_in_mb", 0),
+        combiner=hparam.get("combiner", "sum"), sparse_embedding_name=one["top"], bottom_name=one["bottom"],
+        slot_size_array=sizes, optimizer=optimizer_from_json(one["optimizer"]) if "optimizer" in one else None,
     )  # fmt: skip
 
 
-def optimizer_to_json(given: OptParams) -> dict[str, Any]:
-    """Return an optimizer as a clause of JSON.
+def collection_to_json(given: EmbeddingCollectionConfig) -> dict[str, Any]:
+    """Return an embedding collection as JSON, which HugeCTR itself never wrote."""
+    tables = [
+        {
+            "name": one.name, "max_vocabulary_size": one.max_vocabulary_size, "ev_size": one.ev_size,
+            **({} if one.optimizer is None else {"optimizer": optimizer_to_json(one.optimizer)}),
+        }
+        for one in given.tables.values()
+    ]  # fmt: skip
+    calls = [
+        {
+            "top": call.top,
+            "list": call.is_list,
+            "lookups": [[one.table.name, one.bottom, one.combiner] for one in call.lookups],
+        }
+        for call in given.calls
+    ]
+    return {"name": "embedding_collection", "type": "EmbeddingCollection", "tables": tables, "embedding_lookup": calls}
 
-    Example:
-        >>> optimizer_to_json(OptParams(optimizer_type=Optimizer_t.SGD, update_type=Update_t.Local))
-        {'type': 'SGD', 'update_type': 'Local', 'sgd_hparam': {'atomic_update': True}}
-    """
-    kind = given.optimizer_type.name
-    section, names = _HPARAMS[kind]
-    values = {name: getattr(given, name) for name in names}
-    return {"type": kind, "update_type": given.update_type.name, section: values}
 
-
-def optimizer_from_json(clause: dict[str, Any]) -> OptParams:
-    """Return the optimizer of a clause; a learning rate in it belongs to the solver.
-
-    Raises:
-        ConfigError: an unknown optimizer.
-    """
-    kind = clause.get("type")
-    if kind not in _HPARAMS:
-        raise ConfigError("unknown optimizer", where="optimizer", value=kind, fix=suggest(str(kind), _HPARAMS))
-    section, names = _HPARAMS[kind]
-    given = {name: clause.get(section, {})[name] for name in names if name in clause.get(section, {})}
-    update = clause.get("update_type", "Global" if clause.get("global_update") else "Local")
-    return OptParams(optimizer_type=Optimizer_t[kind], update_type=Update_t[update], **given)
+def collection_from_json(one: dict[str, Any]) -> EmbeddingCollectionConfig:
+    """Return the collection that `collection_to_json` wrote."""
+    tables = {}
+    for table in one["tables"]:
+        given = dict(table)
+        if "optimizer" in given:
+            given["opt_params_or_empty"] = optimizer_from_json(given.pop("optimizer"))
+        tables[table["name"]] = EmbeddingTableConfig(**given)
+    result = EmbeddingCollectionConfig()
+    for call in one["embedding_lookup"]:
+        names, bottoms, combiners = (list(part) for part in zip(*call["lookups"], strict=True))
+        chosen = [tables[name] for name in names]
+        if call["list"]:
+            result.embedding_lookup(chosen, bottoms, call["top"], combiners)
+        else:
+            result.embedding_lookup(chosen[0], bottoms[0], call["top"], combiners[0])
+    return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from viviane.compat.hugectr.arguments import note
 from viviane.compat.hugectr.layers import PARAMETERS, DenseLayer
 from viviane.core.errors import ConfigError, suggest
 
@@ -30,6 +31,13 @@ _PLAIN: Final = {
     "target_weight_vec": "target_weight", "regularizer_type": "regularizer",
 }  # fmt: skip
 """Other words of the JSON for arguments; those not named here keep theirs."""
+_OTHER_WORDS: Final = {"elu_alpha": "alpha"}
+"""What some versions write for a key of a section."""
+_WITHOUT_EFFECT: Final = frozenset(
+    {"is_training", "compute_config", "dense_layer_switches", "activation", "position", "weight_init", "bias_init",
+     "num_output", "leading_dim"}
+)  # fmt: skip
+"""Keys that stand beside layers which do not read them."""
 
 
 def _split(kind: str) -> tuple[str, dict[str, str], dict[str, str]]:
@@ -89,15 +97,22 @@ def layer_from_json(given: dict[str, Any]) -> DenseLayer:
     data = dict(given)
     name, kind = data.pop("name", ""), data.pop("type")
     where = f"layer {name or data.get('top')!r} ({kind})"
+    if kind == "SequenceMask" and "max_sequence_len" in data:
+        length = data.pop("max_sequence_len")
+        data |= {"max_sequence_len_from": length, "max_sequence_len_to": length}
     section, inside, beside = _split(kind)
     values: dict[str, Any] = {}
     for group, names in ((data.pop(section, {}) if section else {}, inside), (data, beside)):
         back = {key: argument for argument, key in names.items()}
-        for key in [key for key in group if key not in ("bottom", "top")]:
+        for given_key in [key for key in group if key not in ("bottom", "top")]:
+            key = given_key if given_key in back else _OTHER_WORDS.get(given_key, given_key)
             if key not in back:
+                if key in _WITHOUT_EFFECT:
+                    note(kind, key)
+                    continue
                 fix = suggest(key, [*back, *([section] if section else [])])
                 raise ConfigError("unknown key", where=where, value=key, fix=fix)
-            values[back[key]] = group[key]
+            values[back[key]] = group[given_key]
     if isinstance(values.get("selected"), list):
         values |= {"selected": True, "selected_slots": values["selected"]}
     if values.get("regularizer_type"):

@@ -115,6 +115,8 @@ class DenseLayer(Arguments):
         }
         if self.kind == "Reshape" and (values.get("selected") or values.get("shape")):
             values.pop("leading_dim", None)
+        if self.kind == "Reshape" and len(values.get("shape", ())) > 1 and values["shape"][0] == -1:
+            values["shape"] = values["shape"][1:]  # HugeCTR counts the batch dimension
         if self.kind == "GRU":
             values.pop("batchsize", None)  # batches here may have any size
         if self.kind == "Scale":

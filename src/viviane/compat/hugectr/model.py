@@ -2,56 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from viviane.compat.hugectr import files, json_graph
+from viviane.batch import Batch
+from viviane.compat.hugectr import json_graph
 from viviane.compat.hugectr.arguments import print_notes, say
+from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.columns import Columns
-from viviane.compat.hugectr.fitting import FitSettings, fit_epochs, fit_iterations
+from viviane.compat.hugectr.enums import Tensor_t
+from viviane.compat.hugectr.fitting import FIT_DEFAULTS, FitSettings, fit_epochs, fit_iterations
 from viviane.compat.hugectr.graph import Graph, build_model
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
 from viviane.compat.hugectr.layers import DenseLayer, GroupDenseLayer
+from viviane.compat.hugectr.model_files import ModelFiles
+from viviane.compat.hugectr.passes import EmbeddingTrainingCache, EtcParams, MosParams
+from viviane.compat.hugectr.processes import rows_of_all
 from viviane.compat.hugectr.reading import DataReader
 from viviane.compat.hugectr.scores import Scores
 from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
-from viviane.core.errors import ConfigError
+from viviane.compat.hugectr.sources import check_local
+from viviane.compat.hugectr.tables import Keys
+from viviane.compat.hugectr.tensors import tensor_of
+from viviane.core.errors import ConfigError, suggest
 from viviane.model import Model as VivianeModel
 from viviane.training.evaluation import evaluating
 from viviane.training.precision import Precision
 
 
-class Model:
+class Model(ModelFiles):
     """HugeCTR's Model.
 
     Args:
         solver: what CreateSolver returned.
-        reader_params: DataReaderParams.
+        reader_params: DataReaderParams; in the form of 3.0 the optimizer, and Input has the reader.
         opt_params: what CreateOptimizer returned.
+        etc_params: what CreateETC or CreateMOS returned, see `passes`.
     """
 
-    def __init__(self, solver: Solver, reader_params: DataReaderParams, opt_params: OptParams, *more: Any) -> None:
-        if more:
-            raise ConfigError("an embedding training cache is not mapped", where="Model, etc_params",
-                              fix="leave it out: tables here grow with their keys")  # fmt: skip
-        self.solver, self.reader_params, self.opt_params = solver, reader_params, opt_params
+    def __init__(
+        self,
+        solver: Solver,
+        reader_params: DataReaderParams | OptParams | None = None,
+        opt_params: OptParams | None = None,
+        etc_params: EtcParams | MosParams | None = None,
+    ) -> None:
+        if isinstance(reader_params, OptParams):
+            reader_params, opt_params = None, reader_params
+            for name, value in getattr(opt_params, "schedule", dict)().items():
+                setattr(solver, name, value)
+        self.solver, self._reader_params, self.opt_params = solver, reader_params, opt_params or OptParams()
+        check_local(solver.data_source_params, "CreateSolver")
         self.added: list[Any] = []
         self.lr = float(solver.lr)
         self._scheduler = solver.scheduler()
         self._loss: torch.Tensor | None = None
         self._model: VivianeModel | None = None
         self._settings = solver.to_viviane()
-        self._sources: list[str] = reader_params.sources
+        self._sources: list[str] = []
+        self._keysets: list[str] = []
+        self._etc_params = etc_params
+        self._cache: EmbeddingTrainingCache | None = None
+        self._orders: dict[str, Keys] = {}
+        self._last_eval: Batch | None = None
+        if reader_params is not None:
+            self._take_reader(reader_params)
+
+    def _take_reader(self, params: DataReaderParams) -> None:
+        check_local(params.data_source_params, "DataReaderParams")
+        self._reader_params, self._sources, self._keysets = params, params.sources, params.keysets
+
+    @property
+    def reader_params(self) -> DataReaderParams:
+        """What the reader was described by.
+
+        Raises:
+            ConfigError: nothing described it.
+        """
+        if self._reader_params is None:
+            raise ConfigError("the model has no data", fix="give DataReaderParams to hugectr.Model")
+        return self._reader_params
 
     # Building ---------------------------------------------------------------------------------------------
 
     def add(self, layer: Any) -> None:
-        """Append an Input, a SparseEmbedding, a DenseLayer or a GroupDenseLayer.
+        """Append an Input, an embedding, a collection of them, or a layer.
 
         Raises:
             ConfigError: something else, or the model is compiled.
@@ -59,9 +99,14 @@ class Model:
         if self._model is not None:
             raise ConfigError("the model is compiled; nothing can be added any more")
         layer = layer.to_layer() if isinstance(layer, GroupDenseLayer) else layer
-        if not isinstance(layer, Input | SparseEmbedding | DenseLayer):
-            raise ConfigError("this cannot be added to a model", value=type(layer).__name__,
-                              allowed="Input, SparseEmbedding, DenseLayer, GroupDenseLayer")  # fmt: skip
+        if isinstance(layer, Input) and self._reader_params is None and (reader := layer.reader()) is not None:
+            self._take_reader(reader)
+        if not isinstance(layer, Input | SparseEmbedding | EmbeddingCollectionConfig | DenseLayer):
+            raise ConfigError(
+                "this cannot be added to a model",
+                value=type(layer).__name__,
+                allowed="Input, SparseEmbedding, EmbeddingCollectionConfig, DenseLayer, GroupDenseLayer",
+            )
         self.added.append(layer)
 
     def compile(self, loss_names: Sequence[str] | None = None, loss_weights: Sequence[float] | None = None) -> None:
@@ -73,11 +118,14 @@ class Model:
         """
         if self._model is not None:
             raise ConfigError("the model is compiled already")
-        weights = dict(zip(loss_names or (), loss_weights or (), strict=True)) or None
+        graph = Graph.of(self.added)
+        weights = dict(zip(loss_names or (), loss_weights or (), strict=True))
+        if not weights and graph.given.label_weights and graph.given.label_names:
+            weights = dict(zip(graph.given.label_names, graph.given.label_weights, strict=True))
         if weights:
             say("Note: loss_weights scale the gradients as well as the reported loss")
         self._model, self.columns = build_model(
-            Graph.of(self.added), self.solver, self.reader_params, self.opt_params, weights, self._settings
+            graph, self.solver, self.reader_params, self.opt_params, weights or None, self._settings
         )
         self._model.module.train()
         repeat, drop = self.solver.repeat_dataset, self.solver.drop_incomplete_batch
@@ -87,6 +135,8 @@ class Model:
         self._eval = DataReader(reader, self.columns, self.solver.batchsize_eval, repeat=repeat, training=False,
                                 drop_last=False)  # fmt: skip
         self._scores = Scores(list(self.solver.metrics_spec), _label_places(self.columns))
+        if self._etc_params is not None:
+            self._cache = EmbeddingTrainingCache(self, self._etc_params)
         print_notes()
 
     @property
@@ -117,23 +167,31 @@ class Model:
 
     def fit(
         self,
-        num_epochs: int = 0,
-        max_iter: int = 2000,
-        display: int = 200,
-        eval_interval: int = 1000,
-        snapshot: int = 10000,
-        snapshot_prefix: str = "",
-        **more: Any,
+        num_epochs: int | None = None,
+        max_iter: int | None = None,
+        display: int | None = None,
+        eval_interval: int | None = None,
+        snapshot: int | None = None,
+        snapshot_prefix: str | None = None,
+        data_source_params: Any = None,
     ) -> None:
-        """Train, with HugeCTR's lines on the console: by iterations, or by epochs where repeat_dataset is False."""
-        if more:
-            raise ConfigError("fit cannot honour this argument", value=", ".join(more), fix="leave it out")
+        """Train, with HugeCTR's lines on the console: by iterations, or by epochs where repeat_dataset is False.
+
+        What is not given is as in HugeCTR: 0 epochs, 2000 iterations, 200, 1000, 10000, ""; in the form of 3.0 the
+        solver has it.
+        """
+        check_local(data_source_params, "fit")
         self.viviane  # noqa: B018 - says that compile is missing
-        given = FitSettings(num_epochs, max_iter, display, eval_interval, snapshot, snapshot_prefix)
+        asked = (num_epochs, max_iter, display, eval_interval, snapshot, snapshot_prefix)
+        values: list[Any] = [
+            getattr(self.solver, name, default) if value is None else value
+            for (name, default), value in zip(FIT_DEFAULTS.items(), asked, strict=True)
+        ]
+        given = FitSettings(*values)
         if self.solver.repeat_dataset:
             fit_iterations(self, given)
         else:
-            fit_epochs(self, given, self._sources)
+            fit_epochs(self, given, self._sources, self._keysets)
 
     def train(self, is_first_batch: bool = True) -> bool:
         """Train on one batch with the learning rate that was set; False at the end of the data."""
@@ -151,13 +209,14 @@ class Model:
         if batch is None:
             return False
         trainer = self.viviane.trainer
-        there = batch.to(trainer.device)
+        there = self._last_eval = batch.to(trainer.device)
         with evaluating(trainer.module), (trainer.precision or Precision("fp32")).context(trainer.device):
             output = trainer.module(there)
         loss = trainer.objective.loss(output, there, training=False)
         predicted = trainer.objective.predictions(output, there.size)
-        found, labels = (part.double().cpu().numpy() for part in (predicted, there.labels))
-        self._scores.add(found, labels, float(loss))
+        sums = rows_of_all(torch.tensor([[float(loss) * there.size, there.size]], device=loss.device)).sum(0)
+        found, labels = (rows_of_all(part).double().cpu().numpy() for part in (predicted, there.labels))
+        self._scores.add(found, labels, float(sums[0] / sums[1]))
         return True
 
     def get_current_loss(self) -> float:
@@ -180,17 +239,32 @@ class Model:
         self._train.set_source()
         self._eval.set_source()
 
-    def set_source(self, source: str | list[str], eval_source: str, *more: str) -> None:
-        """Choose what the next fit reads, where sources are read once.
+    def set_source(self, source: str | list[str], *more: Any, **named: Any) -> None:
+        """Choose what the next fit reads, where sources are read once: (source, eval_source), or with keysets between.
 
         Raises:
-            ConfigError: repeat_dataset is True, or keysets are given.
+            ConfigError: repeat_dataset is True.
         """
-        if more or self.solver.repeat_dataset:
-            what = "keysets are not mapped" if more else "set_source is for repeat_dataset=False"
-            raise ConfigError(what, where="set_source", fix="give source and eval_source alone, in epoch mode")
+        if self.solver.repeat_dataset:
+            raise ConfigError("set_source is for repeat_dataset=False", where="set_source",
+                              fix="CreateSolver(repeat_dataset=False)")  # fmt: skip
+        keysets = more[0] if len(more) > 1 else named.get("keyset", named.get("keyset_list", []))
         self._sources = [source] if isinstance(source, str) else list(source)
-        self.reader_params.eval_source = eval_source
+        self._keysets = [keysets] if isinstance(keysets, str) else list(keysets)
+        self.reader_params.eval_source = named.get("eval_source", more[-1] if more else self.reader_params.eval_source)
+
+    def check_out_tensor(self, tensor_name: str, tensor_type: Tensor_t) -> NDArray[np.float32]:
+        """Return a tensor of the last evaluation batch; what a loss reads is a probability already.
+
+        Raises:
+            ConfigError: nothing was evaluated yet, or a gradient is asked for.
+        """
+        if tensor_type is not Tensor_t.Evaluate:
+            raise ConfigError("gradients are gone when a step is over", where="check_out_tensor", value=tensor_type,
+                              fix="ask for Tensor_t.Evaluate, or put a hook on model.viviane.module")  # fmt: skip
+        if self._last_eval is None:
+            raise ConfigError("nothing was evaluated yet", where="check_out_tensor", fix="call model.eval() first")
+        return tensor_of(self.viviane, tensor_name, self._last_eval)
 
     def get_data_reader_train(self) -> DataReader:
         """Return the reader of training data."""
@@ -232,49 +306,12 @@ class Model:
         """Let dense weights move again."""
         self.viviane.unfreeze_dense()
 
-    def save_params_to_files(self, prefix: str, iter: int = 0) -> None:  # noqa: A002 - HugeCTR's word
-        """Write dense weights and tables in HugeCTR's layout."""
-        files.save(self.viviane, self.columns, prefix, iter)
-
-    def load_dense_weights(self, dense_model_file: str) -> None:
-        """Read dense weights that save_params_to_files, or HugeCTR, wrote."""
-        files.load_dense(self.viviane, dense_model_file)
-
-    def load_sparse_weights(self, sparse_embedding_files: Sequence[str] | Mapping[str, str]) -> None:
-        """Read tables: a folder for each embedding, in order or by name."""
-        files.load_sparse(self.viviane, self.columns, sparse_embedding_files)
-
-    def export_predictions(self, prediction_file: str, label_file: str) -> None:
-        """Append predictions and labels of the last evaluation batch to text files, one number a line.
-
-        Raises:
-            ConfigError: nothing was evaluated yet.
-        """
-        if self._scores.last is None:
-            raise ConfigError("nothing was evaluated yet", where="export_predictions", fix="call model.eval() first")
-        for file, values in zip((prediction_file, label_file), self._scores.last, strict=True):
-            with Path(file).open("a", encoding="utf-8") as out:
-                np.savetxt(out, values.reshape(-1), fmt="%g")
-
     def __getattr__(self, name: str) -> Any:
-        if name in _NOT_MAPPED:
-            raise ConfigError("a method of HugeCTR's Model is not mapped", value=name, fix=_NOT_MAPPED[name])
-        raise AttributeError(f"HugeCTR's Model has no {name!r}")
+        raise AttributeError(f"HugeCTR's Model has no {name!r}; {suggest(name, dir(type(self)))}")
 
 
-_CACHE = "leave it out: tables here grow with their keys, no embedding training cache is needed"
-_STATE = "weights travel in HugeCTR's files; to keep optimizer state too, use viviane.Model and its checkpoints"
-_NOT_MAPPED = {
-    "check_out_tensor": "read tensors with viviane.Model.module and a forward hook",
-    "get_embedding_training_cache": _CACHE,
-    "get_model_oversubscriber": _CACHE,
-    "get_incremental_model": _CACHE,
-    "dump_incremental_model_2kafka": _CACHE,
-    "load_dense_optimizer_states": _STATE,
-    "load_sparse_optimizer_states": _STATE,
-    "embedding_load": "use load_sparse_weights",
-    "embedding_dump": "use save_params_to_files",
-}
+class ModelPerfExt(Model):
+    """HugeCTR 3.3's faster Model: the same here."""
 
 
 def _label_places(columns: Columns) -> dict[str, range]:

@@ -11,6 +11,7 @@ from viviane.batch import Batch
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams
+from viviane.compat.hugectr.processes import group
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset, Reader
 from viviane.data.formats import Format, HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat
@@ -63,6 +64,13 @@ class DataReader:
         self._batches = None
         self._begin()
 
+    set_file_list_source = set_source
+    """HugeCTR 2.3's name."""
+
+    def start(self) -> None:
+        """Stand at the beginning of the source."""
+        self.set_source()
+
     def is_started(self) -> bool:
         """Say whether a source is set."""
         return self._batches is not None
@@ -87,7 +95,8 @@ class DataReader:
             raise DataError("the source has no rows", where=self.source)
         drop = self.drop_last and (not self.repeat or len(self._data) >= self.batch_size)
         self.close()
-        self._reader = self._data.reader(self.batch_size, drop_last=drop)
+        all_of_us = group()
+        self._reader = self._data.reader(self.batch_size, drop_last=drop, rank=all_of_us.rank, num_ranks=all_of_us.size)
         self._batches = iter(self._reader)
 
     def close(self) -> None:
@@ -113,7 +122,7 @@ class DataReader:
                 return RawFormat(float_label_dense=params.float_label_dense, num_samples=rows)
             case DataReaderType_t.RawAsync:
                 if params.async_param is not None:
-                    options["is_dense_float"] = params.async_param.is_dense_float
+                    options["is_dense_float"] = params.async_param.has_float_dense
                 return RawAsyncFormat(i64_input_key=wide, num_samples=rows, **options)
         raise ConfigError("unknown reader", where="DataReaderParams, data_reader_type", value=params.data_reader_type)
 

@@ -10,6 +10,7 @@ import torch
 import viviane.config as settings
 from viviane.compat.hugectr.arguments import Arguments, Signature, note, say
 from viviane.compat.hugectr.enums import AllReduceAlgo, DeviceLayout, LrPolicy_t, MetricsType, Optimizer_t, Update_t
+from viviane.compat.hugectr.processes import group, num_processes, shared_device
 from viviane.core.errors import ConfigError
 from viviane.optim import LearningRateSchedule
 
@@ -40,15 +41,9 @@ class Solver(Arguments):
         speed=frozenset(
             {
                 "use_algorithm_search", "use_cuda_graph", "gen_loss_summary", "device_layout", "all_reduce_algo",
-                "num_iterations_statistics", "scaler", *_OVERLAPS,
+                "num_iterations_statistics", "scaler", "kafka_brockers", "use_embedding_collection", *_OVERLAPS,
             }
         ),
-        refused={
-            "use_embedding_collection": "use hugectr.SparseEmbedding; for sharded tables, viviane.ShardedCollection",
-            "kafka_brockers": "leave it out: models are not sent to Kafka from here",
-            "training_callbacks": "train with viviane.Model.fit(callbacks=...)",
-            "data_source_params": "give local paths",
-        },
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:
@@ -66,7 +61,8 @@ class Solver(Arguments):
             say("Note: CreateSolver: use_mixed_precision computes dense layers in bfloat16, which needs no scaler")
         return settings.Solver(
             batch_size=self.batchsize, eval_batch_size=self.batchsize_eval, lr=self.lr, precision=precision,
-            seed=self.seed or random.SystemRandom().randrange(1, 2**31), device=self.device(),
+            seed=self.seed or group().from_first(lambda: random.SystemRandom().randrange(1, 2**31)),
+            device=self.device(),
         )  # fmt: skip
 
     def device(self) -> str:
@@ -74,7 +70,11 @@ class Solver(Arguments):
         wanted = [device for node in self.vvgpu for device in node]
         if not wanted:
             raise ConfigError("vvgpu names no device", where="CreateSolver", value=self.vvgpu, fix="write [[0]]")
-        there = torch.cuda.device_count()
+        there, processes = torch.cuda.device_count(), num_processes()
+        if processes > 1:
+            if len(wanted) != processes:
+                say(f"Warning: vvgpu {self.vvgpu}: {processes} processes of torchrun share each batch")
+            return shared_device()
         if len(wanted) > 1 or wanted[0] >= max(there, 1):
             place = "GPU" if there else "CPU"
             say(f"Warning: vvgpu {self.vvgpu}: one process on one {place} stands in, with the whole batch")
@@ -148,15 +148,16 @@ class OptParams(Arguments):
         """Return the rule of dense weights."""
         return self._rule("local")
 
+    def to_table(self) -> settings.AnyOptimizer:
+        """Return the rule of a table of an embedding collection, where rows of the batch alone move."""
+        return self._rule("local")
+
     def to_sparse(self, *, static: bool, where: str) -> settings.AnyOptimizer:
         """Return the rule of a table.
 
         Args:
             static: the table has all its rows from the beginning, so that "Global" can move every one of them.
             where: for messages.
-
-        Raises:
-            ConfigError: Global momentum on a table whose keys come as they are met.
         """
         update = {Update_t.Local: "local", Update_t.Global: "global"}.get(self.update_type, "lazy_global")
         if update == "global" and not static:
@@ -164,11 +165,11 @@ class OptParams(Arguments):
                 update = "lazy_global"
                 note(where, "Update_t.Global of Adam on keys without slot_size_array is computed as LazyGlobal")
             elif self.optimizer_type in (Optimizer_t.MomentumSGD, Optimizer_t.Nesterov) and self.momentum_factor:
-                raise ConfigError(
-                    "Update_t.Global moves every row, and the rows of this table are not known beforehand",
-                    where=where, value=self.optimizer_type.name,
-                    fix="give slot_size_array, or Update_t.Local in SparseEmbedding(optimizer=...)",
-                )  # fmt: skip
+                update = "local"
+                say(
+                    f"Warning: {where}: Update_t.Global of {self.optimizer_type.name} moves every row, and the rows of "
+                    "this table are not known beforehand: rows of the batch move; give slot_size_array to move all"
+                )
         return self._rule(update)
 
     def _rule(self, update: Any) -> settings.AnyOptimizer:
@@ -186,8 +187,7 @@ class OptParams(Arguments):
                 kept = "global" if update == "global" and momentum else "local"
                 nesterov = self.optimizer_type is Optimizer_t.Nesterov and momentum > 0
                 return settings.SGD(momentum=momentum, nesterov=nesterov, update=kept)
-        raise ConfigError(
-            "the optimizer belongs to HugeCTR's embedding collection", where="CreateOptimizer",
-            value=getattr(self.optimizer_type, "name", self.optimizer_type), fix="choose Adam, AdaGrad, Ftrl, "
-            "MomentumSGD, Nesterov or SGD",
-        )  # fmt: skip
+            case Optimizer_t.RMSProp:
+                return settings.RMSProp(decay=self.beta or 0.9, epsilon=self.epsilon)
+        raise ConfigError("unknown optimizer", where="CreateOptimizer", value=self.optimizer_type,
+                          allowed=", ".join(one.name for one in Optimizer_t))  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, say
 from viviane.compat.hugectr.enums import Check_t, Distribution_t, PowerLaw_t
+from viviane.compat.hugectr.processes import group
 from viviane.data.formats.file_list import is_file_list
 from viviane.data.synthetic.data_generator import DataGeneratorConfig, generate_like_hugectr
 
@@ -52,5 +53,5 @@ class DataGenerator:
         if config.format == "norm" and source.is_file() and is_file_list(source):
             say(f"File list {source} exists, the data is not generated again")
             return
-        generate_like_hugectr(config, overwrite=True)
+        group().from_first(lambda: [generate_like_hugectr(config, overwrite=True), None][1])
         say(f"Data of {config.num_slot} slots: {config.source}, {config.eval_source}")

@@ -1,81 +1,140 @@
-"""Training from HugeCTR's JSON alone: clauses solver, optimizer and layers."""
+"""Training from HugeCTR's JSON alone: clauses solver, optimizer and layers, or a graph alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Final
 
-from viviane.compat.hugectr.arguments import note
+from viviane.compat.hugectr.arguments import note, say
 from viviane.compat.hugectr.enums import MetricsType
-from viviane.compat.hugectr.json_graph import optimizer_from_json, read_graph, reader_from_json
+from viviane.compat.hugectr.json_graph import graph_layers, reader_from_json, with_data_layer
+from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
 from viviane.compat.hugectr.model import Model
 from viviane.compat.hugectr.reading import close_readers
-from viviane.compat.hugectr.solver import Solver
+from viviane.compat.hugectr.solver import OptParams, Solver
 from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, suggest
 
-_SAME_NAMES: Final = ("batchsize", "batchsize_eval", "seed", "max_eval_batches", "enable_tf32_compute")
-_SCHEDULE: Final = ("warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr")
+_SAME_NAMES: Final = (
+    "batchsize",
+    "batchsize_eval",
+    "seed",
+    "max_eval_batches",
+    "enable_tf32_compute",
+    "model_name",
+    "num_iterations_statistics",
+    "perf_logging",
+    "grouped_all_reduce",
+    "async_mlp_wgrad",
+    "overlap_lr",
+    "overlap_init_wgrad",
+    "overlap_ar_a2a",
+    "is_dlrm",
+    "repeat_dataset",
+    "drop_incomplete_batch",
+    "use_overlapped_pipeline",
+    "use_holistic_cuda_graph",
+)
 _FIT: Final = ("max_iter", "num_epochs", "display", "eval_interval", "snapshot", "snapshot_prefix")
-_OTHERS: Final = (
-    "lr_policy", "gpu", "eval_batches", "mixed_precision", "eval_metrics", "input_key_type", "algorithm_search",
-    "cuda_graph", "dense_model_file", "sparse_model_file", "auc_threshold", "model_file",
-)  # fmt: skip
+_WEIGHTS: Final = ("dense_model_file", "model_file", "sparse_model_file", "dense_opt_states_file",
+                   "sparse_opt_states_file")  # fmt: skip
+_UNUSED: Final = ("algorithm_search", "cuda_graph", "all_reduce_algo", "device_layout", "scaler", "plan_file",
+                  "gen_loss_summary", "use_mixed_precision")  # fmt: skip
+_OTHERS: Final = ("lr_policy", "gpu", "eval_batches", "max_eval_samples", "mixed_precision", "eval_metrics",
+                  "input_key_type", "auc_threshold", "export_predictions_prefix")  # fmt: skip
+_ELSE: Final = {
+    "models": "it is a parameter server's; give it to hugectr.inference.HPS in a script",
+    "slot_size_array": "it describes data; generate them with `viviane data generate`, or hugectr.tools.DataGenerator",
+}
+"""Keys of JSON that is no graph, and what to do with it."""
 
 
 def train_from_json(file: str | Path) -> Model:
     """Train as HugeCTR's command line did, and return the model.
 
+    A graph alone, as graph_to_json writes it, is trained with the defaults of CreateSolver, CreateOptimizer and fit;
+    without a source in its Data layer it is only described.
+
     Raises:
-        ConfigError: a clause is missing, or a key is unknown.
+        ConfigError: there are no layers, or a key is unknown.
     """
     content = load_json(file)
-    for clause in ("solver", "optimizer", "layers"):
-        if clause not in content:
-            raise ConfigError("a clause is missing", where=str(file), value=clause)
-    clause = content["solver"]
-    known = (*_SAME_NAMES, *_FIT, *_OTHERS)
+    if not isinstance(content, dict) or "layers" not in content:
+        keys = content if isinstance(content, dict) else {}
+        fix = next(
+            (text for key, text in _ELSE.items() if key in keys), "give a file with solver, optimizer and layers"
+        )
+        raise ConfigError("the file has no layers to train", where=str(file), fix=fix)
+    clause = content.get("solver", {})
+    known = (*_SAME_NAMES, *_FIT, *_OTHERS, *_WEIGHTS, *_UNUSED)
     for key in clause:
         if key not in known:
             raise ConfigError("unknown key", where=f"{file}, solver", value=key, fix=suggest(key, known))
-    solver = _solver(clause, content["optimizer"])
-    model = Model(solver, reader_from_json(content["layers"][0]), optimizer_from_json(content["optimizer"]))
-    for layer in read_graph(file, include_dense_network=True):
+    optimizer = content.get("optimizer", {"type": "Adam"})
+    data = with_data_layer(content, str(file))[0]
+    layers = graph_layers(content, include_dense_network=True, where=str(file))
+    solver, rule = _solver(clause, optimizer, content), optimizer_from_json(optimizer)
+    if "source" not in data:
+        return _describe(solver, rule, layers, file)
+    model = Model(solver, reader_from_json(data), rule)
+    for layer in layers:
         model.add(layer)
-    model.compile()
-    model.summary()
-    dense = clause.get("dense_model_file") or clause.get("model_file")
-    if dense:
-        model.load_dense_weights(dense)
-    if clause.get("sparse_model_file"):
-        model.load_sparse_weights(clause["sparse_model_file"])
     try:
+        model.compile()
+        model.summary()
+        _load(model, clause)
         model.fit(**{name: clause[name] for name in _FIT if name in clause})
+        if "export_predictions_prefix" in clause:
+            prefix = clause["export_predictions_prefix"]
+            model.export_predictions(f"{prefix}_prediction.txt", f"{prefix}_label.txt")
     finally:
         close_readers()
     return model
 
 
-def _solver(clause: dict[str, Any], optimizer: dict[str, Any]) -> Solver:
+def _describe(solver: Solver, rule: OptParams, layers: list[Any], file: str | Path) -> Model:
+    """Return the model of a graph that names no data, not compiled; its graph is checked."""
+    model = Model(solver, None, rule)
+    for layer in layers:
+        model.add(layer)
+    say(f"{file}: the Data layer names no source, so there is nothing to train; the graph has {len(layers)} layers")
+    return model
+
+
+def _load(model: Model, clause: dict[str, Any]) -> None:
+    dense = clause.get("dense_model_file") or clause.get("model_file")
+    if dense:
+        model.load_dense_weights(dense)
+    if clause.get("sparse_model_file"):
+        model.load_sparse_weights(clause["sparse_model_file"])
+    if clause.get("dense_opt_states_file"):
+        model.load_dense_optimizer_states(clause["dense_opt_states_file"])
+    if clause.get("sparse_opt_states_file"):
+        model.load_sparse_optimizer_states(clause["sparse_opt_states_file"])
+
+
+def _solver(clause: dict[str, Any], optimizer: dict[str, Any], content: dict[str, Any]) -> Solver:
     given: dict[str, Any] = {name: clause[name] for name in _SAME_NAMES if name in clause}
-    hparam: dict[str, Any] = next((value for key, value in optimizer.items() if key.endswith("_hparam")), {})
-    given["lr"] = hparam.get("learning_rate", hparam.get("alpha", 0.001))
-    given |= {name: hparam[name] for name in _SCHEDULE if name in hparam}
+    given |= schedule_from_json(optimizer)
+    given.setdefault("model_name", content.get("model_name", ""))
+    given.setdefault("batchsize_eval", given.get("batchsize", 2048))
     if "eval_batches" in clause:
         given["max_eval_batches"] = clause["eval_batches"]
+    if "max_eval_samples" in clause:
+        given["max_eval_batches"] = -(-clause["max_eval_samples"] // given["batchsize_eval"])
     if "gpu" in clause:
         devices = clause["gpu"]
         given["vvgpu"] = devices if devices and isinstance(devices[0], list) else [devices]
-    if clause.get("mixed_precision"):
+    if clause.get("mixed_precision") or clause.get("use_mixed_precision"):
         given["use_mixed_precision"] = True
     metrics = clause.get("eval_metrics", ["AUC:1.0"])
-    pairs = (one.partition(":") for one in metrics)
-    given["metrics_spec"] = {MetricsType[name]: float(limit or "inf") for name, _, limit in pairs}
+    pairs = (str(one).partition(":") for one in ([metrics] if isinstance(metrics, str) else metrics))
+    given["metrics_spec"] = {MetricsType[name.strip()]: float(limit or "inf") for name, _, limit in pairs}
     if "auc_threshold" in clause:
         given["metrics_spec"][MetricsType.AUC] = float(clause["auc_threshold"])
     given["i64_input_key"] = clause.get("input_key_type", "I32") == "I64"
-    given["repeat_dataset"] = "num_epochs" not in clause
-    for name in ("algorithm_search", "cuda_graph"):
+    given.setdefault("repeat_dataset", "num_epochs" not in clause or bool(clause.get("max_iter")))
+    for name in _UNUSED:
         if name in clause:
             note("solver", name)
     return Solver(**given)

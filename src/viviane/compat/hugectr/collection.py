@@ -1,0 +1,196 @@
+"""HugeCTR's embedding collection: tables by name, their lookups, and how they are spread over GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, note
+from viviane.compat.hugectr.enums import CommunicationStrategy, CompressionStrategy
+from viviane.config.base import load_json
+from viviane.core.errors import ConfigError, suggest
+
+COMBINERS: Final = {"sum": "sum", "average": "mean", "mean": "mean", "concat": "concat"}
+"""HugeCTR's word for a combiner, and Viviane's."""
+
+
+class EmbeddingTableConfig(Arguments):
+    """One table: its name, its rows (-1: rows come with their keys), its width, an optimizer of its own."""
+
+    signature: ClassVar[Signature] = Signature(
+        "EmbeddingTableConfig",
+        {
+            "name": None, "max_vocabulary_size": REQUIRED, "ev_size": REQUIRED, "opt_params_or_empty": None,
+            "init_param_or_empty": None, "table_id": None, "min_key": 0, "max_key": 0, "opt_params": None,
+        },
+        speed=frozenset({"min_key", "max_key"}),
+        refused={"init_param_or_empty": "leave it out: HugeCTR takes it from C++ alone"},
+    )  # fmt: skip
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.name: str = str(self.table_id) if vars(self)["name"] is None else str(vars(self)["name"])
+        where = f"EmbeddingTableConfig {self.name!r}"
+        if self.max_vocabulary_size != -1 and self.max_vocabulary_size < 1:
+            raise ConfigError("max_vocabulary_size is a number of rows, or -1", where=where,
+                              value=self.max_vocabulary_size)  # fmt: skip
+        if self.ev_size < 1:
+            raise ConfigError("ev_size is at least 1", where=where, value=self.ev_size)
+
+    @property
+    def size(self) -> int | None:
+        """Rows, or None where they come with their keys."""
+        return None if self.max_vocabulary_size == -1 else int(self.max_vocabulary_size)
+
+    @property
+    def optimizer(self) -> Any:
+        """Its own CreateOptimizer, or None."""
+        return self.opt_params_or_empty or self.opt_params
+
+
+class EmbeddingTablePlaceHolder(EmbeddingTableConfig):
+    """The name that an early form of the collection had for a table."""
+
+
+@dataclass(frozen=True)
+class TableLookup:
+    """One feature's lookup: the table, the sparse parameter that has the keys, "sum", "mean" or "concat"."""
+
+    table: EmbeddingTableConfig
+    bottom: str
+    combiner: str
+
+
+@dataclass(frozen=True)
+class LookupCall:
+    """One call of embedding_lookup: a list gives one tensor (B, sum of widths), a single one (B, 1, ev_size)."""
+
+    lookups: tuple[TableLookup, ...]
+    top: str
+    is_list: bool
+
+
+class EmbeddingCollectionConfig(Arguments):
+    """Tables, what looks them up, and where they lie."""
+
+    signature: ClassVar[Signature] = Signature(
+        "EmbeddingCollectionConfig",
+        {"use_exclusive_keys": False, "comm_strategy": CommunicationStrategy.Uniform},
+        speed=frozenset({"use_exclusive_keys", "comm_strategy"}),
+    )
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.calls: list[LookupCall] = []
+        self.shard_matrix: list[list[str]] | None = None
+        self.shard_strategy: list[Any] = []
+        self.compression_strategy: dict[Any, list[str]] = {}
+
+    @property
+    def tables(self) -> dict[str, EmbeddingTableConfig]:
+        """The tables, in the order of their first lookup."""
+        return {one.table.name: one.table for call in self.calls for one in call.lookups}
+
+    def embedding_lookup(
+        self,
+        table_config: EmbeddingTableConfig | Sequence[EmbeddingTableConfig],
+        bottom_name: str | Sequence[str],
+        top_name: str,
+        combiner: str | Sequence[str],
+    ) -> None:
+        """Look one feature up, or several side by side.
+
+        Raises:
+            ConfigError: lists of unequal length, an unknown combiner, two tables of one name.
+        """
+        is_list = not isinstance(table_config, EmbeddingTableConfig)
+        tables = [table_config] if isinstance(table_config, EmbeddingTableConfig) else list(table_config)
+        bottoms = [bottom_name] if isinstance(bottom_name, str) else list(bottom_name)
+        combiners = [combiner] * len(tables) if isinstance(combiner, str) else list(combiner)
+        where = f"embedding_lookup {top_name!r}"
+        if not len(tables) == len(bottoms) == len(combiners):
+            raise ConfigError("one table, one bottom and one combiner for each lookup", where=where,
+                              value=f"{len(tables)}, {len(bottoms)}, {len(combiners)}")  # fmt: skip
+        for one in combiners:
+            if one not in COMBINERS:
+                raise ConfigError("unknown combiner", where=where, value=one, fix=suggest(str(one), COMBINERS))
+        known = self.tables
+        for table in tables:
+            if known.setdefault(table.name, table) is not table:
+                raise ConfigError("two tables of one name", where=where, value=table.name)
+        found = (TableLookup(*one) for one in zip(tables, bottoms, (COMBINERS[c] for c in combiners), strict=True))
+        self.calls.append(LookupCall(tuple(found), top_name, is_list))
+
+    def shard(
+        self,
+        shard_matrix: Sequence[Sequence[str]],
+        shard_strategy: Sequence[Any],
+        compression_strategy: Mapping[Any, Sequence[str]] | None = None,
+    ) -> None:
+        """Say which GPU has which table; one process has them all, so that the plan is checked and noted.
+
+        Raises:
+            ConfigError: an unknown table or strategy, or a plan that contradicts itself.
+        """
+        matrix = [[str(name) for name in names] for names in shard_matrix]
+        for row in matrix:
+            self._check_names(row, "shard_matrix")
+        for strategy in shard_strategy:
+            self._check_strategy(strategy[0], strategy[1], matrix)
+        for kind, names in (compression_strategy or {}).items():
+            if not isinstance(kind, CompressionStrategy):
+                raise ConfigError("unknown compression strategy", where="shard", value=kind,
+                                  allowed="hugectr.CompressionStrategy.Reduction, Unique")  # fmt: skip
+            self._check_names(names, "compression_strategy")
+        self.shard_matrix, self.shard_strategy = matrix, list(shard_strategy)
+        self.compression_strategy = {kind: list(names) for kind, names in (compression_strategy or {}).items()}
+        note("EmbeddingCollectionConfig", "shard")
+
+    def _check_names(self, names: Sequence[Any], where: str) -> None:
+        known = self.tables
+        for name in names:
+            if str(name) not in known:
+                raise ConfigError("no table of this name is looked up", where=f"shard, {where}", value=name,
+                                  fix=suggest(str(name), known))  # fmt: skip
+
+    def _check_strategy(self, kind: str, entries: Sequence[Any], matrix: Sequence[Sequence[str]]) -> None:
+        where = "shard, shard_strategy"
+        if kind not in ("mp", "dp"):
+            raise ConfigError("unknown strategy", where=where, value=kind, allowed="'mp', 'dp'")
+        for entry in entries:
+            name, parts = entry if isinstance(entry, tuple | list) else (entry, 1)
+            self._check_names([name], "shard_strategy")
+            if self.tables[str(name)].ev_size % parts:
+                raise ConfigError("ev_size is not divisible by the number of columns", where=f"{where}, table {name!r}",
+                                  value=parts)  # fmt: skip
+            on = sum(str(name) in row for row in matrix)
+            if not on or (kind == "dp" and on != len(matrix)):
+                what = "a dp table lies on every GPU" if on else "the table lies on no GPU"
+                raise ConfigError(what, where=f"{where}, table {name!r}", fix="correct shard_matrix")
+
+
+class EmbeddingPlanner:
+    """The collection's form of HugeCTR 3.7 to 4.1, whose plan stands in a JSON file."""
+
+    def __init__(self) -> None:
+        self._collection = EmbeddingCollectionConfig()
+
+    def embedding_lookup(
+        self, table_config: EmbeddingTableConfig, bottom_name: str, top_name: str, combiner: str
+    ) -> None:
+        """Look one feature up."""
+        self._collection.embedding_lookup(table_config, bottom_name, top_name, combiner)
+
+    def create_embedding_collection(self, plan_file: str) -> EmbeddingCollectionConfig:
+        """Return the collection; the plan is read, and one process has all tables.
+
+        Raises:
+            ConfigError: the file is not a list with an entry for each GPU.
+        """
+        plan = load_json(Path(plan_file))
+        if not isinstance(plan, list):
+            raise ConfigError("a plan is a list with an entry for each GPU", where=plan_file)
+        note("EmbeddingPlanner", "plan_file")
+        return self._collection

@@ -1,0 +1,141 @@
+"""The methods of HugeCTR's Model that read and write files, and those of its embedding training cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from viviane.compat.hugectr import collection_files, files, states
+from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
+from viviane.compat.hugectr.columns import Columns
+from viviane.compat.hugectr.inputs import SparseEmbedding
+from viviane.compat.hugectr.passes import EmbeddingTrainingCache, Updates
+from viviane.compat.hugectr.processes import is_first, wait_for_all
+from viviane.compat.hugectr.sources import check_local
+from viviane.core.errors import ConfigError
+from viviane.model import Model as VivianeModel
+
+if TYPE_CHECKING:
+    from viviane.compat.hugectr.scores import Scores
+    from viviane.compat.hugectr.tables import Keys
+
+
+class ModelFiles:
+    """Files of a compiled model."""
+
+    added: list[Any]
+    columns: Columns
+    _scores: Scores
+    _orders: dict[str, Keys]
+    _cache: EmbeddingTrainingCache | None
+
+    @property
+    def viviane(self) -> VivianeModel:
+        """The model of Viviane behind this one."""
+        raise NotImplementedError
+
+    @property
+    def _collections(self) -> list[EmbeddingCollectionConfig]:
+        return [one for one in self.added if isinstance(one, EmbeddingCollectionConfig)]
+
+    def save_params_to_files(self, prefix: str, iter: int = 0, *more: Any) -> None:  # noqa: A002 - HugeCTR's word
+        """Write dense weights, tables and optimizer state in HugeCTR's layout.
+
+        With an embedding training cache the tables go into its folders instead, and their optimizer state stays.
+        """
+        _check(more, "save_params_to_files")
+        embeddings = [one for one in self.added if isinstance(one, SparseEmbedding)]
+        cached = self._cache is not None and bool(self._cache.folders)
+        files.save(self.viviane, self.columns, prefix, iter, with_tables=not cached)
+        states.save_states(self.viviane, self.columns, prefix, iter, [] if cached else embeddings)
+        if self._cache is not None and cached:
+            self._cache.write()
+        wait_for_all()
+
+    def load_dense_weights(self, dense_model_file: str, *more: Any) -> None:
+        """Read dense weights that save_params_to_files, or HugeCTR, wrote."""
+        _check(more, "load_dense_weights")
+        files.load_dense(self.viviane, dense_model_file)
+
+    def load_sparse_weights(self, sparse_embedding_files: Sequence[str] | Mapping[str, str], *more: Any) -> None:
+        """Read tables: a folder for each embedding, in order or by name."""
+        _check(more, "load_sparse_weights")
+        self.remember_orders(files.load_sparse(self.viviane, self.columns, sparse_embedding_files))
+
+    def load_dense_optimizer_states(self, dense_opt_states_file: str, *more: Any) -> None:
+        """Read the optimizer state of dense weights."""
+        _check(more, "load_dense_optimizer_states")
+        states.load_dense_states(self.viviane, dense_opt_states_file)
+
+    def load_sparse_optimizer_states(
+        self, sparse_opt_states_files: Sequence[str] | Mapping[str, str], *more: Any
+    ) -> None:
+        """Read the optimizer state of tables, in the order of the keys that load_sparse_weights read."""
+        _check(more, "load_sparse_optimizer_states")
+        states.load_sparse_states(self.viviane, self.columns, sparse_opt_states_files, self._orders)
+
+    def remember_orders(self, orders: Mapping[str, Keys]) -> None:
+        """Keep the order of keys in files: files of optimizer state have the same."""
+        self._orders.update(orders)
+
+    def embedding_dump(self, path: str, table_names: Sequence[str] = ()) -> None:
+        """Write the tables of embedding collections, or those that are named, in HugeCTR's layout."""
+        collection_files.dump(self.viviane, self.columns, self._collections, path, table_names)
+
+    def embedding_load(self, path: str, table_names: Sequence[str] = ()) -> None:
+        """Read the tables of embedding collections, or those that are named."""
+        collection_files.load(self.viviane, self.columns, self._collections, path, table_names)
+
+    def export_predictions(self, prediction_file: str, label_file: str) -> None:
+        """Append predictions and labels of the last evaluation batch to text files, one number a line.
+
+        Raises:
+            ConfigError: nothing was evaluated yet.
+        """
+        if self._scores.last is None:
+            raise ConfigError("nothing was evaluated yet", where="export_predictions", fix="call model.eval() first")
+        for file, values in zip((prediction_file, label_file), self._scores.last if is_first() else (), strict=False):
+            with Path(file).open("a", encoding="utf-8") as out:
+                np.savetxt(out, values.reshape(-1), fmt="%g")
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether the model has an embedding training cache."""
+        return self._cache is not None
+
+    # Passes -----------------------------------------------------------------------------------------------
+
+    def get_embedding_training_cache(self) -> EmbeddingTrainingCache:
+        """Return what passes are announced to.
+
+        Raises:
+            ConfigError: the model was made without one.
+        """
+        self.viviane  # noqa: B018 - says that compile is missing
+        if self._cache is None:
+            raise ConfigError("the model has no embedding training cache",
+                              fix="hugectr.Model(solver, reader, optimizer, hugectr.CreateETC(...))")  # fmt: skip
+        return self._cache
+
+    get_model_oversubscriber = get_embedding_training_cache
+
+    def get_incremental_model(self) -> Updates:
+        """Return for each embedding the keys of all keysets since the last call, and their vectors."""
+        return self.get_embedding_training_cache().incremental()
+
+    def dump_incremental_model_2kafka(self) -> None:
+        """Refuse: models are not sent to Kafka from here.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("models are not sent to Kafka from here", where="dump_incremental_model_2kafka",
+                          fix="take the rows of model.get_incremental_model() and send them")  # fmt: skip
+
+
+def _check(more: Sequence[Any], where: str) -> None:
+    for one in more:
+        check_local(one, where)

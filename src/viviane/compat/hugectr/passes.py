@@ -1,0 +1,130 @@
+"""HugeCTR's embedding training cache: passes over sources with their keysets.
+
+In HugeCTR a pass holds the rows of its keyset alone, because GPUs are small. Here tables hold all rows at once, so a
+pass only remembers its keys, which `get_incremental_model` asks for; optimizer state is kept from pass to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.compat.hugectr.arguments import Arguments, Signature, note
+from viviane.compat.hugectr.files import load_sparse, sparse_embeddings, write_folder
+from viviane.compat.hugectr.tables import Keys, collection_of, read_rows, slots_of
+from viviane.core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from viviane.compat.hugectr.model import Model
+
+Updates: TypeAlias = list[tuple[Keys, NDArray[np.float32]]]
+
+
+class HMemCacheConfig(Arguments):
+    """How much of a Cached parameter server is in memory: without meaning where all of it is."""
+
+    signature: ClassVar[Signature] = Signature(
+        "CreateHMemCache", {"num_blocks": 1, "target_hit_rate": 1.0, "max_num_evict": 0}
+    )
+
+
+class EtcParams(Arguments):
+    """Where the tables of passes are read from and written to."""
+
+    signature: ClassVar[Signature] = Signature(
+        "CreateETC",
+        {"ps_types": [], "sparse_models": [], "local_paths": [], "hmem_cache_configs": [], "hcache_configs": []},
+        speed=frozenset({"local_paths", "hmem_cache_configs", "hcache_configs"}),
+    )
+
+    @property
+    def folders(self) -> list[str]:
+        """A folder for each embedding, or none."""
+        return list(self.sparse_models)
+
+
+class MosParams(Arguments):
+    """The model oversubscriber's form, before 3.3."""
+
+    signature: ClassVar[Signature] = Signature(
+        "CreateMOS",
+        {
+            "train_from_scratch": True, "use_host_memory_ps": True, "trained_sparse_models": [],
+            "dest_sparse_models": [], "ps_types": [], "sparse_models": [], "local_paths": [], "hmem_cache_configs": [],
+        },
+        speed=frozenset({"use_host_memory_ps", "local_paths", "hmem_cache_configs"}),
+    )  # fmt: skip
+
+    @property
+    def folders(self) -> list[str]:
+        """A folder for each embedding, or none."""
+        return list(self.sparse_models or self.trained_sparse_models or self.dest_sparse_models)
+
+
+class EmbeddingTrainingCache:
+    """What get_embedding_training_cache and get_model_oversubscriber return.
+
+    Args:
+        model: compiled.
+        params: what CreateETC or CreateMOS returned.
+    """
+
+    def __init__(self, model: Model, params: EtcParams | MosParams) -> None:
+        self._model, self.folders = model, [Path(one) for one in params.folders]
+        self._keys: list[Keys] = []
+        node_names = [node.name for node in sparse_embeddings(model.viviane, model.columns)]
+        if self.folders and len(self.folders) != len(node_names):
+            raise ConfigError("one sparse model for each embedding", where=params.signature.name,
+                              value=params.folders, allowed=f"{len(node_names)}: {', '.join(node_names)}")  # fmt: skip
+        trained = isinstance(params, MosParams) and not params.train_from_scratch
+        there = {
+            name: str(folder)
+            for name, folder in zip(node_names, self.folders, strict=False)
+            if trained or folder.is_file() or (folder / "key").is_file()
+        }
+        if there:
+            model.remember_orders(load_sparse(model.viviane, model.columns, there))
+        note(params.signature.name, "passes: all rows stay in memory, optimizer state is kept between passes")
+
+    def update(self, keyset_file: str | Sequence[str]) -> None:
+        """Begin a pass.
+
+        Raises:
+            DataError: a keyset is missing, or holds no whole number of keys.
+        """
+        files = [keyset_file] if isinstance(keyset_file, str) else list(keyset_file)
+        width = self._model.columns.key_bytes
+        for file in files:
+            path = Path(file)
+            if not path.is_file():
+                raise DataError("no such keyset", where=str(path))
+            if path.stat().st_size % width:
+                raise DataError("a keyset is keys alone", where=str(path), value=f"{path.stat().st_size} bytes",
+                                allowed=f"{width} bytes a key")  # fmt: skip
+            self._keys.append(np.fromfile(path, "<u4" if width == 4 else "<i8").astype(np.int64))
+
+    def dump(self) -> None:
+        """Write the tables into their folders."""
+        self.write()
+
+    def write(self) -> None:
+        """Write each table into its folder, where CreateETC named folders."""
+        model = self._model
+        for node, folder in zip(sparse_embeddings(model.viviane, model.columns), self.folders, strict=False):
+            rows = read_rows(collection_of(model.viviane, node), slots_of(node, model.columns))
+            write_folder(folder, rows)
+
+    def incremental(self) -> Updates:
+        """Return for each embedding keys and vectors of all passes since the last call."""
+        model, result = self._model, []
+        wanted: Any = np.unique(np.concatenate([*self._keys, np.empty(0, np.int64)]))
+        for node in sparse_embeddings(model.viviane, model.columns):
+            rows = read_rows(collection_of(model.viviane, node), slots_of(node, model.columns))
+            mine = np.isin(rows.keys, wanted)
+            result.append((rows.keys[mine], rows.vectors[mine]))
+        self._keys.clear()
+        return result

@@ -1,0 +1,152 @@
+"""HugeCTR's arguments of inference: what a model is made of, and its parameter server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, note
+from viviane.compat.hugectr.enums import (
+    DatabaseOverflowPolicy_t,
+    DatabaseType_t,
+    EmbeddingCacheType_t,
+    UpdateSourceType_t,
+)
+from viviane.config.base import load_json
+from viviane.core.errors import ConfigError
+
+_LARGEST: Final = 2**64 - 1
+
+
+class VolatileDatabaseParams(Arguments):
+    """A cache in memory: all tables are in memory here, so nothing of it is needed."""
+
+    signature: ClassVar[Signature] = Signature(
+        "VolatileDatabaseParams",
+        {
+            "type": DatabaseType_t.parallel_hash_map, "address": "127.0.0.1:7000", "user_name": "default",
+            "password": "", "num_partitions": 16, "algorithm": None, "allocation_rate": 268435456,
+            "shared_memory_size": 16 * 2**30, "shared_memory_name": "hctr_mp_hash_map_database",
+            "shared_memory_auto_remove": True, "max_get_batch_size": 10000, "max_set_batch_size": 10000,
+            "max_batch_size": 65536, "num_node_connections": 5, "enable_tls": False,
+            "tls_ca_certificate": "cacertbundle.crt", "tls_client_certificate": "client_cert.pem",
+            "tls_client_key": "client_key.pem", "tls_server_name_identification": "redis.localhost",
+            "refresh_time_after_fetch": False, "overflow_margin": _LARGEST,
+            "overflow_policy": DatabaseOverflowPolicy_t.evict_random, "overflow_resolution_target": 0.8,
+            "initialize_after_startup": True, "initial_cache_rate": 1.0, "cache_missed_embeddings": False,
+            "update_filters": ["^hps_.+$"],
+        },
+    )  # fmt: skip
+
+
+class PersistentDatabaseParams(Arguments):
+    """A database on disk: the model's own files serve."""
+
+    signature: ClassVar[Signature] = Signature(
+        "PersistentDatabaseParams",
+        {
+            "type": DatabaseType_t.disabled, "path": "/tmp/rocksdb", "num_threads": 16, "read_only": False,
+            "initialize_after_startup": True, "max_batch_size": 65536, "max_get_batch_size": 10000,
+            "max_set_batch_size": 10000, "update_filters": ["^hps_.+$"], "backend": None,
+        },
+    )  # fmt: skip
+
+
+class UpdateSourceParams(Arguments):
+    """Where updates of a running model come from: from nowhere here."""
+
+    signature: ClassVar[Signature] = Signature(
+        "UpdateSourceParams",
+        {
+            "type": UpdateSourceType_t.null, "brokers": "127.0.0.1:9092", "metadata_refresh_interval_ms": 30000,
+            "receive_buffer_size": 262144, "max_receive_buffer_size": 2000, "poll_timeout_ms": 500,
+            "max_batch_size": 8192, "failure_backoff_ms": 50, "max_commit_interval": 32,
+        },
+        refused={"type": "leave it out; load new files when there are some"},
+    )  # fmt: skip
+
+
+_CACHE: Final = (
+    "hit_rate_threshold", "device_id", "use_gpu_embedding_cache", "cache_size_percentage", "scaler",
+    "use_algorithm_search", "use_cuda_graph", "number_of_worker_buffers_in_pool", "number_of_refresh_buffers_in_pool",
+    "cache_refresh_percentage_per_iteration", "deployed_devices", "volatile_db", "persistent_db",
+    "maxnum_des_feature_per_sample", "refresh_delay", "refresh_interval",
+    "maxnum_catfeature_query_per_table_per_sample", "label_dim", "slot_num", "use_static_table", "use_context_stream",
+    "fuse_embedding_table", "use_hctr_cache_implementation", "thread_pool_size", "init_ec", "embedding_cache_type",
+    "enable_pagelock", "fp8_quant", "redis_ip", "rocksdb_path", "db_type",
+)  # fmt: skip
+"""Arguments of caches and servers: every key is found in memory, so they change nothing."""
+
+
+class InferenceParams(Arguments):
+    """The files of a trained model, and how it is served."""
+
+    signature: ClassVar[Signature] = Signature(
+        "InferenceParams",
+        {
+            "model_name": REQUIRED, "max_batchsize": REQUIRED, "hit_rate_threshold": 1.0, "dense_model_file": "",
+            "sparse_model_files": [], "device_id": 0, "use_gpu_embedding_cache": True, "cache_size_percentage": 0.2,
+            "i64_input_key": False, "use_mixed_precision": False, "scaler": 1.0, "use_algorithm_search": True,
+            "use_cuda_graph": True, "number_of_worker_buffers_in_pool": 2, "number_of_refresh_buffers_in_pool": 1,
+            "cache_refresh_percentage_per_iteration": 0.0, "deployed_devices": [0],
+            "default_value_for_each_table": [0.0], "volatile_db": None, "persistent_db": None, "update_source": None,
+            "maxnum_des_feature_per_sample": 26, "refresh_delay": 0.0, "refresh_interval": 0.0,
+            "maxnum_catfeature_query_per_table_per_sample": [], "embedding_vecsize_per_table": [],
+            "embedding_table_names": [], "network_file": "", "label_dim": 1, "slot_num": 10,
+            "non_trainable_params_file": "", "use_static_table": False, "use_context_stream": True,
+            "fuse_embedding_table": False, "use_hctr_cache_implementation": True, "thread_pool_size": 16,
+            "init_ec": True, "embedding_cache_type": EmbeddingCacheType_t.Dynamic, "enable_pagelock": False,
+            "fp8_quant": False, "db_type": None, "redis_ip": "", "rocksdb_path": "",
+        },
+    )  # fmt: skip
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        note("InferenceParams", "caches and databases: every key is found in memory, exactly")
+
+    def default_of(self, table: int) -> float:
+        """Return what a key that is not there reads."""
+        values = self.default_value_for_each_table or [0.0]
+        return float(values[min(table, len(values) - 1)])
+
+
+class ParameterServerConfig(Arguments):
+    """The tables of several models."""
+
+    signature: ClassVar[Signature] = Signature(
+        "ParameterServerConfig",
+        {
+            "emb_table_name": {}, "embedding_vec_size": {}, "max_feature_num_per_sample_per_emb_table": {},
+            "inference_params_array": REQUIRED, "volatile_db": None, "persistent_db": None, "update_source": None,
+        },
+    )  # fmt: skip
+
+
+_OF_JSON: Final = {
+    "model": "model_name", "sparse_files": "sparse_model_files", "dense_file": "dense_model_file",
+    "max_batch_size": "max_batchsize", "gpucacheper": "cache_size_percentage", "gpucache": "use_gpu_embedding_cache",
+    "deployed_device_list": "deployed_devices", "num_of_worker_buffer_in_pool": "number_of_worker_buffers_in_pool",
+    "num_of_refresher_buffer_in_pool": "number_of_refresh_buffers_in_pool",
+}  # fmt: skip
+
+
+def server_from_json(file: str | Path) -> ParameterServerConfig:
+    """Return what a parameter server's JSON says.
+
+    Raises:
+        ConfigError: a key is missing, or updates are to come from Kafka.
+    """
+    content = load_json(file)
+    for key in ("supportlonglong", "models"):
+        if key not in content:
+            raise ConfigError("a key is missing", where=str(file), value=key)
+    kind = content.get("update_source", {}).get("type", "null")
+    if kind != "null":
+        raise ConfigError("updates do not come from Kafka here", where=f"{file}, update_source", value=kind,
+                          fix="leave update_source out")  # fmt: skip
+    models = []
+    for given in content["models"]:
+        values = {_OF_JSON.get(key, key): value for key, value in given.items()}
+        values = {name: value for name, value in values.items() if name not in _CACHE}
+        models.append(InferenceParams(**{"max_batchsize": 64, **values, "i64_input_key": content["supportlonglong"]}))
+    return ParameterServerConfig(inference_params_array=models)

@@ -1,0 +1,181 @@
+"""HugeCTR's API before 3.1: a session over a JSON file, and the preview of `Model` of 3.0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from viviane.compat.hugectr.arguments import Signature, note
+from viviane.compat.hugectr.json_graph import read_graph, reader_from_json
+from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
+from viviane.compat.hugectr.model import Model
+from viviane.compat.hugectr.passes import EmbeddingTrainingCache, EtcParams
+from viviane.compat.hugectr.reading import DataReader
+from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
+from viviane.config.base import load_json
+from viviane.core.errors import ConfigError
+
+_OLD: Final[dict[str, Any]] = {
+    "eval_batches": None, "model_file": "", "dense_model_file": "", "dense_opt_states_file": "",
+    "sparse_opt_states_file": "", "sparse_opt_states_files": [], "embedding_files": [], "sparse_model_files": [],
+    "max_iter": 0, "num_epochs": 0, "display": 200, "snapshot": 10000, "snapshot_prefix": "", "eval_interval": 1000,
+    "use_model_oversubscriber": False, "temp_embedding_dir": "",
+}  # fmt: skip
+"""Arguments of solver_parser_helper that CreateSolver has no more."""
+
+
+class SessionSolver(Solver):
+    """What solver_parser_helper returns."""
+
+    signature: ClassVar[Signature] = Signature(
+        "solver_parser_helper", {**Solver.signature.defaults, **_OLD}, Solver.signature.speed
+    )
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        if self.eval_batches is not None:  # 2.3, which read data once unless told otherwise
+            self.max_eval_batches = self.eval_batches
+            self.repeat_dataset = given.get("repeat_dataset", False)
+
+
+class SessionOptParams(OptParams):
+    """What hugectr.optimizer.CreateOptimizer of 3.0 returns: with the learning rate, and the precision."""
+
+    signature: ClassVar[Signature] = Signature(
+        "optimizer.CreateOptimizer",
+        {
+            **OptParams.signature.defaults, "use_mixed_precision": False, "learning_rate": 0.001, "lr": None,
+            "scaler": 1.0, "global_update": False, "warmup_steps": 1, "decay_start": 0, "decay_steps": 1,
+            "decay_power": 2.0, "end_lr": 0.0,
+        },
+        frozenset({*OptParams.signature.speed, "scaler", "use_mixed_precision"}),
+    )  # fmt: skip
+
+    def schedule(self) -> dict[str, float]:
+        """Return the schedule of the learning rate that stands beside the rule."""
+        names = ("warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr")
+        changed = {n: getattr(self, n) for n in names if getattr(self, n) != self.signature.defaults[n]}
+        return {"lr": self.lr or self.learning_rate, **changed}
+
+
+def get_learning_rate_scheduler(config_file: str | Path) -> LearningRateScheduler:
+    """Return the schedule that the optimizer clause of a JSON file describes."""
+    schedule = schedule_from_json(load_json(config_file)["optimizer"])
+    return LearningRateScheduler(schedule.pop("lr"), **schedule)
+
+
+class Session:
+    """Trains what a JSON file describes, step by step.
+
+    Args:
+        solver_config: what solver_parser_helper returned.
+        config_file: the JSON; its solver clause is not read.
+        use_model_oversubscriber: train in passes, see `passes`.
+        temp_embedding_dir: where HugeCTR put rows that did not fit.
+    """
+
+    def __init__(
+        self,
+        solver_config: Solver,
+        config_file: str,
+        use_model_oversubscriber: bool = False,
+        temp_embedding_dir: str = "",
+    ) -> None:
+        content = load_json(config_file)
+        for clause in ("optimizer", "layers"):
+            if clause not in content:
+                raise ConfigError("a clause is missing", where=config_file, value=clause)
+        schedule = schedule_from_json(content["optimizer"])
+        for name, value in schedule.items():
+            setattr(solver_config, name, value)
+        solver = solver_config
+        passes = use_model_oversubscriber or getattr(solver, "use_model_oversubscriber", False)
+        etc = EtcParams() if passes else None
+        self.model = Model(
+            solver, reader_from_json(content["layers"][0]), optimizer_from_json(content["optimizer"]), etc
+        )
+        for layer in read_graph(config_file, include_dense_network=True):
+            self.model.add(layer)
+        if passes and temp_embedding_dir:
+            note("Session", "temp_embedding_dir")
+        self.model.compile()
+        self._load(solver)
+
+    def _load(self, solver: Solver) -> None:
+        dense = getattr(solver, "model_file", "") or getattr(solver, "dense_model_file", "")
+        sparse = getattr(solver, "embedding_files", []) or getattr(solver, "sparse_model_files", [])
+        states = getattr(solver, "sparse_opt_states_files", []) or getattr(solver, "sparse_opt_states_file", "")
+        if dense:
+            self.model.load_dense_weights(dense)
+        if sparse:
+            self.model.load_sparse_weights(sparse)
+        if getattr(solver, "dense_opt_states_file", ""):
+            self.model.load_dense_optimizer_states(solver.dense_opt_states_file)
+        if states:
+            self.model.load_sparse_optimizer_states(states)
+
+    def start_data_reading(self) -> None:
+        """Stand at the beginning of the data."""
+        if self.model.solver.repeat_dataset:
+            self.model.start_data_reading()
+            return
+        self.model.get_data_reader_train().set_source(self.model.reader_params.sources[0])
+        self.model.get_data_reader_eval().set_source(self.model.reader_params.eval_source)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the next `train`."""
+        self.model.set_learning_rate(lr)
+
+    def train(self, is_first_batch: bool = True) -> bool:
+        """Train on one batch; False at the end of the data."""
+        return self.model.train(is_first_batch)
+
+    def eval(self, eval_batch: int = -1) -> bool:
+        """Evaluate one batch; False at the end of the data."""
+        return self.model.eval(eval_batch)
+
+    def get_current_loss(self) -> float:
+        """Return the loss of the last training batch."""
+        return self.model.get_current_loss()
+
+    def get_eval_metrics(self) -> list[tuple[str, float]]:
+        """Return the metrics over the batches since the last call."""
+        return self.model.get_eval_metrics()
+
+    def evaluation(self, prediction_file: str = "", label_file: str = "") -> list[tuple[str, float]]:
+        """Evaluate max_eval_batches batches, write predictions and labels, and return the metrics."""
+        for file in (prediction_file, label_file):
+            if file:
+                Path(file).unlink(missing_ok=True)
+        for _ in range(self.model.solver.max_eval_batches):
+            if not self.model.eval():
+                break
+            if prediction_file and label_file:
+                self.model.export_predictions(prediction_file, label_file)
+        return self.model.get_eval_metrics()
+
+    def check_overflow(self) -> None:
+        """Tables grow with their keys: nothing overflows."""
+
+    def copy_weights_for_evaluation(self) -> None:
+        """Evaluation reads the weights that are trained: nothing is copied."""
+
+    def download_params_to_files(self, prefix: str, iter: int = 0) -> None:  # noqa: A002 - HugeCTR's word
+        """Write weights and optimizer state."""
+        self.model.save_params_to_files(prefix, iter)
+
+    def get_params_num(self) -> int:
+        """Return how many dense weights there are."""
+        return sum(weight.numel() for weight in self.model.viviane.trainer.stepper.parameters.values())
+
+    def get_data_reader_train(self) -> DataReader:
+        """Return the reader of training data."""
+        return self.model.get_data_reader_train()
+
+    def get_data_reader_eval(self) -> DataReader:
+        """Return the reader of evaluation data."""
+        return self.model.get_data_reader_eval()
+
+    def get_model_oversubscriber(self) -> EmbeddingTrainingCache:
+        """Return what passes are announced to."""
+        return self.model.get_model_oversubscriber()
