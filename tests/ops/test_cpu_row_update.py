@@ -225,6 +225,26 @@ def test_threads_and_runs_do_not_change_a_bit(rule, on_threads):
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.parametrize("dim", [1, 7, 33, 128])
+def test_moving_at_the_last_gradient_equals_summing_first_bit_by_bit(dim, on_threads):
+    generator = torch.Generator().manual_seed(3)
+    rows = (torch.rand(5000, generator=generator) ** 6 * 3000).long()  # some once, some twice, row 0 a quarter
+    entries, begin = Entries(rows, torch.randn(5000 * dim, generator=generator)), torch.ones(3000, dim)
+
+    def summed_first():
+        weight, (distinct, sums) = begin.clone(), sum_rows(entries, dim, num_rows=3000)
+        update_rows(weight, {}, Entries(distinct, sums.view(-1)), SGD(), lr=0.1, step=1)
+        return weight
+
+    def at_once():
+        weight = begin.clone()
+        update_rows(weight, {}, entries, SGD(), lr=0.1, step=1)
+        return weight
+
+    expected = summed_first()
+    assert all(torch.equal(weight, expected) for weight in on_threads(at_once))
+
+
 def test_values_that_are_no_numbers_stay_in_their_rows():
     weight = torch.zeros(3, 16)
     gradients = torch.zeros(3, 16)

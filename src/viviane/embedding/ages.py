@@ -72,8 +72,8 @@ class TableAges(MutableMapping[str, int]):
             self._ages = dict(self)
             self._held, self._masks, self._bound, self._unsure = None, {}, set(), False
 
-    def count(self, tables: frozenset[str]) -> None:
-        """Add one to each of some tables."""
+    def count(self, tables: frozenset[str], gate: Tensor | None = None) -> None:
+        """Add one to each of some tables; on the device none to any where the gate is 0."""
         if self._held is None:
             for name in tables:
                 self._ages[name] += 1
@@ -85,7 +85,8 @@ class TableAges(MutableMapping[str, int]):
         if tables not in self._masks:
             refuse_capture(device, "a step of tables that never moved together", fix="run such an iteration before")
             self._masks[tables] = torch.tensor([name in tables for name in self._ages], dtype=torch.int64).to(device)
-        self._held += self._masks[tables]
+        mask = self._masks[tables]
+        self._held += mask if gate is None else mask * gate
         families: dict[tuple[int, bool], int] = {}
         for name, family in self._family.items():
             self._family[name] = families.setdefault((family, name in tables), len(families))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -38,6 +38,8 @@ class TableCollection(nn.Module, ABC):
     tables: dict[str, AnyTable]
     features: dict[str, FeatureConfig]
     optimizer: AnyOptimizer
+    gradient_watch: Callable[[Tensor], None] | None = None
+    """Called in backward with the gradient of the flat output, before storages take it over."""
 
     @property
     @abstractmethod
@@ -60,8 +62,14 @@ class TableCollection(nn.Module, ABC):
         """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
 
     @abstractmethod
-    def step(self, lr: float, scale: float | Tensor = 1.0, factor: float = 1.0) -> None:
-        """Move the touched rows and their state, and drop the gradients."""
+    def key_records(self) -> list[Tensor]:
+        """Return the records, (3,), int64, that recorded lookups write: the first number is 0 until a key is wrong."""
+
+    @abstractmethod
+    def step(
+        self, lr: float | Tensor, scale: float | Tensor = 1.0, factor: float | Tensor = 1.0, gate: Tensor | None = None
+    ) -> None:
+        """Move the touched rows and their state, unless the gate is 0, and drop the gradients."""
 
     @abstractmethod
     def discard_gradients(self) -> None:

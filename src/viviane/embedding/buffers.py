@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 _SMALL_BYTES = 1 << 20  # below, the allocator hands out warm memory by itself
 _MOST = 4
+_WIDE_LOAD = 8  # numbers of 16 bits
 
 
 class Buffers:
@@ -66,6 +68,26 @@ class Buffers:
         if len(self._arrays) > _MOST:  # memory in use lives on with the tensors over it
             self._arrays.pop(0)
         return array
+
+
+def autocast_buffers(own: Buffers, width: int, device: torch.device) -> Buffers:
+    """Return where a lookup's output goes: in autocast's type where float32 would be rounded to it at once.
+
+    On the CPU float32 stays: rounding there costs as much as it saves.
+
+    Example:
+        >>> autocast_buffers(Buffers(torch.float32), 8, torch.device("cpu")).dtype
+        torch.float32
+    """
+    rounds = device.type == "cuda" and own.dtype == torch.float32 and width % _WIDE_LOAD == 0
+    if not rounds or not torch.is_autocast_enabled("cuda"):
+        return own
+    return _on_gpu(torch.get_autocast_dtype("cuda"))
+
+
+@cache
+def _on_gpu(dtype: torch.dtype) -> Buffers:
+    return Buffers(dtype)
 
 
 def _idle_count() -> int:

@@ -13,7 +13,7 @@ from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import dynamic_content
 from viviane.embedding.base import TableCollection
-from viviane.embedding.buffers import Buffers
+from viviane.embedding.buffers import Buffers, autocast_buffers
 from viviane.embedding.compiled import compiled_call, compiled_lookup, compiled_norm_squared, compiled_step
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic import DynamicTable
@@ -55,7 +55,8 @@ class EmbeddingCollection(TableCollection):
         optimizer: the rule of tables that have none of their own.
         device: "cpu", "cuda", ...
         seed: of the initial values; a row's depend besides on its table's name and law and on its key alone.
-        output_dtype: of the output: float32, float16 or bfloat16, whatever the tables are of.
+        output_dtype: of the output: float32, float16 or bfloat16, whatever the tables are of. Under autocast on a GPU
+            float32 becomes its type where the output's width is a multiple of 8: products would round it to that.
 
     Example:
         >>> from viviane.batch import Bag
@@ -86,10 +87,8 @@ class EmbeddingCollection(TableCollection):
         self.optimizer = optimizer
         for feature in features:
             if feature.table not in self.tables:
-                where = f"feature {feature.name!r}"
-                raise ConfigError(
-                    "no such table", where=where, value=feature.table, fix=suggest(feature.table, self.tables)
-                )
+                where, fix = f"feature {feature.name!r}", suggest(feature.table, self.tables)
+                raise ConfigError("no such table", where=where, value=feature.table, fix=fix)
         if not features:
             raise ConfigError("an embedding collection needs at least one feature")
         self._places = place_features(features, self.tables)
@@ -176,7 +175,9 @@ class EmbeddingCollection(TableCollection):
         size, parts, masks = self._resolve(batch, training)
         if training and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
-            flat = Lookup.apply(anchor, parts, size, self._width, self._memory)  # type: ignore[no-untyped-call]
+            flat = Lookup.apply(anchor, parts, size, self._width, self._output_buffers())  # type: ignore[no-untyped-call]
+            if self.gradient_watch is not None:
+                flat.register_hook(self.gradient_watch)
         else:
             flat = self._gather(parts, size)
         return EmbeddingOutput(flat, self._places, masks)
@@ -192,7 +193,10 @@ class EmbeddingCollection(TableCollection):
     @torch.no_grad()
     def _gather(self, parts: Sequence[Part], size: int) -> Tensor:
         """Look up what `_resolve` found, apart from autograd: (B, W)."""
-        return gather(parts, size, self._width, self._memory)
+        return gather(parts, size, self._width, self._output_buffers())
+
+    def _output_buffers(self) -> Buffers:
+        return autocast_buffers(self._memory, self._width, self.device)
 
     def _plan(self, one_hot: tuple[str, ...]) -> Plan:
         key = (one_hot, self.device)
@@ -217,7 +221,13 @@ class EmbeddingCollection(TableCollection):
     # Update -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, lr: float | Tensor, scale: float | Tensor = 1.0, factor: float | Tensor = 1.0) -> None:
+    def step(
+        self,
+        lr: float | Tensor,
+        scale: float | Tensor = 1.0,
+        factor: float | Tensor = 1.0,
+        gate: Tensor | None = None,
+    ) -> None:
         """Sum the gradients of equal rows, move the touched rows and their state, and drop the gradients.
 
         Args:
@@ -225,15 +235,22 @@ class EmbeddingCollection(TableCollection):
                 needs it: then the device counts the steps too. See docs/how-to/cuda-graphs.md.
             scale: what gradients are multiplied by first, such as a clipping factor.
             factor: the schedule's factor, by which an optimizer's own rate (`settings.lr`) is multiplied.
+            gate: 0-dim, int32, on the device; 0 leaves all rows, state and counts as they are.
         """
         if torch.compiler.is_compiling():
-            if isinstance(lr, Tensor) or isinstance(factor, Tensor):
-                raise ConfigError("in compiled code lr and factor are numbers", fix="call step outside of it")
+            if isinstance(lr, Tensor) or isinstance(factor, Tensor) or gate is not None:
+                raise ConfigError(
+                    "in compiled code lr and factor are numbers, without a gate", fix="call step outside of it"
+                )
             compiled_step(self._number, lr, scale, factor)
             return
         self.check()
         for storage in self.all_storages():
-            storage.step(lr, factor, scale)
+            storage.step(lr, factor, scale, gate)
+
+    def key_records(self) -> list[Tensor]:
+        """Return the records, (3,), int64, that recorded lookups write: the first number is 0 until a key is wrong."""
+        return self._violations.lasting_records()
 
     def discard_gradients(self) -> None:
         """Drop the gradients that wait for a step."""
@@ -297,6 +314,7 @@ class EmbeddingCollection(TableCollection):
         storage = self._storage(table)
         if isinstance(storage, DynamicStorage):
             return storage.table.weight[: storage.table.index.num_rows]
+        storage.settle()  # the view may be written to
         return storage.table_rows(table)
 
     def import_table(self, table: str, content: TableState) -> None:
@@ -312,7 +330,9 @@ class EmbeddingCollection(TableCollection):
 
     def copy_rows(self, table: str, rows: Tensor) -> None:
         """Replace a table's rows, (num_rows, dim), and leave its optimizer state alone."""
-        self._static(table).table_rows(table).copy_(rows)
+        storage = self._static(table)
+        storage.settle()
+        storage.table_rows(table).copy_(rows)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for table in self.tables:

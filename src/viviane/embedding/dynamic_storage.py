@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
@@ -103,8 +104,12 @@ class DynamicStorage(nn.Module):
         self._summed = None
         self.table.release()
 
-    def step(self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor) -> None:
+    def step(
+        self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor, gate: Tensor | None = None
+    ) -> None:
         """Apply the table's rule to the touched rows, and drop the gradients."""
+        if gate is not None:
+            raise ConfigError("the rows of a dynamic table come and go on the host: a step of theirs has no gate")
         if self._pending:
             if self._summed is not None:
                 rows, sums = self._summed

@@ -34,8 +34,12 @@ def distinct_gradients(waiting: Sequence[RowGradients]) -> Iterator[Tensor]:
             yield one.entries.gradients
 
 
-def join_entries(waiting: Sequence[Entries]) -> Entries:
-    """Join passes and parts into one list of entries; a gradient that parts share stays one."""
+def join_entries(waiting: Sequence[Entries], rows: Tensor | None = None) -> Entries:
+    """Join passes and parts into one list of entries; a gradient that parts share stays one.
+
+    Args:
+        rows: of all of them, where somebody has joined them already.
+    """
     if len(waiting) == 1:
         return waiting[0]
     gradients: list[Tensor] = []
@@ -53,4 +57,5 @@ def join_entries(waiting: Sequence[Entries]) -> Entries:
         ones = (torch.ones(len(e.rows), device=e.rows.device) if e.weights is None else e.weights for e in waiting)
         weights = torch.cat(list(ones))
     flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-    return Entries(torch.cat([one.rows for one in waiting]), flat, torch.cat(sources), weights, aligned)
+    joined = torch.cat([one.rows for one in waiting]) if rows is None else rows
+    return Entries(joined, flat, torch.cat(sources), weights, aligned)

@@ -127,6 +127,10 @@ class Violations(deque[Violation]):
         """Keep a violation whose record a graph goes on writing."""
         self._lasting[*name, str(violation.record.device)] = violation
 
+    def lasting_records(self) -> list[Tensor]:
+        """Return the records that graphs write."""
+        return [one.record for one in self._lasting.values()]
+
     def check(self) -> None:
         """Wait once for each device, raise the first violation, and forget them all; nothing while a graph is recorded.
 

@@ -61,20 +61,41 @@ def gather(parts: Sequence[Part], size: int, width: int, buffers: Buffers) -> Te
 
 def prepare(parts: Sequence[Part]) -> None:
     """Begin the part of the update that needs no gradients."""
+    together: dict[int, list[Part]] = {}
     for part in parts:
-        # Rows of several parts are joined before an update; there is nothing to prepare for one of them.
-        if part.tables and sum(one.storage is part.storage for one in parts) == 1:
-            part.storage.prepare(part.rows.reshape(-1))
+        if part.tables:
+            together.setdefault(id(part.storage), []).append(part)
+    for group in together.values():
+        storage = group[0].storage
+        if len(group) == 1 or isinstance(storage, Storage):
+            storage.prepare(*[part.rows.reshape(-1) for part in group])
 
 
 def hand_over(parts: Sequence[Part], gradient: Tensor) -> None:
-    """Give the storages the gradient of the output, (B, W), contiguous, to keep until the next step."""
-    size, width = gradient.shape
+    """Give the storages the gradient of the output, (B, W), to keep until the next step."""
+    size = len(gradient)
     # One tensor for all parts: where parts of a storage are joined, it is recognised and not copied.
-    flat = gradient.view(-1)
+    flat, width = flat_rows(gradient)
     for part in parts:
         if part.tables:
-            part.storage.add_gradients(RowGradients(_entries(part, flat, size, width), part.tables))
+            part.storage.add_gradients(RowGradients(entries_of(part, flat, size, width), part.tables))
+
+
+def flat_rows(gradient: Tensor) -> tuple[Tensor, int]:
+    """Return a gradient (B, W) as one flat tensor, and how far apart its rows begin there.
+
+    Columns of a wider gradient, such as concatenation gives back, are not copied: what stands between their rows
+    belongs to others, and entries do not point there.
+
+    Example:
+        >>> wide = torch.arange(8.0).view(2, 4)
+        >>> flat_rows(wide[:, 1:3])
+        (tensor([1., 2., 3., 4., 5., 6.]), 4)
+    """
+    (size, width), (apart, inside) = gradient.shape, gradient.stride()
+    if size > 1 and inside == 1 and apart > width:
+        return gradient.as_strided(((size - 1) * apart + width,), (1,)), apart
+    return gradient.contiguous().view(-1), width
 
 
 class Lookup(torch.autograd.Function):
@@ -98,11 +119,12 @@ class Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Hand the gradients of the touched rows to their storages."""
-        hand_over(ctx.parts, grad_outputs[0].contiguous())
+        hand_over(ctx.parts, grad_outputs[0])
         return None, None, None, None, None
 
 
-def _entries(part: Part, gradient: Tensor, size: int, width: int) -> Entries:
+def entries_of(part: Part, gradient: Tensor, size: int, width: int) -> Entries:
+    """Return a part's rows and where in the flat gradient of the output, (B * W,), theirs stand."""
     if part.offsets is None:
         sources = _sources(size, width, part.columns, gradient.device)
     else:

@@ -19,6 +19,7 @@ torch keeps compiled graphs on disk for other processes. Whoever changes what an
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from torch._library.effects import EffectType
 
 from viviane.core.errors import VivianeError
 from viviane.embedding.buffers import Buffers
-from viviane.embedding.lookup import Part, hand_over, prepare
+from viviane.embedding.lookup import Part, gather, hand_over, prepare
 from viviane.embedding.lookup_spec import parse_spec
 
 if TYPE_CHECKING:
@@ -63,9 +64,20 @@ def collection_of(number: int) -> EmbeddingCollection:
     return _COLLECTIONS[number]
 
 
+def _runs_for_a_graph() -> bool:
+    """Return whether torch captures a CUDA graph, or runs a program once in the memory of the graph to come."""
+    if not torch.cuda.is_available():
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    manager = trees and trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return manager is not None and torch.cuda.current_stream() == manager.stream
+
+
 def _check_not_captured() -> None:
     # torch looks for the tag at the operator, and effects hide it there: a graph would be captured without a word.
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _runs_for_a_graph():
         raise VivianeError(
             "a compiled embedding collection cannot be captured in a CUDA graph: a replay would keep no gradients",
             fix="leave out mode='reduce-overhead' and 'max-autotune' ('max-autotune-no-cudagraphs' is fine)",
@@ -90,7 +102,7 @@ def _lookup(anchor: Tensor | None, tensors: list[Tensor], collection: int, spec:
     _check_not_captured()
     own, known = _COLLECTIONS[collection], parse_spec(spec)
     size, parts, masks = own._resolve(known.batch(tensors), known.training)
-    out = [own._gather(parts, size)]
+    out = [gather(parts, size, own.width, own._memory)]  # of the type that was traced
     out += [masks[name] for name, _ in known.masks]
     if known.training:
         prepare(parts)

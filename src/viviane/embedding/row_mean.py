@@ -54,7 +54,9 @@ class RowMean:
         self._visited.index_fill_(0, rows, self._log_decay)
 
     def catch_up(self, weight: Tensor) -> RowMean:
-        """Bring all rows up to the present step."""
+        """Bring all rows up to the present step; at once where they are."""
+        if self._log_decay == 0.0:
+            return self
         for start in range(0, len(weight), _CHUNK_ROWS):
             chunk = slice(start, start + _CHUNK_ROWS)
             factor = (self._log_decay - self._visited[chunk]).exp().to(torch.float32).unsqueeze(1)

@@ -111,6 +111,7 @@ def import_table(storage: Storage, table: str, content: TableState) -> None:
                 value=tuple(part.shape),
                 allowed=str(tuple(own[name].shape)),
             )
+    storage.settle()
     for name, part in given.items():
         own[name].copy_(part)
     if content.state:

@@ -5,7 +5,9 @@ Shapes: R rows of all tables together, D their width, N entries, U distinct rows
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from viviane.embedding.config import TableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
 from viviane.embedding.initializers import fill_initial
 from viviane.embedding.row_mean import RowMean
+from viviane.embedding.row_snapshot import RowSnapshot
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.native.pages import advise_huge_pages
 from viviane.ops.row_update import (
@@ -84,8 +87,12 @@ class Storage(nn.Module):
         self._seed = derive_seed(seed, "rounding", *self.tables) % 2**32
         self._pending: list[RowGradients] = []
         self._summed: tuple[Tensor, Tensor] | None = None
+        self._prepared: tuple[tuple[Tensor, ...], Tensor | None] = ((), None)
         self._scratch = Scratch()
         self.row_mean: RowMean | None = None
+        self.snapshots: dict[int, RowSnapshot] = {}
+        """By segment, what a checkpoint in work still has to read."""
+        self._all_read: threading.Event | None = None
         self.is_joined = False
         """Whether what waits is a sum over all processes already."""
 
@@ -121,6 +128,7 @@ class Storage(nn.Module):
 
     def reset_table_state(self, name: str) -> None:
         """Put a table's optimizer state back to its beginning."""
+        self.settle()
         segment = next(one for one in self.segments if name in one.tables)
         initial = initial_state(segment.optimizer)
         for state_name, state in self.table_state(name).items():
@@ -133,10 +141,22 @@ class Storage(nn.Module):
         if padding is not None:
             self.table_rows(name)[padding] = 0.0
 
-    def prepare(self, rows: Tensor) -> None:
-        """Begin the part of an update that needs no gradients, for the rows of a lookup that will be trained."""
-        if not self._pending:
-            prepare_rows(rows, self._scratch, self.null_row + _ZERO_ROWS)
+    def prepare(self, *parts: Tensor) -> None:
+        """Begin the part of an update that needs no gradients, for the rows of lookups that are trained together."""
+        if self._pending or not parts[0].is_cuda:
+            return
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._prepared = (parts, rows)
+        prepare_rows(rows, self._scratch, self.null_row + _ZERO_ROWS)
+
+    def _joined(self) -> Entries:
+        """Return all entries that wait; rows that `prepare` joined are those that it sorts."""
+        waiting, (parts, rows) = [one.entries for one in self._pending], self._prepared
+        same = len(parts) == len(waiting) > 1 and all(
+            part.data_ptr() == one.rows.data_ptr() and part.shape == one.rows.shape
+            for part, one in zip(parts, waiting, strict=True)
+        )
+        return join_entries(waiting, rows if same else None)
 
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
@@ -168,6 +188,7 @@ class Storage(nn.Module):
         """Drop the gradients that wait."""
         self._pending.clear()
         self._summed = None
+        self._prepared = ((), None)
         self.is_joined = False
 
     def summed_gradients(self) -> tuple[Tensor, Tensor]:
@@ -177,38 +198,74 @@ class Storage(nn.Module):
                 self.weight.device, "summing gradients by row apart from the step, for a norm or a mean of rows,",
                 fix="clip by the optimizer's clip_row_norm, and leave out the mean of rows",
             )  # fmt: skip
-            entries = join_entries([one.entries for one in self._pending])
+            entries = self._joined()
             self._summed = sum_rows(entries, self.dim, num_rows=self.null_row, scratch=self._scratch)
         return self._summed
 
-    def step(self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor) -> None:
-        """Apply each table's rule to the touched rows, and drop the gradients."""
+    def step(
+        self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor, gate: Tensor | None = None
+    ) -> None:
+        """Apply each table's rule to the touched rows, unless the gate is 0, and drop the gradients."""
         if not self._pending:
             return
         device = self.weight.device
         if device.type == "cuda" and (is_capturing(device) or isinstance(lr, Tensor) or isinstance(factor, Tensor)):
             self.steps.hold(device)
         active = self.waiting_tables()
-        self.steps.count(active)
+        self.steps.count(active, gate)
         before = None
         if self._summed is not None or self.row_mean is not None:
             rows, sums = self.summed_gradients()
             entries = Entries(rows, sums.view(-1))
             before = None if self.row_mean is None else self.weight.index_select(0, rows)
         else:
-            joined = join_entries([one.entries for one in self._pending])
-            entries = replace(joined, bound=self.null_row + _ZERO_ROWS)
-        for index, start, stop, tables in self._ranges(active):
-            rule = self.segments[index].optimizer
-            assert rule is not None
-            update_rows(
-                self.weight[start:stop], self._state(index, start, stop), entries, rule,
-                lr=lr if rule.lr is None else rule.lr * factor, step=self.steps.age(tables[0]), scale=scale,
-                first_row=start, seed=self._seed + start, scratch=self._scratch,
-            )  # fmt: skip
-        if self.row_mean is not None and before is not None:
-            self.row_mean.visit(rows, before, self.weight.index_select(0, rows))
+            entries = replace(self._joined(), bound=self.null_row + _ZERO_ROWS)
+        with self._moving(entries.rows):
+            for index, start, stop, tables in self._ranges(active):
+                rule = self.segments[index].optimizer
+                assert rule is not None
+                update_rows(
+                    self.weight[start:stop], self._state(index, start, stop), entries, rule,
+                    lr=lr if rule.lr is None else rule.lr * factor, step=self.steps.age(tables[0]), scale=scale,
+                    first_row=start, seed=self._seed + start, scratch=self._scratch, gate=gate,
+                )  # fmt: skip
+            if self.row_mean is not None and before is not None:
+                self.row_mean.visit(rows, before, self.weight.index_select(0, rows))
         self.discard_gradients()
+
+    # Reading beside training ---------------------------------------------------------------------------------
+
+    def take_snapshots(self) -> dict[int, RowSnapshot]:
+        """Hold rows and state, by segment, as they are now: steps go on, other changes wait until all is read."""
+        self.settle()
+        self.snapshots = {}
+        for index, one in enumerate(self.segments):
+            tensors = {"weight": self.weight[one.start : one.stop], **self._state(index, one.start, one.stop)}
+            if self.row_mean is not None:
+                tensors["mean"] = self.row_mean.mean[one.start : one.stop]
+            self.snapshots[index] = RowSnapshot(tensors)
+        self._all_read = threading.Event()
+        return self.snapshots
+
+    def end_snapshots(self) -> None:
+        """Say that all is read, or will not be."""
+        self.snapshots = {}
+        if self._all_read is not None:
+            self._all_read.set()
+
+    def settle(self) -> None:
+        """Wait until a checkpoint in work has read what it needs; before rows change otherwise than by a step."""
+        if self._all_read is not None:
+            self._all_read.wait()
+            self._all_read = None
+
+    def _moving(self, rows: Tensor) -> ExitStack:
+        stack = ExitStack()
+        for index, snapshot in self.snapshots.items():
+            one = self.segments[index]
+            inside = rows[(rows >= one.start) & (rows < one.stop)] - one.start
+            stack.enter_context(snapshot.moving(inside))
+        return stack
 
     def _ranges(self, active: frozenset[str]) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
         """Give runs of neighbouring tables that one launch may move: segment, start, stop, names."""

@@ -1,6 +1,10 @@
-"""CUDA graphs: is the current stream recording one, and what can't be recorded."""
+"""CUDA graphs: is the current stream recording one, what can't be recorded, and what is recorded beside the rest."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -28,3 +32,66 @@ def refuse_capture(device: torch.device, what: str, fix: str) -> None:
     """
     if is_capturing(device):
         raise ConfigError(f"{what} cannot be recorded in a CUDA graph", fix=fix)
+
+
+_branches: dict[torch.device, set[torch.cuda.Stream]] = {}
+
+
+@contextmanager
+def branch(device: torch.device, name: str) -> Iterator[Callable[[], None]]:
+    """Record a block beside what the current stream records after it; gives what lets the current stream wait for it.
+
+    Autograd runs the backward of the block there too; `join_branches` brings all of it back. While no graph is recorded
+    the block runs where it stands.
+
+    Args:
+        device: of the graph.
+        name: blocks of one name follow one another.
+
+    Example:
+        >>> with branch(torch.device("cpu"), "lookup") as join:
+        ...     pass
+        >>> join()
+    """
+    if not is_capturing(device):
+        yield _nothing
+        return
+    main, side = torch.cuda.current_stream(device), _stream(device, name)
+    side.wait_stream(main)
+    _branches.setdefault(device, set()).add(side)
+    done: list[torch.cuda.Event] = []
+
+    def join() -> None:
+        torch.cuda.current_stream(device).wait_event(done[0])
+
+    with torch.cuda.stream(side):
+        yield join
+        done.append(side.record_event())
+
+
+def join_branches(device: torch.device) -> None:
+    """Let the current stream wait for all blocks; needed once at the end of what is recorded with them.
+
+    Example:
+        >>> join_branches(torch.device("cpu"))
+    """
+    for side in _branches.pop(device, set()):
+        torch.cuda.current_stream(device).wait_stream(side)
+
+
+def forget_branches(device: torch.device) -> None:
+    """Forget blocks of a capture that broke off.
+
+    Example:
+        >>> forget_branches(torch.device("cpu"))
+    """
+    _branches.pop(device, None)
+
+
+def _nothing() -> None:
+    """Nothing to wait for: the block ran on the current stream."""
+
+
+@cache
+def _stream(device: torch.device, name: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

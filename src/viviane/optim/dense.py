@@ -3,6 +3,9 @@
 They are ordinary `torch.optim.Optimizer` classes. Two formulas differ from torch.optim: epsilon is added to
 the plain root, and Adam's bias correction stands in the learning rate, so that dense weights and embedding
 tables follow one rule (see `viviane.config.optimizers`).
+
+A `Mover` may take the arithmetic over: training on a GPU gives one that moves all tensors in one launch, by numbers
+that lie on the device, so that a CUDA graph can repeat it. Its results differ from those here by rounding alone.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -21,13 +24,46 @@ from viviane.core.errors import ConfigError, NumericsError
 _FTRL_EPSILON = 2.0**-23
 
 
+class Mover(Protocol):
+    """Moves the parameters of a group in the optimizer's place."""
+
+    def __call__(
+        self,
+        optimizer: DenseOptimizer,
+        place: int,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        states: list[list[Tensor]],
+    ) -> None:
+        """Move the tensors of the group at `place` by `optimizer.numbers(group)`."""
+        ...
+
+
 class DenseOptimizer(torch.optim.Optimizer):
     """Base of the dense optimizers: groups tensors by device and dtype, and counts steps per group.
 
     The learning rate of a group is its "lr". `set_lr` writes it from the schedule.
+
+    Attributes:
+        mover: who does the arithmetic; None: the formulas here.
     """
 
+    rule: str = ""
+    """Its name in `viviane.ops.dense_update`."""
     state_names: tuple[str, ...] = ()
+    mover: Mover | None = None
+
+    def numbers(self, group: dict[str, Any]) -> list[float]:
+        """Return what the group's present step is computed with: rate, weight decay, epsilon, first, second.
+
+        Example:
+            >>> optimizer = Adam([torch.ones(1)], 0.1, False, beta1=0.5, beta2=0.75, epsilon=1e-7, weight_decay=0.0)
+            >>> group = optimizer.param_groups[0]
+            >>> group["step"] = 1
+            >>> optimizer.numbers(group)
+            [0.1, 0.0, 1e-07, 0.5, 0.75]
+        """
+        return [group["lr"], group["weight_decay"], group.get("epsilon", 0.0), 0.0, 0.0]
 
     def __init__(self, params: Iterable[Any], lr: float, own_lr: bool, **defaults: Any) -> None:
         if not lr > 0:
@@ -62,16 +98,16 @@ class DenseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        for place, group in enumerate(self.param_groups):
             params = [param for param in group["params"] if param.grad is not None]
             if not params:
                 continue
             group["step"] += 1
             for same_kind in _by_device_and_dtype(params):
-                self._move(same_kind, group)
+                self._move(same_kind, place, group)
         return loss
 
-    def _move(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _move(self, params: list[Tensor], place: int, group: dict[str, Any]) -> None:
         gradients: list[Tensor] = []
         for param in params:
             assert param.grad is not None
@@ -81,10 +117,15 @@ class DenseOptimizer(torch.optim.Optimizer):
             if not self.state[param] and self.state_names:
                 start = group.get("initial_accumulator", 0.0)
                 self.state[param] = {name: torch.full_like(param, start) for name in self.state_names}
+        if self.mover is not None:
+            self.mover(self, place, params, gradients, self._states(params))
+            return
         if group["weight_decay"]:
             gradients = list(torch._foreach_add(gradients, params, alpha=group["weight_decay"]))
-        states = [[self.state[param][name] for param in params] for name in self.state_names]
-        self._rule(params, gradients, *states, group=group)
+        self._rule(params, gradients, *self._states(params), group=group)
+
+    def _states(self, params: list[Tensor]) -> list[list[Tensor]]:
+        return [[self.state[param][name] for param in params] for name in self.state_names]
 
     def _rule(
         self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
@@ -97,7 +138,12 @@ class Sgd(DenseOptimizer):
 
     def __init__(self, params: Iterable[Any], lr: float, own_lr: bool, **defaults: Any) -> None:
         self.state_names = ("momentum",) if defaults.get("momentum") else ()
+        self.rule = "sgd" if not self.state_names else "nesterov" if defaults.get("nesterov") else "momentum"
         super().__init__(params, lr, own_lr, **defaults)
+
+    def numbers(self, group: dict[str, Any]) -> list[float]:
+        """Return rate, weight decay, 0, momentum, 0."""
+        return [group["lr"], group["weight_decay"], 0.0, group.get("momentum", 0.0), 0.0]
 
     def _rule(
         self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
@@ -117,6 +163,7 @@ class Sgd(DenseOptimizer):
 class AdaGrad(DenseOptimizer):
     """s += g^2; w -= lr g / (sqrt(s) + epsilon)."""
 
+    rule = "adagrad"
     state_names = ("accumulator",)
 
     def _rule(
@@ -130,7 +177,12 @@ class AdaGrad(DenseOptimizer):
 class RMSProp(DenseOptimizer):
     """s = decay s + (1 - decay) g^2; w -= lr g / (sqrt(s) + epsilon)."""
 
+    rule = "rmsprop"
     state_names = ("accumulator",)
+
+    def numbers(self, group: dict[str, Any]) -> list[float]:
+        """Return rate, weight decay, epsilon, decay, 0."""
+        return [group["lr"], group["weight_decay"], group["epsilon"], group["decay"], 0.0]
 
     def _rule(
         self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
@@ -144,24 +196,36 @@ class RMSProp(DenseOptimizer):
 class Adam(DenseOptimizer):
     """a = lr sqrt(1 - beta2^t) / (1 - beta1^t); w -= a m / (sqrt(v) + epsilon)."""
 
+    rule = "adam"
     state_names = ("m", "v")
+
+    def numbers(self, group: dict[str, Any]) -> list[float]:
+        """Return a, weight decay, epsilon, beta1, beta2."""
+        beta1, beta2 = group["beta1"], group["beta2"]
+        return [_corrected(group), group["weight_decay"], group["epsilon"], beta1, beta2]
 
     def _rule(
         self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
     ) -> None:
         m, v = states
-        beta1, beta2, t = group["beta1"], group["beta2"], group["step"]
+        beta1, beta2 = group["beta1"], group["beta2"]
         torch._foreach_lerp_(m, gradients, 1 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
-        alpha = group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        torch._foreach_addcdiv_(params, m, _roots(v, group), value=-alpha)
+        torch._foreach_addcdiv_(params, m, _roots(v, group), value=-_corrected(group))
 
 
 class Ftrl(DenseOptimizer):
     """Follow the regularized leader; the arithmetic stands in `viviane.config.optimizers`."""
 
+    rule = "ftrl"
     state_names = ("n", "z")
+
+    def numbers(self, group: dict[str, Any]) -> list[float]:
+        """Return 1 / lr, weight decay, lambda1, lambda2 + beta / lr, 0."""
+        inverse = 1 / group["lr"]
+        offset = group["lambda2"] + group["beta"] / group["lr"]
+        return [inverse, group["weight_decay"], group["lambda1"], offset, 0.0]
 
     def _rule(
         self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
@@ -173,6 +237,12 @@ class Ftrl(DenseOptimizer):
             z.add_(g).add_((before - root) * w, alpha=1 / lr)
             moved = (z.sign() * lambda1 - z) / (root / lr + (group["lambda2"] + group["beta"] / lr))
             w.copy_(torch.where(z.abs() <= lambda1, torch.zeros_like(w), moved))
+
+
+def _corrected(group: dict[str, Any]) -> float:
+    """Return Adam's rate with its bias correction."""
+    beta1, beta2, t = group["beta1"], group["beta2"], group["step"]
+    return float(group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t))
 
 
 def _roots(squares: list[Tensor], group: dict[str, Any]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from viviane.ops.dot_interaction.gpu_kernels import interaction_backward_kernel,
 from viviane.ops.dot_interaction.reference import num_pairs
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 from viviane.ops.triton_parts.precision import KINDS, dot_precision
+from viviane.ops.watch import watched
 
 
 class PackShape(NamedTuple):
@@ -63,11 +64,16 @@ def backward(grad: Tensor, dense: Tensor | None, embeddings: Tensor, itself: boo
     if dense is not None:
         found.append(torch.empty_like(dense))
     shape = pack_shape(s, dim, dtype.itemsize)
+    watch = watched(grad.device)
     with on_device(embeddings):
         interaction_backward_kernel[(ceil_div(size, shape.samples),)](
-            grad, dense, embeddings, found[0], None if dense is None else found[1], size, grad.shape[1],
+            grad, dense, embeddings, found[0], None if dense is None else found[1],
+            None if watch is None else watch.status, size, grad.shape[1],
             s=s, dim=dim, front=0 if dense is None else dim, itself=itself, kind=KINDS[dtype],
             precision=dot_precision(), block=shape.block, samples=shape.samples, columns=shape.columns,
             num_warps=shape.warps,
         )  # fmt: skip
+    if watch is not None:
+        for one in found:
+            watch.add(one)
     return found

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_largest = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+
 
 @triton.jit
 def load_vectors(
@@ -101,6 +103,7 @@ def interaction_backward_kernel(
     embeddings,
     grad_embeddings,
     grad_dense,
+    status,
     size,
     width,
     s: tl.constexpr,
@@ -113,7 +116,7 @@ def interaction_backward_kernel(
     samples: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """dz = (G + G^T) z for `samples` samples, and the dense vector's own gradient."""
+    """dz = (G + G^T) z for `samples` samples, and the dense vector's own gradient; NaN and infinity set the status."""
     lanes: tl.constexpr = block * samples
     rows: tl.constexpr = lanes if lanes >= 16 else 16
     r = tl.arange(0, rows)
@@ -134,9 +137,8 @@ def interaction_backward_kernel(
         here = inside[:, None] & (cols < dim)[None, :]
         if dense is None:
             place = (b.to(tl.int64) * s + i) * dim
-            tl.store(
-                grad_embeddings + place[:, None] + cols[None, :], dz.to(grad_embeddings.dtype.element_ty), mask=here
-            )
+            value = dz.to(grad_embeddings.dtype.element_ty)
+            tl.store(grad_embeddings + place[:, None] + cols[None, :], value, mask=here)
         else:
             first = here & (i == 0)[:, None]
             own = tl.load(grad + (b.to(tl.int64) * width)[:, None] + cols[None, :], mask=first, other=0.0)
@@ -146,3 +148,7 @@ def interaction_backward_kernel(
             place = (b.to(tl.int64) * (s - 1) + (i - 1)) * dim
             value = dz.to(grad_embeddings.dtype.element_ty)
             tl.store(grad_embeddings + place[:, None] + cols[None, :], value, mask=here & (i > 0)[:, None])
+        if status is not None:
+            bad = here & ((tl.abs(value.to(tl.float32)) <= _largest) == 0)
+            if tl.max(bad.to(tl.int32)) > 0:
+                tl.store(status, tl.full([], 1, tl.int64))  # whoever finds something stores the same

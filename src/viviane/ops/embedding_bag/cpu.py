@@ -17,7 +17,7 @@ from viviane.ops.native.memory import (
     copy_bytes,
     float32_at,
     int64_at,
-    prefetch,
+    prefetch_second,
     read_whole,
     stack_floats,
     stream_lines,
@@ -26,7 +26,7 @@ from viviane.ops.native.memory import (
 from viviane.ops.native.numbers import KINDS, load, store
 
 _AHEAD: Final = 16
-_STREAMED_BYTES: Final = 64 << 20
+_STREAMED_BYTES: Final = 16 << 20
 _BLOCKS_PER_THREAD = 4
 
 
@@ -96,7 +96,7 @@ def copy_kernel(row_bytes: int, key: str) -> Kernel:
                     later = min(n + _AHEAD, last)
                     start = storage + row_bytes * read_whole(rows, later, row_size)
                     for byte in range(0, row_bytes, 64):
-                        prefetch(start + byte)
+                        prefetch_second(start + byte)
                     row = read_whole(rows, n, row_size)
                     target = out + item * (b * width + places[f])
                     if streamed:
@@ -130,7 +130,7 @@ def scale_kernel(dim: int, kind: int, out_kind: int, key: str) -> Kernel:
                     later = min(n + _AHEAD, last)
                     start = storage + row_bytes * read_whole(rows, later, row_size)
                     for byte in range(0, row_bytes, 64):
-                        prefetch(start + byte)
+                        prefetch_second(start + byte)
                     row = read_whole(rows, n, row_size)
                     factor = weights[n] if weighted != 0 else float32(1.0)
                     target = b * width + places[f]
@@ -167,7 +167,7 @@ def pool_kernel(dim: int, kind: int, out_kind: int, key: str) -> Kernel:
                     later = min(n + _AHEAD, last)
                     start = storage + row_bytes * read_whole(rows, later, row_size)
                     for byte in range(0, row_bytes, 64):
-                        prefetch(start + byte)
+                        prefetch_second(start + byte)
                     row = read_whole(rows, n, row_size)
                     factor = weights[n] if weighted != 0 else float32(1.0)
                     for j in range(dim):

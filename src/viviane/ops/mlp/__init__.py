@@ -19,8 +19,9 @@ from viviane.core.errors import SchemaError
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.mlp.operator import mlp_kernels
 from viviane.ops.mlp.reference import mlp as plain
+from viviane.ops.packing import padded_width
 
-__all__ = ["mlp", "reason"]
+__all__ = ["mlp", "reason", "zeros_behind"]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,7 +32,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], r
     Products are made in autocast's dtype where it is on, else in the input's.
 
     Args:
-        x: (B, k).
+        x: (B, k); or as wide as `zeros_behind` says, with zeros behind the first k columns.
         weights: W_l (n_l, k_l).
         biases: b_l (n_l), or None.
         relu: whether a ReLU follows each layer.
@@ -45,15 +46,35 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], r
         [[2.5], [0.0]]
     """
     widths = [x.shape[-1], *(weight.shape[0] for weight in weights)]
+    serves = reason(x, weights, biases) is None
+    if weights and serves and x.shape[-1] == weights[0].shape[1] + zeros_behind(weights[0].shape[1], x):
+        widths[0] = weights[0].shape[1]
     if x.dim() != 2 or not weights or [weight.shape[1] for weight in weights] != widths[:-1]:
         given = ", ".join(str(tuple(one.shape)) for one in (x, *weights))
         raise SchemaError("each layer's weights (n, k) must fit the output before it, and x be (B, k)", value=given)
     if not len(weights) == len(biases) == len(relu):
         raise SchemaError("one bias and one flag per layer", value=f"{len(weights)}, {len(biases)}, {len(relu)}")
-    if reason(x, weights, biases) is not None:
+    if not serves:
         return plain(x, weights, biases, relu)
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    return mlp_kernels(x, weights, [bias for bias in biases if bias is not None], relu, dtype)
+    return mlp_kernels(x, weights, [bias for bias in biases if bias is not None], relu, _product_dtype(x))
+
+
+def zeros_behind(k: int, x: Tensor) -> int:
+    """Return how many columns of zeros spare the kernels a copy of an input with k columns.
+
+    Args:
+        k: inputs of the first layer.
+        x: of the input's type and device.
+
+    Example:
+        >>> zeros_behind(479, torch.ones(1, dtype=torch.bfloat16)), zeros_behind(480, torch.ones(1))
+        (1, 0)
+    """
+    return padded_width(k, _product_dtype(x)) - k
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 def reason(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:

@@ -58,21 +58,27 @@ def write_whole(address: int, i: int, value: int, size: int) -> None:
         int64_at(address)[i] = value
 
 
-@primitive
-def prefetch(typing: Any, address: types.Type) -> Any:
-    """Ask for the cache line at an address; any address is allowed."""
+def _prefetch(locality: int) -> Callable[..., Any]:
+    def ask(typing: Any, address: types.Type) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            byte = ir.IntType(8).as_pointer()
+            word = ir.IntType(32)
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0"
+            )
+            # Operands: for reading, how near, data.
+            builder.call(function, [builder.inttoptr(args[0], byte), word(0), word(locality), word(1)])
+            return context.get_dummy_value()
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        word = ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0"
-        )
-        # Operands: for reading, keep in all caches, data.
-        builder.call(function, [builder.inttoptr(args[0], byte), word(0), word(3), word(1)])
-        return context.get_dummy_value()
+        return types.void(types.int64), build
 
-    return types.void(types.int64), build
+    return ask
+
+
+# Ask for the cache line at an address; any address is allowed. The second one leaves the first cache alone, which has
+# room for fewer lines under way: for rows of many lines.
+prefetch: Any = intrinsic(_prefetch(3))
+prefetch_second: Any = intrinsic(_prefetch(2))
 
 
 def _move(num_bytes: int, streamed: bool = False) -> Callable[..., Any]:

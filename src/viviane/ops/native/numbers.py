@@ -104,6 +104,27 @@ def _plus_square(builder: Any, total: Any, one: Any) -> Any:
     return builder.fadd(total, builder.fmul(one, one, flags=("contract",)), flags=("contract",))
 
 
+@primitive
+def add_numbers(typing: Any, sums: types.Type, numbers: types.Type, count: types.Type) -> Any:
+    """Add `count` float32 to others that do not overlap with them, in wide pieces; both by their address."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, wide = args[2].type, ir.VectorType(ir.FloatType(), _LANES)
+        pieces = builder.sdiv(args[2], word(_LANES))
+        whole = builder.mul(pieces, word(_LANES))
+        for element, start, steps in ((wide, word(0), pieces), (ir.FloatType(), whole, builder.sub(args[2], whole))):
+            with cgutils.for_range(builder, steps) as loop:
+                places = []
+                for address in args[:2]:
+                    begin = builder.gep(builder.inttoptr(address, ir.FloatType().as_pointer()), [start])
+                    places.append(builder.gep(builder.bitcast(begin, element.as_pointer()), [loop.index]))
+                both = [builder.load(place, align=4) for place in places]
+                builder.store(builder.fadd(*both), places[0], align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), build
+
+
 @njit(forceinline=True)
 def load(address: int, i: int, kind: int) -> float:
     """Return number i of an array of a kind as float32."""

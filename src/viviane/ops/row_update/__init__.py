@@ -50,6 +50,7 @@ def update_rows(
     first_row: int = 0,
     seed: int | Tensor = 0,
     scratch: Scratch | None = None,
+    gate: Tensor | None = None,
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place.
 
@@ -75,6 +76,7 @@ def update_rows(
         first_row: what is subtracted from the entries' rows.
         seed: of stochastic rounding.
         scratch: kept from call to call; None makes its own.
+        gate: 0-dim, int32, on the table's device; 0 leaves rows and state as they are, 1 does not.
 
     Example:
         >>> weight = torch.ones(3, 2)
@@ -94,9 +96,11 @@ def update_rows(
     module = implementation("row_update", weight.device)
     if choose(weight.device) != "gpu":  # the others compute with them on the host
         lr, step, seed = float(lr), int(step), int(seed)
+        if gate is not None and not bool(gate):
+            return
     module.update_rows(
         weight, state, entries, rule, lr=lr, step=step, scale=scale, first_row=first_row, seed=seed,
-        scratch=scratch or Scratch(),
+        scratch=scratch or Scratch(), **({} if gate is None or choose(weight.device) != "gpu" else {"gate": gate}),
     )  # fmt: skip
 
 

@@ -14,14 +14,16 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
 from viviane.ops.native.kernels import num_threads, sources
 from viviane.ops.native.numbers import KINDS
+from viviane.ops.row_update.cpu_fused import fused_kernel
 from viviane.ops.row_update.cpu_kernels import move_kernel, sum_kernel
 from viviane.ops.row_update.cpu_rules import rule_kind, settings
-from viviane.ops.row_update.cpu_slots import find_slots, room
+from viviane.ops.row_update.cpu_slots import Slots, find_slots, room
 
 if TYPE_CHECKING:
     from viviane.ops.row_update import Entries, Scratch
 
 _SLICES_PER_THREAD = 8
+_FUSED_DIM = 64  # sums of narrower rows stay in the caches: ordering the moves would cost more
 _LOW = 0xFFFFFFFF
 
 
@@ -49,44 +51,68 @@ def update_rows(
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place."""
     num_rows, dim = weight.shape
-    whole = getattr(rule, "update", "local") == "global"
-    rows, sums = (sum_rows if whole else _summed)(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch)
-    listed = rows.numel()
-    moved = num_rows if whole else listed
-    if not moved or not dim:
+    if not num_rows or not dim:
         return
     values = settings(rule, lr, step, float(scale))
     numbers = (ctypes.c_double * len(values))(*values)
     states = [part.data_ptr() for name, part in state.items() if name != "last_step"]
     clock = state["last_step"].data_ptr() if "last_step" in state else 0
-    threads = num_threads(moved * dim)
-    move_kernel(rule_kind(rule), dim, KINDS[weight.dtype], sources())(
-        (rows.data_ptr(), sums.data_ptr(), listed, num_rows if whole else 0, weight.data_ptr(),
-         *states, *[0] * (2 - len(states)), clock, ctypes.addressof(numbers), (seed + step * 0x9E3779B1) & _LOW),
-        tickets=threads * _SLICES_PER_THREAD, threads=threads,
+    table = (weight.data_ptr(), *states, *[0] * (2 - len(states)), clock, ctypes.addressof(numbers),
+             (seed + step * 0x9E3779B1) & _LOW)  # fmt: skip
+    rule_and_table = rule_kind(rule), dim, KINDS[weight.dtype]
+    whole = getattr(rule, "update", "local") == "global"
+    if whole or dim < _FUSED_DIM:
+        summed = sum_rows if whole else _summed
+        rows, sums = summed(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch)
+        moved = num_rows if whole else rows.numel()
+        if not moved:
+            return
+        threads = num_threads(moved * dim)
+        move_kernel(*rule_and_table, sources())(
+            (rows.data_ptr(), sums.data_ptr(), rows.numel(), num_rows if whole else 0, *table),
+            tickets=threads * _SLICES_PER_THREAD, threads=threads,
+        )  # fmt: skip
+        return
+    slots, gradients = _slots(entries, dim, first_row, num_rows, scratch)
+    if not slots.num_rows:
+        return
+    lasts, places, moves = (
+        room(scratch, name, slots.owners * slots.stride, torch.int64) for name in ("lasts", "places", "moves")
+    )
+    sums = room(scratch, "sums", slots.num_rows * dim, torch.float32)
+    fused_kernel(*rule_and_table, KINDS[entries.gradients.dtype], sources())(
+        (*gradients, lasts.data_ptr(), places.data_ptr(), moves.data_ptr(), sums.data_ptr(), *table),
+        tickets=slots.owners, threads=slots.owners,
     )  # fmt: skip
 
 
-def _summed(entries: Entries, dim: int, first_row: int, num_rows: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Return distinct rows, (U,), int64, and their sums, (U, dim), in memory of the scratch."""
+def _slots(
+    entries: Entries, dim: int, first_row: int, num_rows: int, scratch: Scratch
+) -> tuple[Slots, tuple[int, ...]]:
+    """Return the entries' slots, and the operands that kernels which sum by slot begin with."""
     gradients, weights = entries.gradients, entries.weights
     for name, part in (("rows", entries.rows), ("sources", entries.sources)):
         if part is not None and (part.dtype not in (torch.int32, torch.int64) or not part.is_contiguous()):
             raise VivianeError(f"{name} must be contiguous, of int32 or int64", value=str(part.dtype))
     if gradients.dtype not in KINDS or not gradients.is_contiguous():
         raise VivianeError("gradients must be contiguous, of a type that kernels know", value=str(gradients.dtype))
-    threads = num_threads(entries.rows.numel() * dim)
-    slots = find_slots(entries.rows, first_row, num_rows, scratch, threads)
+    slots = find_slots(entries.rows, first_row, num_rows, scratch, num_threads(entries.rows.numel() * dim))
+    source_place, source_size = (0, 0) if entries.sources is None else _place(entries.sources)
+    return slots, (
+        gradients.data_ptr(), source_place, source_size, 0 if weights is None else weights.data_ptr(),
+        slots.met.data_ptr(), slots.touched.data_ptr(), ctypes.addressof(slots.counts), slots.stride,
+    )  # fmt: skip
+
+
+def _summed(entries: Entries, dim: int, first_row: int, num_rows: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Return distinct rows, (U,), int64, and their sums, (U, dim), in memory of the scratch."""
+    slots, gradients = _slots(entries, dim, first_row, num_rows, scratch)
     count = slots.num_rows
     rows = room(scratch, "rows", count, torch.int64)[:count]
     sums = room(scratch, "sums", count * dim, torch.float32)[: count * dim].view(count, dim)
-    source_place, source_size = (0, 0) if entries.sources is None else _place(entries.sources)
-    sum_kernel(dim, KINDS[gradients.dtype], sources())(
-        (gradients.data_ptr(), source_place, source_size, 0 if weights is None else weights.data_ptr(),
-         slots.met.data_ptr(), slots.touched.data_ptr(), ctypes.addressof(slots.counts), slots.stride,
-         rows.data_ptr(), sums.data_ptr()),
-        tickets=slots.owners, threads=threads,
-    )  # fmt: skip
+    sum_kernel(dim, KINDS[entries.gradients.dtype], sources())(
+        (*gradients, rows.data_ptr(), sums.data_ptr()), tickets=slots.owners, threads=slots.owners
+    )
     return rows, sums
 
 

@@ -1,4 +1,4 @@
-"""Kernels that sum the gradients of equal rows, and move rows by a rule."""
+"""Kernels that sum the gradients of equal rows, and that move a row, or all rows of a table, by a rule."""
 
 from __future__ import annotations
 
@@ -90,9 +90,21 @@ def first_at_least(rising, count, value):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
+def move_row(rule, weight, kind, w, g, s, t, clock, row, numbers, seed_and_step, dim):  # type: ignore[no-untyped-def]
+    """Move one row of the table by its summed gradient `g`; `w` is room on the stack."""
+    for j in range(dim):
+        w[j] = load(weight, row * dim + j, kind)
+    shape_gradient(w, g, numbers, dim)
+    rules.apply(rule, w, g, s, t, clock, row, numbers, dim)
+    start = noise_start(seed_and_step, row)
+    for j in range(dim):
+        store_stochastic(weight, row * dim + j, w[j], kind, start, j)
+
+
+@njit(forceinline=True)
 def shape_gradient(w, g, numbers, dim):  # type: ignore[no-untyped-def]
     """Scale, clip and decay: g *= scale; g *= min(1, clip / |g|); g += decay w."""
-    scale, clip, decay = float32(numbers[0]), float32(numbers[1]), float32(numbers[2])
+    scale, clip, decay = float32(numbers[rules.SCALE]), float32(numbers[rules.CLIP]), float32(numbers[rules.DECAY])
     for j in range(dim):
         g[j] *= scale
     if clip > 0:
@@ -107,9 +119,7 @@ def shape_gradient(w, g, numbers, dim):  # type: ignore[no-untyped-def]
 def move_kernel(rule: int, dim: int, kind: int, key: str) -> Kernel:
     """Build the kernel that moves listed rows by a rule, or all rows of a table of which some are listed, rising."""
     item = 4 if kind == 0 else 2
-    # Bytes of a row in the first and in the second state.
-    first_state = {rules.PLAIN_SGD: 0, rules.ROW_WISE: 1}.get(rule, dim)
-    second_state = dim if rule in (rules.ADAM, rules.LAZY_ADAM, rules.FTRL) else 0
+    first_state, second_state = rules.state_widths(rule, dim)
 
     @kernel
     def move_rows(call):  # type: ignore[no-untyped-def]
@@ -135,8 +145,6 @@ def move_kernel(rule: int, dim: int, kind: int, key: str) -> Kernel:
                     prefetch_numbers(call[OPERANDS + 5], later * first_state, 4, first_state)
                     prefetch_numbers(call[OPERANDS + 6], later * second_state, 4, second_state)
                 row = position if whole else rows[position]
-                for j in range(dim):
-                    w[j] = load(weight, row * dim + j, kind)
                 if whole and not (i < listed and rows[i] == row):
                     for j in range(dim):
                         g[j] = float32(0.0)
@@ -144,11 +152,7 @@ def move_kernel(rule: int, dim: int, kind: int, key: str) -> Kernel:
                     for j in range(dim):
                         g[j] = sums[i * dim + j]
                     i += 1
-                shape_gradient(w, g, numbers, dim)
-                rules.apply(rule, w, g, s, t, clock, row, numbers, dim)
-                start = noise_start(seed_and_step, row)
-                for j in range(dim):
-                    store_stochastic(weight, row * dim + j, w[j], kind, start, j)
+                move_row(rule, weight, kind, w, g, s, t, clock, row, numbers, seed_and_step, dim)
             ticket = take_ticket(call)
 
     return move_rows

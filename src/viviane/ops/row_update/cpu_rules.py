@@ -49,6 +49,12 @@ def rule_kind(rule: AnyOptimizer) -> int:
     return FTRL if isinstance(rule, Ftrl) else RMSPROP
 
 
+def state_widths(rule: int, dim: int) -> tuple[int, int]:
+    """Return how many numbers of a row stand in its first and in its second state, its clock apart."""
+    first = {PLAIN_SGD: 0, ROW_WISE: 1}.get(rule, dim)
+    return first, dim if rule in (ADAM, LAZY_ADAM, FTRL) else 0
+
+
 def settings(rule: AnyOptimizer, lr: float, step: int, scale: float) -> list[float]:
     """Return a kernel's `numbers`: scale, clip (0: none), decay, lr, and then the rule's own.
 

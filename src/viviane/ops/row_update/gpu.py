@@ -217,9 +217,10 @@ def update_rows(
     first_row: int = 0,
     seed: int | Tensor = 0,
     scratch: Scratch,
+    gate: Tensor | None = None,
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place."""
-    held = [part for part in (lr, step, seed, scale) if isinstance(part, Tensor)]
+    held = [part for part in (lr, step, seed, scale, gate) if isinstance(part, Tensor)]
     _check(entries, weight, *held, *state.values())
     if not weight.numel():
         return
@@ -243,6 +244,7 @@ def update_rows(
         clip=rule.clip_row_norm,
         decay=rule.weight_decay or None,
         dither=dither,
+        gate=gate,
     )  # fmt: skip
     if len(entries.rows):
         _take_spans(target, *_sorted(entries, scratch), entries)
@@ -267,6 +269,7 @@ class _Target:
     clip: float | None = None
     decay: float | None = None
     dither: int = 0
+    gate: Tensor | None = None
 
 
 def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) -> None:
@@ -287,7 +290,7 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
             span_kernel[(spans,)](
                 rows, *parts, slot_rows, slot_sums, target.table, target.first, target.second, target.own,
                 target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
-                target.first_row, target.num_rows, target.dither, **_fixed(target), aligned=aligned,
+                target.first_row, target.num_rows, target.dither, target.gate, **_fixed(target), aligned=aligned,
                 hint_gradients=hints.gradients, hint_rows=hints.rows, tile=shape.tile, span=shape.span,
                 num_warps=shape.warps, maxnreg=registers, enable_fp_fusion=False,
             )  # fmt: skip
@@ -312,7 +315,7 @@ def _move_rest(target: _Target) -> None:
     with on_device(target.table):
         rest_kernel[(ceil_div(target.num_rows, shape.tile),)](
             target.table, target.first, target.second, target.own, target.touched, target.decay, target.rule.numbers,
-            target.num_rows, target.dither, **_fixed(target), tile=shape.tile, num_warps=shape.warps,
+            target.num_rows, target.dither, target.gate, **_fixed(target), tile=shape.tile, num_warps=shape.warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 

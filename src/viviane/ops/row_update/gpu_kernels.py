@@ -201,6 +201,7 @@ def span_kernel(
     first_row,
     num_rows,
     dither,
+    gate,
     kind: tl.constexpr,
     inside: tl.constexpr,
     held: tl.constexpr,
@@ -214,20 +215,19 @@ def span_kernel(
     span: tl.constexpr,
 ):
     """Sum the runs of a span of entries, and move the rows whose runs it holds whole; without order, of slots."""
+    if gate is not None:
+        num_rows *= tl.load(gate)  # a closed gate leaves every row out
     if held:
         numbers, dither = held_numbers(numbers)
-    p = tl.program_id(0)
-    start = p * span
-    end = tl.minimum(start + span, count)
-    stop = end
-    lane, cols = tl.arange(0, tile), tl.arange(0, block)
+    p, start = tl.program_id(0), tl.program_id(0) * span
+    end, stop = tl.minimum(start + span, count), tl.minimum(start + span, count)
+    lane, cols, carry = tl.arange(0, tile), tl.arange(0, block), tl.zeros([block], dtype=tl.float32)
     before = tl.load(rows + start - 1, mask=start > 0, other=-1)
     head, last = tl.load(rows + start), tl.load(rows + end - 1)
     behind = tl.load(rows + end, mask=end < count, other=-1)
     if order is not None:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
         if (last < first_row) | (head >= first_row + num_rows):  # the span has no row of this table
             stop = start
-    carry = tl.zeros([block], dtype=tl.float32)
     row, entry, source = _find_entries(rows, order, sources, start + lane, stop, dim, aligned)
     for at in range(start, stop, tile):
         n = at + lane
@@ -326,6 +326,7 @@ def rest_kernel(
     numbers,
     num_rows,
     dither,
+    gate,
     kind: tl.constexpr,
     inside: tl.constexpr,
     held: tl.constexpr,
@@ -335,6 +336,8 @@ def rest_kernel(
     tile: tl.constexpr,
 ):
     """Move the rows that no entry touched, whose gradient is zero, for the "global" rules."""
+    if gate is not None:
+        num_rows *= tl.load(gate)
     if held:
         numbers, dither = held_numbers(numbers)
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)

@@ -1,0 +1,184 @@
+"""Move all dense parameters of one rule at once, by numbers that lie on the device, or not at all.
+
+A CUDA graph repeats its launches with the arguments they had, so what changes from step to step is read from memory:
+
+    numbers  (NUMBERS,), float64: rate, weight decay, epsilon, first, second, 1 - first, 1 - second
+    scale    what gradients are multiplied by first, 0-dim
+    gate     1: move; 0: leave parameters and state as they are; 0-dim, int32
+
+    rule        rate            first            second
+    sgd         lr
+    momentum    lr              momentum
+    nesterov    lr              momentum
+    adagrad     lr
+    rmsprop     lr              decay
+    adam        lr sqrt(1 - beta2^t) / (1 - beta1^t)    beta1    beta2
+    ftrl        1 / lr          lambda2 + beta / lr             epsilon is lambda1
+
+The formulas are those of `viviane.optim`, in float32. On a GPU one launch moves all tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import ConfigError, VivianeError
+from viviane.ops.dispatch import kernels_serve, load
+
+__all__ = ["NUMBERS", "STATES", "Room", "check_finite", "judge", "mark", "move_tensors", "reason"]
+
+NUMBERS = 7
+PIECE = 2048
+"""Numbers of a tensor that one program moves."""
+STATES = {"sgd": 0, "momentum": 1, "nesterov": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "ftrl": 2}
+"""How many tensors of state each rule has."""
+
+
+class Room:
+    """What calls with the same tensors keep: where pieces of work begin, and addresses on the device.
+
+    A call that a CUDA graph records takes memory that was reserved before, since every replay writes over what it
+    allocates itself, and leaves the addresses to be written once the capture is over, by `write`.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.known: tuple[object, ...] = ()
+        self.unwritten: list[tuple[Tensor, Tensor]] = []
+        self._reserved = torch.empty(0, dtype=torch.int64)
+
+    def reserve(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Reserve memory for one recorded call with some of these tensors; it is to be kept as long as the graph."""
+        pieces = sum(-(-one.numel() // PIECE) for one in tensors)
+        self._reserved = torch.empty(3 * pieces + 4 * len(tensors), dtype=torch.int64, device=tensors[0].device)
+        return self._reserved
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return reserved memory for a table of these values, which `write` puts there."""
+        if len(self._reserved) < values.numel():
+            raise ConfigError("a recorded call needs reserved memory", fix="call Room.reserve before the capture")
+        table, self._reserved = self._reserved[: values.numel()], self._reserved[values.numel() :]
+        self.unwritten.append((table.view(values.shape), values))
+        return table.view(values.shape)
+
+    def write(self) -> None:
+        """Write the addresses that recorded calls will read, before the first replay."""
+        for table, addresses in self.unwritten:
+            table.copy_(addresses)
+        self.unwritten.clear()
+
+
+def move_tensors(
+    rule: str,
+    params: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    numbers: Tensor,
+    *,
+    inside: bool = False,
+    decays: bool = False,
+    scale: Tensor | None = None,
+    gate: Tensor | None = None,
+    room: Room | None = None,
+) -> None:
+    """Move parameters and state in place.
+
+    Args:
+        rule: one of `STATES`.
+        params, gradients: float32, contiguous, of equal shapes.
+        states: lists beside `params`, as many as the rule has.
+        numbers, scale, gate: on the device; see above.
+        inside: whether epsilon stands inside the root.
+        decays: whether the weight decay is to be read.
+        room: kept from call to call.
+
+    Example:
+        >>> w, g = torch.ones(2), torch.tensor([1.0, 2.0])
+        >>> numbers = torch.tensor([0.5, 0, 0, 0, 0, 1, 1], dtype=torch.float64)
+        >>> move_tensors("sgd", [w], [g], [], numbers)
+        >>> w.tolist()
+        [0.5, 0.0]
+    """
+    if rule not in STATES or len(states) != STATES[rule]:
+        raise VivianeError("no such rule, or not its state", value=f"{rule}, {len(states)} states")
+    if not params:
+        return
+    _serving(params[0].device).move_tensors(
+        rule, params, gradients, states, numbers, inside=inside, decays=decays, scale=scale, gate=gate,
+        room=room or Room(),
+    )  # fmt: skip
+
+
+def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room | None = None) -> None:
+    """Set status[0] to 1 where any number is NaN or infinite; nothing waits for the device.
+
+    Args:
+        tensors: floating-point, contiguous, of one type; a single one may be columns of a wider matrix.
+        status: see `judge`.
+        room: kept from call to call.
+
+    Example:
+        >>> status = torch.tensor([0, -1, 0])
+        >>> check_finite([torch.ones(3), torch.tensor([float("inf")])], status)
+        >>> status.tolist()
+        [1, -1, 0]
+    """
+    there = [one for one in tensors if one.numel()]
+    if there:
+        _serving(there[0].device).check_finite(there, status, room or Room())
+
+
+def mark(record: Tensor, status: Tensor) -> None:
+    """Set status[0] to 1 where the first number of `record`, int64, is not 0.
+
+    Example:
+        >>> status = torch.tensor([0, -1, 0])
+        >>> mark(torch.tensor([1, 5, 7]), status)
+        >>> status.tolist()
+        [1, -1, 0]
+    """
+    _serving(record.device).mark(record, status)
+
+
+def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
+    """Decide on the device whether a step may move weights, and count it.
+
+    Args:
+        loss: 0-dim; NaN and infinite are bad; None is not looked at.
+        status: (3,), int64: whether anything was bad, which stays until somebody clears it; the number of the first bad
+            step, or -1; how many steps were judged.
+        gate: becomes 1 where nothing was bad, 0-dim, int32.
+
+    Example:
+        >>> status, gate = torch.tensor([0, -1, 6]), torch.tensor(1, dtype=torch.int32)
+        >>> judge(torch.tensor(float("nan")), status, gate)
+        >>> status.tolist(), gate.item()
+        ([1, 6, 7], 0)
+    """
+    _serving(status.device).judge(loss, status, gate)
+
+
+def reason(params: Sequence[Tensor]) -> str | None:
+    """Say why one launch cannot move these parameters, or None where it can.
+
+    Example:
+        >>> reason([torch.ones(1)])
+        'no GPU, or VIVIANE_OPS: plain torch'
+    """
+    if not all(kernels_serve(one.device) for one in params):
+        return "no GPU, or VIVIANE_OPS: plain torch"
+    if len({one.device for one in params}) > 1:
+        return "the parameters are on several devices"
+    if any(one.dtype != torch.float32 for one in params):
+        return "only float32 parameters have a kernel"
+    if not all(one.is_contiguous() for one in params):
+        return "a parameter is not contiguous"
+    return None
+
+
+def _serving(device: torch.device) -> ModuleType:
+    return load("dense_update", "gpu" if kernels_serve(device) else "reference")

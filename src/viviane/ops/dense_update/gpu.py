@@ -1,0 +1,131 @@
+"""The dense update on a GPU: one launch over all tensors, whose addresses lie in a table on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import VivianeError
+from viviane.ops.capture import is_capturing
+from viviane.ops.dense_update import PIECE
+from viviane.ops.dense_update.gpu_kernels import (
+    check_columns_kernel,
+    check_kernel,
+    judge_kernel,
+    mark_kernel,
+    move_kernel,
+)
+from viviane.ops.triton_parts.launch import ceil_div, on_device
+
+if TYPE_CHECKING:
+    from viviane.ops.dense_update import Room
+
+_KINDS = {"sgd": 0, "momentum": 1, "nesterov": 2, "adagrad": 3, "rmsprop": 4, "adam": 5, "ftrl": 6}
+_COLUMN_ROWS, _COLUMN_BLOCK = 4, 1024
+_LARGE_BLOCK, _PER_PROGRAM = 4096, 8  # of the check: numbers at once, and how many times
+
+
+def move_tensors(
+    rule: str,
+    params: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    numbers: Tensor,
+    *,
+    inside: bool,
+    decays: bool,
+    scale: Tensor | None,
+    gate: Tensor | None,
+    room: Room,
+) -> None:
+    """Move parameters and state in place."""
+    gradients = [one.contiguous() for one in gradients]
+    columns = [params, gradients, *states]
+    for one in (*params, *gradients, *(one for state in states for one in state)):
+        if one.dtype != torch.float32 or not one.is_contiguous():
+            raise VivianeError("parameters, gradients and state must be contiguous, float32", value=str(one.dtype))
+    pieces = _pieces(params, PIECE, room)
+    table, wide = _addresses(columns, room)
+    with on_device(params[0]):
+        move_kernel[(len(pieces),)](
+            table, pieces, numbers, scale, gate, kind=_KINDS[rule], inside=inside, decays=decays,
+            columns=len(columns), wide=wide, block=PIECE, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room) -> None:
+    """Set status[0] to 1 where any number is NaN or infinite."""
+    if len(tensors) == 1 and _is_columns(tensors[0]):
+        _check_columns(tensors[0], status)
+        return
+    if any(one.dtype != tensors[0].dtype or not one.is_contiguous() for one in tensors):
+        raise VivianeError("the tensors to check must be contiguous, of one type")
+    if len(tensors) == 1:
+        size = tensors[0].numel()
+        with on_device(status):
+            check_kernel[(ceil_div(size, _LARGE_BLOCK * _PER_PROGRAM),)](
+                tensors[0], None, size, status, wide=True, block=_LARGE_BLOCK, turns=_PER_PROGRAM, num_warps=4
+            )
+        return
+    pieces = _pieces(tensors, PIECE, room)
+    table, wide = _addresses([tensors], room)
+    with on_device(status):
+        check_kernel[(len(pieces),)](
+            table, pieces, 0, status, wide=wide, block=PIECE, turns=1, num_warps=4
+        )  # fmt: skip
+
+
+def _is_columns(tensor: Tensor) -> bool:
+    """Whether these are neighbouring columns of a wider matrix."""
+    return tensor.dim() == 2 and not tensor.is_contiguous() and tensor.stride(1) == 1
+
+
+def _check_columns(tensor: Tensor, status: Tensor) -> None:
+    (size, width), apart = tensor.shape, tensor.stride(0)
+    with on_device(status):
+        check_columns_kernel[(ceil_div(size, _COLUMN_ROWS),)](
+            tensor, size, width, apart, status,
+            aligned=math.gcd(16, apart), rows=_COLUMN_ROWS, block=_COLUMN_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+def mark(record: Tensor, status: Tensor) -> None:
+    """Set status[0] to 1 where the first number of `record` is not 0."""
+    with on_device(status):
+        mark_kernel[(1,)](record, status, num_warps=1)
+
+
+def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
+    """Decide whether a step may move weights, and count it."""
+    with on_device(status):
+        judge_kernel[(1,)](loss, status, gate, num_warps=1)
+
+
+def _pieces(tensors: Sequence[Tensor], block: int, room: Room) -> Tensor:
+    """Return for each program (tensor, first number, numbers), (P, 3), int64; kept while the sizes stay."""
+    sizes = tuple(one.numel() for one in tensors)
+    if room.known != (sizes, block):
+        found = [(i, start, size) for i, size in enumerate(sizes) for start in range(0, size, block)]
+        room.tensors["pieces"] = _to_device(found, (len(found), 3), tensors[0].device, room)
+        room.known = (sizes, block)
+        room.tensors.pop("table", None)
+    return room.tensors["pieces"]
+
+
+def _addresses(columns: Sequence[Sequence[Tensor]], room: Room) -> tuple[Tensor, bool]:
+    """Return the tensors' addresses, (tensors, columns), int64, and whether all allow loads of 16 bytes."""
+    rows = [[one.data_ptr() for one in row] for row in zip(*columns, strict=True)]
+    wide = all(place % 16 == 0 for row in rows for place in row)
+    shape = (len(rows), len(columns))
+    return _to_device(rows, shape, columns[0][0].device, room), wide
+
+
+def _to_device(rows: Sequence[Sequence[int]], shape: tuple[int, ...], device: torch.device, room: Room) -> Tensor:
+    host = torch.tensor(rows, dtype=torch.int64).view(shape)
+    if is_capturing(device):
+        return room.take(host)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,0 +1,182 @@
+"""The Triton kernels of the dense update."""
+
+# Kernels are Python by syntax alone.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_ftrl_epsilon = tl.constexpr(2.0**-23)
+_largest = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+
+
+@triton.jit
+def _at(table, tensor, column: tl.constexpr, columns: tl.constexpr, wide: tl.constexpr):
+    """Return the address of a tensor."""
+    place = tl.load(table + tensor * columns + column)
+    if wide:
+        place = tl.multiple_of(place, [16])
+    return place.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _is_bad(x):
+    """Whether numbers are NaN, which no comparison holds for, or infinite."""
+    return (tl.abs(x) <= _largest) == 0
+
+
+@triton.jit
+def _roots(squares, epsilon, inside: tl.constexpr):
+    if inside:
+        squares += epsilon
+    root = tl.sqrt_rn(squares)
+    return root if inside else root + epsilon
+
+
+@triton.jit
+def move_kernel(  # noqa: PLR0915 - the rules share what is loaded
+    table,
+    pieces,
+    numbers,
+    scale,
+    gate,
+    kind: tl.constexpr,
+    inside: tl.constexpr,
+    decays: tl.constexpr,
+    columns: tl.constexpr,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Move one piece of a tensor; the formulas are those of `viviane.optim`, in their order."""
+    piece = pieces + tl.program_id(0) * 3
+    tensor, start, size = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    if gate is not None:
+        size *= tl.load(gate)
+    n = tl.multiple_of(start, [16]) + tl.arange(0, block)
+    here = n < size
+    w_at = _at(table, tensor, 0, columns, wide) + n
+    w = tl.load(w_at, mask=here, other=0.0)
+    g = tl.load(_at(table, tensor, 1, columns, wide) + n, mask=here, other=0.0)
+    rate = tl.load(numbers).to(tl.float32)
+    epsilon, first = tl.load(numbers + 2).to(tl.float32), tl.load(numbers + 3).to(tl.float32)
+    if scale is not None:
+        g *= tl.load(scale).to(tl.float32)
+    if decays:
+        g += tl.load(numbers + 1).to(tl.float32) * w
+    if kind == 0:
+        w -= rate * g
+    elif kind == 6:
+        z_at, n_at = _at(table, tensor, 3, columns, wide) + n, _at(table, tensor, 2, columns, wide) + n
+        squares, z = tl.load(n_at, mask=here, other=0.0), tl.load(z_at, mask=here, other=0.0)
+        before = tl.sqrt_rn(squares + _ftrl_epsilon)
+        squares += g * g
+        root = tl.sqrt_rn(squares + _ftrl_epsilon)
+        z += g + (before - root) * w * rate
+        sign = tl.where(z > 0, 1.0, tl.where(z < 0, -1.0, 0.0))
+        moved = tl.div_rn(sign * epsilon - z, root * rate + first)
+        w = tl.where(tl.abs(z) <= epsilon, 0.0, moved)
+        tl.store(n_at, squares, mask=here)
+        tl.store(z_at, z, mask=here)
+    else:
+        one_at = _at(table, tensor, 2, columns, wide) + n
+        one = tl.load(one_at, mask=here, other=0.0)
+        if kind == 1:
+            one = one * first - rate * g
+            w += one
+        elif kind == 2:
+            w -= first * one
+            one = one * first - rate * g
+            w += (1.0 + first) * one
+        elif kind == 5:
+            two_at = _at(table, tensor, 3, columns, wide) + n
+            second = tl.load(numbers + 4).to(tl.float32)
+            two = tl.load(two_at, mask=here, other=0.0)
+            one += tl.load(numbers + 5).to(tl.float32) * (g - one)
+            two = two * second + tl.load(numbers + 6).to(tl.float32) * (g * g)
+            w -= rate * tl.div_rn(one, _roots(two, epsilon, inside))
+            tl.store(two_at, two, mask=here)
+        else:
+            if kind == 4:
+                one = one * first + tl.load(numbers + 5).to(tl.float32) * (g * g)
+            else:
+                one += g * g
+            w -= rate * tl.div_rn(g, _roots(one, epsilon, inside))
+        tl.store(one_at, one, mask=here)
+    tl.store(w_at, w, mask=here)
+
+
+@triton.jit(do_not_specialize=["size"])
+def check_kernel(
+    tensors,
+    pieces,
+    size,
+    status,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+    turns: tl.constexpr,
+):
+    """Set status[0] where a number is NaN or infinite: of one tensor, or of a piece of one out of a table."""
+    if pieces is not None:
+        piece = pieces + tl.program_id(0) * 3
+        start, size = tl.load(piece + 1), tl.load(piece + 2)
+        base = _at(tensors, tl.load(piece), 0, 1, wide)
+    else:
+        start = tl.program_id(0).to(tl.int64) * (block * turns)
+        base = tensors
+    bad = tl.zeros([block], dtype=tl.int32)
+    for turn in tl.static_range(turns):
+        n = tl.multiple_of(start, [16]) + turn * block + tl.arange(0, block)
+        x = tl.load(base + n, mask=n < size, other=0.0).to(tl.float32)
+        bad |= _is_bad(x).to(tl.int32)
+    _report(bad, status)
+
+
+@triton.jit(do_not_specialize=["size"])
+def check_columns_kernel(
+    base,
+    size,
+    width,
+    apart,
+    status,
+    aligned: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Do so for a matrix (size, width) whose rows begin `apart` from one another: `rows` of them."""
+    r = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.int64)
+    at = base + tl.multiple_of(r * apart, [aligned])[:, None]
+    bad = tl.zeros([rows, block], dtype=tl.int32)
+    for start in range(0, width, block):
+        n = tl.multiple_of(start, [16]) + tl.arange(0, block)
+        x = tl.load(at + n[None, :], mask=(r < size)[:, None] & (n < width)[None, :], other=0.0).to(tl.float32)
+        bad |= _is_bad(x).to(tl.int32)
+    _report(tl.max(bad, 0), status)
+
+
+@triton.jit
+def _report(bad, status):
+    if tl.max(bad, 0) > 0:
+        tl.store(status, tl.full([], 1, tl.int64))  # whoever finds something stores the same
+
+
+@triton.jit
+def mark_kernel(record, status):
+    """Set status[0] where the first number of a record is not 0."""
+    if tl.load(record) != 0:
+        tl.store(status, tl.full([], 1, tl.int64))
+
+
+@triton.jit
+def judge_kernel(loss, status, gate):
+    """Decide whether a step may move weights, and count it."""
+    bad = tl.load(status) != 0
+    if loss is not None:
+        x = tl.load(loss).to(tl.float32)
+        bad = bad | _is_bad(x)
+    first, count = tl.load(status + 1), tl.load(status + 2)
+    tl.store(status, bad.to(tl.int64))
+    tl.store(status + 1, tl.where(bad & (first < 0), count, first))
+    tl.store(status + 2, count + 1)
+    tl.store(gate, 1 - bad.to(tl.int32))

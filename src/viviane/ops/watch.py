@@ -1,0 +1,76 @@
+"""Kernels that look for NaN and infinite numbers in what they write, while somebody asks for it.
+
+The gradient of an embedding lookup is the largest tensor of a step; to read it once more only to look at it costs as
+much as the lookup. A kernel that has it in registers looks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Watch:
+    """What kernels looked at, and where they say that something was bad.
+
+    Args:
+        status: int64, on the device; its first number becomes 1.
+
+    Example:
+        >>> watch, one = Watch(torch.zeros(1, dtype=torch.int64)), torch.ones(4, 2)
+        >>> watch.add(one)
+        >>> watch.covers(one.view(8)), watch.covers(torch.ones(4, 2)), watch.covers(one.mul_(2))
+        (True, False, False)
+    """
+
+    def __init__(self, status: Tensor) -> None:
+        self.status = status
+        # The tensors themselves are kept: as long as they live nobody else gets their memory.
+        self._seen: dict[int, tuple[Tensor, int]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Note that a kernel looked at a whole tensor."""
+        self._seen[tensor.data_ptr()] = (tensor, tensor._version)
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether kernels looked at just these numbers, and nobody wrote to them since."""
+        found = self._seen.get(tensor.data_ptr())
+        return (
+            found is not None
+            and found[0].numel() == tensor.numel()
+            and found[0].dtype == tensor.dtype
+            and tensor.is_contiguous()
+            and found[0]._version == found[1]
+        )
+
+
+_active: dict[torch.device, Watch] = {}  # not a context variable: backward runs in threads of torch's own
+
+
+@contextmanager
+def watching(status: Tensor) -> Iterator[Watch]:
+    """Let kernels on the status's device look for bad numbers inside a `with` block.
+
+    Example:
+        >>> with watching(torch.zeros(1, dtype=torch.int64)) as watch:
+        ...     watched(torch.device("cpu")) is watch
+        True
+    """
+    _active[status.device] = watch = Watch(status)
+    try:
+        yield watch
+    finally:
+        del _active[status.device]
+
+
+def watched(device: torch.device) -> Watch | None:
+    """Return who asks for it on a device.
+
+    Example:
+        >>> watched(torch.device("cpu")) is None
+        True
+    """
+    return _active.get(device)

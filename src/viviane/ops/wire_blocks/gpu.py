@@ -1,0 +1,109 @@
+"""Blocks, the output and pooled columns on a GPU: one kernel each."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from viviane.ops.capture import refuse_capture
+from viviane.ops.embedding_bag.gpu import pool_shape
+from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
+from viviane.ops.wire_blocks import Columns, PooledPiece, Segments
+from viviane.ops.wire_blocks.gpu_kernels import (
+    cut_kernel,
+    difference_kernel,
+    difference_record_kernel,
+    join_kernel,
+    pack_kernel,
+    pool_kernel,
+)
+
+_TILE = 2048  # numbers of a program
+_WIDEST = 64
+_MANY = 4096  # rows, of which large programs are still enough
+_FIX = "run an iteration with such a batch before the capture"
+
+
+def pack_rows(rows: Tensor, columns: Columns, out: Tensor) -> None:
+    """out[start_k + b * width_k] = part(rows[b, source_k])."""
+    size, count = rows.shape[0], len(columns)
+    if not size or not count:
+        return
+    wide = min(_WIDEST, power_of_two(count))
+    tall = (1024 if size < _MANY else 4096) // wide  # a program reads the columns' lines once
+    with on_device(rows):
+        pack_kernel[(ceil_div(count, wide) * ceil_div(size, tall),)](
+            rows, columns.table, out, size, count, rows.shape[1], tall=tall, wide=wide, divides=columns.divides
+        )
+
+
+def join_blocks(taken: Tensor, segments: Segments, out: Tensor, factors: Tensor | None) -> None:
+    """out[b, segment s] = [out +] factors[b, s] * sum over its sources."""
+    _launch(join_kernel, taken, segments, factors, out, out, len(segments.items))
+
+
+def cut_blocks(gradient: Tensor, segments: Segments, out: Tensor, factors: Tensor | None) -> None:
+    """out[source + b * width] = factors[b, s] * gradient[b, segment s]."""
+    _launch(cut_kernel, gradient, segments, factors, out, gradient, segments.num_sources)
+
+
+def _launch(
+    kernel: object, given: Tensor, segments: Segments, factors: Tensor | None, out: Tensor, matrix: Tensor, count: int
+) -> None:
+    size, width = matrix.shape
+    if not size or not count:
+        return
+    block = power_of_two(segments.widest)
+    tall = max(1, min(64, _TILE // block))
+    with on_device(matrix):
+        kernel[(count * ceil_div(size, tall),)](  # type: ignore[index]
+            given, segments.lines, segments.sources, factors, out, size, len(segments.items),
+            segments.num_sources, width, block=block,
+            num_rows=tall, aligned=math.gcd(segments.aligned, width),
+        )  # fmt: skip
+
+
+def first_difference(found: Tensor, truth: Tensor) -> Tensor:
+    """[any, place, found[place]] of the first place at which two lists differ."""
+    count = len(found)
+    place = torch.full((1,), count, dtype=torch.int64, device=found.device)
+    record = torch.zeros(3, dtype=torch.int64, device=found.device)
+    if count:
+        with on_device(found):
+            difference_kernel[(ceil_div(count, 1024),)](found, truth, place, count, block=1024)
+            difference_record_kernel[(1,)](found, place, record, count, num_warps=1)
+    return record
+
+
+def pool_columns(
+    storage: Tensor, rows: Tensor, pieces: tuple[PooledPiece, ...], out: Tensor, weights: Tensor | None
+) -> None:
+    """out[b, target : + D] = sum of weights[b, c] * storage[rows[b, c]]; pieces of like length share a launch."""
+    (size, row_width), dim, width = rows.shape, storage.shape[1], out.shape[1]
+    if not size or not dim:
+        return
+    aligned, block = math.gcd(16, width, *(one.target for one in pieces)), power_of_two(dim)
+    for bags, ahead, warps, table in _classes(pieces, dim, storage.device):
+        with on_device(storage):
+            pool_kernel[(len(table) * ceil_div(size, bags),)](
+                storage, rows, weights, table, out, size, len(table), row_width, width, dim=dim, block=block,
+                num_rows=bags, ahead=ahead, aligned=aligned, num_warps=warps,
+            )  # fmt: skip
+
+
+@cache
+def _classes(
+    pieces: tuple[PooledPiece, ...], dim: int, device: torch.device
+) -> tuple[tuple[int, int, int, Tensor], ...]:
+    """Sort pieces by the shape of program that suits their length; kept for good, since graphs go on reading them."""
+    refuse_capture(device, "a new kind of batch", fix=_FIX)
+    found: dict[tuple[int, int, int], list[list[int]]] = {}
+    for piece in pieces:
+        shape = pool_shape(dim, piece.count)
+        line = [piece.first, piece.count, piece.target]
+        found.setdefault((shape.bags, shape.ahead, shape.warps), []).append(line)
+    order = sorted(found.items(), key=lambda one: -one[0][1])  # long ones first: short ones fill the end
+    return tuple((*shape, torch.tensor(lines, dtype=torch.int64).to(device)) for shape, lines in order)

@@ -1,0 +1,123 @@
+"""The dense update on a GPU against plain torch in float64: every rule, gates, scales, odd sizes, bad numbers."""
+
+import pytest
+import torch
+
+from viviane.ops import dense_update as dense
+from viviane.ops.dense_update.reference import move_tensors as plain
+from viviane.ops.dispatch import use_implementation
+
+SHAPES = [(1,), (3,), (33, 7), (0,), (2049,), (100, 41)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    with use_implementation("gpu"):
+        yield
+
+
+def flat(lists):
+    return [one for part in lists for one in part]
+
+
+def draw(device, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in SHAPES]
+
+
+def numbers_of(device, rule):
+    first, second = 0.9, 0.99
+    rate, epsilon = (20.0, 0.3) if rule == "ftrl" else (0.05, 1e-3)
+    values = [rate, 0.02, epsilon, first, second, 1 - first, 1 - second]
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("rule", dense.STATES)
+def test_every_rule_moves_as_the_reference(device, rule, inside):
+    params, gradients, numbers = draw(device, 1), draw(device, 2), numbers_of(device, rule)
+    states = [[one.abs() for one in draw(device, 3 + i)] for i in range(dense.STATES[rule])]
+    scale = torch.tensor(0.5, device=device)
+    wide = [[one.double().cpu() for one in part] for part in (params, gradients, *states)]
+    room = dense.Room()
+    for _ in range(3):
+        dense.move_tensors(rule, params, gradients, states, numbers, inside=inside, decays=True, scale=scale, room=room)
+        plain(rule, wide[0], wide[1], wide[2:], numbers.cpu(), inside=inside, decays=True, scale=scale.cpu(),
+              gate=None, room=room)  # fmt: skip
+    for found, truth in zip([*params, *flat(states)], [*wide[0], *flat(wide[2:])], strict=True):
+        # Three steps of some ten operations, each rounded to float32, on numbers of about 1; ftrl multiplies by 20.
+        torch.testing.assert_close(found.cpu().double(), truth, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rule", dense.STATES)
+def test_a_closed_gate_moves_nothing_even_by_nan(device, rule):
+    params, gradients, numbers = draw(device, 1), draw(device, 2), numbers_of(device, rule)
+    gradients[2][3, 3] = float("nan")
+    states = [[one.abs() for one in draw(device, 3 + i)] for i in range(dense.STATES[rule])]
+    before = [one.clone() for one in (*params, *flat(states))]
+    gate = torch.zeros((), dtype=torch.int32, device=device)
+    dense.move_tensors(rule, params, gradients, states, numbers, gate=gate)
+    assert all(torch.equal(a, b) for a, b in zip(before, [*params, *flat(states)], strict=True))
+    gate.fill_(1)
+    gradients[2][3, 3] = 1.0
+    dense.move_tensors(rule, params, gradients, states, numbers, gate=gate)
+    assert not torch.equal(before[2], params[2])
+
+
+def fresh_status(device):
+    return torch.tensor([0, -1, 0], device=device)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 2048, 5000 - 1])
+def test_a_bad_number_is_found_wherever_it_is(device, bad, place):
+    one = torch.full((5000,), 3e38, device=device)  # whose sum would overflow
+    for tensors in ([one], [torch.ones(7, device=device), one, torch.ones(0, device=device)]):
+        status = fresh_status(device)
+        dense.check_finite(tensors, status)
+        assert status[0] == 0
+        one[place] = bad
+        dense.check_finite(tensors, status)
+        assert status[0] == 1
+        one[place] = 1.0
+
+
+def test_a_bad_number_of_16_bits_is_found(device):
+    one = torch.ones(100_000, dtype=torch.float16, device=device)
+    status = fresh_status(device)
+    dense.check_finite([one], status)
+    assert status[0] == 0
+    one[99_999] = float("inf")
+    dense.check_finite([one], status)
+    assert status[0] == 1
+
+
+def test_the_first_bad_step_is_remembered_and_later_ones_wait(device):
+    status, gate = fresh_status(device), torch.zeros((), dtype=torch.int32, device=device)
+    losses = [0.5, float("inf"), 0.25]
+    gates = []
+    for loss in losses:
+        dense.judge(torch.tensor(loss, device=device), status, gate)
+        gates.append(int(gate))
+    assert gates == [1, 0, 0]
+    assert status.tolist() == [1, 1, 3]
+    status = fresh_status(device)
+    dense.mark(torch.tensor([0, 5, 5], device=device), status)
+    dense.judge(None, status, gate)
+    dense.mark(torch.tensor([1, 0, 0], device=device), status)
+    dense.judge(None, status, gate)
+    assert (status.tolist(), int(gate)) == ([1, 1, 2], 0)
+
+
+def test_columns_of_a_wider_matrix_are_looked_at_alone(device):
+    wide = torch.ones(700, 33, device=device)
+    wide[:, :5], wide[:, 20:] = float("nan"), float("inf")
+    status = fresh_status(device)
+    dense.check_finite([wide[:, 5:20]], status)
+    assert status[0] == 0
+    for row, column in ((0, 5), (699, 19), (350, 11)):
+        status = fresh_status(device)
+        wide[row, column] = float("inf")
+        dense.check_finite([wide[:, 5:20]], status)
+        assert status[0] == 1
+        wide[row, column] = 1.0

@@ -1,0 +1,123 @@
+"""Blocks for the wire on a GPU against plain loops in float64."""
+
+import pytest
+import torch
+
+from viviane.ops.wire_blocks import Columns, PooledPiece, Segment, Segments, Source, gpu
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("size", [0, 1, 3, 200, 4100])
+def test_pack_rows(device, dtype, size):
+    rng = torch.Generator().manual_seed(size)
+    edge = 2**31 - 1 if dtype == torch.int32 else 2**40
+    rows = torch.randint(0, 50, (size, 7), generator=rng).to(dtype)
+    if size > 1:
+        rows[0, 2], rows[1, 2] = 0, edge
+    lines, start = [], 0
+    for k in range(70):  # more columns than a tile
+        width = 1 + k % 3  # blocks of one, two and three columns, the others of which stay
+        lines.append([k % 7, start, width, k % 5, [51, 20, edge][k % 3], 1 + k % 4, k % (1 + k % 4), 100 * k, 9999])
+        start += max(1, width * size)
+    out = torch.full((start,), -7, dtype=dtype, device=device)
+    truth = out.cpu().clone()
+    gpu.pack_rows(rows.to(device), Columns(lines, device), out)
+    for source, first, width, low, high, stride, offset, base, null in lines:
+        for b, row in enumerate(rows[:, source].tolist()):
+            inside = low <= row < high and (row - low) % stride == offset
+            truth[first + b * width] = (row - low) // stride + base if inside else null
+    assert torch.equal(out.cpu(), truth)
+
+
+def segments_of(size, dims, device):
+    """Segments side by side with a gap, of one to three sources each, in blocks of their own."""
+    items, column, start = [], 2, 3
+    for i, dim in enumerate(dims):
+        sources = []
+        for _ in range(1 + i % 3):
+            sources.append(Source(start, dim + i % 2))
+            start += size * (dim + i % 2)
+        items.append(Segment(column, dim, tuple(sources), adds=i % 4 == 3))
+        column += dim
+    return Segments(items, device), column + 1, start + 5
+
+
+@pytest.mark.parametrize("dims", [[1], [4, 4, 4, 4], [3, 33, 1, 7, 100], [128] * 5])
+@pytest.mark.parametrize("wire", TYPES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_join_and_cut(device, dims, wire, scaled):
+    for size in (0, 1, 37):
+        rng = torch.Generator().manual_seed(size)
+        segments, width, count = segments_of(size, dims, device)
+        taken = torch.randn(count, generator=rng).to(wire)
+        factors = torch.rand(size, len(dims), generator=rng) + 0.5 if scaled else None
+        first = torch.randn(size, width, generator=rng)
+        out, sent = first.clone().to(device), torch.zeros(count, dtype=wire, device=device)
+        there = None if factors is None else factors.to(device)
+        gpu.join_blocks(taken.to(device), segments, out, there)
+        gpu.cut_blocks(first.to(device), segments, sent, there)
+        truth, cut = first.double(), torch.zeros(count, dtype=torch.float64)
+        for i, one in enumerate(segments.items):
+            factor = 1.0 if factors is None else factors[:, i : i + 1].double()
+            place = slice(one.column, one.column + one.dim)
+            total = truth[:, place] if one.adds else 0.0
+            for source in one.sources:
+                total = total + factor * taken.double().as_strided((size, one.dim), (source.width, 1), source.start)
+                cut.as_strided((size, one.dim), (source.width, 1), source.start).copy_(factor * first[:, place])
+            truth[:, place] = total
+        # Up to three numbers of some units, times factors, summed in float32.
+        torch.testing.assert_close(out.cpu().double(), truth, rtol=1e-6, atol=2e-6)
+        digits = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-10}[wire]  # rounded once, and twice
+        torch.testing.assert_close(sent.cpu().double(), cut, rtol=2 * digits, atol=1e-7)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 33, 128])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_pool_columns(device, dim, weighted):
+    counts = [1, 1, 2, 20, 3]
+    for size, dtype in ((0, torch.int32), (1, torch.int64), (29, torch.int32)):
+        rng = torch.Generator().manual_seed(size)
+        storage = torch.randn(40, dim, generator=rng)
+        rows = torch.randint(0, 40, (size, sum(counts)), generator=rng).to(dtype)
+        weights = torch.rand(rows.shape, generator=rng) if weighted else None
+        pieces, first = [], 0
+        for p, count in enumerate(counts):
+            pieces.append(PooledPiece(first, count, (len(counts) - 1 - p) * dim + 1))
+            first += count
+        out = torch.full((size, dim * len(counts) + 2), -3.0, device=device)
+        moved = None if weights is None else weights.to(device)
+        gpu.pool_columns(storage.to(device), rows.to(device), tuple(pieces), out, moved)
+        truth = torch.full(out.shape, -3.0, dtype=torch.float64)
+        vectors = storage.double()[rows.long()] * (1.0 if weights is None else weights.double().unsqueeze(2))
+        for piece in pieces:
+            truth[:, piece.target : piece.target + dim] = vectors[:, piece.first : piece.first + piece.count].sum(1)
+        torch.testing.assert_close(out.cpu().double(), truth, rtol=1e-6, atol=1e-5)  # sums of 20 in float32
+
+
+def test_the_same_bits_whoever_else_is_pooled(device):
+    """A piece's sum is that of its own columns in their order: twice the same bits."""
+    rng = torch.Generator().manual_seed(0)
+    storage, rows = (
+        torch.randn(9, 16, generator=rng).to(device),
+        torch.randint(0, 9, (50, 12), generator=rng).to(device),
+    )
+    found = []
+    for _ in range(2):
+        out = torch.empty(50, 32, device=device)
+        gpu.pool_columns(storage, rows, (PooledPiece(0, 11, 0), PooledPiece(11, 1, 16)), out, None)
+        found.append(out)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_first_difference(device, dtype):
+    truth = torch.arange(5000, dtype=dtype, device=device)
+    for places in ([], [0], [4999], [4000, 1023, 1024]):
+        found = truth.clone()
+        found[places] = -7
+        record = gpu.first_difference(found, truth).tolist()
+        assert record[0] == bool(places)
+        assert not places or record[1:] == [min(places), -7]
+    assert gpu.first_difference(truth[:0], truth[:0]).tolist()[0] == 0
