@@ -1,10 +1,13 @@
 """Training over several processes or GPUs against one: equality of results, and rows a second.
 
     torchrun --nproc-per-node 2 benchmarks/many_processes.py check            the checks of tests/training/test_group.py
+    torchrun --nproc-per-node 2 benchmarks/many_processes.py recorded         those of test_captured_group_cuda.py; GPUs
     torchrun --nproc-per-node 2 benchmarks/many_processes.py speed [ROWS]     rows a second; ROWS of each of 26 tables
     python benchmarks/many_processes.py speed                                 the same in one process
 
-On GPUs where torch sees any, with NCCL; on a CPU otherwise. Exit code 0 and one JSON line from rank 0.
+On GPUs where torch sees any, with NCCL; on a CPU otherwise. Exit code 0 and one JSON line from rank 0. `speed` times
+a step whose sizes are exchanged, one whose sizes were said, and on GPUs
+one that is recorded, in fp32 and in bf16.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,18 +52,42 @@ def check(device: str) -> dict[str, object]:
     test_group.metrics_alike(folder, group)
     test_group.auc_alike(group)
     test_group.frozen_parts(group)
+    test_group.fixed_rows_alike(group)
     if device == "cpu":  # the words of the guard differ on a GPU, which looks at the input after backward
         test_group.one_nan_stops_all(group)
     test_group.resumed_bit_by_bit(folder, group, folder / "run")
     return {"check": "passed", "processes": group.size, "device": device}
 
 
+def recorded(device: str) -> dict[str, object]:
+    """Run the checks of recorded steps; raises where one fails."""
+    import test_captured_group_cuda
+    import test_fixed_sizes_of_fit
+
+    group = join_processes(device)
+    folder = Path(group.from_first(tempfile.mkdtemp))
+    group.from_first(lambda: test_fixed_sizes_of_fit.make_data(folder))
+    start = time.perf_counter()
+    test_captured_group_cuda.everything(folder, folder / "run")
+    return {"recorded": "passed", "processes": group.size, "seconds": round(time.perf_counter() - start, 1)}
+
+
 def speed(device: str) -> dict[str, object]:
-    """Time steps on batches that wait in memory."""
+    """Time steps on batches that wait in memory, in each way that this machine has."""
+    ways: dict[str, dict[str, Any]] = {"exchanged": {"cuda_graph": False}, "said": {"cuda_graph": False}}
+    if device == "cuda":
+        bits16 = {"precision": "bf16", "wire_dtype": "bfloat16"}
+        ways |= {"recorded": {}, "recorded bf16": bits16}
+        ways["recorded bf16, dense sums too"] = {**bits16, "dense_wire_dtype": "bfloat16"}
+    found = {name: _speed(device, says=name != "exchanged", **changes) for name, changes in ways.items()}
+    return {"processes": join_processes(device).size, "device": device, **found}
+
+
+def _speed(device: str, *, says: bool, **changes: Any) -> dict[str, object]:
     group = join_processes(device)
     columns = [{"name": f"c{i}", "num_ids": _TABLE_ROWS} for i in range(_TABLES)]
     schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x", "dim": 13}], categorical=columns)
-    model = Model(Solver(batch_size=_ROWS, device=device, lr=0.01), schema)
+    model = Model(Solver(batch_size=_ROWS, device=device, lr=0.01, **changes), schema)
     model.add(Input(label="label", dense="dense", sparse="cats"))
     model.add(SparseEmbedding("emb", bottom="cats", dim=_DIM))
     model.add(DenseLayer("flat", "Reshape", bottom="emb", leading_dim=_TABLES * _DIM))
@@ -76,6 +104,8 @@ def speed(device: str) -> dict[str, object]:
         data["x"] = torch.randn(rows, 13, generator=rng).numpy()
         data["y"] = torch.randint(0, 2, (rows,), generator=rng).float().numpy()
         batches.append(Batch.from_columns(schema, data).to(model.trainer.device))
+    if says:
+        model.trainer.fix_sizes(_ROWS)
     for i in range(_WARM_UP + _STEPS):
         if i == _WARM_UP:
             _wait(device)
@@ -85,11 +115,8 @@ def speed(device: str) -> dict[str, object]:
     seconds = time.perf_counter() - start
     rate = _STEPS * rows * group.size / seconds
     return {
-        "processes": group.size,
-        "device": device,
-        "rows_per_s": round(rate),
-        "ms": round(1e3 * seconds / _STEPS, 2),
-    }
+        "rows_per_s": round(rate), "ms": round(1e3 * seconds / _STEPS, 3), "cuda_graph": model.trainer.cuda_graph,
+    }  # fmt: skip
 
 
 def _wait(device: str) -> None:
@@ -99,6 +126,6 @@ def _wait(device: str) -> None:
 
 if __name__ == "__main__":
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    result = {"check": check, "speed": speed}[sys.argv[1] if len(sys.argv) > 1 else "check"](kind)
+    result = {"check": check, "recorded": recorded, "speed": speed}[sys.argv[1] if len(sys.argv) > 1 else "check"](kind)
     if join_processes(kind).rank == 0:
         print(json.dumps(result))

@@ -1,4 +1,4 @@
-"""Runs a function in several processes that exchange over Gloo."""
+"""Runs a function in several processes that exchange over Gloo, or over NCCL with a GPU for each."""
 
 import os
 import tempfile
@@ -10,9 +10,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _entry(rank, size, folder, function, arguments):
+def _entry(rank, size, folder, function, arguments, backend):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size, device_id=device)
     try:
         function(*arguments)
         dist.barrier()
@@ -22,11 +26,11 @@ def _entry(rank, size, folder, function, arguments):
     dist.destroy_process_group()
 
 
-def run(size, function, *arguments):
+def run(size, function, *arguments, backend="gloo"):
     """Call function(*arguments) in `size` processes; the first error of any of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(_entry, (size, folder, function, arguments), nprocs=size)
+            mp.spawn(_entry, (size, folder, function, arguments, backend), nprocs=size)
         except Exception:
             errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
             raise AssertionError("\n".join(errors) or "a process ended without a word") from None

@@ -1,5 +1,7 @@
 """The planner: what fits, what is balanced, what it costs, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 
 from viviane.config import SGD, AdaGrad, Adam
@@ -92,3 +94,46 @@ def test_bytes_of_one_table_by_hand():
     assert alone.wire == 0.0
     # Of four processes three are elsewhere: their ids of 4 bytes come in, vectors go out, gradients come in.
     assert part_cost(load, "table", 1, 4).wire == pytest.approx(0.75 * (200 * 4 + 2 * 100 * 16))
+
+
+def test_every_part_of_columns_pays_for_all_ids():
+    table, feature = TableConfig(name="t", num_rows=1000, dim=8), FeatureConfig(name="f", table="t")
+    (load,) = table_loads({"t": table}, [feature], SGD(), 100, {"f": 5.0}, {})
+    whole, half, quarter = (
+        part_cost(load, kind, parts, 4) for kind, parts in (("table", 1), ("column", 2), ("column", 4))
+    )
+    ids = 0.75 * 500 * 4
+    assert whole.rows == half.rows == quarter.rows == 500
+    # Vectors and gradients are shared out, the 500 ids of 4 bytes are not.
+    assert [one.wire - ids for one in (half, quarter)] == pytest.approx([(whole.wire - ids) / n for n in (2, 4)])
+    assert [one.memory for one in (half, quarter)] == pytest.approx([whole.memory / n for n in (2, 4)])
+
+
+def test_a_table_of_many_ids_is_cut_into_few_columns():
+    """Where looking a row up costs more than its bytes, fewer parts are better than all of them."""
+    tables = [TableConfig(name=name, num_rows=10**6, dim=64) for name in ("a", "b", "c", "d")]
+    features = [FeatureConfig(name=table.name, table=table.name) for table in tables]
+    hotness = {"a": 40.0, "b": 12.0, "c": 2.0, "d": 2.0}
+    machine = Machine(10**12, 3900.0, 360.0, row_ns=0.1)
+    found = Planner(tables, features, SGD(), 8192, 4, machine, hotness=hotness).best()
+    assert (found.plan.table("a").kind, len(found.plan.table("a").ranks)) == ("column", 2)
+    assert "column over 2: a" in found.words()
+    for count in (1, 4):
+        fixed = [TablePlan(table="a", kind="column" if count > 1 else "table", ranks=range(count))]
+        other = Planner(tables, features, SGD(), 8192, 4, machine, hotness=hotness, fixed=fixed).best()
+        assert found.milliseconds < other.milliseconds
+
+
+def test_sums_cost_more_than_what_is_only_sent_where_the_machine_says_so():
+    table, feature = TableConfig(name="t", num_rows=1000, dim=4), FeatureConfig(name="f", table="t")
+    (load,) = table_loads({"t": table}, [feature], SGD(), 100, {}, {})
+    cost = part_cost(load, "replicated", 1, 2)
+    # The matrix of 1000 rows and 5 columns of 4 bytes: each process sends half of it twice.
+    assert (cost.wire, cost.sums) == (0.0, 20_000.0)
+    machines = [Machine(10**9, 1e9, 1.0, sum_ratio=ratio) for ratio in (1.0, 2.0)]
+    times = [cost.milliseconds(machine) for machine in machines]
+    assert times == pytest.approx([0.02, 0.04], rel=1e-3)
+    planner = Planner(
+        [table], [feature], SGD(), 100, 2, replace(machines[1], shares_link=True), kinds={"t": "replicated"}
+    )
+    assert planner.best().milliseconds == pytest.approx(0.04, rel=1e-3)

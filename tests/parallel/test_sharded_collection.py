@@ -11,7 +11,7 @@ import processes
 
 from viviane.batch import Bag
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
-from viviane.core.errors import ConfigError, DataError, KeyRangeError
+from viviane.core.errors import ConfigError, KeyRangeError
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.parallel import Group, Plan, ShardedCollection, TablePlan
 
@@ -84,7 +84,7 @@ def joined(parts):
             offsets = [bag.offsets[1:] + end for bag, end in zip(values, ends[:-1], strict=True)]
             weights = None if values[0].weights is None else torch.cat([bag.weights for bag in values])
             flat = torch.cat([bag.values for bag in values])
-            whole[name] = Bag(flat, torch.cat([torch.zeros(1, dtype=torch.int64), *offsets]), weights)
+            whole[name] = Bag(flat, torch.cat([offsets[0].new_zeros(1), *offsets]), weights)
         else:
             whole[name] = torch.cat(values)
     return whole
@@ -202,44 +202,6 @@ def wires():
         torch.testing.assert_close(mine.flat, other.flat[rows], rtol=digits, atol=1e-6)
 
 
-def fixed_sizes():
-    """With sizes said beforehand the same comes out, and a batch of another size is refused."""
-    group = Group.world()
-    features = [one for one in FEATURES if one.name in ("one", "city", "bag", "mean")]
-    rng = torch.Generator().manual_seed(group.rank)
-
-    def batch(rows):
-        offsets = torch.arange(rows + 1)
-        bags = {
-            n: Bag(torch.randint(0, ROWS, (rows * h,), generator=rng), offsets * h)
-            for n, h in (("bag", 2), ("mean", 3))
-        }
-        return {
-            "one": torch.randint(0, ROWS, (rows,), generator=rng),
-            "city": torch.zeros(rows, dtype=torch.int64),
-            **bags,
-        }
-
-    sizes = {"batch_size": 4, "hotness": {"bag": 2, "mean": 3}}
-    for kind in ("table", "row", "hybrid"):
-        plan = plans(group.size)[kind]
-        fixed = ShardedCollection(tables(), features, SGD(), plan=plan, group=group, **sizes)
-        free = ShardedCollection(tables(), features, SGD(), plan=plan, group=group)
-        for _ in range(2):
-            one = batch(4)
-            mine, other = fixed(one), free(one)
-            assert torch.equal(mine.flat, other.flat)
-            for collection, out in ((fixed, mine), (free, other)):
-                out.flat.square().sum().backward()
-                collection.step(0.1)
-        assert torch.equal(fixed.export_table("item").weight, free.export_table("item").weight)
-        with pytest.raises(DataError, match="another size"):
-            fixed(batch(3))
-        one["bag"] = Bag(one["bag"].values[:7], one["bag"].offsets.clamp_max(7))
-        with pytest.raises(DataError, match=r"number of ids[\s\S]*'bag'"):
-            fixed(one)
-
-
 def errors():
     group = Group.world()
     ours = ShardedCollection(tables(), FEATURES, SGD(), plan=plans(group.size)["row"], group=group)
@@ -252,7 +214,7 @@ def errors():
 
 def everything(wanted):
     every_kind_and_rule(wanted)
-    for check in (policies, contents, dynamic_tables, wires, fixed_sizes, errors):
+    for check in (policies, contents, dynamic_tables, wires, errors):
         check()
 
 

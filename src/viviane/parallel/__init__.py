@@ -1,7 +1,7 @@
 """Embedding tables over several processes: plans, shards, and the exchange between them."""
 
+from viviane.parallel.automatic import Traffic, check_plan_names, choose_plan, make_tables
 from viviane.parallel.collection import ShardedCollection
-from viviane.parallel.default_plan import check_plan_names, default_plan, make_tables
 from viviane.parallel.group import Group
 from viviane.parallel.plan import Plan, Shard, TablePlan, replicate, shards_of
 from viviane.parallel.start import join_processes, num_restarts
@@ -12,8 +12,9 @@ __all__ = [
     "Shard",
     "ShardedCollection",
     "TablePlan",
+    "Traffic",
     "check_plan_names",
-    "default_plan",
+    "choose_plan",
     "join_processes",
     "make_tables",
     "num_restarts",

@@ -27,11 +27,21 @@ class Machine:
         memory_bytes: that tables may take.
         memory_gb_per_s: bytes read plus written per nanosecond.
         link_gb_per_s: bytes sent to other processes per nanosecond, while as many come in.
+        row_ns: of each looked-up row beside its bytes: finding it, its equals, its place among the gradients.
+        call_ms: of an exchange beside its bytes.
+        sum_ratio: what a byte that is summed over the processes costs, of one that is only sent. Over NVLink no more
+            (2 H200, 32 MiB: a sum sends 32 MiB in 137 us, an exchange of all with all 16 MiB in 81 us). Gloo receives,
+            adds and sends on in turn, and takes about twice as long for a byte as its exchange does.
+        shares_link: whether all processes send through one memory, so that what counts is what they send together.
     """
 
     memory_bytes: int
     memory_gb_per_s: float
     link_gb_per_s: float
+    row_ns: float = 0.0
+    call_ms: float = 0.0
+    sum_ratio: float = 1.0
+    shares_link: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,9 @@ class TableLoad:
 
     @property
     def num_rows(self) -> int:
-        """R; of a dynamic table as many as it may have, or began with."""
+        """R; of a dynamic table as many as it begins with."""
         if isinstance(self.table, DynamicTableConfig):
-            return self.table.max_capacity or self.table.initial_capacity
+            return self.table.initial_capacity
         return self.table.num_rows
 
     @property
@@ -78,18 +88,31 @@ class TableLoad:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a part of a table on one process: bytes held, and bytes moved in an iteration."""
+    """Of a part of a table on one process.
+
+    Args:
+        held: bytes.
+        memory: bytes moved in an iteration.
+        wire: bytes sent in exchanges of ids, vectors and gradients.
+        rows: looked up; each costs what it does beside its bytes in every part that looks it up.
+        sums: bytes sent for gradients that are summed over the processes.
+    """
 
     held: float = 0.0
     memory: float = 0.0
     wire: float = 0.0
+    rows: float = 0.0
+    sums: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.held + other.held, self.memory + other.memory, self.wire + other.wire)
+        wire, rows = self.wire + other.wire, self.rows + other.rows
+        return Cost(self.held + other.held, self.memory + other.memory, wire, rows, self.sums + other.sums)
 
     def milliseconds(self, machine: Machine) -> float:
         """Return the time of an iteration, nothing overlapped."""
-        return self.memory / machine.memory_gb_per_s / 1e6 + self.wire / machine.link_gb_per_s / 1e6
+        sent = self.wire + machine.sum_ratio * self.sums
+        moved = self.memory / machine.memory_gb_per_s + sent / machine.link_gb_per_s
+        return (moved + self.rows * machine.row_ns) / 1e6
 
 
 def table_loads(
@@ -122,7 +145,9 @@ def part_cost(load: TableLoad, kind: Kind, num_ranks: int, size: int, wire_bytes
     """Return the cost of one process's part, for the owner of a "table" or any of the ranks of the others.
 
     Reading a row and writing its vector in forward; reading gradients, and reading and writing the distinct rows and
-    their state in backward. Vectors come back once and gradients go once, but for those that stay at home.
+    their state in backward. Vectors come back once and gradients go once, but for those that stay at home. A part of
+    columns has its share of the bytes of rows and vectors, but all ids: they go over the wire to every part, are
+    sorted in every part, and every part's update finds its distinct rows among them.
 
     Args:
         num_ranks: processes with a part.
@@ -139,11 +164,11 @@ def part_cost(load: TableLoad, kind: Kind, num_ranks: int, size: int, wire_bytes
         whole = _owned(load, load.lookups, load.num_rows)
         width = load.table.dim * wire_bytes / num_ranks
         wire = (size - 1) / size * (load.lookups * _ID_BYTES + 2 * load.vectors * width)
-        return Cost(load.bytes / num_ranks, whole / num_ranks, wire)
+        return Cost(load.bytes / num_ranks, whole / num_ranks, wire, load.lookups)
     if kind == "row":
         return _shared(load, num_ranks, size, 1.0, wire_bytes)
     wire = (size - 1) / size * (load.lookups * _ID_BYTES + 2 * load.vectors * load.table.dim * wire_bytes)
-    return Cost(load.bytes, _owned(load, load.lookups, load.num_rows), wire)
+    return Cost(load.bytes, _owned(load, load.lookups, load.num_rows), wire, load.lookups)
 
 
 def _owned(load: TableLoad, lookups: float, num_rows: float) -> float:
@@ -158,12 +183,14 @@ def _shared(load: TableLoad, num_ranks: int, size: int, share: float, wire_bytes
     """Rows shared out: each part returns a vector for every place of the batch, zeros where it has none of its rows."""
     rows, lookups = load.num_rows / num_ranks, share * load.lookups / num_ranks
     wire = (size - 1) / size * (load.lookups * _ID_BYTES + 2 * load.vectors * load.table.dim * wire_bytes)
-    return Cost(load.bytes / num_ranks, _owned(load, lookups, rows), wire)
+    # Every id goes to every part, which finds whether the row is its own.
+    return Cost(load.bytes / num_ranks, _owned(load, lookups, rows), wire, load.lookups)
 
 
 def _replicated(load: TableLoad, size: int, share: float, num_rows: int) -> Cost:
     """Lookups at home; gradients summed over the processes as one matrix (R, D + 1)."""
     matrix = 4.0 * num_rows * (load.table.dim + 1)
     held = num_rows * (load.row_bytes + load.state_bytes)
-    wire = 2 * (size - 1) / size * matrix
-    return Cost(held, _owned(load, share * load.lookups / size, num_rows) + (3 * matrix if size > 1 else 0.0), wire)
+    sums = 2 * (size - 1) / size * matrix
+    own = share * load.lookups / size
+    return Cost(held, _owned(load, own, num_rows) + (3 * matrix if size > 1 else 0.0), 0.0, own, sums)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from viviane.batch import Bag
 from viviane.parallel.group import Group
+from viviane.parallel.layout import Piece
 
 
 def exchange_singles(group: Group, rows: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -73,7 +74,8 @@ def exchange_bags(
         offsets = [torch.arange(total + 1, device=bags[0].offsets.device) * (one or 0) for one in hotness[own]]
     else:
         theirs = _exchange_lengths(group, bags, counts, sizes)
-        asked = [[int(n) for n in part.sum(1).tolist()] for part in theirs]  # ids of each piece, by process
+        # Ids of each piece, by process: the one wait for a GPU.
+        asked = torch.stack([part.sum(1) for part in theirs]).tolist()
         both = [torch.cat([part[i] for part in theirs]).to(torch.int64) for i in range(mine)]
         offsets = [torch.cat([one.new_zeros(1), one.cumsum(0)]) for one in both]
     values = _exchange_entries(group, [bag.values for bag in bags], bounds, asked)
@@ -137,6 +139,33 @@ class Assembly:
     moves: tuple[Move, ...]
     width: int
     wire: torch.dtype
+
+
+def assemble(pieces: Sequence[Piece], size: int, width: int, wire: torch.dtype) -> Assembly:
+    """Work out the columns of every process's block, and where they go.
+
+    Args:
+        pieces: of all features.
+        size: n.
+        width: W.
+        wire: type of vectors and gradients on the wire.
+    """
+    widths = [0] * (size + 1)
+    moves: list[Move] = []
+    written: set[int] = set()
+    for piece in pieces:
+        block = size if piece.shard.rank is None else piece.shard.rank
+        start, stop = widths[block], widths[block] + piece.shard.dim
+        widths[block] = stop
+        adds = piece.column in written
+        written.add(piece.column)
+        last = moves[-1] if moves else None
+        run = last and last.block == block and last.stop == start and last.adds == adds
+        if last and run and last.target + last.stop - last.start == piece.column:
+            moves[-1] = Move(block, last.start, stop, last.target, adds)
+        else:
+            moves.append(Move(block, start, stop, piece.column, adds))
+    return Assembly(tuple(widths[:-1]), tuple(moves), width, wire)
 
 
 def _blocks(flat: Tensor, size: int, widths: Sequence[int]) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,9 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, ProcessError, VivianeError
+from viviane.core.ranges import timed_as
 from viviane.parallel.watch import Watch
 
 E = TypeVar("E", bound=BaseException)
+
+
+def exchange_options(backend: str, timeout: timedelta | None = None) -> Any:
+    """Return the options of a group for tensors: its kernels on a GPU, of few blocks, go before those that wait.
+
+    Without that an exchange that could run beside a large kernel begins when its last block has found a place.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 class Group:
@@ -61,6 +76,13 @@ class Group:
             return cls(world)
         return cls(world, dist.new_group(backend="gloo"))
 
+    def for_thread(self) -> Group:
+        """Make a group of the same processes for another thread, over the CPU; all of them call it together."""
+        if self._group is None:
+            return Group()
+        # Nothing here tells how long the others' work may take; a process that dies ends its connections.
+        return Group(dist.new_group(backend="gloo", timeout=timedelta(days=7)))
+
     @property
     def is_current(self) -> bool:
         """Whether it is of all processes of torch.distributed as it is initialised now."""
@@ -86,6 +108,7 @@ class Group:
 
     # Tensors ------------------------------------------------------------------------------------------------
 
+    @timed_as("exchange")
     def all_to_all(self, given: Tensor, given_splits: Sequence[int], taken_splits: Sequence[int]) -> Tensor:
         """Send each process its part of a flat tensor, and return the parts they sent, in order of rank.
 
@@ -94,13 +117,31 @@ class Group:
             given_splits: elements for each process.
             taken_splits: elements from each process.
         """
+        return self.start_all_to_all(given, given_splits, taken_splits)()
+
+    def start_all_to_all(
+        self, given: Tensor, given_splits: Sequence[int], taken_splits: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        """Begin an `all_to_all`; the function that is returned waits for it: on a GPU its stream does, not the host."""
         if self._group is None:
-            return given
+            return lambda: given
         taken = torch.empty(sum(taken_splits), dtype=given.dtype, device=given.device)
         with self._call():
-            dist.all_to_all_single(taken, given, list(taken_splits), list(given_splits), group=self._for(given))
-        return taken
+            work = dist.all_to_all_single(
+                taken, given, list(taken_splits), list(given_splits), group=self._for(given), async_op=True
+            )
 
+        held = [given]  # its memory is another's only after the wait
+
+        def wait() -> Tensor:
+            with self._call():
+                work.wait()
+            held.clear()
+            return taken
+
+        return wait
+
+    @timed_as("exchange")
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the processes, in place; all of them get the same bits."""
         if self._group is not None:
@@ -111,7 +152,8 @@ class Group:
     def open_beside(self) -> None:
         """Make a second group, whose calls may stand in any order to those of the embedding exchange."""
         if self._group is not None and self._beside is None:
-            self._beside = dist.new_group(backend=dist.get_backend(self._group))
+            kind = dist.get_backend(self._group)
+            self._beside = dist.new_group(backend=kind, pg_options=exchange_options(kind))
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Begin to sum a tensor in place, beside the other exchanges; the function that is returned waits for it.
@@ -121,8 +163,15 @@ class Group:
         if self._group is None:
             return lambda: None
         assert self._beside is not None
+        return self._start_sum(tensor, self._beside)
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to sum a tensor in place, in order with the embedding exchange; the function returned waits for it."""
+        return (lambda: None) if self._group is None else self._start_sum(tensor, self._for(tensor))
+
+    def _start_sum(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
         with self._call():
-            work = dist.all_reduce(tensor, group=self._beside, async_op=True)
+            work = dist.all_reduce(tensor, group=group, async_op=True)
 
         def wait() -> None:
             with self._call():

@@ -177,5 +177,5 @@ class PieceRows:
         if not self._whole:
             inside &= own.remainder(stride) == offset
             own = own // stride
-        found = torch.where(inside, own, ABSENT).to(rows.dtype)
+        found = own.masked_fill(~inside, ABSENT).to(rows.dtype)  # a number in torch.where would wait for a GPU
         return found if self.raw is None else torch.where(self.raw[at], rows, found)

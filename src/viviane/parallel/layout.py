@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from viviane.embedding import DynamicTableConfig, FeatureConfig
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError, suggest
+from viviane.embedding import DynamicTableConfig, FeatureConfig, TableConfig
 from viviane.embedding.output import Place
-from viviane.parallel.plan import AnyTable, Plan, Shard, shards_of
+from viviane.parallel.plan import AnyTable, Plan, Shard, check_columns, shards_of
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,25 @@ def part_table(shard: Shard, table: AnyTable) -> AnyTable:
         "default_id": None, "padding_id": None,
     }  # fmt: skip
     return type(table)(**{**table.model_dump(), **changes})
+
+
+def check_features(
+    features: Sequence[FeatureConfig], tables: Mapping[str, AnyTable], plan: Plan, optimizer: AnyOptimizer
+) -> None:
+    """Refuse features that no lookup over several processes can serve, and tables that cannot be cut as planned.
+
+    Raises:
+        ConfigError: naming the feature or the table.
+    """
+    for feature in features:
+        if feature.table not in tables:
+            fix = suggest(feature.table, tables)
+            raise ConfigError("no such table", where=f"feature {feature.name!r}", value=feature.table, fix=fix)
+        if feature.combiner == "concat" and not isinstance(tables[feature.table], TableConfig):
+            raise ConfigError(
+                "a dynamic table gives no 'concat' over several processes", where=f"feature {feature.name!r}",
+                fix="pool with 'sum' or 'mean', or give the table num_rows",
+            )  # fmt: skip
+    for name, table in tables.items():
+        if plan.table(name).kind == "column":
+            check_columns(name, table.optimizer or optimizer)

@@ -46,7 +46,8 @@ def _panel(planned: Planned, top: float, title: str, value: _Value) -> str:
         costs = sorted(planned.costs[rank].items(), key=lambda item: -value(item[1]))
         for name, cost in costs:
             width = _WIDTH * value(cost) / longest
-            kind = planned.plan.table(name).kind
+            plan = planned.plan.table(name)
+            kind = f"{plan.kind} with {plan.num_hot:,} hot rows" if plan.num_hot else plan.kind
             label = f"{escape(name)}, {kind}: {value(cost):.3g}"
             drawn.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{colours[name]}" '

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from viviane.config.optimizers import AnyOptimizer
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import DynamicTableConfig, FeatureConfig
 from viviane.parallel.costs import Cost, Machine, TableLoad, part_cost, table_loads
 from viviane.parallel.plan import AnyTable, Kind, Plan, TablePlan, check_columns
 
+_EXCHANGES = 4  # sizes, ids, vectors, gradients
 _GOOD_BALANCE = 1.05
+Cut: TypeAlias = tuple[Kind, int]
+"""How a table is divided, and into how many parts: 1 of "table"; of other kinds 0 for all processes."""
+
 _ROOM = 0.9  # share of the memory that tables may take: batches, gradients and dense layers need some
 
 
@@ -35,14 +40,37 @@ class Planned:
 
     @property
     def milliseconds(self) -> float:
-        """Expected time of lookups, exchange and updates in an iteration: that of the slowest process."""
-        return max(self.total(rank).milliseconds(self.machine) for rank in range(self.plan.world_size))
+        """Expected time of lookups, exchange and updates in an iteration: that of the slowest process.
+
+        Ids, vectors and gradients are exchanged where a table is not on every process, and gradients of rows are summed
+        where one is; each exchange waits for all processes.
+        """
+        kinds = {one.kind for one in self.plan.tables}
+        calls = _EXCHANGES * bool(kinds - {"replicated"}) + bool(kinds & {"replicated", "hybrid"})
+        waits = calls * self.machine.call_ms if self.plan.world_size > 1 else 0.0
+        totals = [self.total(rank) for rank in range(self.plan.world_size)]
+        if self.machine.shares_link:
+            sent = sum(one.wire for one in totals) / len(totals)
+            summed = sum(one.sums for one in totals) / len(totals)
+            totals = [replace(one, wire=sent, sums=summed) for one in totals]
+        return waits + max(one.milliseconds(self.machine) for one in totals)
 
     @property
     def balance(self) -> float:
         """Mean time of the processes divided by that of the slowest: 1 is even."""
         times = [self.total(rank).milliseconds(self.machine) for rank in range(self.plan.world_size)]
         return sum(times) / len(times) / max(times) if max(times) else 1.0
+
+    def words(self) -> str:
+        """Say in one line which tables are where, and what is expected of it."""
+        where: dict[str, list[str]] = {}
+        for one in self.plan.tables:
+            hot = f" ({one.num_hot:,} hot rows)" if one.num_hot else ""
+            count = f" over {len(one.ranks)}" if 1 < len(one.ranks) < self.plan.world_size else ""
+            place = f"{one.kind}{count}{hot}" if len(one.ranks) != 1 else f"on {one.ranks[0]}"
+            where.setdefault(place, []).append(one.table)
+        listed = "; ".join(f"{place}: {', '.join(names)}" for place, names in where.items())
+        return f"{listed}; expected {self.milliseconds:.2f} ms a step, balance {self.balance:.0%}"
 
     @property
     def fits(self) -> bool:
@@ -55,7 +83,8 @@ class Planner:
     """Finds the plan with the least expected time among those that fit.
 
     It begins with each table on one process, the small ones replicated where that is cheaper, and then cuts the largest
-    table of the slowest or fullest process by columns or rows, as long as that helps.
+    table of the slowest or fullest process by columns or rows, as long as that helps; columns over 2, 4 and so on up to
+    all processes, since what ids cost is paid in every part.
 
     Args:
         tables, features, optimizer: of the collection.
@@ -66,6 +95,7 @@ class Planner:
         hot_shares: by table, the share of lookups that so many first keys serve; "hybrid" is tried for these.
         wire_bytes: of a number on the wire.
         fixed: plans of single tables that stay as they are.
+        kinds: of single tables, whose processes are still to be chosen.
 
     Example:
         >>> from viviane.config import SGD
@@ -91,6 +121,7 @@ class Planner:
         hot_shares: Mapping[str, Mapping[int, float]] | None = None,
         wire_bytes: int = 4,
         fixed: Sequence[TablePlan] = (),
+        kinds: Mapping[str, Kind] | None = None,
     ) -> None:
         self.world_size = world_size
         self.machine = machine
@@ -99,9 +130,16 @@ class Planner:
         loads = table_loads(named, features, optimizer, batch_size, hotness or {}, hot_shares or {})
         self.loads = {load.table.name: load for load in loads}
         self.fixed = {one.table: one for one in fixed}
-        for name in self.fixed:
+        self.kinds = dict(kinds or {})
+        for name in (*self.fixed, *self.kinds):
             if name not in self.loads:
-                raise ConfigError("a plan is given for a table that is not there", value=name)
+                fix = suggest(name, self.loads)
+                raise ConfigError("a plan is given for a table that is not there", value=name, fix=fix)
+            if self.kinds.get(name) == "hybrid" and not self.loads[name].hot_share:
+                raise ConfigError(
+                    "which rows are hot is not known", where=f"plan of table {name!r}", value="hybrid",
+                    fix="give a whole Plan with num_hot, or train on data with the statistics that the ETL writes",
+                )  # fmt: skip
 
     def best(self) -> Planned:
         """Return the plan.
@@ -109,7 +147,9 @@ class Planner:
         Raises:
             ConfigError: no plan fits into the processes' memory.
         """
-        kinds = {name: self._first_kind(load) for name, load in self.loads.items() if name not in self.fixed}
+        free = {name: load for name, load in self.loads.items() if name not in self.fixed}
+        given: dict[str, Kind] = {name: self.kinds.get(name) or self._first_kind(load) for name, load in free.items()}
+        kinds: dict[str, Cut] = {name: (kind, int(kind == "table")) for name, kind in given.items()}
         best = self._place(kinds)
         for _ in range(2 * len(kinds) + 1):
             if best.fits and best.balance * _GOOD_BALANCE >= 1:
@@ -149,31 +189,42 @@ class Planner:
         cheaper = copied.milliseconds(self.machine) < alone.milliseconds(self.machine) / self.world_size
         return "replicated" if cheaper and load.bytes < 0.01 * self.machine.memory_bytes else "table"
 
-    def _place(self, kinds: Mapping[str, Kind]) -> Planned:
-        """Put shared tables on all processes, and whole ones, the slowest first, where the least is done."""
+    def _place(self, kinds: Mapping[str, Cut]) -> Planned:
+        """Put shared tables on all processes, and whole ones and parts, the slowest first, where the least is done."""
         every = tuple(range(self.world_size))
         plans = dict(self.fixed)
-        for name, kind in kinds.items():
+        for name, (kind, parts) in kinds.items():
             if kind == "hybrid":
                 plans[name] = TablePlan(table=name, kind=kind, ranks=every, num_hot=self._num_hot(self.loads[name]))
-            elif kind != "table":
-                plans[name] = TablePlan(table=name, kind=kind, ranks=() if kind == "replicated" else every)
+            elif not parts:
+                plans[name] = TablePlan(table=name, kind=kind, ranks=self._ranks(name, kind))
         given = self.evaluate(Plan(world_size=self.world_size, tables=tuple(plans.values())))
         totals = [given.total(rank) for rank in every]
         limit = _ROOM * self.machine.memory_bytes
-        whole = [name for name, kind in kinds.items() if kind == "table"]
-        cost = {name: part_cost(self.loads[name], "table", 1, self.world_size, self.wire_bytes) for name in whole}
-        for name in sorted(whole, key=lambda name: -cost[name].milliseconds(self.machine)):
+        cost = {
+            name: part_cost(self.loads[name], kind, parts, self.world_size, self.wire_bytes)
+            for name, (kind, parts) in kinds.items()
+            if parts
+        }
+        for name in sorted(cost, key=lambda name: -cost[name].milliseconds(self.machine)):
 
             def load(rank: int, own: Cost = cost[name]) -> tuple[bool, float, float, int]:
                 after = totals[rank] + own
                 return after.held > limit, after.milliseconds(self.machine), after.held, rank
 
-            rank = min(every, key=load)
-            totals[rank] += cost[name]
-            plans[name] = TablePlan(table=name, kind="table", ranks=(rank,))
+            kind, parts = kinds[name]
+            ranks = tuple(sorted(sorted(every, key=load)[:parts]))
+            for rank in ranks:
+                totals[rank] += cost[name]
+            plans[name] = TablePlan(table=name, kind=kind, ranks=ranks)
         ordered = tuple(plans[name] for name in self.loads)
         return self.evaluate(Plan(world_size=self.world_size, tables=ordered))
+
+    def _ranks(self, name: str, kind: Kind) -> tuple[int, ...]:
+        """Return the processes of a table that is cut: no more than it has rows or columns."""
+        load = self.loads[name]
+        most = {"replicated": 0, "row": load.num_rows, "column": load.table.dim}[kind]
+        return tuple(range(min(self.world_size, most)))
 
     def _num_hot(self, load: TableLoad) -> int:
         """Return the number of hot rows that costs least."""
@@ -183,7 +234,7 @@ class Planner:
         cost = part_cost(load, kind, self.world_size, self.world_size, self.wire_bytes, hot)
         return cost.milliseconds(self.machine)
 
-    def _improve(self, kinds: Mapping[str, Kind], best: Planned) -> tuple[dict[str, Kind], Planned] | None:
+    def _improve(self, kinds: Mapping[str, Cut], best: Planned) -> tuple[dict[str, Cut], Planned] | None:
         """Cut one table of the fullest, else the slowest process; None where nothing helps."""
 
         def key(cost: Cost) -> float:
@@ -191,11 +242,11 @@ class Planner:
 
         worst = max(range(self.world_size), key=lambda rank: key(best.total(rank)))
         own = sorted(best.costs[worst], key=lambda name: -key(best.costs[worst][name]))
-        found: list[tuple[tuple[bool, float], dict[str, Kind], Planned]] = []
+        found: list[tuple[tuple[bool, float], dict[str, Cut], Planned]] = []
         for name in own[:4]:
-            if name in kinds and kinds[name] in ("table", "replicated"):
-                for kind in self._cuts(self.loads[name]):
-                    changed = {**kinds, name: kind}
+            if name in kinds and name not in self.kinds and kinds[name][0] in ("table", "replicated"):
+                for cut in self._cuts(self.loads[name]):
+                    changed = {**kinds, name: cut}
                     planned = self._place(changed)
                     found.append(((not planned.fits, planned.milliseconds), changed, planned))
         if not found:
@@ -204,17 +255,18 @@ class Planner:
         helps = rank < (not best.fits, best.milliseconds) or (not best.fits and not planned.fits)
         return (changed, planned) if helps else None
 
-    def _cuts(self, load: TableLoad) -> list[Kind]:
+    def _cuts(self, load: TableLoad) -> list[Cut]:
         table, size = load.table, self.world_size
         if isinstance(table, DynamicTableConfig) or size == 1:
             return []
-        cuts: list[Kind] = []
+        cuts: list[Cut] = []
         if table.num_rows >= size:
-            cuts.append("row")
+            cuts.append(("row", 0))
         if load.hot_share and min(load.hot_share) + size <= table.num_rows:
-            cuts.append("hybrid")
+            cuts.append(("hybrid", 0))
         try:
             check_columns(table.name, load.rule)
         except ConfigError:
             return cuts
-        return [*cuts, "column"] if table.dim >= 4 * size else cuts
+        halves = [parts for parts in (2 << i for i in range(size.bit_length())) if parts < size]
+        return [*cuts, *(("column", parts) for parts in (*halves, size) if table.dim >= 4 * parts)]

@@ -1,16 +1,27 @@
 """Gradients of replicated tables: summed over the processes, so that all copies move alike.
 
-Shapes: R rows of a storage, D its width.
+Shapes: R rows of a storage, D its width, B rows of the batch, W columns of the output.
 """
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable
+from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from viviane.config import SGD, AdaGrad
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError
 from viviane.embedding import EmbeddingCollection, Storage
 from viviane.embedding.gradients import RowGradients
-from viviane.ops.row_update import Entries
+from viviane.embedding.lookup import Part, entries_of, hand_over
+from viviane.ops.row_update import Entries, Scratch, prepare_rows, update_rows
 from viviane.parallel.group import Group
+
+_ZERO_ROWS = 2  # see viviane.ops.key_rows
 
 
 def join_replicas(replicas: EmbeddingCollection, group: Group) -> None:
@@ -33,6 +44,92 @@ def join_replicas(replicas: EmbeddingCollection, group: Group) -> None:
         group.all_reduce(whole)
         touched = whole[:, storage.dim] > 0
         every = torch.arange(storage.null_row, device=sums.device)
-        own = torch.where(touched, every, storage.null_row)  # rows that nobody touched are passed over
+        own = every.masked_fill(~touched, storage.null_row)  # rows that nobody touched are passed over
         gradient = whole[:, : storage.dim].contiguous().view(-1)
         storage.replace_gradients(RowGradients(Entries(own, gradient), tables))
+
+
+def check_unmixed(replicas: EmbeddingCollection | None, *, joined: bool) -> None:
+    """Refuse a step whose gradients are partly summed over the processes already.
+
+    Raises:
+        ConfigError: what waits in a storage was summed, and what comes is not, or the other way round.
+    """
+    for storage in [] if replicas is None else replicas.all_storages():
+        if isinstance(storage, Storage) and storage.has_gradients and storage.is_joined != joined:
+            raise ConfigError(
+                "gradients that are summed over the processes and others wait for one step",
+                fix="call step() or discard_gradients() between them",
+            )
+
+
+def rests_without_gradient(rule: AnyOptimizer | None) -> bool:
+    """Whether a gradient of zero leaves a row and its state as they are, bit by bit.
+
+    Example:
+        >>> rests_without_gradient(AdaGrad()), rests_without_gradient(SGD(momentum=0.9))
+        (True, False)
+    """
+    if rule is None:
+        return True
+    return not rule.weight_decay and (isinstance(rule, AdaGrad) or (isinstance(rule, SGD) and not rule.momentum))
+
+
+class ReplicaSum:
+    """Sums one storage's gradients over the processes, without a look at any number: a CUDA graph can record it.
+
+    They become one matrix (R, D) of zeros and sums, and, where a rule moves rows that have no gradient, R numbers
+    that say which rows were touched.
+
+    Args:
+        storage: of replicated tables.
+        group: the processes.
+        wire: type of the sums on the wire.
+    """
+
+    def __init__(self, storage: Storage, group: Group, wire: torch.dtype) -> None:
+        self.storage, self.group, self.wire = storage, group, wire
+        self._scratch = Scratch()
+        self._every = torch.arange(storage.null_row, dtype=torch.int32, device=storage.weight.device)
+        kind = torch.int32 if storage.null_row * storage.dim < 2**31 else torch.int64
+        self._sources = self._every.to(kind) * storage.dim
+        self._rests = all(rests_without_gradient(one.optimizer) for one in storage.segments)
+
+    def prepare(self, part: Part) -> None:
+        """Begin the part of the sum that needs no gradients."""
+        if part.tables and self.group.size > 1:
+            prepare_rows(part.rows.reshape(-1), self._scratch, self.storage.null_row + _ZERO_ROWS)
+
+    def start(self, part: Part, gradient: Tensor) -> Callable[[], None]:
+        """Begin the sum; the function that is returned waits for it and hands it to the storage.
+
+        Args:
+            part: what was looked up.
+            gradient: of the output, (B, W), contiguous.
+        """
+        if not part.tables:
+            return lambda: None
+        if self.group.size == 1:
+            hand_over([part], gradient)
+            return lambda: None
+        storage, (size, width) = self.storage, gradient.shape
+        rows, dim = storage.null_row, storage.dim
+        entries = replace(entries_of(part, gradient.view(-1), size, width), bound=rows + _ZERO_ROWS)
+        flat = torch.zeros(rows * dim + (0 if self._rests else rows + _ZERO_ROWS), device=gradient.device)
+        # 0 - (-1) g: the rule of plain descent sums the gradients of equal rows.
+        update_rows(flat[: rows * dim].view(rows, dim), {}, entries, SGD(), lr=-1.0, step=1, scratch=self._scratch)
+        if not self._rests:
+            flat[rows * dim :].index_fill_(0, entries.rows.to(torch.int64), 1.0)
+        whole = flat.to(self.wire)
+        wait = self.group.start_sum(whole)
+
+        def finish() -> None:
+            wait()
+            own = self._every
+            if not self._rests:
+                own = own.masked_fill(whole[rows * dim : -_ZERO_ROWS] == 0, rows)  # these are passed over
+            summed = Entries(own, whole[: rows * dim], self._sources, None, math.gcd(16, dim), rows + _ZERO_ROWS)
+            storage.add_gradients(RowGradients(summed, part.tables))
+            storage.is_joined = True
+
+        return finish

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
-from viviane.parallel.group import Group
+from viviane.parallel.group import Group, exchange_options
 from viviane.parallel.watch import Watch
 
 _log = get_logger("parallel")
@@ -83,7 +83,15 @@ def _start(device: torch.device, timeout_s: float) -> Group:
     meeting = PrefixStore(f"{prefix}/groups", _connect(is_host=rank == 0 and not _has_agent(), limit=limit))
     kind = "nccl" if device.type == "cuda" else "gloo"
     own = device if kind == "nccl" else None
-    dist.init_process_group(kind, store=meeting, rank=rank, world_size=size, timeout=limit, device_id=own)
+    dist.init_process_group(
+        kind,
+        store=meeting,
+        rank=rank,
+        world_size=size,
+        timeout=limit,
+        device_id=own,
+        pg_options=exchange_options(kind, limit),
+    )
     control = dist.new_group(backend="gloo", timeout=limit) if kind == "nccl" else None
     # A connection of its own: the main thread may hold the first one for as long as it waits.
     watch = Watch(PrefixStore(f"{prefix}/watch", _connect(is_host=False, limit=limit)), rank, size, timeout_s)

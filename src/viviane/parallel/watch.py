@@ -2,7 +2,8 @@
 
 Every process writes a record to the job's store once a second: its count of beats, the step it is at, how many
 exchanges it has entered, and whether it waits in one. A thread reads the others' records. A collective of Gloo or
-NCCL knows of none of this and would wait on, so the thread ends the process where the main thread cannot.
+NCCL knows of none of this and would wait on, so the thread ends the process where the main thread cannot. Steps that a
+CUDA graph replays enter no exchange: they are known by their number alone.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class Watch:
         self.step = 0
         self.failure: str | None = None
         self._calls = self._waits = self._beat = 0
-        self._ending = self._closed = False
+        self._ending = False
+        self._done = threading.Event()
         self._culprit: dict[str, Any] | None = None
+        self._mine = _Seen()
         self._host = socket.gethostname()
         self._every_s = min(1.0, timeout_s / 8)
         self._publish()
@@ -107,9 +110,15 @@ class Watch:
             error = getattr(sys, "last_value", None)  # what ended the script, where something did
             if error is not None and not isinstance(error, ProcessError):
                 self.report(error)
-            self._closed = True
+            self._done.set()
             with suppress(RuntimeError):  # the store went first, which is no news at the end
                 self._publish()
+            # A thread that comes back from the store while Python ends is stopped inside C++, which aborts the process.
+            self._thread.join(_LONG_GRACE_S)
+
+    @property
+    def _closed(self) -> bool:
+        return self._done.is_set()
 
     # The thread ---------------------------------------------------------------------------------------------
 
@@ -121,7 +130,7 @@ class Watch:
             except RuntimeError as error:
                 if not self._closed:
                     self.failure = f"the job's store cannot be reached, its host has gone: {str(error).splitlines()[0]}"
-            sleep(self._every_s)
+            self._done.wait(self._every_s)
         if self.failure is not None and not self._closed:
             self._end()
 
@@ -131,6 +140,7 @@ class Watch:
             "beat": self._beat, "step": self.step, "calls": self._calls, "waits": self._waits > 0, "pid": os.getpid(),
             "host": self._host, "done": self._closed,
         }  # fmt: skip
+        self._mine.update(record)
         self._store.set(str(self.rank), json.dumps(record))
 
     def _look(self) -> str | None:
@@ -155,7 +165,10 @@ class Watch:
             at = f"rank {other} (process {record['pid']} on {record['host']})"
             seen_at = f"it was last seen at step {record['step']}, and rank {self.rank} is at step {self.step}"
             late, silent = now - seen.moved_at, now - seen.beat_at
-            waited_for = not record["waits"] and self._waits > 0 and self._calls > record["calls"]
+            # On a GPU the host enters an exchange and goes on: what shows that it waits is that it stands still.
+            waits = self._waits > 0 or now - self._mine.moved_at > self.timeout_s
+            ahead = (self.step, self._calls) > (record["step"], record["calls"])
+            waited_for = not record["waits"] and waits and ahead
             if record["done"]:
                 if late > self.timeout_s and waited_for:
                     return f"{at} has ended while others go on; {seen_at}"
@@ -180,7 +193,7 @@ class Watch:
         while monotonic() - began < (_LONG_GRACE_S if self._ending else _GRACE_S):
             if self._closed:
                 return
-            sleep(0.1)
+            self._done.wait(0.1)
         message = f"error: {self.failure}\n  where:   seen by rank {self.rank}, which waited at step {self.step}\n"
         sys.stderr.write(message)
         sys.stderr.flush()

@@ -1,0 +1,240 @@
+"""The exchange of batches whose shapes are known: nothing waits for a GPU, and a CUDA graph can record it.
+
+Ids go into their blocks in one pass, as rows of the storages they are for; the lookup writes what is sent, in the
+type of the wire; blocks of vectors become the output in one pass. Backward goes the same way. Shapes as in
+`viviane.parallel.fixed_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from viviane.embedding.lookup import Part, hand_over, prepare
+from viviane.embedding.plan import Keys
+from viviane.ops.capture import refuse_capture
+from viviane.ops.embedding_bag import gather_rows
+from viviane.ops.wire_blocks import cut_blocks, join_blocks, pack_rows, pool_columns
+from viviane.parallel.fixed_keys import FixedResolver
+from viviane.parallel.fixed_layout import FixedLayout, StoragePart, lay_out
+from viviane.parallel.group import Group
+from viviane.parallel.replicas import ReplicaSum
+from viviane.parallel.route import take_over
+
+if TYPE_CHECKING:
+    from viviane.parallel.collection import ShardedCollection
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A lookup under way: its parts, what waits for the vectors of the others, and the output, not yet whole."""
+
+    own: list[Part]
+    local: list[Part]
+    taken: Callable[[], Tensor]
+    out: Tensor
+
+
+@dataclass
+class FixedAsked:
+    """What was asked of this process, and what its own batch still needs.
+
+    Args:
+        route: the way of this kind of batch.
+        asked: (G, C_r), rows of this process's storages.
+        local: rows of replicated tables, (B, C) for each storage.
+        factors: (B, S), or None: what segments of the output are multiplied by.
+        weights: for each local storage, (B, C), or None.
+        masks: of "concat" features.
+        ready: of the stream that made it; None: the current one.
+        begun: a lookup that is under way.
+    """
+
+    route: FixedRoute
+    asked: Tensor
+    local: tuple[Tensor, ...]
+    factors: Tensor | None
+    weights: tuple[Tensor | None, ...]
+    masks: Mapping[str, Tensor]
+
+    ready: torch.cuda.Event | None = None
+    begun: Begun | None = None
+
+    def take(self, device: torch.device) -> None:
+        """Let the current stream wait for what another one made, and hold it for this one."""
+        some = [self.asked, *self.local, self.factors, *self.weights, *self.masks.values()]
+        take_over(self.ready, [one for one in some if one is not None], device)
+        self.ready = None
+
+
+class FixedRoute:
+    """The way of one kind of batch of fixed shapes.
+
+    Args:
+        sharded: whose batches they are.
+        one_hot: names of the batch's columns with one id a row.
+        hotness: ids of a row of each feature.
+        size: B.
+    """
+
+    def __init__(self, sharded: ShardedCollection, one_hot: Sequence[str], hotness: Sequence[int], size: int) -> None:
+        refuse_capture(sharded.device, "a new kind of batch", fix="run an iteration with such a batch before")
+        self.group: Group = sharded.group
+        self.size, self.wire, self.output_dtype = size, sharded.wire_dtype, sharded.output_dtype
+        self.resolve = FixedResolver(
+            sharded.features, sharded.tables, one_hot, hotness, sharded.violations, sharded.device
+        )
+        self.layout: FixedLayout = lay_out(
+            self.group, sharded.pieces, self.resolve.columns, size, sharded.own, sharded.replicas, sharded.device
+        )
+        self._sums = [ReplicaSum(one.storage, self.group, self.wire) for one in self.layout.local]
+        self._sharded = sharded
+
+    # Ids ----------------------------------------------------------------------------------------------------
+
+    def ask(self, keys: Keys) -> FixedAsked:
+        """Resolve this process's keys, and exchange ids."""
+        layout, size, n = self.layout, self.size, self.group.size
+        found = self.resolve(keys)
+        blocks = torch.empty(size * sum(layout.counts), dtype=layout.dtype, device=found.rows.device)
+        pack_rows(found.rows, layout.columns, blocks)
+        sent = size * sum(layout.counts[:n])
+        mine = layout.counts[self.group.rank]
+        taken = self.group.start_all_to_all(
+            blocks[:sent], [size * count for count in layout.counts[:n]], [size * mine] * n
+        )
+        local = torch.split(blocks[sent:], [size * count for count in layout.counts[n:]])
+        factors, weights = self._factors(found.shares)
+        asked = taken().view(n * size, mine)
+        return FixedAsked(self, asked, tuple(one.view(size, -1) for one in local), factors, weights, found.masks)
+
+    def _factors(self, shares: Mapping[str, Tensor]) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        """Return what sums are multiplied by to become means."""
+        layout = self.layout
+        if not shares:
+            return None, (None,) * len(layout.local)
+        one = torch.ones_like(next(iter(shares.values())))
+
+        def side_by_side(owners: Sequence[str]) -> Tensor | None:
+            if not any(name in shares for name in owners):
+                return None
+            return torch.cat([shares.get(name, one) for name in owners], 1)
+
+        return side_by_side(layout.owners), tuple(side_by_side(part.owners) for part in layout.local)
+
+    # Vectors ------------------------------------------------------------------------------------------------
+
+    def begin(self, asked: FixedAsked, *, training: bool) -> None:
+        """Look up what all processes ask, and begin to send it back; what this batch asks of its own process too."""
+        if asked.begun is None:
+            own = self._parts(self.layout.own, self._split(asked.asked), [None] * len(self.layout.own))
+            local = self._parts(self.layout.local, asked.local, asked.weights)
+            asked.begun = self._begin(own, local, asked, training)
+
+    def look_up(self, asked: FixedAsked, *, training: bool) -> Tensor:
+        """Return the output, (B, W); in training one whose gradient moves the tables."""
+        self.begin(asked, training=training)
+        if not training:
+            return self.join(asked)
+        anchor = torch.empty(0, device=asked.asked.device, requires_grad=True)
+        out: Tensor = FixedLookup.apply(anchor, self, asked)  # type: ignore[no-untyped-call]
+        return out
+
+    def _split(self, asked: Tensor) -> list[Tensor]:
+        if len(self.layout.own) == 1:
+            return [asked]
+        return [asked[:, part.first : part.stop].contiguous() for part in self.layout.own]
+
+    def _parts(
+        self, parts: Sequence[StoragePart], rows: Sequence[Tensor], weights: Sequence[Tensor | None]
+    ) -> list[Part]:
+        frozen = self._sharded.frozen
+        return [
+            Part(part.storage, own, None, weight, part.targets, part.tables - frozen)
+            for part, own, weight in zip(parts, rows, weights, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _begin(self, own: list[Part], local: list[Part], asked: FixedAsked, training: bool) -> Begun:
+        group, layout, size = self.group, self.layout, self.size
+        width, n = layout.widths[group.rank], group.size
+        device = asked.asked.device
+        vectors = torch.empty(n * size, width, dtype=self.wire, device=device)
+        for part, shape in zip(own, layout.own, strict=True):
+            _gather(part, shape, vectors)
+        splits = [size * one for one in layout.widths]
+        taken = group.start_all_to_all(vectors.view(-1), [size * width] * n, splits)
+        if training:
+            prepare(own)
+            for part, one in zip(local, self._sums, strict=True):
+                one.prepare(part)
+        out = torch.empty(size, self._sharded.width, dtype=self._dtype(device), device=device)
+        for part, shape in zip(local, layout.local, strict=True):
+            _gather(part, shape, out)
+        return Begun(own, local, taken, out)
+
+    @torch.no_grad()
+    def join(self, asked: FixedAsked) -> Tensor:
+        """Put the output together."""
+        assert asked.begun is not None
+        begun = asked.begun
+        join_blocks(begun.taken(), self.layout.segments, begun.out, asked.factors)
+        asked.begun = None
+        return begun.out
+
+    def _dtype(self, device: torch.device) -> torch.dtype:
+        """Return the output's type: under autocast on a GPU that of matrix products, which would round it to that."""
+        fits = self.output_dtype == torch.float32 and not self._sharded.width % 8
+        if fits and device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+            return torch.get_autocast_dtype("cuda")
+        return self.output_dtype
+
+    @torch.no_grad()
+    def give_back(self, own: Sequence[Part], local: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> None:
+        """Begin to send gradients to the shards and to sum those of replicated tables; a step waits for them."""
+        group, layout, size = self.group, self.layout, self.size
+        width, n = layout.widths[group.rank], group.size
+        sent = torch.empty(size * sum(layout.widths), dtype=self.wire, device=gradient.device)
+        cut_blocks(gradient, layout.segments, sent, asked.factors)
+        splits = [size * one for one in layout.widths]
+        taken = group.start_all_to_all(sent, splits, [size * width] * n)
+
+        def finish() -> None:
+            found = taken()
+            if own:
+                hand_over(own, found.view(n * size, width))
+
+        self._sharded.wait_for(finish, [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)])
+
+
+class FixedLookup(torch.autograd.Function):
+    """The exchange as autograd sees it; `anchor` is an empty tensor that requires grad."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, route: FixedRoute, asked: FixedAsked) -> Tensor:
+        """Return the output, and keep what was asked."""
+        assert asked.begun is not None
+        ctx.what = (route, asked.begun.own, asked.begun.local, asked)
+        return route.join(asked)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Hand gradients to the storages that have the rows."""
+        route, own, local, asked = ctx.what
+        route.give_back(own, local, asked, gradients[0].contiguous())
+        return None, None, None
+
+
+def _gather(part: Part, shape: StoragePart, out: Tensor) -> None:
+    if not part.rows.numel():
+        return
+    if shape.is_single:
+        gather_rows(part.storage.weight, part.rows, out, part.columns, part.weights)
+    else:
+        pool_columns(part.storage.weight, part.rows, shape.pieces, out, part.weights)

@@ -1,0 +1,218 @@
+"""Where everything of a batch of fixed shapes stands: columns of ids, blocks on the wire, parts of storages.
+
+Shapes: n processes, B rows of every process's batch, G = n B, C_r ids of a row that process r looks up, W_r columns of
+its vectors, W columns of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from viviane.embedding import EmbeddingCollection, Storage
+from viviane.ops.wire_blocks import Columns, PooledPiece, Segment, Segments, Source
+from viviane.parallel.group import Group
+from viviane.parallel.layout import Piece
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a piece's rows are in the collection that has them: the storage's number, its first row, its zero row."""
+
+    storage: int
+    base: int
+    null_row: int
+
+
+@dataclass(frozen=True)
+class StoragePart:
+    """What one storage of this process looks up of a batch.
+
+    Args:
+        storage: where.
+        first, stop: its columns among all that are asked of this process.
+        pieces: their columns, from 0, and their place in the vectors.
+        targets: for each column, where its vector goes; those of one piece go to one place.
+        owners: for each column, its feature.
+        tables: names of the tables that are looked up.
+    """
+
+    storage: Storage
+    first: int
+    stop: int
+    pieces: tuple[PooledPiece, ...]
+    targets: tuple[int, ...]
+    owners: tuple[str, ...]
+    tables: frozenset[str]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every piece has one id a row."""
+        return len(self.pieces) == len(self.targets)
+
+
+@dataclass(frozen=True)
+class FixedLayout:
+    """A kind of batch, worked out once.
+
+    Args:
+        counts: C_r of every process, then of every local storage.
+        widths: W_r of every process.
+        columns: how rows of whole tables go into the blocks of ids.
+        segments: how blocks of vectors become the output.
+        owners: for each segment, its feature.
+        own: storages of this process's shards.
+        local: storages of replicated tables; their vectors go straight into the output.
+        dtype: of ids on the wire.
+    """
+
+    counts: tuple[int, ...]
+    widths: tuple[int, ...]
+    columns: Columns
+    segments: Segments
+    owners: tuple[str, ...]
+    own: tuple[StoragePart, ...]
+    local: tuple[StoragePart, ...]
+    dtype: torch.dtype
+
+
+def homes(pieces: Sequence[Piece], part: EmbeddingCollection | None) -> list[Home]:
+    """Return where the rows of a process's pieces are."""
+    found = []
+    for piece in pieces:
+        assert part is not None
+        for i, storage in enumerate(part.all_storages()):
+            if isinstance(storage, Storage) and piece.shard.table in storage.bases:
+                found.append(Home(i, storage.bases[piece.shard.table], storage.null_row))
+    return found
+
+
+def lay_out(
+    group: Group,
+    pieces: Sequence[Piece],
+    ids: Mapping[str, range],
+    size: int,
+    own: EmbeddingCollection | None,
+    replicas: EmbeddingCollection | None,
+    device: torch.device,
+) -> FixedLayout:
+    """Work a kind of batch out; all processes call it together.
+
+    Args:
+        pieces: of all features.
+        ids: for each feature, its columns in the matrix of rows of whole tables.
+        size: B.
+        own, replicas: collections of this process.
+    """
+    by_rank = [[p for p in pieces if p.shard.rank == rank] for rank in range(group.size)]
+    here = [p for p in pieces if p.shard.rank is None]
+    told = group.gather_data([[h.storage, h.base, h.null_row] for h in homes(by_rank[group.rank], own)])
+    where = [[Home(*one) for one in every] for every in told]
+    at_home = homes(here, replicas)
+    lines: list[list[int]] = []
+    counts: list[int] = []
+    mine: tuple[StoragePart, ...] = ()
+    for rank in range(group.size):
+        parts = _block(lines, size * sum(counts), by_rank[rank], where[rank], ids)
+        counts.append(parts[-1][2] if parts else 0)
+        if rank == group.rank and own is not None:
+            mine = tuple(_part(own, by_rank[rank], where[rank], one, ids, _starts(by_rank[rank])) for one in parts)
+    local = []
+    for number in sorted({one.storage for one in at_home}):
+        chosen = [i for i, one in enumerate(at_home) if one.storage == number]
+        some, places = [here[i] for i in chosen], [at_home[i] for i in chosen]
+        parts = _block(lines, size * sum(counts), some, places, ids)
+        counts.append(parts[-1][2])
+        assert replicas is not None
+        local.append(_part(replicas, some, places, parts[0], ids, [piece.column for piece in some]))
+    widths = [sum(piece.shard.dim for piece in one) for one in by_rank]
+    items, owners = _segments(by_rank, widths, size, {piece.column for piece in here})
+    biggest = max([one.null_row for every in [*where, at_home] for one in every], default=0)
+    return FixedLayout(
+        tuple(counts), tuple(widths), Columns(lines, device), Segments(items, device), owners, mine, tuple(local),
+        torch.int32 if biggest + 2 < 2**31 else torch.int64,
+    )  # fmt: skip
+
+
+def _starts(pieces: Sequence[Piece]) -> list[int]:
+    """Return where each piece's vector begins among those of its process."""
+    found, start = [], 0
+    for piece in pieces:
+        found.append(start)
+        start += piece.shard.dim
+    return found
+
+
+def _columns_of(piece: Piece, ids: Mapping[str, range]) -> list[int | None]:
+    """Return the ids that a piece looks up in a row; None: a place of a "concat" that is always empty."""
+    span = ids[piece.feature.name]
+    if not piece.is_single:
+        return list(span)
+    return [span[piece.place] if piece.place < len(span) else None]
+
+
+def _block(
+    lines: list[list[int]], start: int, pieces: Sequence[Piece], places: Sequence[Home], ids: Mapping[str, range]
+) -> list[tuple[int, int, int]]:
+    """Add the columns of one block, by storage; returns each storage's number, first column, and the one after."""
+    order = sorted(range(len(pieces)), key=lambda i: places[i].storage)
+    width = sum(len(_columns_of(piece, ids)) for piece in pieces)
+    parts: list[tuple[int, int, int]] = []
+    at = 0
+    for i in order:
+        piece, home = pieces[i], places[i]
+        first, shard = at, piece.shard
+        for column in _columns_of(piece, ids):
+            high = 0 if column is None else shard.high
+            low = 0 if column is None else shard.low
+            lines.append(
+                [column or 0, start + at, width, low, high, shard.stride, shard.offset, home.base, home.null_row]
+            )
+            at += 1
+        if parts and parts[-1][0] == home.storage:
+            parts[-1] = (home.storage, parts[-1][1], at)
+        else:
+            parts.append((home.storage, first, at))
+    return parts
+
+
+def _part(
+    collection: EmbeddingCollection,
+    pieces: Sequence[Piece],
+    places: Sequence[Home],
+    part: tuple[int, int, int],
+    ids: Mapping[str, range],
+    starts: Sequence[int],
+) -> StoragePart:
+    number, first, stop = part
+    found: list[PooledPiece] = []
+    targets: list[int] = []
+    owners: list[str] = []
+    for i, piece in enumerate(pieces):
+        if places[i].storage != number:
+            continue
+        count = len(_columns_of(piece, ids))
+        found.append(PooledPiece(len(targets), count, starts[i]))
+        targets += [starts[i]] * count
+        owners += [piece.feature.name] * count
+    storage = collection.all_storages()[number]
+    assert isinstance(storage, Storage)
+    tables = frozenset(p.shard.table for p, home in zip(pieces, places, strict=True) if home.storage == number)
+    return StoragePart(storage, first, stop, tuple(found), tuple(targets), tuple(owners), tables)
+
+
+def _segments(
+    by_rank: Sequence[Sequence[Piece]], widths: Sequence[int], size: int, filled: set[int]
+) -> tuple[list[Segment], tuple[str, ...]]:
+    """Return the segments of the output that come over the wire, and their features."""
+    sources: dict[tuple[int, int, str], list[Source]] = {}
+    block = 0
+    for pieces, width in zip(by_rank, widths, strict=True):
+        for piece, start in zip(pieces, _starts(pieces), strict=True):
+            key = (piece.column, piece.shard.dim, piece.feature.name)
+            sources.setdefault(key, []).append(Source(block + start, width))
+        block += size * width
+    items = [Segment(at, dim, tuple(own), at in filled) for (at, dim, _), own in sources.items()]
+    return items, tuple(name for _, _, name in sources)
