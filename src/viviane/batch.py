@@ -5,10 +5,10 @@ Shapes: B rows of the batch, L labels, N dense numbers, F one-hot features, nnz 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from viviane.core.errors import DataError, SchemaError, suggest
 from viviane.schema import Schema
+
+_ALIGNED: Final = 256  # bytes
 
 
 @dataclass(frozen=True)
@@ -175,11 +177,36 @@ class Batch:
             weight=None if self.weight is None else move(self.weight),
         )
 
+    def tensors(self) -> list[Tensor]:
+        """Return labels, dense numbers, ids, weights, and the parts of bags."""
+        bags = [part for bag in self.bags.values() for part in (bag.values, bag.offsets, bag.weights)]
+        parts = (self.labels, self.dense, self.one_hot, self.weight, *bags)
+        return [part for part in parts if part is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(part.numel() * part.element_size() for part in self.tensors())
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch on another device; itself where it is there already."""
+        """Return the batch on another device; itself where it is there already.
+
+        A batch whose tensors lie side by side in one piece of memory, as those of a reader with pin_memory do, is
+        moved by one copy.
+        """
         if self.device == torch.device(device):
             return self
-        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+        piece = _piece(self.tensors())
+        if piece is None:
+            return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+        first = piece.data_ptr()
+        there = piece.to(device, non_blocking=non_blocking)
+
+        def move(part: Tensor) -> Tensor:
+            start = part.data_ptr() - first if part.numel() else 0
+            return there[start : start + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+
+        return self._map(lambda one: _map_bag(one, move) if isinstance(one, Bag) else move(one))
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked host memory."""
@@ -227,6 +254,32 @@ class Batch:
             weight=None if weight is None else _column(weight, torch.float32, rows, "sample weight", origin),
             origin=origin,
         )
+
+
+def _map_bag(bag: Bag, move: Callable[[Tensor], Tensor]) -> Bag:
+    return Bag(move(bag.values), move(bag.offsets), None if bag.weights is None else move(bag.weights))
+
+
+def _piece(parts: list[Tensor]) -> Tensor | None:
+    """Return the bytes that tensors lie in, one beside the other at multiples of 256; None where they do not."""
+    parts = [part for part in parts if part.numel()]
+    if len(parts) < 2 or parts[0].device.type != "cpu":
+        return None
+    storage = parts[0].untyped_storage()
+    first, num_bytes = min(part.data_ptr() for part in parts), 0
+    last = first
+    for part in parts:
+        start, size = part.data_ptr(), part.numel() * part.element_size()
+        if (start - first) % _ALIGNED or not part.is_contiguous():
+            return None
+        if part.untyped_storage().data_ptr() != storage.data_ptr():
+            return None
+        num_bytes += -(-size // _ALIGNED) * _ALIGNED
+        last = max(last, start + size)
+    if last - first > num_bytes:
+        return None  # something else lies between them
+    place, size = first - storage.data_ptr(), last - first
+    return torch.empty(0, dtype=torch.uint8).set_(storage, place, (size,), (1,))
 
 
 def _column(values: Any, dtype: torch.dtype, rows: int, name: str, origin: str) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
@@ -22,6 +21,7 @@ from pydantic import Field, model_validator
 from viviane.config.base import Settings
 from viviane.core.errors import SchemaError, suggest
 from viviane.core.files import write_json_atomic
+from viviane.core.locations import AnyPath, location, published_location
 
 SCHEMA_FILE: Final = "schema.json"
 SCHEMA_VERSION: Final = 1
@@ -80,6 +80,8 @@ class CategoricalColumn(Settings):
         kind: "one_hot", one id a row (a scalar column); "multi_hot", a bag of ids in no order, empty bags
             allowed (a list column); "sequence", ids in order, padded or cut to max_length when batched.
         max_length: longest bag or sequence; required for a sequence. A longer one is an error, not cut.
+        hotness: ids that every row has, where that is one number; a bag or sequence of another length is an error.
+            Processes that train together then need not tell each other how many ids they have.
         weights: name of a list<float32> column with one weight per id of a multi-hot column.
         vocabulary: columns that name the same vocabulary share ids, and by default a table.
         dtype: physical type in Parquet; raw ids are int64 unless it is given.
@@ -89,6 +91,7 @@ class CategoricalColumn(Settings):
     num_ids: int | None = Field(ge=1)
     kind: Literal["one_hot", "multi_hot", "sequence"] = "one_hot"
     max_length: int | None = Field(default=None, ge=1)
+    hotness: int | None = Field(default=None, ge=1)
     weights: str | None = None
     vocabulary: str | None = None
     dtype: Literal["int32", "int64"] = "int32"
@@ -99,6 +102,8 @@ class CategoricalColumn(Settings):
             raise ValueError(f"the sequence column {self.name!r} needs max_length")
         if self.kind == "one_hot" and (self.max_length is not None or self.weights is not None):
             raise ValueError(f"the one-hot column {self.name!r} takes neither max_length nor weights")
+        if self.hotness is not None and (self.kind == "one_hot" or self.hotness > (self.max_length or self.hotness)):
+            raise ValueError(f"column {self.name!r}: hotness is for bags and sequences, and at most max_length")
         if self.kind == "sequence" and self.weights is not None:
             raise ValueError(f"the sequence column {self.name!r} takes no weights; make it multi_hot")
         if self.num_ids is None and "dtype" not in self.model_fields_set:
@@ -227,17 +232,17 @@ class Schema(Settings):
         dropped = tuple(name for name in self.column_names if name not in left)
         return Schema(**kept, sample_weight=self.sample_weight, ignored=self.ignored + dropped)
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | AnyPath) -> AnyPath:
         """Write the schema to a file, or as schema.json into a folder; returns the file."""
-        file = Path(path)
+        file = location(path)
         file = file if file.suffix == ".json" else file / SCHEMA_FILE
         write_json_atomic(file, self.to_dict())
         return file
 
     @classmethod
-    def load(cls, path: str | Path) -> Schema:
+    def load(cls, path: str | AnyPath) -> Schema:
         """Read a schema from a file, or from schema.json in a folder."""
-        file = Path(path)
+        file = published_location(path)
         file = file / SCHEMA_FILE if file.is_dir() else file
         if not file.exists():
             raise SchemaError("no schema here", where=str(file), fix="write the data set with `viviane etl`")

@@ -48,6 +48,8 @@ def test_reserved_ids_are_fixed() -> None:
 @pytest.mark.parametrize(
     ("column", "problem"),
     [
+        ({"hotness": 3}, "hotness is for bags and sequences"),
+        ({"kind": "sequence", "max_length": 3, "hotness": 4}, "at most max_length"),
         ({"kind": "sequence"}, "the sequence column 'c' needs max_length"),
         ({"kind": "one_hot", "max_length": 3}, "takes neither max_length nor weights"),
         ({"kind": "sequence", "max_length": 3, "weights": "w"}, "takes no weights; make it multi_hot"),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.errors import ConfigError
+from viviane.core.graph_layout import lay_out
 from viviane.model import SparseEmbedding, graph_svg
-from viviane.model.layout import lay_out
 from viviane.schema import Schema
 from viviane.zoo import ZOO
 

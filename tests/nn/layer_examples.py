@@ -76,6 +76,11 @@ EXAMPLES = [
     ("L2Normalize", {}, [(3, 4)]),
     ("LogFrequency", {"num_buckets": 7}, [(2,)]),
     ("MaskPlaces", {}, [(3, 2), (3,)]),
+    ("LeakyReLU", {"slope": 0.2}, [(5,)]),
+    ("MeanPlaces", {}, [(3, 2), (3,)]),
+    ("TimeEmbedding", {"num_buckets": 3, "unit": 2}, [(4, 2), (4,)]),
+    ("PairInnerProduct", {"num_output": 3}, [RowShape((2,), Rows(4)), (2,)]),
+    ("PairInnerProduct", {"num_output": 1, "bias_init_type": "zero"}, [(3,), (3,)]),
     ("PositionEmbedding", {}, [(3, 2)]),
     ("PositionEmbedding", {}, [(3, 2), (3,)]),
     ("SampledSoftmax", {"temperature": 2.0}, [(4,), (4,), (1,)]),
@@ -97,7 +102,7 @@ def rows_of_batch(shape, batch):
     return rows.count * (batch if rows.of_batch else 1)
 
 
-MASKED = (("Softmax", 2), ("MultiHeadAttention", 4), ("MaskPlaces", 2), ("PositionEmbedding", 2))
+MASKED = (("Softmax", 2), ("MultiHeadAttention", 4), ("MaskPlaces", 2), ("MeanPlaces", 2), ("PositionEmbedding", 2))
 
 
 def make_inputs(name, shapes, batch, dtype=torch.float64, seed=0):
@@ -111,6 +116,9 @@ def make_inputs(name, shapes, batch, dtype=torch.float64, seed=0):
     for place in LAYERS[name].id_inputs:
         made[place] = (made[place] * 2).round().long()  # some of them equal
         made[place].view(-1)[-1:] = EMPTY_ID if shapes[place][0] > 1 else 3
+    if name == "TimeEmbedding":
+        made[1] *= 7  # differences of several buckets, negative ones too
+        made[1][0, 0] = EMPTY_ID
     if (name, len(shapes)) in MASKED:
         made[-1] = (made[-1] > 0).to(dtype)
     if name in LOSSES:
@@ -126,5 +134,5 @@ def differentiable(name, given):
         return []
     if name == "SampledSoftmax":
         return [place for place in range(len(given)) if place != 2]
-    fixed = name in LOSSES or (name, len(given)) in MASKED
+    fixed = name in LOSSES or name == "TimeEmbedding" or (name, len(given)) in MASKED
     return list(range(len(given) - fixed))

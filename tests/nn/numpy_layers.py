@@ -168,6 +168,24 @@ def weight_multiply(x, w):
     return np.stack([np.concatenate([v * row for v, row in zip(r, w, strict=True)]) for r in x])
 
 
+def mean_places(x, held):
+    return np.stack([one[h > 0].mean(0) if h.any() else 0 * one[0] for one, h in zip(x, held, strict=True)])
+
+
+def time_embedding(x, times, w, p):
+    out = x.copy()
+    for b, i in np.ndindex(times.shape):
+        if times[b, i] != -(2.0**63) and times[b, -1] != -(2.0**63):
+            age = int(max(times[b, -1] - times[b, i], 0)) // p["unit"]
+            out[b, i] += w[min((1 + age).bit_length() - 1, p["num_buckets"] - 1)]
+    return out
+
+
+def pair_inner_product(h, t, w):
+    t = np.repeat(t, len(h) // max(len(t), 1), 0)
+    return linear(np.concatenate([h, t, h - t, h * t], 1), w["weight"], w["bias"])
+
+
 def position(inputs, w):
     x, held = inputs[0], inputs[1] if len(inputs) > 1 else None
     if held is None:
@@ -202,6 +220,10 @@ REFERENCES = {
     "L2Normalize": lambda i, w, p: i[0] / np.sqrt((i[0] ** 2).sum(-1, keepdims=True)),
     "LogFrequency": lambda i, w, p: log_frequency(i[0], w, p),
     "MaskPlaces": lambda i, w, p: i[0] * i[1][:, :, None],
+    "LeakyReLU": lambda i, w, p: np.where(i[0] > 0, i[0], p["slope"] * i[0]),
+    "MeanPlaces": lambda i, w, p: mean_places(*i),
+    "TimeEmbedding": lambda i, w, p: time_embedding(*i, w["weight"], p),
+    "PairInnerProduct": lambda i, w, p: pair_inner_product(*i, w),
     "PositionEmbedding": lambda i, w, p: position(i, w["weight"]),
     "SampledSoftmax": lambda i, w, p: sampled_softmax(i, p),
     "SampledSoftmaxLoss": lambda i, w, p: -np.mean(i[0][:, 1] * i[1][:, 0]),

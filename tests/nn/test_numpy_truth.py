@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from layer_examples import EXAMPLES, IDS, LOSSES, differentiable, make_inputs
 from numpy_layers import REFERENCES, reference
 
-from viviane.nn import LAYERS, build_layer
+from viviane.nn import LAYERS, Rows, RowShape, build_layer
 
 CASES = pytest.mark.parametrize(("name", "parameters", "shapes"), EXAMPLES, ids=IDS)
 
@@ -99,6 +99,7 @@ def test_sizes(batch, width, slots, seed):
         ("MultiHeadAttention", {"num_attention_heads": slots}, [(slots + 1, slots * width)] * 3),
         ("FusedReshapeConcat", {}, [(slots + 1, width), (slots + 1, 1)]),
         ("FusedReshapeConcatGeneral", {}, [(slots, width)]),
+        ("PairInnerProduct", {"num_output": 3}, [RowShape((width,), Rows(slots)), (width,)]),
         ("Scale", {"axis": seed % 2, "factor": slots}, [(width,)]),
         ("PReLU_Dice", {"elu_alpha": 0.1}, [(width,)]),
         ("Reshape", {"leading_dim": width}, [(slots, width)]),
@@ -117,3 +118,16 @@ def test_sizes(batch, width, slots, seed):
             # float64; the attention's divisor differs by 1e-6 of at least 1
             near = 2e-6 if name == "MultiHeadAttention" else 1e-9
             np.testing.assert_allclose(result.detach().numpy(), expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("places", [32, 33])  # the longest sequence in plain steps, the shortest in torch's kernel
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_long_sequences(places, masked):
+    """Both ways to compute attention on the CPU."""
+    shapes = [(places, 6)] * 3 + [(1, 1, places)] * masked
+    parameters = {"num_attention_heads": 2}
+    layer = build_layer("MultiHeadAttention", parameters, shapes).double()
+    inputs = make_inputs("MultiHeadAttention", shapes, 3, seed=places)
+    truth = reference("MultiHeadAttention", parameters, {}, [one.numpy() for one in inputs])
+    # float64; the reference divides by 1e-6 more, of at least 1
+    np.testing.assert_allclose(layer(*inputs).detach().numpy(), truth[0], rtol=2e-6, atol=2e-6)

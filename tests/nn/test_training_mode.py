@@ -155,6 +155,9 @@ def test_labels_that_do_not_fit_are_refused():
         ("FusedReshapeConcat", {}, [(1, 2)], "at least 2"),
         ("FusedReshapeConcat", {}, [(3, 2), (4, 2)], "one number of slots"),
         ("Reshape", {"leading_dim": 5}, [(3, 2)], "6 elements a sample"),
+        ("PairInnerProduct", {"num_output": 2}, [(3,), (2,)], r"rows \(L B, n\) and targets"),
+        ("PairInnerProduct", {"num_output": 2}, [(3,), nn.RowShape((3,), nn.Rows(2))], "whole number of rows"),
+        ("MeanPlaces", {}, [(3, 2)], "their mask"),
         ("LayerNorm", {}, [()], "beside the batch"),
         ("MultiCrossEntropyLoss", {}, [(3,), (2,)], r"labels \(B, L\)"),
         ("CrossEntropyLoss", {}, [(1,), (1,)], r"a logit \(B, 2\)"),
@@ -204,3 +207,23 @@ def test_layers_with_other_rows_survive_copies_and_pickles():
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert [str(getattr(shape, "rows", "B")) for shape in twin.out_shapes] == ["3 B", "B"]
         assert twin.out_shapes == layer.out_shapes
+
+
+def test_pairs_of_an_empty_batch_and_of_many_places():
+    layer = nn.PairInnerProduct([nn.RowShape((3,), nn.Rows(4)), (3,)], num_output=2).double()
+    assert layer(torch.zeros(0, 3).double(), torch.zeros(0, 3).double()).shape == (0, 2)
+    h, t = torch.randn(400, 3, dtype=torch.float64), torch.randn(100, 3, dtype=torch.float64)
+    many = t.repeat_interleave(4, 0)
+    plain = torch.cat([h, many, h - many, h * many], 1) @ layer.weight.T + layer.bias
+    # float64, a few roundings of numbers near 1
+    torch.testing.assert_close(layer(h, t), plain, rtol=1e-13, atol=1e-13)
+
+
+def test_ages_at_the_bounds_of_their_buckets():
+    layer = nn.TimeEmbedding([(4, 1), (4,)], num_buckets=63)
+    layer.load_state_dict({"weight": torch.arange(63.0).unsqueeze(1)})
+    for k in range(1, 62):
+        ages = torch.tensor([[2**k - 2, 2**k - 1, -5, 0]])
+        assert layer(torch.zeros(1, 4, 1), 2**61 - ages).flatten().tolist() == [k - 1, k, 0, 0]
+    no_target = torch.tensor([[1, 2, 3, nn.EMPTY_ID]])
+    assert layer(torch.ones(1, 4, 1), no_target).flatten().tolist() == [1, 1, 1, 1]

@@ -122,8 +122,11 @@ class Trouble(Callback):
 
 if __name__ == "__main__":
     data, run = Path(sys.argv[1]), Path(sys.argv[2])
-    solver = settings(peer_timeout_s=6, checkpoint_every=5, eval_every=17)
-    group = join_processes("cpu", solver.peer_timeout_s)
+    # On a busy machine the first step of a process may come many seconds after another's.
+    limit = 6 if "stop" in sys.argv else 90
+    kind = "cuda" if torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1")) else "cpu"
+    solver = settings(peer_timeout_s=limit, checkpoint_every=5, eval_every=17, device=kind)
+    group = join_processes(kind, solver.peer_timeout_s)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     trouble = [Trouble(sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), group)] if len(sys.argv) > 3 and first else []
     trainer = make_trainer(group, solver, dropout=0.2, run_folder=run, callbacks=trouble)

@@ -15,7 +15,7 @@ from group_model import NUM_VALID, SCHEMA, Clicks, columns, make_data, make_trai
 
 from viviane.batch import Batch
 from viviane.config import SGD, Adam
-from viviane.core.errors import ConfigError, NumericsError
+from viviane.core.errors import ConfigError, DataError, NumericsError
 from viviane.data import Dataset
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.metrics import Auc, AverageLoss, build_metric, roc_auc
@@ -25,6 +25,7 @@ from viviane.model.module import GraphModule
 from viviane.parallel import Group, make_tables
 from viviane.schema import Schema
 from viviane.training import Trainer
+from viviane.training.dense_exchange import DenseExchange
 
 METRICS = ["auc", "log_loss", "accuracy", "calibration"]
 # Sums of float32 gradients in another order, through 51 steps of Adam and AdaGrad. Two rows of 161 whose scores are
@@ -51,8 +52,8 @@ def train_alike(folder, group):
             if name in row:
                 assert mine_row[name] == pytest.approx(row[name], rel=ROUNDING[name]), (name, mine_row, row)
     close(tensors_of(ours), tensors_of(truth))
-    mean, other = ours.stepper.mean.tensors(), truth.stepper.mean.tensors()
-    close(mean, other)
+    with ours.averaged(), truth.averaged():
+        close(tensors_of(ours), tensors_of(truth))
     for name, value in truth.evaluate(valid).items():
         assert ours.evaluate(valid)[name] == pytest.approx(value, rel=ROUNDING[name]), name
     np.testing.assert_allclose(ours.predict(valid), truth.predict(valid), rtol=1e-3, atol=1e-5)  # of those weights
@@ -243,6 +244,60 @@ def frozen_parts(group):
     assert not torch.equal(before["net.0.weight"], tensors_of(trainer)["net.0.weight"])
 
 
+def fixed_rows_alike(group):
+    """Sizes that were said beforehand: the same bits, and a request to stop is heard in one step by all."""
+    free, fixed = make_trainer(group, settings()), make_trainer(group, settings())
+    together = fixed.stepper.together
+    together.fix_rows(8, fixed.stepper.exchange)
+    heard = []
+    for step in range(5):
+        together.asks_to_stop = step == 1 and group.rank == group.size - 1
+        batch = Batch.from_columns(SCHEMA, columns(8, seed=10 * step + group.rank))
+        losses = [trainer.train_step(batch) for trainer in (free, fixed)]
+        assert torch.equal(*losses)
+        heard.append(int(together.stop_is_agreed))
+    assert heard == [0, 0, 0, 1, 1]
+    assert fixed.stepper.num_rows == 8 * group.size
+    ends = [tensors_of(trainer) for trainer in (free, fixed)]
+    assert all(torch.equal(ends[1][name], part) for name, part in ends[0].items())
+    with pytest.raises(DataError, match="another number of rows"):
+        together.begin(Batch.from_columns(SCHEMA, columns(7, seed=0)))
+    together.free_rows()
+    fixed.train_step(Batch.from_columns(SCHEMA, columns(group.rank, seed=0)))
+    together.fix_rows(8, fixed.stepper.exchange)
+    together.stop_is_agreed = False
+    together.asks_to_stop = group.rank == 0
+    fixed.train_step(Batch.from_columns(SCHEMA, columns(8, seed=group.rank)))
+    together.free_rows()  # the last step's requests are not lost
+    assert together.stop_is_agreed
+
+
+def dense_sums_in_sixteen_bits(group):
+    """Gradients rounded on the wire, the loss and signals not; a layer that nobody uses gets none."""
+    for dtype, digits in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10), (None, 1e-6)):
+        torch.manual_seed(0)
+        used, unused = torch.nn.Linear(5, 3), torch.nn.Linear(2, 2)
+        exchange = DenseExchange([*used.parameters(), *unused.parameters()], group, dtype)
+        exchange.is_static = True
+        every = [torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
+        for step in range(2):
+            exchange.signals.fill_(float(group.rank))
+            loss = used(every[group.rank]).square().sum() * (1 + step)
+            exchange.begin(loss)
+            loss.backward()
+            mean, finite = exchange.finish()
+            truth = [used(x).square().sum() * (1 + step) for x in every]
+            assert float(mean) == pytest.approx(float(sum(truth).detach()), rel=1e-6)
+            assert torch.isfinite(finite)
+            assert float(exchange.heard[1]) == sum(range(group.size))
+            whole = torch.autograd.grad(sum(truth), list(used.parameters()))
+            for parameter, gradient in zip(used.parameters(), whole, strict=True):
+                # Every process's gradient is rounded, and their sum: of numbers up to some hundreds.
+                torch.testing.assert_close(parameter.grad, gradient, rtol=2 * digits, atol=400 * digits)
+                parameter.grad = None
+            assert all(one.grad is None for one in unused.parameters())
+
+
 def refusals(group):
     if group.size > 1:
         table = TableConfig(name="user", num_rows=53, dim=4)
@@ -262,6 +317,8 @@ def everything(folder, run):
     one_nan_stops_all(group)
     resumed_bit_by_bit(folder, group, run)
     frozen_parts(group)
+    fixed_rows_alike(group)
+    dense_sums_in_sixteen_bits(group)
     refusals(group)
 
 

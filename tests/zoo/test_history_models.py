@@ -19,6 +19,7 @@ SMALL = {
     "din": DIN(dim=8, attention_mlp=[16], top_mlp=[32]),
     "din_softmax": DIN(dim=8, attention_mlp=[16], top_mlp=[32], pooling="softmax", activation="relu"),
     "bst": BST(dim=16, num_heads=2, top_mlp=[32], init={"type": "normal", "std": 0.3}),
+    "bst_mean": BST(dim=16, num_heads=2, top_mlp=[32], pooling="mean", init={"type": "normal", "std": 0.3}),
 }
 
 
@@ -76,36 +77,72 @@ def test_din_weighs_each_item_by_its_activation_unit() -> None:
         expected = torch.zeros(4, dtype=torch.float64)
         for h in hist:
             x = torch.cat([h, target, h - target, h * target])
-            x = torch.relu(w["unit.layers.0.weight"] @ x + w["unit.layers.0.bias"])
+            x = torch.relu(w["unit_0.weight"] @ x + w["unit_0.bias"])
             expected = expected + (w["a_rows.weight"] @ x + w["a_rows.bias"]) * h
         # float32 vectors on their way out of the tables
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=1e-6)
 
 
+def line(w, name, x):
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def norm(w, name, x):
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def block(w, x):
+    share = torch.softmax(line(w, "q_0", x) @ line(w, "k_0", x).T / 2.0, -1)
+    s = norm(w, "s_0", x + line(w, "o_0", share @ line(w, "v_0", x)))
+    z = line(w, "ffn_0", s)
+    return norm(w, "x_1", s + line(w, "ffn_0_out", torch.where(z > 0, z, 0.01 * z)))
+
+
+TINY = {"dim": 4, "num_heads": 1, "ffn_dim": 6, "top_mlp": [5]}
+
+
 def test_bst_attends_over_the_places_that_hold_an_item() -> None:
-    module, batch, columns = module_and_batch(BST(dim=4, num_heads=1, ffn_dim=6, top_mlp=[5]))
+    module, batch, columns = module_and_batch(BST(**TINY))
     w = {key: value.double() for key, value in module.state_dict().items()}
-
-    def line(name, x):
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-    def norm(name, x):
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
-
     got = module.tensor("x_held", batch)
     for row in range(batch.size):
         hist, target = vectors(module, columns, row)
         x = torch.cat([hist, target[None]])
-        x = x + w["x_0.weight"][: len(x)].flip(0)  # counted back from the target
-        share = torch.softmax(line("q_0", x) @ line("k_0", x).T / 2.0, -1)
-        s = norm("s_0", x + line("o_0", share @ line("v_0", x)))
-        x = norm("x_1", s + line("ffn_0_out", torch.relu(line("ffn_0", s))))
+        x = block(w, x + w["x_0.weight"][: len(x)].flip(0))  # counted back from the target
         places = [*range(len(hist)), LENGTH]
         # LayerNorm of vectors near 0.01 magnifies their float32 rounding; 1e-3 is far below any change of formula
         torch.testing.assert_close(got[row, places].double(), x, rtol=1e-3, atol=1e-3)
         empty = [i for i in range(LENGTH) if i >= len(hist)]
         assert got[row, empty].abs().sum() == 0
+
+
+def test_bst_takes_the_time_before_the_target_as_position_and_the_mean_of_the_places() -> None:
+    times = {"name": "hist_time", "num_ids": None, "kind": "sequence", "max_length": LENGTH}
+    known = [*(c.to_dict() for c in SCHEMA.categorical), times, {"name": "time", "num_ids": None}]
+    schema = Schema(labels=SCHEMA.labels, dense=SCHEMA.dense, categorical=known)
+    recipe = BST(**TINY, pooling="mean", times=["hist_time", "time"], time_unit=3600)
+    columns, now = history_rows(5, 3), 1_700_000_000
+    columns["hist"][0] = columns["hist"][0][:0]
+    hours = [2.0 ** np.arange(len(one)) for one in columns["hist"]]  # 1, 2, 4, ... hours ago, and less than one
+    columns["time"] = np.full(5, now)
+    columns["hist_time"] = [(now - 3600 * one + (3000 if row == 2 else 0)).astype("int64")
+                            for row, one in enumerate(hours)]  # fmt: skip
+    module = GraphModule(plan_graph(recipe.nodes(schema), schema), SGD()).eval()
+    batch = Batch.from_columns(schema, columns)
+    w = {key: value.double() for key, value in module.state_dict().items()}
+    for row in range(5):
+        hist, target = vectors(module, columns, row)
+        ages = [int(now - one) // 3600 for one in columns["hist_time"][row]] + [0]
+        x = torch.cat([hist, target[None]]) + w["x_0.weight"][[(1 + age).bit_length() - 1 for age in ages]]
+        x = block(w, x)
+        expected = {"x_mean": x.mean(0), "x_target": x[-1], "t": target}
+        for name, value in expected.items():
+            # as above
+            torch.testing.assert_close(module.tensor(name, batch)[row].double(), value, rtol=1e-3, atol=1e-3)
+    assert [name for name in w if "time" in name] == []  # no table of times
+    with pytest.raises(SchemaError, match=r"(?s)as long as the history.*max_length 8"):
+        BST(**TINY, history="hist", times=["user", "time"]).nodes(schema)
 
 
 MISTAKES = [

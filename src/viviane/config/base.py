@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from viviane.core.errors import ConfigError, suggest
+from viviane.core.locations import AnyPath, location
 
 
 class Settings(BaseModel):
@@ -46,7 +46,7 @@ class Settings(BaseModel):
             raise explain(error, cls, where) from None
 
     @classmethod
-    def from_json_file(cls, path: str | Path) -> Self:
+    def from_json_file(cls, path: str | AnyPath) -> Self:
         """Build from a JSON file."""
         return cls.from_dict(load_json(path), where=str(path))
 
@@ -55,8 +55,8 @@ class Settings(BaseModel):
         return self.model_dump(mode="json")
 
 
-def load_json(path: str | Path) -> Any:
-    """Read strict JSON: no comments, no duplicate keys, no NaN.
+def load_json(path: str | AnyPath) -> Any:
+    """Read strict JSON from a file or URL: no comments, no duplicate keys, no NaN.
 
     Raises:
         ConfigError: naming the file, line and column.
@@ -74,7 +74,7 @@ def load_json(path: str | Path) -> Any:
         raise ConfigError("JSON has no such number", where=str(path), value=name)
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = location(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("cannot read the JSON file", where=str(path), value=str(error)) from error
     try:

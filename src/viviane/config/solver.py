@@ -55,6 +55,9 @@ class Solver(Settings):
     """Steps between checkpoints; None writes one at the end of each epoch."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints stay; the best one by the first metric stays besides."""
+    async_checkpoint: bool | Literal["auto"] = "auto"
+    """Write checkpoints in a thread while training goes on, with the same content; "auto" does where tables are
+    larger than 16 MiB. At most one is in work; an error of it ends training at one of the next steps."""
 
     target: dict[str, float] = Field(default_factory=dict)
     """Stop when every named validation metric reaches its value, such as {"auc": 0.8025}."""
@@ -82,13 +85,22 @@ class Solver(Settings):
     """"auto" (first GPU, else CPU), "cpu", "cuda", "cuda:1"."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads for torch; None leaves torch's own choice."""
+    cuda_graph: bool | Literal["auto"] = "auto"
+    """Record the whole training step in a CUDA graph and replay it: "auto" does on a GPU, after a few batches of one
+    shape, where nothing prevents it; True refuses what prevents it; False never does."""
 
-    plan: dict[str, Any] | None = None
-    """Where tables are when several processes train: a whole Plan, or the kind of some tables by name, such as
-    {"item": "row"}; None, and for all other tables: small ones on every process, larger ones on one each, those that
-    no device holds cut by row."""
+    plan: Literal["auto"] | dict[str, Any] = "auto"
+    """Where tables are when several processes train: "auto", the plan with the least expected time on this machine;
+    the kind of some tables by name, such as {"item": "row"}, and the others as with "auto"; or a whole Plan."""
     wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of embedding vectors and their gradients between processes."""
+    fixed_sizes: bool | Literal["auto"] = "auto"
+    """Whether the processes of a fit take sizes of whole batches for known and do not tell each other: "auto" on GPUs,
+    where batch_size divides by the processes and bags have one number of ids; True on CPUs too, where sums are then
+    rounded otherwise, and what prevents it is refused; False never, so that a group records no step in a CUDA graph."""
+    dense_wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type in which gradients of float32 dense weights are summed over processes: 16 bits send half as much, and each
+    process's gradient and the sum are rounded. The loss and `clip_grad_norm`'s norm are taken in float32."""
     peer_timeout_s: float = Field(default=600.0, ge=1)
     """Seconds without a sign of life from a process, or without progress of one that others wait for, that end the
     whole job."""
@@ -97,6 +109,8 @@ class Solver(Settings):
     @classmethod
     def _plan_as_data(cls, value: Any) -> Any:
         """Take a Plan as the plain data that a file would hold."""
+        if value is None:  # as runs of earlier versions wrote it
+            return "auto"
         return value.to_dict() if isinstance(value, Settings) else dict(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")

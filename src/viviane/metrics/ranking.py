@@ -14,10 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, NumericsError
+from viviane.core.logging import get_logger
 from viviane.metrics.auc import Doubles, Floats, check_finite, ordered_bits
+from viviane.metrics.group_rows import exchange_groups
 from viviane.metrics.order import Groups, are_binary, in_order, places_in, starts_of
 from viviane.metrics.registry import GROUPED, METRICS, Metric, Processes
+
+_log = get_logger("metrics")
 
 
 class _Rows(Metric):
@@ -30,6 +34,7 @@ class _Rows(Metric):
     def reset(self) -> None:
         """Forget all rows."""
         self._parts: list[tuple[Tensor, ...]] = []
+        self._joined: tuple[float, float] | None = None
 
     def update(
         self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None, groups: Tensor | None = None
@@ -47,25 +52,51 @@ class _Rows(Metric):
         self._parts.append((p, labels.detach().float().flatten().clone(), w, ids))
 
     def join(self, processes: Processes) -> None:
-        """Take the rows of all processes: a group may be spread over them."""
-        width = 4
+        """Give each process whole groups, and make the sums over groups those of all processes.
+
+        Rows go to the process that the hash of their group falls on. One list of all rows, which has no groups, is
+        gathered by every process.
+        """
+        p, y, w, ids = self._columns()
+        weighted, count = (max(one) for one in zip(*processes.gather_numbers([int(len(w) > 0), len(p)]), strict=True))
+        if weighted and not len(w):
+            w = np.empty(0, np.float32)
+        if not self.by_group:
+            _log.info("%s: every process gathers all rows, about %d each", type(self).__name__, count)
+            y_all, p_all = (torch.cat(processes.gather(torch.from_numpy(one))) for one in (y, p))
+            w_all = torch.cat(processes.gather(torch.from_numpy(w)))
+            self._parts = [(p_all, y_all, w_all, torch.zeros(0, dtype=torch.int64))]
+            return
+        kept = exchange_groups(processes, ids, [p, y, w] if weighted else [p, y])
+        bad = [rank for rank, one in enumerate(processes.gather_numbers([int(np.isfinite(p).all())])) if not one[0]]
+        if bad:
+            raise NumericsError("a prediction is not a finite number", where=f"rows of rank {bad[0]}")
+        groups, (p, y, *rest) = kept
+        own = self.sums(groups, p, y, rest[0] if weighted else None) if len(p) else (0.0, 0.0)
+        every = torch.cat(processes.gather(torch.tensor(own, dtype=torch.float64))).view(-1, 2).sum(0)
+        self._joined = float(every[0]), float(every[1])
+
+    def _columns(self) -> tuple[Floats, Floats, Floats, Groups]:
+        """Return scores, labels, weights and groups of all rows that were fed; the last two may be empty."""
         parts = self._parts or [(torch.zeros(0),) * 3 + (torch.zeros(0, dtype=torch.int64),)]
-        columns = [torch.cat([part[i] for part in parts]).cpu() for i in range(width)]
-        self._parts = list(zip(*[processes.gather(column) for column in columns], strict=True))
+        p, y, w, ids = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
+        return p, y, w, ids
 
     def compute(self) -> float:
-        """Return the figure over all rows."""
-        if not self._parts:
-            return math.nan
-        p, y, w, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*self._parts, strict=True))
-        if not len(p):
-            return math.nan
-        check_finite(p)
-        return self.value(ids if len(ids) else np.zeros(len(p), np.int64), p, y, w if len(w) else None)
+        """Return the figure over all rows: the mean over groups."""
+        if self._joined is None:
+            p, y, w, ids = self._columns()
+            if not len(p):
+                return math.nan
+            check_finite(p)
+            total, weight = self.sums(ids if len(ids) else np.zeros(len(p), np.int64), p, y, w if len(w) else None)
+        else:
+            total, weight = self._joined
+        return total / weight if weight else math.nan
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
-        """Return the figure of these rows."""
-        raise TypeError(f"{type(self).__name__} does not define value")
+    def sums(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> tuple[float, float]:
+        """Return the sum of the groups' figures, each times its weight, and the sum of their weights."""
+        raise TypeError(f"{type(self).__name__} does not define sums")
 
 
 def ndcg(groups: Groups, scores: Floats, labels: Floats, k: int | None = None) -> float:
@@ -85,6 +116,12 @@ def ndcg(groups: Groups, scores: Floats, labels: Floats, k: int | None = None) -
         >>> ndcg(np.zeros(2, np.int64), np.float32([0.9, 0.1]), np.float32([1, 0]))
         1.0
     """
+    total, count = _ndcg_sums(groups, scores, labels, k)
+    return total / count if count else math.nan
+
+
+def _ndcg_sums(groups: Groups, scores: Floats, labels: Floats, k: int | None) -> tuple[float, float]:
+    """Return the sum over groups that have an ideal, and their number."""
     group, key, label = in_order(groups, scores, labels, best_first=True)
     starts = starts_of(group)
     dcg = _dcg(group, key, label, starts, k)
@@ -95,9 +132,8 @@ def ndcg(groups: Groups, scores: Floats, labels: Floats, k: int | None = None) -
     else:
         group, key, label = in_order(groups, labels, labels, best_first=True)
         ideal = _dcg(group, key, label, starts, k)
-    if not (ideal > 0).any():
-        return math.nan
-    return float((dcg[ideal > 0] / ideal[ideal > 0]).mean())
+    has = ideal > 0
+    return float((dcg[has] / ideal[has]).sum()), float(has.sum())
 
 
 def _dcg(group: Groups, key: Groups, label: Doubles, starts: NDArray[np.intp], k: int | None) -> Doubles:
@@ -125,9 +161,9 @@ class Ndcg(_Rows):
         0.6309
     """
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
-        """Return the NDCG."""
-        return ndcg(groups, scores, labels, self.k)
+    def sums(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> tuple[float, float]:
+        """Return the sum of NDCGs, and the number of groups."""
+        return _ndcg_sums(groups, scores, labels, self.k)
 
 
 @GROUPED.register("ndcg")
@@ -172,11 +208,11 @@ class GroupHitRate(_FirstPositive):
             raise ConfigError("a hit rate by group needs a number of rows", fix="name it as in 'hit_rate@10:user'")
         super().__init__(k)
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
-        """Return the share."""
+    def sums(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> tuple[float, float]:
+        """Return the number of groups with a hit, and of groups."""
         assert self.k is not None
         places = self.first_places(groups, scores, labels)
-        return float((places < self.k).mean()) if len(places) else math.nan
+        return float((places < self.k).sum()), float(len(places))
 
 
 @METRICS.register("mrr")
@@ -196,13 +232,11 @@ class Mrr(_FirstPositive):
         0.75
     """
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
-        """Return the mean."""
+    def sums(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> tuple[float, float]:
+        """Return the sum of reciprocal ranks, and the number of groups."""
         places = self.first_places(groups, scores, labels)
-        if not len(places):
-            return math.nan
         reciprocal = 1.0 / (places + 1.0)
-        return float(np.where(places < (self.k or len(groups)), reciprocal, 0.0).mean())
+        return float(np.where(places < (self.k or len(groups)), reciprocal, 0.0).sum()), float(len(places))
 
 
 @METRICS.register("gauc")
@@ -231,8 +265,8 @@ class Gauc(_Rows):
             raise ConfigError("gauc counts whole groups", value=f"gauc@{k}", fix="leave the number out: 'gauc:user'")
         super().__init__()
 
-    def value(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> float:
-        """Return the weighted mean."""
+    def sums(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> tuple[float, float]:
+        """Return the sum of AUCs times their groups' weights, and of those weights."""
         if weights is None:
             group, key, positive = in_order(groups, scores, labels, best_first=False)
             weight = np.ones_like(positive)
@@ -250,7 +284,5 @@ class Gauc(_Rows):
         won = np.add.reduceat(p * (below + n / 2), first_tie)
         positives, size = np.add.reduceat(p, first_tie), np.add.reduceat(weight, starts)
         both = (positives > 0) & (negatives > 0)
-        if not both.any():
-            return math.nan
         auc = won[both] / (positives[both] * negatives[both])
-        return float(np.average(auc, weights=size[both]))
+        return float((auc * size[both]).sum()), float(size[both].sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,13 @@ from viviane.batch import Batch
 from viviane.config import Adam, AnyOptimizer, Solver
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.files import write_bytes_atomic
+from viviane.core.locations import AnyPath, location
 from viviane.core.logging import get_logger
-from viviane.data import Dataset
+from viviane.data import Dataset, KafkaStream
 from viviane.model.graph import Plan, plan_graph, unused_message
 from viviane.model.losses import terms, weigh_losses
 from viviane.model.module import GraphModule, build_module
-from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
+from viviane.model.nodes import DenseLayer, Input, Node, Recipe, SparseEmbedding
 from viviane.model.plot import graph_svg
 from viviane.model.prediction import as_batches, predict_rows, tensor_rows
 from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
@@ -27,18 +28,11 @@ from viviane.model.summary import ModelSummary, summarize
 from viviane.parallel import join_processes
 from viviane.schema import Schema
 from viviane.training import Callback, History, Trainer
-from viviane.training.checkpoint import take_part
+from viviane.training.checkpoint_write import take_part
 from viviane.training.dense_state import collections_of, dense_parameters
 from viviane.training.objective import LossTerm
 
 _log = get_logger("model")
-
-
-class Recipe(Protocol):
-    """Something that writes a graph for a schema, such as the models of `viviane.zoo`."""
-
-    def nodes(self, schema: Schema) -> Sequence[Node]:
-        """Return the nodes."""
 
 
 class Model:
@@ -73,7 +67,7 @@ class Model:
         self.optimizer: AnyOptimizer | None = None
         self.embedding_optimizer: AnyOptimizer | None = None
         self.metrics: tuple[str, ...] | None = None
-        self.etl: Path | None = None
+        self.etl: AnyPath | None = None
         """The fitted ETL of the data, where it is known: `save` takes it along, `predict(raw=True)` uses it."""
         self._own_module = module
         self._module: nn.Module | None = None
@@ -112,6 +106,7 @@ class Model:
         embedding_optimizer: AnyOptimizer | None = None,
         metrics: Sequence[str] | None = None,
         loss_weights: Mapping[str, float] | None = None,
+        statistics: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the graph, make its weights, and settle how they are trained.
 
@@ -119,8 +114,8 @@ class Model:
             optimizer: of the dense layers; None takes Adam().
             embedding_optimizer: of tables without their own; None takes `optimizer`.
             metrics: names, such as "auc" or "gauc:user"; the first one leads. None takes "auc" and "log_loss".
-            loss_weights: weights of several losses, by label tensor or loss node; they scale gradients too. It is
-                the same as `loss_weight` at the loss nodes.
+            loss_weights: of several losses, by label tensor or loss node, as `loss_weight` there; they scale gradients.
+            statistics: `info` of the training data, by which several processes share out tables.
 
         Raises:
             ConfigError, SchemaError: the graph is not right; the node, tensor or column is named.
@@ -142,7 +137,7 @@ class Model:
             self._terms = terms(plan.losses, self.schema)
             if plan.unused:
                 _log.warning("%s: %s", self.name, unused_message(plan.unused))
-            module = build_module(plan, embedding_optimizer or chosen, self.solver, group)
+            module = build_module(plan, embedding_optimizer or chosen, self.solver, group, statistics or {})
         self.optimizer, self.embedding_optimizer = chosen, embedding_optimizer
         self.metrics = None if metrics is None else tuple(metrics)
         self._trainer = Trainer(module, self.schema, self.solver, chosen, metrics=self.metrics, terms=self._terms)
@@ -199,21 +194,21 @@ class Model:
 
     def fit(
         self,
-        train: Dataset,
+        train: Dataset | KafkaStream,
         validation: Dataset | None = None,
         *,
         epochs: int | None = None,
-        run_folder: str | Path | None = None,
+        run_folder: str | AnyPath | None = None,
         callbacks: Sequence[Callback] = (),
         resume: bool = False,
     ) -> History:
         """Train; a second call goes on with the optimizer's state where the first one ended.
 
         Args:
-            train: training rows.
+            train: training rows: a data set, or a stream for online training.
             validation: rows to evaluate on at the end of each epoch, or every `solver.eval_every` steps.
             epochs: instead of the solver's.
-            run_folder: where metrics and checkpoints go.
+            run_folder: where metrics and checkpoints go, a folder or a URL.
             callbacks: hooks, see `viviane.training.Callback`.
             resume: go on from the newest checkpoint of the run folder.
         """
@@ -326,8 +321,8 @@ class Model:
         model.nodes.extend(content.nodes)
         return model
 
-    def save(self, folder: str | Path) -> Path:
-        """Write graph, schema, weights and the data's ETL into a folder, whole or not at all.
+    def save(self, folder: str | AnyPath) -> AnyPath:
+        """Write graph, schema, weights and the data's ETL into a folder, whole or not at all; the folder may be a URL.
 
         Several processes call it together; rank 0 writes.
         """
@@ -338,10 +333,10 @@ class Model:
             else:
                 take_part(module, optimizer_state=False)
             group.gather_numbers([0])
-        return Path(folder)
+        return location(folder)
 
     @classmethod
-    def load(cls, folder: str | Path, *, device: str = "auto", module: nn.Module | None = None) -> Self:
+    def load(cls, folder: str | AnyPath, *, device: str = "auto", module: nn.Module | None = None) -> Self:
         """Read a saved model, verified; it predicts the same bits on the same device and can be trained further.
 
         Args:
@@ -358,7 +353,7 @@ class Model:
         return model
 
     @classmethod
-    def blueprint(cls, folder: str | Path, *, device: str = "auto", module: nn.Module | None = None) -> Self:
+    def blueprint(cls, folder: str | AnyPath, *, device: str = "auto", module: nn.Module | None = None) -> Self:
         """Read a saved model without its weights: everything verified, nothing compiled; arguments as for `load`."""
         path = find_model(folder)
         content, schema = read_model(path)
@@ -389,8 +384,8 @@ class Model:
             metrics=self.metrics,
         )
 
-    def _remember_etl(self, data: Dataset) -> None:
-        if (data.path / ETL_FILE).exists():
+    def _remember_etl(self, data: Dataset | KafkaStream) -> None:
+        if isinstance(data, Dataset) and (data.path / ETL_FILE).exists():
             self.etl = data.path / ETL_FILE
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -14,14 +14,16 @@ from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
-from viviane.embedding import TableCollection
+from viviane.embedding import FeatureConfig, TableCollection
+from viviane.model.fusion import Step, fuse
 from viviane.model.graph import Plan
 from viviane.model.ids import Ids
 from viviane.model.nodes import DenseLayer, SparseEmbedding
-from viviane.parallel import Group, check_plan_names, make_tables
+from viviane.parallel import Group, Traffic, check_plan_names, choose_plan, make_tables
+from viviane.parallel.automatic import GivenPlan, is_whole, own_kinds
+from viviane.parallel.plan import AnyTable
 
 TableMaker: TypeAlias = Callable[..., TableCollection]
-Step: TypeAlias = tuple[nn.Module, tuple[int, ...], tuple[int, ...]]
 
 
 class Source(Protocol):
@@ -88,6 +90,7 @@ class GraphModule(nn.Module):
                     self._steps.append((layer, bottoms, tuple(_slot(slots, top) for top in node.top)))
         self._slots = slots
         self._outputs = tuple(slots[loss.output] for loss in plan.losses)
+        self._fused = fuse(self._steps, self._outputs)
 
     def _keep(self, name: str, module: nn.Module) -> None:
         # Not add_module: it refuses names that nn.Module uses itself, such as "type" or "train".
@@ -95,7 +98,7 @@ class GraphModule(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return what the losses read side by side: the logits, (B, L), where there is one for each label."""
-        values = self._run(batch, self._sources, self._steps)
+        values = self._run(batch, self._sources, self._fused)
         logits = [values[slot] for slot in self._outputs]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
@@ -142,16 +145,45 @@ def _keep_results(values: list[Any], tops: tuple[int, ...], result: Any) -> None
             values[slot] = part
 
 
-def build_module(plan: Plan, optimizer: AnyOptimizer, solver: Solver, group: Group) -> GraphModule:
+def build_module(
+    plan: Plan, optimizer: AnyOptimizer, solver: Solver, group: Group, statistics: Mapping[str, Any] | None = None
+) -> GraphModule:
     """Make the layers and tables of a plan; tables are spread over the processes as the solver says.
+
+    Args:
+        statistics: `info` of the training data, for the automatic plan.
 
     Raises:
         ConfigError: the solver's plan names a table that is not there, or is for another number of processes.
     """
     pairs = [(node, table.name) for node, one in plan.tables.items() for table in one.tables]
     check_plan_names(solver.plan, [name for node, table in pairs for name in (table, f"{node}.{table}")])
-    make = partial(make_tables, group=group, plan=solver.plan, wire_dtype=solver.wire_dtype)
+    given: GivenPlan = solver.plan
+    if group.size > 1 and pairs and not is_whole(given):
+        tables, features = joined_tables(plan)  # all nodes' tables share the devices, so they are planned together
+        kinds = {
+            f"{node}.{table}": kind
+            for node, one in plan.tables.items()
+            for table, kind in own_kinds(given, one.tables, node).items()
+        }
+        given = choose_plan(
+            tables, features, optimizer, group, device=str(resolve_device(solver.device)), kinds=kinds,
+            batch_size=solver.batch_size, wire_dtype=solver.wire_dtype, traffic=Traffic.of(statistics or {}),
+        ).plan.to_dict()  # fmt: skip
+    make = partial(make_tables, group=group, plan=given, wire_dtype=solver.wire_dtype)
     return GraphModule(plan, optimizer, device=resolve_device(solver.device), seed=solver.seed, make=make)
+
+
+def joined_tables(plan: Plan) -> tuple[list[AnyTable], list[FeatureConfig]]:
+    """Return tables and features of all embedding nodes, as "<node>.<table>" and "<node>.<feature>"."""
+    tables: list[AnyTable] = []
+    features: list[FeatureConfig] = []
+    for node, own in plan.tables.items():
+        tables += [table.model_copy(update={"name": f"{node}.{table.name}"}) for table in own.tables]
+        for feature in own.features:
+            changes = {"name": f"{node}.{feature.name}", "table": f"{node}.{feature.table}"}
+            features.append(feature.model_copy(update=changes))
+    return tables, features
 
 
 class _Stack:

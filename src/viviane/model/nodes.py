@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -13,6 +13,7 @@ from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicOptions, UniformInit
 from viviane.embedding.config import Combiner, InitSettings, OutOfRange, RowType
 from viviane.nn import LAYERS
+from viviane.schema import Schema
 
 NAME_PATTERN = r"^[A-Za-z0-9_\-]+$"
 Name: TypeAlias = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -184,3 +185,10 @@ class DenseLayer(Settings):
 
 
 Node: TypeAlias = Annotated[Input | SparseEmbedding | DenseLayer, Field(discriminator="node")]
+
+
+class Recipe(Protocol):
+    """Something that writes a graph for a schema, such as the models of `viviane.zoo`."""
+
+    def nodes(self, schema: Schema) -> Sequence[Node]:
+        """Return the nodes."""

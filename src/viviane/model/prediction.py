@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, SchemaError
+from viviane.core.locations import AnyPath
 from viviane.data import Dataset
 from viviane.model.module import GraphModule
 from viviane.schema import Schema
@@ -51,7 +51,7 @@ def _tensors(trainer: Trainer, module: GraphModule, name: str, batches: Iterable
     return np.concatenate(parts)
 
 
-def as_batches(rows: Any, schema: Schema, etl: Path | None, *, raw: bool) -> Iterator[Batch]:
+def as_batches(rows: Any, schema: Schema, etl: AnyPath | None, *, raw: bool) -> Iterator[Batch]:
     """Yield batches of rows that are in memory; labels and weights of the rows are left out.
 
     Args:
@@ -75,7 +75,7 @@ def as_batches(rows: Any, schema: Schema, etl: Path | None, *, raw: bool) -> Ite
             yield _batch(table.slice(start, ROWS_PER_BATCH), schema, start)
 
 
-def clean(table: pa.Table, etl: Path | None) -> pa.Table:
+def clean(table: pa.Table, etl: AnyPath | None) -> pa.Table:
     """Turn raw rows into ids with a fitted ETL."""
     if etl is None:
         raise ConfigError(

@@ -11,7 +11,6 @@ model/
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,6 +20,8 @@ from viviane.config import OptimizerSettings, Solver
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import CheckpointError, ConfigError, DataError, VivianeError
 from viviane.core.files import file_sha256, replace_folder, write_json_atomic
+from viviane.core.locations import AnyPath, RemotePath, location, published_location
+from viviane.core.remote.cache import local_copy
 from viviane.model.nodes import Name, Node
 from viviane.schema import SCHEMA_FILE, Schema
 from viviane.training import load_checkpoint, write_checkpoint
@@ -55,7 +56,7 @@ class ModelFile(Settings):
         return json.dumps(self.model_dump(mode="json", exclude_none=True), indent=2, ensure_ascii=False) + "\n"
 
 
-def read_model_file(source: str | Path | dict[str, Any]) -> ModelFile:
+def read_model_file(source: str | AnyPath | dict[str, Any]) -> ModelFile:
     """Read a graph from a JSON file, a saved model's folder, or plain data.
 
     Raises:
@@ -63,11 +64,13 @@ def read_model_file(source: str | Path | dict[str, Any]) -> ModelFile:
     """
     if isinstance(source, dict):
         return ModelFile.from_dict(source)
-    path = Path(source)
+    path = published_location(source)
     return ModelFile.from_json_file(path / MODEL_FILE if path.is_dir() else path)
 
 
-def write_model(folder: str | Path, content: ModelFile, schema: Schema, module: nn.Module, etl: Path | None) -> Path:
+def write_model(
+    folder: str | AnyPath, content: ModelFile, schema: Schema, module: nn.Module, etl: AnyPath | None
+) -> AnyPath:
     """Write a model's folder, whole or not at all; an older one is replaced when the new one is complete.
 
     Raises:
@@ -75,8 +78,9 @@ def write_model(folder: str | Path, content: ModelFile, schema: Schema, module: 
         DataError: the ETL that belongs to the model has been removed.
         CheckpointError: the disk is full or not writable.
     """
-    path = Path(folder)
-    if path.exists() and not (path / FILES_FILE).exists() and (not path.is_dir() or any(path.iterdir())):
+    path, there = location(folder), published_location(folder)
+    taken = there.exists() and (not there.is_dir() or any(True for _ in there.iterdir()))
+    if taken and not (there / FILES_FILE).exists():
         raise ConfigError(
             "this is not a saved model, so it is not replaced", where=str(path), fix="choose another folder"
         )
@@ -86,7 +90,7 @@ def write_model(folder: str | Path, content: ModelFile, schema: Schema, module: 
         (work / MODEL_FILE).write_text(content.text(), encoding="utf-8")
         schema.save(work)
         if etl is not None:
-            shutil.copyfile(etl, work / ETL_FILE)
+            (work / ETL_FILE).write_bytes(etl.read_bytes())
         write_checkpoint(work / WEIGHTS, module, optimizer_state=False)
         files = sorted(file for file in work.rglob("*") if file.is_file())
         entries = {file.relative_to(work).as_posix(): _entry(file).to_dict() for file in files}
@@ -94,19 +98,21 @@ def write_model(folder: str | Path, content: ModelFile, schema: Schema, module: 
     return path
 
 
-def find_model(path: str | Path) -> Path:
-    """Return the folder of a saved model: the folder itself, or `model` inside a run folder.
+def find_model(path: str | AnyPath) -> Path:
+    """Return the folder of a saved model: the folder itself, or `model` inside a run folder; of a URL, a local copy.
 
     Raises:
         CheckpointError: there is no saved model.
     """
-    folder = Path(path)
+    given = location(path)
+    inner = isinstance(given, RemotePath) and (given / "model").exists()  # of a run, the model alone is copied
+    folder = local_copy(given / "model" if inner else given)
     for place in (folder, folder / "model"):
         if (place / FILES_FILE).exists() or (place / MODEL_FILE).exists():
             return place
     raise CheckpointError(
         "there is no saved model here",
-        where=str(folder),
+        where=str(path),
         allowed=f"a folder with {MODEL_FILE}, or a run folder with model/",
         fix="finish the run with `viviane train ... --resume`" if (folder / "checkpoints").exists() else None,
     )

@@ -1,7 +1,7 @@
 """Layers and losses: `nn.Module`s with HugeCTR's names and formulas, for graphs and for any PyTorch program."""
 
 from viviane.nn.attention import MultiHeadAttention, SequenceMask, Softmax, masked_softmax
-from viviane.nn.basic import ELU, Add, Dropout, ReduceMean, ReduceSum, ReLU, Sigmoid, Sub
+from viviane.nn.basic import ELU, Add, Dropout, LeakyReLU, ReduceMean, ReduceSum, ReLU, Sigmoid, Sub
 from viviane.nn.cross import ElementwiseMultiply, FmOrder2, MultiCross, WeightMultiply
 from viviane.nn.cross_entropy import (
     CrossEntropyLoss,
@@ -21,7 +21,8 @@ from viviane.nn.loss import Loss
 from viviane.nn.losses import BinaryCrossEntropyLoss, binary_cross_entropy, regularization_loss
 from viviane.nn.norm import BatchNorm, LayerNorm
 from viviane.nn.older_names import OLDER_NAMES
-from viviane.nn.places import MaskPlaces, PositionEmbedding
+from viviane.nn.pairs import PairInnerProduct
+from viviane.nn.places import MaskPlaces, MeanPlaces, PositionEmbedding, TimeEmbedding
 from viviane.nn.registry import LAYERS, Layer, build_layer
 from viviane.nn.retrieval import L2Normalize, SampledSoftmax, SampledSoftmaxLoss
 from viviane.nn.rows import Rows, RowShape
@@ -56,15 +57,18 @@ __all__ = [
     "L2Normalize",
     "Layer",
     "LayerNorm",
+    "LeakyReLU",
     "LogFrequency",
     "Loss",
     "MaskPlaces",
     "MatrixMultiply",
+    "MeanPlaces",
     "MeanSquaredErrorLoss",
     "MultiCross",
     "MultiCrossEntropyLoss",
     "MultiHeadAttention",
     "PReLU_Dice",
+    "PairInnerProduct",
     "PositionEmbedding",
     "ReLU",
     "ReduceMean",
@@ -81,6 +85,7 @@ __all__ = [
     "Slice",
     "Softmax",
     "Sub",
+    "TimeEmbedding",
     "WeightMultiply",
     "binary_cross_entropy",
     "build_layer",

@@ -21,6 +21,9 @@ MASKED = -10000.0
 """What HugeCTR adds to the score of a masked place; it fits fp16, where minus infinity would turn into NaN."""
 
 _SMALL = 1e-6
+# Up to so many scores a head, plain steps beat torch's blocked CPU kernel, which is made for long sequences: 21 places
+# take 11 ms against 19, 64 take 18 against 14 (forward and backward, 512 and 128 rows, 4 heads).
+_SHORT = 32 * 32
 
 
 def masked_softmax(x: Tensor, mask: Tensor, factor: float = 1.0) -> Tensor:
@@ -220,7 +223,12 @@ class MultiHeadAttention(Layer):
         if settings.scores:
             return q @ k.transpose(-1, -2), v
         bias = None if len(inputs) == 3 else (1 - inputs[3].to(q.dtype)) * MASKED
-        result = F.scaled_dot_product_attention(q, k, v, bias, scale=1 / math.sqrt(q.shape[-1]))
+        scale = 1 / math.sqrt(q.shape[-1])
+        if q.device.type == "cpu" and q.dtype.itemsize >= 4 and q.shape[2] * k.shape[2] <= _SHORT:
+            scores = (q * scale) @ k.transpose(-1, -2)
+            result = F.softmax(scores if bias is None else scores + bias, -1) @ v
+        else:
+            result = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
         return result.transpose(1, 2).flatten(2)
 
 

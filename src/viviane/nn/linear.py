@@ -168,8 +168,17 @@ class MLP(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """Return the last layer's activations."""
         if self.unfused(x) is None:
-            return mlp(x, *self._weights(), self._relu)
+            return mlp(x, *self.chain())
         return cast(Tensor, self.layers(x))
+
+    def chain(self) -> tuple[list[Tensor], list[Tensor | None], list[bool]]:
+        """Return weights, biases and whether a ReLU follows, of each layer, as `viviane.ops.mlp` takes them.
+
+        Example:
+            >>> MLP([(13,)], MLPParameters(num_outputs=(4, 1), activations=("relu", "none"))).chain()[2]
+            [True, False]
+        """
+        return *self._weights(), self._relu
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor | None]]:
         linears = [step for step in self.layers if isinstance(step, nn.Linear)]

@@ -179,7 +179,7 @@ class FusedReshapeConcat(_ReshapeConcat):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return history and target."""
-        z = torch.cat(inputs, 2)  # (B, s, D)
+        z = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 2)  # (B, s, D)
         return z[:, :-1].flatten(0, 1), z[:, -1]
 
 
@@ -199,4 +199,4 @@ class FusedReshapeConcatGeneral(_ReshapeConcat):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return a row for every slot."""
-        return torch.cat(inputs, 2).flatten(0, 1)
+        return (inputs[0] if len(inputs) == 1 else torch.cat(inputs, 2)).flatten(0, 1)

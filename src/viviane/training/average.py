@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from viviane.core.errors import ConfigError
+from viviane.core.errors import CheckpointError, ConfigError
 from viviane.embedding import DynamicStorage, RowMean, Storage
 from viviane.training.dense_state import collections_of, dense_buffers, dense_parameters
+from viviane.training.place import Progress
+from viviane.training.saved_table import MEAN
+from viviane.training.table_files import table_files
 
 _PREFIX = "mean/"
 _WARM_UP_STEPS = 10
@@ -50,8 +53,8 @@ class WeightMean:
         self._dense: dict[str, Tensor] = {**dense_parameters(module), **floating}
         self._means = {name: tensor.detach().clone() for name, tensor in self._dense.items()}
         self._storages: list[Storage] = []
-        self._collections = collections_of(module)
-        for collection in self._collections.values():
+        self._module = module
+        for collection in collections_of(module).values():
             for storage in collection.all_storages():
                 if isinstance(storage, DynamicStorage):
                     raise ConfigError(
@@ -87,35 +90,38 @@ class WeightMean:
     def _row_means(self) -> list[tuple[Storage, RowMean]]:
         return [(storage, storage.row_mean) for storage in self._storages if storage.row_mean is not None]
 
-    @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """Return the means as named tensors for a checkpoint, those of rows by table.
-
-        Where tables are spread over processes, all of them call it together, and each gets whole tables.
-        """
-        with self.in_place():
-            rows = {
-                f"{name}.{table}": collection.export_table(table, copy=False).weight
-                for name, collection in self._collections.items()
-                for table in collection.tables
-            }
-        return {_PREFIX + name: tensor for name, tensor in {**self._means, **rows}.items()}
+        """Return the means of dense weights as named tensors; a checkpoint finds those of rows beside the rows."""
+        return {_PREFIX + name: tensor for name, tensor in self._means.items()}
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
-        """Take over what `tensors` gave."""
+    def restore(self, place: Progress, num_steps: int) -> None:
+        """Take over the means of a checkpoint that was loaded.
+
+        Raises:
+            CheckpointError: a table of the checkpoint has no mean.
+        """
         self.num_steps = num_steps
         for name, mean in self._means.items():
-            mean.copy_(tensors[_PREFIX + name])
-        with self.in_place():
-            for name, collection in self._collections.items():
-                for table in collection.tables:
-                    collection.copy_rows(table, tensors[f"{_PREFIX}{name}.{table}"])
+            mean.copy_(place.tensors[_PREFIX + name])
+        for table in table_files(self._module):
+            saved = place.tables[table.full]
+            if not saved.entry.has_mean:
+                raise CheckpointError(
+                    "the checkpoint has no running mean of a table's rows",
+                    where=f"{saved.folder}, table {table.name!r}",
+                    fix="go on without ema_decay, or begin anew with load_checkpoint(..., weights_only=True)",
+                )  # fmt: skip
+            for part in table.parts:
+                own = part.mean
+                if own is not None:
+                    saved.copy_to(MEAN, own, part.keys, part.start, part.stop)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the module hold the means for the length of a block; memory is exchanged, nothing is copied."""
         for storage, mean in self._row_means():
+            storage.settle()  # a checkpoint in work reads the rows as they are
             with torch.no_grad():
                 mean.catch_up(storage.weight)
         self._exchange()

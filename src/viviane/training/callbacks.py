@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from viviane.config import Solver
 from viviane.core.errors import ConfigError, suggest
+from viviane.schema import Schema
 from viviane.training.history import higher_is_better, is_better
 
 if TYPE_CHECKING:
@@ -133,3 +135,28 @@ class StopWithoutGain(Callback):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on counting; patience itself is the solver's, which may have been changed."""
         self.best, self.num_bad = state.get("best"), state.get("num_bad", 0)
+
+
+def solver_callbacks(solver: Solver, metrics: Sequence[str], lead: str, schema: Schema) -> list[Callback]:
+    """Return the callbacks that the solver's `target` and `patience` ask for.
+
+    Args:
+        solver: how to train.
+        metrics: that are computed.
+        lead: of which patience is judged.
+        schema: whose labels may have metrics of their own.
+
+    Raises:
+        ConfigError: a target of a metric that is not computed, or of which neither direction is better.
+    """
+    known = {"loss", *metrics}
+    if len(schema.labels) > 1:
+        known |= {f"{name}/{label.name}" for name in metrics for label in schema.labels}
+    for name in solver.target:
+        if name not in known:
+            raise ConfigError("solver.target names a metric that is not computed", value=name, fix=suggest(name, known))
+        higher_is_better(name)  # raises where neither direction is better
+    found: list[Callback] = [StopAtTarget(solver.target)] if solver.target else []
+    if solver.patience is not None:
+        found.append(StopWithoutGain(lead, solver.patience))
+    return found

@@ -5,19 +5,25 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from torch import nn
 
-from viviane.core.errors import CheckpointError
+from viviane.core.errors import CheckpointError, VivianeError
 from viviane.core.files import write_json_atomic
 from viviane.core.logging import get_logger
 from viviane.optim import DenseOptimizer
 from viviane.parallel import Group
-from viviane.training.checkpoint import Progress, write_checkpoint
-from viviane.training.group_results import on_first
+from viviane.training.background import BackgroundWriter
+from viviane.training.checkpoint_write import Content, collect, write_content
+from viviane.training.dense_state import collections_of
+from viviane.training.group_results import on_first, together
 from viviane.training.manifest import read_manifest, verify_checkpoint
+from viviane.training.place import Progress
+from viviane.training.remote_run import RunMirror
 
+SMALL_BYTES: Final = 16 << 20
+"""A process with fewer bytes of rows writes them as fast as it starts a thread and holds them."""
 INDEX_FILE: Final = "index.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.(step-\d{8,}|index\.json)\..+\.(tmp|old)")
@@ -48,6 +54,10 @@ class CheckpointStore:
         self.keep = keep
         self.higher_is_better = higher_is_better
         self.group = group or Group()
+        self._writer = BackgroundWriter()
+        self._beside: Group | None = None
+        self.mirror: RunMirror | None = None
+        """Where each whole checkpoint is published besides."""
 
     def clean(self) -> None:
         """Remove what killed saves left behind; only names that saves make."""
@@ -69,15 +79,77 @@ class CheckpointStore:
         found = [_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir()]
         return sorted(int(match[1]) for match in found if match)
 
-    def save(self, module: nn.Module, optimizer: DenseOptimizer | None, progress: Progress) -> Path:
+    def save(
+        self,
+        module: nn.Module,
+        optimizer: DenseOptimizer | None,
+        progress: Progress,
+        *,
+        beside: bool | Literal["auto"] = False,
+    ) -> Path:
         """Write a checkpoint, then the index, then remove those that are too old.
 
         `progress.values["score"]` is the first metric of an evaluation at this very step, or None.
+
+        Args:
+            module, optimizer, progress: what is written, as it is now.
+            beside: write in a thread while training goes on; "auto" does where a process has more than
+                `SMALL_BYTES` to write. At most one save is in work: the next one waits for it, and raises its error.
+
+        Raises:
+            CheckpointError: this save or the one before it failed.
         """
-        path = self.path(progress.step)
-        write_checkpoint(path, module, optimizer=optimizer, progress=progress, group=self.group)
-        on_first(self.group, lambda: self._tidy(path, progress.step))
+        self.finish()
+        path, hold = self.path(progress.step), beside if isinstance(beside, bool) else self._is_large(module)
+        content = together(self.group, lambda: collect(module, optimizer, progress, self.group, hold=hold))
+        if hold:
+            group = self._group_beside()
+            self._writer.start(str(path), lambda: self._write(path, content, progress.step, group))
+        else:
+            self._write(path, content, progress.step, self.group)
         return path
+
+    def _write(self, path: Path, content: Content, step: int, group: Group) -> None:
+        try:
+            write_content(path, content, group)
+        finally:
+            content.close()
+        on_first(group, lambda: self._tidy(path, step))
+
+    def _is_large(self, module: nn.Module) -> bool:
+        """Say whether any process has much to write."""
+        storages = [one for collection in collections_of(module).values() for one in collection.all_storages()]
+        own = sum(one.weight.numel() * one.weight.element_size() for one in storages)
+        return max(one[0] for one in self.group.gather_numbers([own])) > SMALL_BYTES
+
+    def _group_beside(self) -> Group:
+        """Return the same processes for the thread that writes: its exchanges stand in no order to training's."""
+        if self._beside is None:
+            self._beside = self.group.for_thread()
+        return self._beside
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save in a thread has failed; `finish` raises its error."""
+        return self._writer.has_failed
+
+    def finish(self) -> None:
+        """Wait for a save that is in work.
+
+        Raises:
+            CheckpointError: it failed; names the folder.
+        """
+        try:
+            self._writer.finish()
+        except CheckpointError as error:
+            raise self.group.all_know(error) from error.__cause__
+
+    def close(self) -> None:
+        """Wait for a save that is in work, where an error ends training already: the save's own is logged."""
+        try:
+            self._writer.finish()
+        except VivianeError as error:
+            _log.warning("%s", error)
 
     def _tidy(self, path: Path, step: int) -> None:
         have = self.steps()
@@ -91,6 +163,8 @@ class CheckpointStore:
         for old in have:
             if old not in kept:
                 self._remove(old)
+        if self.mirror is not None:
+            self.mirror.push()
 
     def latest_whole(self) -> Path | None:
         """Return the newest checkpoint whose files are all as they were written; None where there is none at all.

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from viviane.core.ranges import timed_as
 from viviane.parallel import Group
 
-_BUCKET_BYTES = 4 << 20
+_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; below, NCCL is far from its bandwidth
+
+
+NUM_SIGNALS = 1
+"""Numbers beside the loss that all processes sum in every step; the first: how many of them were asked to stop."""
 
 
 class _Bucket:
@@ -20,42 +25,53 @@ class _Bucket:
 
     Args:
         parameters: of one type and device.
+        dtype: of the flat tensor, that is on the wire.
+        device: its device.
         extra: numbers at the end that are summed along with them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], extra: int) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, extra: int
+    ) -> None:
         self.parameters = list(parameters)
         sizes = [one.numel() for one in parameters]
-        like = parameters[0]
-        self.flat = torch.zeros(sum(sizes) + len(sizes) + extra, dtype=like.dtype, device=like.device)
+        self.flat = torch.zeros(sum(sizes) + len(sizes) + extra, dtype=dtype, device=device)
         parts = torch.split(self.flat, [*sizes, len(sizes), extra])
         self.views = [part.view(one.shape) for part, one in zip(parts, parameters, strict=False)]
         self.numbers = self.flat[: sum(sizes)]
         self.present, self.extra = parts[-2], parts[-1]
+        own = parameters[0].dtype if parameters else dtype
+        self.wide = None if own == dtype else torch.zeros(sum(sizes), dtype=own, device=device)
+        self.sums = self.views
+        if self.wide is not None:
+            cuts = torch.split(self.wide, sizes)
+            self.sums = [cut.view(one.shape) for cut, one in zip(cuts, parameters, strict=True)]
         self.filled: set[int] = set()
         self.wait: Callable[[], None] | None = None
 
-    def fill(self, index: int) -> None:
-        """Take over a gradient that backward has finished."""
-        parameter = self.parameters[index]
-        assert parameter.grad is not None
-        self.views[index].copy_(parameter.grad)
-        parameter.grad = self.views[index]
-        self.filled.add(index)
-
     def complete(self) -> None:
-        """Put zeros where this process has no gradient."""
-        missing = [i for i in range(len(self.parameters)) if i not in self.filled]
+        """Take over the gradients that are there; zeros where this process has none."""
+        there = sorted(self.filled)
+        if there:
+            gradients = [self.parameters[i].grad for i in there]
+            torch._foreach_copy_([self.views[i] for i in there], gradients)  # type: ignore[arg-type]
         self.present.fill_(1.0)
-        for i in missing:
-            self.views[i].zero_()
-            self.present[i] = 0.0
+        for i in range(len(self.parameters)):
+            if i not in self.filled:
+                self.views[i].zero_()
+                self.present[i].zero_()
 
-    def hand_out(self) -> None:
-        """Give parameters that have a gradient on another process alone the sum; those without any stay without."""
-        for i, parameter in enumerate(self.parameters):
-            if i not in self.filled and float(self.present[i]) > 0:
-                parameter.grad = self.views[i]
+    def hand_out(self, present: Sequence[bool]) -> None:
+        """Give parameters the sums; those that have no gradient on any process stay without.
+
+        Args:
+            present: for each parameter, whether a process has a gradient.
+        """
+        if self.wide is not None:
+            self.wide.copy_(self.numbers)
+        for parameter, view, is_there in zip(self.parameters, self.sums, present, strict=True):
+            if is_there:
+                parameter.grad = view
         self.filled.clear()
 
 
@@ -68,21 +84,36 @@ class DenseExchange:
     Args:
         parameters: dense ones.
         group: the processes.
+        wire_dtype: of gradients between processes; None: each parameter's own.
+
+    Attributes:
+        signals: (NUM_SIGNALS,), float32, this process's; summed over all processes along with the loss.
+        is_static: whether a parameter that had a gradient on some process in the first step has one in every step, so
+            that a GPU is not asked.
+        watches: whether `finish` tells if this process's gradients were finite; where something else does, that saves
+            a pass over them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, wire_dtype: torch.dtype | None = None) -> None:
         self.group = group
+        self.wire_dtype = wire_dtype
+        self.is_static = False
+        self.watches = True
         group.open_beside()
         self.buckets: list[_Bucket] = []
+        self.signals = torch.zeros(NUM_SIGNALS, device=parameters[0].device) if parameters else torch.zeros(NUM_SIGNALS)
+        self._present: dict[tuple[int, frozenset[int]], list[bool]] = {}
         waiting: list[nn.Parameter] = []
         for parameter in reversed(parameters):
             alike = waiting and (parameter.dtype, parameter.device) == (waiting[0].dtype, waiting[0].device)
-            if waiting and (not alike or sum(p.nbytes for p in waiting) >= _BUCKET_BYTES):
+            if waiting and (not alike or self._is_full(waiting)):
                 self._add(waiting)
                 waiting = []
             waiting.append(parameter)
         if waiting:
             self._add(waiting)
+        if self.buckets and self.buckets[0].flat.dtype != torch.float32:  # numbers are not rounded to sixteen bits
+            self.buckets.insert(0, _Bucket([], torch.float32, self.signals.device, 1 + NUM_SIGNALS))
         self._place = {id(p): (b, i) for b, one in enumerate(self.buckets) for i, p in enumerate(one.parameters)}
         self._hooked: set[int] = set()
         self._handles: list[RemovableHandle] = []
@@ -91,8 +122,15 @@ class DenseExchange:
         self._finite = torch.zeros(())
         weakref.finalize(self, _remove, self._handles)
 
+    def _is_full(self, parameters: Sequence[nn.Parameter]) -> bool:
+        like = parameters[0]
+        size = (self.wire_dtype or like.dtype).itemsize * sum(one.numel() for one in parameters)
+        return size >= _BUCKET_BYTES.get(like.device.type, 4 << 20)
+
     def _add(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.buckets.append(_Bucket(parameters, extra=0 if self.buckets else 1))
+        dtype = self.wire_dtype if self.wire_dtype is not None else parameters[0].dtype
+        extra = 0 if self.buckets or dtype != torch.float32 else 1 + NUM_SIGNALS
+        self.buckets.append(_Bucket(parameters, dtype, parameters[0].device, extra))
 
     def begin(self, loss: Tensor) -> None:
         """Prepare for a backward pass.
@@ -104,8 +142,12 @@ class DenseExchange:
         self._is_on, self._next = True, 0
         self._finite = torch.zeros((), device=loss.device)
         self._loss = loss.detach().clone()
-        if self.buckets:
-            self.buckets[0].extra[0] = self._loss
+        if not self.buckets:
+            self.signals = self.signals.to(loss.device)
+            self.buckets.append(_Bucket([], torch.float32, loss.device, 1 + NUM_SIGNALS))
+        self.heard[:1].copy_(self._loss)
+        self.heard[1:].copy_(self.signals)
+        self._start_full()
 
     def _hook(self) -> None:
         """Hook parameters that are trained and were not so far: frozen ones take no hook."""
@@ -125,7 +167,11 @@ class DenseExchange:
 
     def _take(self, parameter: Tensor) -> None:
         number, index = self._place[id(parameter)]
-        self.buckets[number].fill(index)
+        self.buckets[number].filled.add(index)
+        self._start_full()
+
+    def _start_full(self) -> None:
+        """Start the next buckets, as long as they have all their gradients."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             if len(bucket.filled) < len(bucket.parameters):
@@ -134,10 +180,12 @@ class DenseExchange:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.complete()
-        self._finite = self._finite + bucket.numbers.sum()
+        if self.watches:
+            self._finite = self._finite + bucket.numbers.sum(dtype=torch.float32)
         bucket.wait = self.group.start_all_reduce(bucket.flat)
         self._next += 1
 
+    @timed_as("dense exchange")
     def finish(self) -> tuple[Tensor, Tensor]:
         """Wait for all sums; returns the loss of all processes, and a number that is finite where gradients here were.
 
@@ -150,12 +198,24 @@ class DenseExchange:
             assert bucket.wait is not None
             bucket.wait()
             bucket.wait = None
-        loss = self.buckets[0].extra[0].clone() if self.buckets else self.group.all_reduce(self._loss)
-        for bucket in self.buckets:
-            if len(bucket.filled) < len(bucket.parameters):
-                bucket.hand_out()
-            bucket.filled.clear()
-        return loss, self._finite
+        for i, bucket in enumerate(self.buckets):
+            bucket.hand_out(self._presence(i, bucket))
+        return self.heard[0].clone(), self._finite
+
+    @property
+    def heard(self) -> Tensor:
+        """The sums of the last step over all processes: its loss, then the signals; float32."""
+        return self.buckets[0].extra
+
+    def _presence(self, number: int, bucket: _Bucket) -> list[bool]:
+        """Return which gradients of a bucket are there on some process."""
+        count = len(bucket.parameters)
+        if len(bucket.filled) == count:
+            return [True] * count
+        key = (number, frozenset(bucket.filled))
+        if not self.is_static or key not in self._present:
+            self._present[key] = [one > 0 for one in bucket.present.tolist()]
+        return self._present[key]
 
     def drop(self) -> None:
         """End a pass that failed: nothing is summed any more."""

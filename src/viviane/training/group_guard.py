@@ -9,6 +9,7 @@ from torch import Tensor
 
 from viviane.batch import Batch
 from viviane.core.errors import NumericsError
+from viviane.core.ranges import timed_as
 from viviane.training.dense_state import dense_parameters
 from viviane.training.guard import FIX, NanGuard, all_finite, bad_input, numbers_of, some
 from viviane.training.together import Together
@@ -36,9 +37,11 @@ class GroupGuard(NanGuard):
             what = f"the batch holds NaN or infinite numbers: {'; '.join(bad_input(batch))}" if is_bad else ""
             self._refuse_together(what, step, batch)
 
+    @timed_as("check values")
     def check_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
         """Wait for backward."""
 
+    @timed_as("check values")
     def check_gradients(self, loss: Tensor, batch: Batch, step: int) -> None:
         """Look at this process's loss, dense gradients and rows' gradients, and agree on them."""
         features = [name for one in self.collections.values() for name in one.nonfinite_gradients()]

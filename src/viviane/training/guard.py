@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.core.errors import NumericsError
+from viviane.core.ranges import timed_as
 from viviane.embedding import TableCollection
 from viviane.training.dense_state import dense_buffers, dense_parameters
 
@@ -36,6 +37,7 @@ class NanGuard:
     def __init__(self, module: nn.Module, collections: Mapping[str, TableCollection]) -> None:
         self.module = module
         self.collections = collections
+        self._parameters = dense_parameters(module)  # a walk over all modules, which no step should have to make
         self._buffers = list(dense_buffers(module, persistent_only=False).values())
         self._saved = [b.clone() for b in self._buffers]
         self.num_looked_at = 0
@@ -52,14 +54,16 @@ class NanGuard:
         for saved, buffer in zip(self._saved, self._buffers, strict=True):
             saved.copy_(buffer)
 
+    @timed_as("check values")
     def check_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
         """On the CPU, look at the loss before backward."""
         if loss.device.type == "cpu" and not bool(torch.isfinite(loss)):
             self._refuse_loss(loss, batch, step)
 
+    @timed_as("check values")
     def check_gradients(self, loss: Tensor, batch: Batch, step: int) -> None:
         """Look at all gradients (on a GPU: the loss too) before the update."""
-        gradients = [p.grad for p in dense_parameters(self.module).values() if p.grad is not None]
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         flag = torch.stack([g.sum() for g in gradients]).sum() if gradients else torch.zeros((), device=loss.device)
         if loss.device.type != "cpu":
             flag = flag + loss.detach()
@@ -71,7 +75,7 @@ class NanGuard:
         # A sum may overflow where every term is finite: only the terms themselves are judged.
         parameters = [
             name
-            for name, parameter in dense_parameters(self.module).items()
+            for name, parameter in self._parameters.items()
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
         ]
         if parameters or features:
@@ -89,6 +93,12 @@ class NanGuard:
         with torch.no_grad():
             for saved, buffer in zip(self._saved, self._buffers, strict=True):
                 buffer.copy_(saved)
+
+    def restore_buffers_unless(self, gate: Tensor) -> None:
+        """Undo it on the device, where the gate is 0."""
+        with torch.no_grad():
+            for saved, buffer in zip(self._saved, self._buffers, strict=True):
+                buffer.copy_(torch.where(gate != 0, buffer, saved))
 
     def _bad_weights(self) -> list[str]:
         found = [f"parameter {n!r}" for n, p in dense_parameters(self.module).items() if not torch.isfinite(p).all()]

@@ -98,3 +98,17 @@ class History:
 def finite_or_none(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as JSON can hold it: NaN and infinities become null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def has_direction(metric: str) -> bool:
+    """Whether higher or lower values of a metric are better.
+
+    Example:
+        >>> has_direction("auc"), has_direction("calibration")
+        (True, False)
+    """
+    try:
+        higher_is_better(metric)
+    except ConfigError:
+        return False
+    return True

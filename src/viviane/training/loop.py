@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import tempfile
 from contextlib import suppress
 from functools import partial
@@ -18,12 +19,14 @@ from viviane.batch import Batch
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
-from viviane.data import Dataset, Reader
+from viviane.data import Dataset
+from viviane.data.streaming import KafkaStream
 from viviane.parallel import num_restarts
-from viviane.training.checkpoint import load_checkpoint
 from viviane.training.checkpoint_store import CheckpointStore
 from viviane.training.environment import Interrupt
 from viviane.training.events import EventWriter, open_events
+from viviane.training.feed import DeviceFeed
+from viviane.training.fixed_sizes import FixedSizes
 from viviane.training.history import History, higher_is_better, is_better
 from viviane.training.progress import ProgressLine
 from viviane.training.run_folder import RunFolder
@@ -52,7 +55,9 @@ class FitLoop:
         interrupt: Ctrl-C.
     """
 
-    def __init__(self, trainer: Trainer, train: Dataset, validation: Dataset | None, interrupt: Interrupt) -> None:
+    def __init__(
+        self, trainer: Trainer, train: Dataset | KafkaStream, validation: Dataset | None, interrupt: Interrupt
+    ) -> None:
         self.trainer = trainer
         self.group = trainer.group
         self.solver = trainer.solver
@@ -60,10 +65,10 @@ class FitLoop:
         self.interrupt = interrupt
         self.train = train
         self.first_step, self.first_epoch = trainer.step, trainer.epoch
-        self.reader: Reader = self._new_reader(trainer.epoch)
-        if not len(self.reader):
+        self.reader = self._new_reader(trainer.epoch)
+        if self._epoch_length() == 0:
             raise ConfigError(
-                "the training set gives no batch", where=str(train.path), value=f"{len(train)} rows",
+                "the training set gives no batch", where=str(train.path),
                 fix="use a smaller batch_size or drop_last=False",
             )  # fmt: skip
         self.folder = None if trainer.run_folder is None else RunFolder(trainer.run_folder)
@@ -77,16 +82,19 @@ class FitLoop:
         self.seconds_before, self.started = 0.0, perf_counter()
         self.times: StageTimes = trainer.stepper.stages
         self.stopped = ""
-        if trainer.stepper.together is not None:
-            trainer.stepper.together.stop_is_agreed = False  # of an earlier fit
         self._check_settings()
+        self.sizes = FixedSizes(trainer.stepper, trainer.schema, self.reader)
 
-    def _new_reader(self, epoch: int) -> Reader:
+    def _new_reader(self, epoch: int) -> DeviceFeed:
         solver = self.solver
-        return self.train.reader(
-            solver.batch_size, shuffle=solver.shuffle, seed=solver.seed, drop_last=solver.drop_last, epoch=epoch,
-            rank=self.group.rank, num_ranks=self.group.size,
+        return DeviceFeed.open(
+            self.train, solver.batch_size, self.trainer.device, self.group, shuffle=solver.shuffle, seed=solver.seed,
+            drop_last=solver.drop_last, epoch=epoch,
         )  # fmt: skip
+
+    def _epoch_length(self) -> int:
+        """Return the batches of an epoch; of a stream, more than any run takes."""
+        return sys.maxsize if isinstance(self.train, KafkaStream) else len(self.reader)
 
     def _check_settings(self) -> None:
         needs = [name for name in ("target", "patience", "restore_best", "eval_every") if getattr(self.solver, name)]
@@ -115,10 +123,13 @@ class FitLoop:
                 for callback in self.trainer.callbacks:
                     callback.on_fit_start(self.trainer)
                 self._epochs()
+                self.sizes.end()
                 self._finish()
             finally:
                 self.reader.close()
                 self.progress.close()
+                if self.store is not None:
+                    self.store.close()
                 if events is not None:
                     events.close()
                 if self.folder is not None and self.writes:
@@ -143,6 +154,7 @@ class FitLoop:
         else:
             keep = self.solver.keep_checkpoints
             self.store = CheckpointStore(self.folder.checkpoints, keep, higher_is_better=up, group=self.group)
+            self.store.mirror = self.trainer.mirror
             resume = resume or num_restarts() > 0  # torchrun started the job's processes anew
             found = self.group.from_first(partial(self._start_folder, self.folder, self.store, resume))
             if found is not None:
@@ -159,6 +171,8 @@ class FitLoop:
     def _start_folder(self, folder: RunFolder, store: CheckpointStore, resume: bool) -> str | None:
         """Write what a run begins with; returns the checkpoint to go on from."""
         trainer = self.trainer
+        if trainer.mirror is not None:
+            trainer.mirror.pull(resume=resume)
         folder.start(trainer.config, trainer.schema, self.train.info, resume=resume)
         store.clean()
         path = store.latest_whole() if resume else None
@@ -166,7 +180,7 @@ class FitLoop:
 
     def _go_back(self, path: Path) -> None:
         trainer = self.trainer
-        place = load_checkpoint(path, trainer.module, optimizer=trainer.stepper.optimizer, group=self.group)
+        place = trainer.stepper.load(path)
         values = place.values
         self.reader.restore(values["reader"])
         trainer.take_place(place)
@@ -190,7 +204,7 @@ class FitLoop:
 
     def _last_step(self) -> int:
         """Return the step at which this fit ends, if nothing stops it before."""
-        whole = self.first_step + self.solver.epochs * len(self.reader)
+        whole = self.first_step + self.solver.epochs * self._epoch_length()
         return whole if self.solver.max_steps is None else min(whole, self.first_step + self.solver.max_steps)
 
     def _epochs(self) -> None:
@@ -223,6 +237,9 @@ class FitLoop:
             start = perf_counter()
             batch = next(batches, None)
             self.times.add("data_wait", perf_counter() - start)
+            if batch is None and self.reader.epoch == epoch:  # a stream that a request to stop ended
+                self.stopped = "interrupted"
+                return
             if batch is None:
                 break
             self._step(batch)
@@ -236,11 +253,10 @@ class FitLoop:
 
     def _step(self, batch: Batch) -> None:
         trainer = self.trainer
-        if batch.device != trainer.device:
-            batch = batch.pin_memory().to(trainer.device, non_blocking=True)
         together = trainer.stepper.together
         if together is not None:
-            together.asks_to_stop = self.interrupt.asked
+            together.asks_to_stop = self.interrupt.asked or self._save_has_failed()
+            self.sizes.follow()
         loss = trainer.train_step(batch)
         step, rows = trainer.step, trainer.stepper.num_rows
         self.loss_sum.add_(loss, alpha=rows)
@@ -248,7 +264,13 @@ class FitLoop:
         self.progress.step(step, rows, lambda: float(loss))
         self._after_step(step, loss)
 
+    def _save_has_failed(self) -> bool:
+        return self.store is not None and self.store.has_failed
+
     def _after_step(self, step: int, loss: Tensor) -> None:
+        together = self.trainer.stepper.together
+        if self.store is not None and (self._save_has_failed() if together is None else together.stop_is_agreed):
+            self.store.finish()  # of several processes all have agreed to stop, for this or for another reason
         if step % self.trainer.log_every == 0:
             self._train_row()
         for callback in self.trainer.callbacks:
@@ -257,7 +279,6 @@ class FitLoop:
             self._evaluate()
         if self.solver.checkpoint_every is not None and step % self.solver.checkpoint_every == 0:
             self._save()
-        together = self.trainer.stepper.together
         if self.interrupt.asked if together is None else together.stop_is_agreed:
             self.stopped = "interrupted"
         elif self.solver.max_steps is not None and step >= self._last_step():
@@ -271,11 +292,15 @@ class FitLoop:
             self._train_row()
             self._evaluate()
         self._save()
+        if self.store is not None:
+            self.store.finish()
         if self.solver.restore_best and self.stopped != "interrupted":
             self._restore_best()
         self.trainer.history.stopped = self.stopped
         for callback in self.trainer.callbacks:
             callback.on_fit_end(self.trainer.history)
+        if self.trainer.mirror is not None and self.writes:
+            self.trainer.mirror.push_files()
 
     # What a step makes due --------------------------------------------------------------------------------
 
@@ -305,6 +330,7 @@ class FitLoop:
         """Write the mean loss over the rows since the last such row; the only place that reads the loss."""
         if not self.loss_rows:
             return
+        self.trainer.settle()  # the loss of a bad step is no loss to write down
         now = perf_counter()
         loss = float(self.loss_sum) / self.loss_rows
         rows = (self.trainer.step - self.row_step) * self.solver.batch_size
@@ -358,7 +384,8 @@ class FitLoop:
                 "seconds": self._seconds(),
                 "stages": dict(self.times.seconds),
             }
-            self.store.save(self.trainer.module, self.trainer.stepper.optimizer, place)
+            beside = self.solver.async_checkpoint
+            self.store.save(self.trainer.module, self.trainer.stepper.optimizer, place, beside=beside)
         self.last_saved = step
         self.row_time += perf_counter() - start
 
@@ -368,6 +395,5 @@ class FitLoop:
         path = Path(found) if found else None
         if path is None:
             raise VivianeError("no evaluation gave a defined metric, so there are no best weights to restore")
-        place = load_checkpoint(path, self.trainer.module, optimizer=self.trainer.stepper.optimizer, group=self.group)
-        self.trainer.take_mean(place)
+        self.trainer.take_mean(self.trainer.stepper.load(path))
         _log.info("restored the weights of %s", path.name)

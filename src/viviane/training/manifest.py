@@ -5,7 +5,7 @@
         dense.safetensors           parameters and buffers outside embedding tables, by name
         dense_optimizer.safetensors their optimizer state, "<parameter>:<state>"
         progress.safetensors        states of the random generators
-        tables/<collection>.<table>.safetensors     weight, state.<name>; of dynamic tables keys, rows, ... too
+        tables/<collection>.<table>.safetensors     weight, state.<name>, mean; of dynamic tables keys, rows, ... too
         tables/<collection>.<table>.1-of-4.safetensors  the same of some keys and columns, where a table is spread
         history.json                rows of metrics so far
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import CheckpointError, VivianeError
@@ -75,12 +75,14 @@ class TableEntry(Settings):
         file: with the whole table; None where it has shards.
         shards: they cover the table, without overlap.
         weight: of the whole table; of a dynamic table, a row for each key.
+        has_mean: whether the running mean of its rows is there too, as "mean".
     """
 
     file: str | None = None
     shards: tuple[ShardEntry, ...] = ()
     weight: TensorEntry
     state: tuple[str, ...] = ()
+    has_mean: bool = False
     step: int = 0
     is_dynamic: bool = False
 
@@ -109,6 +111,8 @@ class TableEntry(Settings):
         """Leave out what a table does not have: one without shards is described as in version 1."""
         body: dict[str, Any] = serialize(self)
         del body["shards" if self.file is not None else "file"]
+        if not self.has_mean:
+            del body["has_mean"]
         return body
 
 
@@ -122,6 +126,7 @@ class Manifest(Settings):
         tables: embedding tables, by "<collection>.<table>".
         progress: what the training loop needs to go on: reader position, generators, early stopping.
         files: every other file of the folder.
+        plans: of collections over several processes, by name: what `Solver.plan` takes.
     """
 
     format: Literal["viviane-checkpoint"] = FORMAT
@@ -136,6 +141,7 @@ class Manifest(Settings):
     tables: dict[str, TableEntry]
     progress: dict[str, Any]
     files: dict[str, FileEntry]
+    plans: dict[str, Any] = Field(default_factory=dict)
 
 
 def version_of(tables: Mapping[str, TableEntry]) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.config import Solver
 from viviane.core.errors import ConfigError, SchemaError
+from viviane.core.ranges import timed_as
 from viviane.nn.cross_entropy import IGNORED, MeanSquaredErrorLoss
 from viviane.nn.loss import Loss, LossParameters
 from viviane.nn.losses import BinaryCrossEntropyLoss, regularization_loss
@@ -129,6 +130,7 @@ class Objective:
             raise SchemaError("the module's output has another shape", value=tuple(output.shape), allowed=allowed)
         return output.float()
 
+    @timed_as("loss")
     def loss(
         self, output: object, batch: Batch, *, training: bool = True, shares: Sequence[Tensor | float] | None = None
     ) -> Tensor:

@@ -43,7 +43,14 @@ class ProgressLine:
             console=Console(stderr=True),
             auto_refresh=False,
         )
-        self._task = bar.add_task("", total=total_steps, completed=done_steps, rate=0.0, loss=float("nan"), metric="")
+        self._task = bar.add_task(
+            "",
+            total=total_steps if total_steps < sys.maxsize else None,
+            completed=done_steps,
+            rate=0.0,
+            loss=float("nan"),
+            metric="",
+        )
         bar.start()
         return bar
 

@@ -93,8 +93,9 @@ class RunFolder:
             ) from error
 
     def write_stages(self, seconds: Mapping[str, float]) -> None:
-        """Write seconds per stage."""
-        write_json_atomic(self.path / "stages.json", {name: round(value, 6) for name, value in seconds.items()})
+        """Write seconds per stage; steps are either replayed or go through forward, backward and update."""
+        spent = {name: round(value, 6) for name, value in seconds.items() if value or name != "replay"}
+        write_json_atomic(self.path / "stages.json", spent)
 
     def write_histogram(self, histogram: Mapping[str, Any]) -> None:
         """Write the calibration bins of an evaluation."""

@@ -13,6 +13,7 @@ from viviane.training.manifest import ShardEntry, TableEntry
 from viviane.training.tensor_files import read_tensors
 
 STATE = "state."
+MEAN = "mean"
 
 
 class SavedTable:
@@ -26,7 +27,7 @@ class SavedTable:
     def __init__(self, folder: Path, entry: TableEntry) -> None:
         self.folder, self.entry = folder, entry
         self.num_rows, self.dim = entry.weight.shape
-        self.names = ("weight", *(STATE + name for name in entry.state))
+        self.names = ("weight", *(STATE + name for name in entry.state), *((MEAN,) if entry.has_mean else ()))
         whole = (ShardEntry(file=entry.file or "", keys=(0, self.num_rows, 1), columns=(0, self.dim)),)
         self._shards = entry.shards or whole
         self._open: dict[str, dict[str, Tensor]] = {}
@@ -67,7 +68,7 @@ class SavedTable:
         """Fill a tensor with the rows of some keys and columns.
 
         Args:
-            name: "weight" or "state.<name>".
+            name: "weight", "state.<name>" or "mean".
             target: (len(keys), stop - start), or (len(keys),) of a state with one number a row.
             keys, start, stop: what of the table.
         """

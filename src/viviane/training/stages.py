@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
-STAGES = ("data_wait", "forward", "backward", "update", "evaluate", "checkpoint")
+STAGES = ("data_wait", "forward", "backward", "update", "replay", "evaluate", "checkpoint")
 
 
 class StageTimes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import perf_counter
 
 import torch
@@ -9,16 +10,23 @@ from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, ProcessError, VivianeError
+from viviane.core.locations import AnyPath
+from viviane.core.ranges import time_range, timed_as
+from viviane.ops.dense_update import reason as dense_reason
 from viviane.optim import DenseOptimizer, LearningRateSchedule, build_dense_optimizer
-from viviane.parallel import Group
+from viviane.parallel import Group, ShardedCollection
 from viviane.training.average import WeightMean
 from viviane.training.batch_norm import join_batch_norms
+from viviane.training.captured import CapturedSteps
+from viviane.training.checkpoint import load_checkpoint
+from viviane.training.controls import DeviceMover
 from viviane.training.dense_exchange import DenseExchange
 from viviane.training.dense_state import collections_of, dense_parameters
 from viviane.training.group_guard import GroupGuard
 from viviane.training.guard import NanGuard
 from viviane.training.objective import Objective
+from viviane.training.place import Progress
 from viviane.training.precision import Precision
 from viviane.training.stages import StageTimes
 from viviane.training.together import Together, check_collections, share_first_weights
@@ -69,6 +77,10 @@ class TrainStep:
         self.together: Together | None = None
         self.num_rows = 0
         """Rows of the last batch, over all processes."""
+        self.unsaid: str | None = "trainer.fix_sizes was not called"
+        """Why sizes of batches were not said beforehand, in a group; None once they were."""
+        if self.optimizer is not None and dense_reason(list(self.parameters.values())) is None:
+            self.optimizer.mover = DeviceMover()
         if self.group.size > 1:
             self._join()
         self.stages = StageTimes()
@@ -76,12 +88,16 @@ class TrainStep:
         for collection in self.collections.values():
             for storage in collection.all_storages():
                 storage.row_mean = None  # of an earlier trainer
+        self.captured = CapturedSteps(self)
 
     def _join(self) -> None:
         """Prepare to train with other processes."""
         share_first_weights(self.module, self.group)
         self.together = Together(self.group)
-        self.exchange = DenseExchange(list(self.parameters.values()), self.group)
+        wire = self.solver.dense_wire_dtype
+        self.exchange = DenseExchange(
+            list(self.parameters.values()), self.group, None if wire == "float32" else getattr(torch, wire)
+        )
         if self.guard is not None:
             self.guard = GroupGuard(self.module, self.collections)
             self.guard.together = self.together
@@ -101,6 +117,10 @@ class TrainStep:
         """
         times, start = self.stages, perf_counter()
         self.group.at_step(step)
+        replayed = self.captured(batch, step, precision, lr)
+        if replayed is not None:
+            times.add("replay", perf_counter() - start)
+            return replayed
         try:
             self._begin(batch, step)
             loss = self._forward(batch, precision)
@@ -126,6 +146,39 @@ class TrainStep:
         times.add("update", perf_counter() - end)
         return mean
 
+    def fix_sizes(self, rows: int | None, hotness: Mapping[str, int] | None = None) -> None:
+        """Say beforehand what training batches look like, in all processes alike; None: they may differ again.
+
+        Args:
+            rows: of every process's batch.
+            hotness: ids of every row, by column with bags; see `ShardedCollection.fix_sizes`.
+        """
+        if self.together is None:
+            return
+        if rows is None:
+            self.together.free_rows()
+        else:
+            self.unsaid = None
+            self.together.fix_rows(rows, self.exchange, hotness)
+        for collection in self.collections.values():
+            if isinstance(collection, ShardedCollection):
+                names = collection.features.keys()
+                own = {name: count for name, count in (hotness or {}).items() if name in names}
+                collection.fix_sizes(rows, own)
+
+    def load(self, folder: str | AnyPath, *, weights_only: bool = False) -> Progress:
+        """Load a checkpoint into the module and the optimizers, and return the place in training that it was saved at.
+
+        Raises:
+            CheckpointError: see `viviane.training.checkpoint.load_checkpoint`.
+        """
+        place = load_checkpoint(
+            folder, self.module, optimizer=self.optimizer, weights_only=weights_only, group=self.group
+        )
+        self.captured.forget()
+        return place
+
+    @timed_as("check input")
     def _begin(self, batch: Batch, step: int) -> None:
         if self.guard is not None:
             self.guard.before(batch, step)
@@ -133,6 +186,7 @@ class TrainStep:
             self.together.begin(batch)
         self.num_rows = batch.size if self.together is None else self.together.num_rows
 
+    @timed_as("backward")
     def _backward(self, loss: Tensor) -> Tensor:
         """Run backward, sum dense gradients over the processes, and return the loss of the global batch, detached."""
         if self.together is None:
@@ -149,6 +203,7 @@ class TrainStep:
         """Run forward and backward and leave the gradients; for timing."""
         self._forward(batch, precision).backward()  # type: ignore[no-untyped-call]
 
+    @timed_as("forward")
     def _forward(self, batch: Batch, precision: Precision) -> Tensor:
         with precision.context(self.device):
             output = self.module(batch)
@@ -176,6 +231,7 @@ class TrainStep:
             return self.objective.logits(output, 0).sum()  # 0, through which backward reaches every weight
         return self.objective.loss(output, batch, shares=shares)
 
+    @timed_as("clip")
     def _clip_scale(self) -> float | Tensor:
         limit = self.solver.clip_grad_norm
         if limit is None:
@@ -188,6 +244,7 @@ class TrainStep:
         scale = (limit / norm).clamp(max=1.0).to(torch.float32)
         return float(scale) if self.device.type == "cpu" else scale  # a GPU is not made to wait for the number
 
+    @timed_as("update")
     def _update(self, scale: float | Tensor, step: int, lr: float | None) -> None:
         rate = self.schedule.lr(step) if lr is None else lr
         factor = rate / self.solver.lr
@@ -196,16 +253,58 @@ class TrainStep:
         if self.mean is not None:
             self.mean.advance()
         if self.optimizer is not None:
-            if isinstance(scale, Tensor) or scale != 1.0:
-                gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-                torch._foreach_mul_(gradients, scale)
+            self._scale_gradients(scale)
             self.optimizer.set_lr(rate, factor)
             self.optimizer.step()
-        for collection in self.collections.values():
-            collection.step(rate, scale, factor)
+        rates = (rate, factor) if self.captured.reason is not None else self._rates_on_device(rate, factor)
+        with time_range("table update"):
+            for collection in self.collections.values():
+                collection.step(rates[0], scale, rates[1])
         if self.mean is not None:
             self.mean.follow()
         self.module.zero_grad(set_to_none=True)
+
+    def _scale_gradients(self, scale: float | Tensor) -> None:
+        if isinstance(scale, Tensor) or scale != 1.0:
+            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], scale)
+
+    def _rates_on_device(self, rate: float, factor: float) -> tuple[Tensor, Tensor]:
+        """Return rates as a graph reads them: then tables count on the device already when one is recorded."""
+        both = torch.tensor([rate, factor], dtype=torch.float64).pin_memory().to(self.device, non_blocking=True)
+        return both[0], both[1]
+
+    def diagnose(self, batch: Batch, step: int, precision: Precision) -> None:
+        """Run a batch's checks, without an update, and raise what they find; gradients are dropped.
+
+        Raises:
+            NumericsError, KeyRangeError, DataError: see `__call__`.
+        """
+        try:
+            self._begin(batch, step)
+            loss = self._forward(batch, precision)
+            self._backward(loss)
+            if self.guard is not None:
+                self.guard.check_gradients(loss, batch, step)
+            self._check_keys()
+        finally:
+            self._discard()
+            if self.guard is not None:
+                self.guard.restore_buffers()
+
+    def _check_keys(self) -> None:
+        """Raise what any process found among its keys: all of them come here, for a step that all have refused."""
+        failure: VivianeError | None = None
+        try:
+            for collection in self.collections.values():
+                collection.check()
+        except VivianeError as error:
+            failure = error
+        every = self.group.gather_data(None if failure is None else str(failure))
+        if failure is not None:
+            raise self.group.all_know(failure)
+        for rank, words in enumerate(every):
+            if words is not None:
+                raise self.group.all_know(ProcessError(f"rank {rank}: {words}"))
 
     def _discard(self) -> None:
         if self.together is not None:

@@ -20,9 +20,8 @@ from viviane.embedding.dynamic_content import misfits, state_entries
 from viviane.ops.row_update import initial_state
 from viviane.training.dense_state import collections_of
 from viviane.training.manifest import ShardEntry, TableEntry, TensorEntry
-from viviane.training.saved_table import STATE, SavedTable
+from viviane.training.saved_table import MEAN, STATE, SavedTable
 from viviane.training.table_parts import TablePart, parts_of
-from viviane.training.tensor_files import write_tensors
 
 _FOR_TRAINING = (STATE, "admission.")
 
@@ -78,30 +77,27 @@ class TableFile:
     def tensors(self, part: TablePart, optimizer_state: bool) -> dict[str, Tensor]:
         """Return what the file of a part of this process holds; views of the live memory, where it is not dynamic."""
         left_out = () if optimizer_state else _FOR_TRAINING
-        entries = state_entries(part.storage.table, "") if isinstance(part.storage, DynamicStorage) else part.tensors()
+        if isinstance(part.storage, DynamicStorage):
+            entries = state_entries(part.storage.table, "")
+        else:
+            entries = part.tensors()
+            if optimizer_state and part.mean is not None:
+                entries[MEAN] = part.mean
         return {name: one for name, one in entries.items() if not name.startswith(left_out)}
 
     # Writing ------------------------------------------------------------------------------------------------
 
-    def write(self, folder: Path, parts: list[int], optimizer_state: bool) -> TableEntry | None:
-        """Write some of the table's files, and describe the table; None where there are none to write.
+    def describe(self, part: TablePart, num_rows: int, optimizer_state: bool) -> TableEntry:
+        """Describe the table, in a process that has a part of it.
 
         Args:
-            folder: the checkpoint in work.
-            parts: indices of those that this process writes.
+            part: one that this process has.
+            num_rows: of the part's file.
             optimizer_state: False writes weights alone.
         """
-        entry = None
-        for i in parts:
-            tensors = self.tensors(self.parts[i], optimizer_state)
-            write_tensors(folder / table_file(self.full, i, len(self.parts)), tensors)
-            entry = self._describe(self.parts[i], tensors["weight"], optimizer_state)
-        return entry
-
-    def _describe(self, part: TablePart, weight: Tensor, optimizer_state: bool) -> TableEntry:
         table, storage, count = self.collection.tables[self.name], part.storage, len(self.parts)
         if isinstance(storage, DynamicStorage):
-            step, rows = storage.table.num_steps, len(weight)
+            step, rows = storage.table.num_steps, num_rows
         else:
             assert isinstance(storage, Storage)
             step, rows = storage.steps[self.name], max(one.keys[-1] for one in self.parts if one.keys) + 1
@@ -118,6 +114,7 @@ class TableFile:
             shards=tuple(shards) if count > 1 else (),
             weight=TensorEntry(shape=(rows, table.dim), dtype=table.dtype),
             state=self._state if optimizer_state else (),
+            has_mean=optimizer_state and storage.row_mean is not None,
             step=step if optimizer_state else 0,
             is_dynamic=self.is_dynamic,
         )

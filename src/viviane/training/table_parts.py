@@ -43,6 +43,16 @@ class TablePart:
         state = self.storage.table_state(self.table)
         return {"weight": self.storage.table_rows(self.table), **{f"state.{name}": one for name, one in state.items()}}
 
+    @property
+    def mean(self) -> Tensor | None:
+        """A view of the running mean of its rows, up to date; None where none is kept."""
+        storage = self.storage
+        if not isinstance(storage, Storage) or storage.row_mean is None:
+            return None
+        storage.settle()
+        start = storage.bases[self.table]
+        return storage.row_mean.catch_up(storage.weight).mean[start : start + storage.tables[self.table].num_rows]
+
 
 def parts_of(collection: TableCollection, table: str) -> list[TablePart]:
     """Return the parts of a table, in order; they cover it.

@@ -6,16 +6,21 @@ Shapes: B rows of this process's share of the global batch, n processes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, DataError
 from viviane.embedding import EmbeddingCollection
 from viviane.parallel import Group
+from viviane.training.dense_exchange import DenseExchange
 from viviane.training.dense_state import collections_of, dense_buffers, dense_parameters
+
+_LATE = 2  # steps after which a signal is read: by then the host need not wait for it
+_FREE = "call trainer.fix_sizes(None) in all processes before such a batch"
 
 
 class Together:
@@ -40,12 +45,75 @@ class Together:
         """Whether this process was asked to stop; all of them hear of it in the next step."""
         self.stop_is_agreed = False
 
+        self._fixed: _Fixed | None = None
+
+    def fix_rows(self, rows: int, exchange: DenseExchange, hotness: Mapping[str, int] | None = None) -> None:
+        """Say beforehand that every process's batch has so many rows, on all processes alike: no host waits then.
+
+        Requests to stop travel with the dense gradients from then on, and are heard `_LATE` steps later, in the same
+        step everywhere.
+
+        Args:
+            rows: of every process's batch.
+            exchange: of the dense gradients.
+            hotness: ids of every row, by column with bags.
+        """
+        exchange.is_static = True
+        if self._fixed is None or self._fixed.exchange is not exchange:
+            self._fixed = _Fixed(exchange)
+        self._fixed.rows, self._fixed.hotness = rows, dict(hotness or {})
+
+    def free_rows(self) -> None:
+        """Let batches have any number of rows again, on all processes alike."""
+        if self._fixed is not None:
+            self.stop_is_agreed = self.stop_is_agreed or self._fixed.rest()
+            self._fixed.exchange.is_static = False
+            self._fixed = None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether batches have a number of rows that was said beforehand."""
+        return self._fixed is not None
+
+    @property
+    def hotness(self) -> Mapping[str, int]:
+        """Ids of every row that were said, by column with bags."""
+        return {} if self._fixed is None else self._fixed.hotness
+
+    def is_alike(self, batch: Batch) -> bool:
+        """Whether a batch has the same shapes on all processes: its rows and the ids of all its bags were said."""
+        return self._fixed is not None and self._fixed.hotness.keys() >= batch.bags.keys()
+
     def begin(self, batch: Batch, *, is_bad: bool = False) -> list[int]:
-        """Exchange sizes before a step; returns the ranks whose input is bad."""
+        """Exchange sizes before a step; returns the ranks whose input is bad.
+
+        Where sizes are fixed nothing is exchanged, and nobody is said to be bad.
+
+        Raises:
+            DataError: the batch has another number of rows, or of ids, than was said.
+        """
+        if self._fixed is not None:
+            return self._begin_fixed(self._fixed, batch)
         every = self.group.gather_numbers([batch.size, int(self.asks_to_stop), int(is_bad)])
         self.num_rows = sum(one[0] for one in every)
         self.stop_is_agreed = self.stop_is_agreed or any(one[1] for one in every)
         return [rank for rank, one in enumerate(every) if one[2]]
+
+    def _begin_fixed(self, fixed: _Fixed, batch: Batch) -> list[int]:
+        if batch.size != fixed.rows:
+            raise DataError(
+                "the batch has another number of rows than was said", where=batch.origin, value=batch.size,
+                allowed=str(fixed.rows), fix=_FREE,
+            )  # fmt: skip
+        for name, count in fixed.hotness.items():
+            if name in batch.bags and len(batch.bags[name].values) != count * batch.size:
+                raise DataError(
+                    "the bags have another number of ids than was said", where=f"column {name!r}, {batch.origin}",
+                    value=len(batch.bags[name].values), allowed=f"{count} a row", fix=_FREE,
+                )  # fmt: skip
+        self.num_rows = fixed.rows * self.group.size
+        self.stop_is_agreed = fixed.next(self.asks_to_stop) or self.stop_is_agreed
+        return []
 
     def share_of_rows(self, batch: Batch) -> float:
         """Return this process's share of the global batch's rows."""
@@ -56,6 +124,54 @@ class Together:
         own = torch.stack(list(divisors))
         total = self.group.all_reduce(own.clone())
         return list((own / total.clamp_min(torch.finfo(torch.float32).tiny)).float().unbind())
+
+
+class _Fixed:
+    """Signals of steps under way: every step's are read `_LATE` steps later, when they have long been there."""
+
+    def __init__(self, exchange: DenseExchange) -> None:
+        self.exchange = exchange
+        self.rows = 0
+        self.hotness: dict[str, int] = {}
+        self._said = False
+        self._ring: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._has_begun = False
+
+    def next(self, asks: bool) -> bool:
+        """Begin a step: keep the last one's signals, say this process's own; returns whether an older one asks to stop.
+
+        Args:
+            asks: whether this process was asked to stop.
+        """
+        if self._has_begun:
+            self._keep(self.exchange.heard[1:])
+        self._has_begun = True
+        if asks != self._said:
+            self.exchange.signals[:1].fill_(float(asks))
+            self._said = asks
+        return len(self._ring) >= _LATE and self._read()
+
+    def rest(self) -> bool:
+        """Wait for all steps; returns whether any of them asks to stop."""
+        if self._has_begun:
+            self._keep(self.exchange.heard[1:])
+        self.exchange.signals.zero_()
+        return sum(self._read() for _ in range(len(self._ring))) > 0
+
+    def _keep(self, signals: Tensor) -> None:
+        slot = torch.empty(signals.shape, dtype=signals.dtype, pin_memory=signals.is_cuda)
+        slot.copy_(signals, non_blocking=True)
+        done = None
+        if signals.is_cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        self._ring.append((slot, done))
+
+    def _read(self) -> bool:
+        slot, done = self._ring.popleft()
+        if done is not None:
+            done.synchronize()
+        return bool(slot[0] > 0)
 
 
 def check_collections(module: nn.Module, group: Group) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,20 +16,26 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
-from viviane.core.errors import ConfigError, SchemaError, suggest
-from viviane.data import Dataset, Reader
+from viviane.core.errors import SchemaError
+from viviane.core.locations import AnyPath, RemotePath, location
+from viviane.data import Dataset
+from viviane.data.streaming import KafkaStream
 from viviane.parallel import Group, join_processes
 from viviane.schema import Schema
 from viviane.training.average import WeightMean
-from viviane.training.callbacks import Callback, StopAtTarget, StopWithoutGain
-from viviane.training.checkpoint import Progress, load_checkpoint, write_checkpoint
+from viviane.training.callbacks import Callback, solver_callbacks
+from viviane.training.checkpoint_write import write_checkpoint
 from viviane.training.environment import Interrupt, torch_switches
 from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
-from viviane.training.history import History, finite_or_none, higher_is_better
+from viviane.training.feed import DeviceFeed
+from viviane.training.fixed_sizes import say_sizes
+from viviane.training.history import History, finite_or_none, has_direction
 from viviane.training.loop import FitLoop
 from viviane.training.objective import LossFunction, LossTerm, Objective
+from viviane.training.place import Progress
 from viviane.training.precision import Precision, choose_precision
 from viviane.training.random_state import group_random_state, restore_group_random_state, seed_rank
+from viviane.training.remote_run import RunMirror, staged
 from viviane.training.step import TrainStep
 
 
@@ -47,7 +53,7 @@ class Trainer:
         metrics: names, the first one leads (best checkpoint, patience); None takes "auc" and "log_loss", or
             "mean_squared_error" where no label is binary.
         callbacks: hooks into fit.
-        run_folder: where settings, metrics and checkpoints go; None writes nothing.
+        run_folder: where settings, metrics and checkpoints go, a folder or a URL; None writes nothing.
         loss: a function (logits (B, L), batch) -> a number, instead of the built-in loss.
         terms: losses over columns of the output, such as a graph's, instead of one for each label.
         tensorboard: write events into the run folder; None does where tensorboard is installed.
@@ -85,7 +91,7 @@ class Trainer:
         *,
         metrics: Sequence[str] | None = None,
         callbacks: Sequence[Callback] = (),
-        run_folder: str | Path | None = None,
+        run_folder: str | AnyPath | None = None,
         loss: LossFunction | None = None,
         terms: Sequence[LossTerm] | None = None,
         tensorboard: bool | None = None,
@@ -101,8 +107,10 @@ class Trainer:
         self.device = resolve_device(solver.device)
         self.module = module.to(self.device)
         self.metrics = choose_metrics(schema, metrics)
-        self.callbacks = [*self._own_callbacks(), *callbacks]
-        self.run_folder = None if run_folder is None else Path(run_folder)
+        self.callbacks = [*solver_callbacks(solver, self.metrics, self.lead_metric, schema), *callbacks]
+        place = None if run_folder is None else location(run_folder)
+        self.mirror = RunMirror(place) if isinstance(place, RemotePath) else None
+        self.run_folder = self.mirror.local if self.mirror is not None else cast("Path | None", place)
         self.tensorboard = tensorboard
         self.progress = progress
         self.log_every = log_every
@@ -127,24 +135,9 @@ class Trainer:
     def lead_metric(self) -> str:
         """The first metric that has a direction; without one, "loss"."""
         for name in self.metrics:
-            if _has_direction(name):
+            if has_direction(name):
                 return name
         return "loss"
-
-    def _own_callbacks(self) -> list[Callback]:
-        known = {"loss", *self.metrics}
-        if len(self.schema.labels) > 1:
-            known |= {f"{name}/{label.name}" for name in self.metrics for label in self.schema.labels}
-        for name in self.solver.target:
-            if name not in known:
-                raise ConfigError(
-                    "solver.target names a metric that is not computed", value=name, fix=suggest(name, known)
-                )
-            higher_is_better(name)  # raises where neither direction is better
-        found: list[Callback] = [StopAtTarget(self.solver.target)] if self.solver.target else []
-        if self.solver.patience is not None:
-            found.append(StopWithoutGain(self.lead_metric, self.solver.patience))
-        return found
 
     # Training ---------------------------------------------------------------------------------------------
 
@@ -166,9 +159,49 @@ class Trainer:
         if self.step == 0:
             seed_rank(self.solver.seed, self.group.rank)
         precision = self.precision or self.choose_precision([there])
-        loss = self.stepper(there, self.step + 1, precision, lr)
+        with self._counting():
+            loss = self.stepper(there, self.step + 1, precision, lr)
         self.step += 1
         return loss
+
+    def fix_sizes(self, batch_size: int | None, hotness: Mapping[str, int] | None = None) -> None:
+        """Say what the next batches of a loop of your own look like, in all processes alike; `fit` does so by itself.
+
+        Then no GPU waits for another's sizes, and steps can be replayed from a CUDA graph. One process needs none of
+        it. Call it with None before a batch that is shorter, and after the last one.
+
+        Args:
+            batch_size: rows of the batches, over all processes; every one of them has the same share.
+            hotness: ids of every row, by column with bags; None takes those of the schema.
+
+        Raises:
+            ConfigError: the rows do not divide by the processes, or bags have any number of ids.
+        """
+        say_sizes(self.stepper, self.schema, batch_size, hotness)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Take steps back that a replay refused: the host hears of it some steps later."""
+        captured = self.stepper.captured
+        captured.rolled_back = 0
+        try:
+            yield
+        finally:
+            self.step -= captured.rolled_back
+
+    def settle(self) -> None:
+        """Wait for all steps that are under way on a GPU, and raise what they found.
+
+        Raises:
+            NumericsError, KeyRangeError: of a step some steps ago; weights and `step` are those before it.
+        """
+        with self._counting():
+            self.stepper.captured.settle()
+
+    @property
+    def cuda_graph(self) -> str:
+        """Whether steps are replays of a CUDA graph, or why they are not."""
+        return self.stepper.captured.describe()
 
     def switches(self) -> AbstractContextManager[None]:
         """Return the context fit runs in: the solver's `deterministic` and `num_threads`; for a loop of your own."""
@@ -187,14 +220,14 @@ class Trainer:
         """Return the schedule's learning rate of a step, by default of the next one."""
         return self.stepper.schedule.lr(self.step + 1 if step is None else step)
 
-    def fit(self, train: Dataset, validation: Dataset | None = None, resume: bool = False) -> History:
+    def fit(self, train: Dataset | KafkaStream, validation: Dataset | None = None, resume: bool = False) -> History:
         """Train for `solver.epochs` more epochs, or `solver.max_steps` more steps.
 
         Ctrl-C ends the run after the step in work, with a checkpoint and `history.interrupted`; a second
         Ctrl-C ends it at once.
 
         Args:
-            train: training rows.
+            train: training rows: a data set, or a stream for online training.
             validation: rows to evaluate on while training.
             resume: go on from the newest whole checkpoint of the run folder, to the same bits as a run that was
                 never interrupted; without a checkpoint there, start at the beginning.
@@ -212,9 +245,12 @@ class Trainer:
                 self.check_schema(data)
         with self.switches(), Interrupt().listening() as interrupt:
             self.module.train()
+            if isinstance(train, KafkaStream):
+                train = train.connected(self.group.gather_numbers, lambda: interrupt.asked)
             loop = FitLoop(self, train, validation, interrupt)
             try:
                 self.history = loop.run(resume)
+                self.settle()
             except BaseException as error:
                 self.group.report(error)
                 raise
@@ -239,15 +275,15 @@ class Trainer:
 
     def gather(self, dataset: Dataset, batch_size: int | None = None, max_batches: int | None = None) -> Evaluation:
         """Run over a data set and return metrics and calibration bins, not yet computed."""
+        self.settle()
         precision = self._settled_precision()
         evaluation = Evaluation(self.schema, self.metrics)
         size = self.eval_batch_size(batch_size)
         with self.averaged(), self._share(dataset, size, max_batches) as reader:
             return evaluate(self.module, reader, self.objective, evaluation, precision, self.device).join(self.group)
 
-    def _share(self, dataset: Dataset, batch_size: int, max_batches: int | None = None) -> Reader:
-        group = self.group
-        return dataset.reader(batch_size, max_batches=max_batches, rank=group.rank, num_ranks=group.size)
+    def _share(self, dataset: Dataset, batch_size: int, max_batches: int | None = None) -> DeviceFeed:
+        return DeviceFeed.open(dataset, batch_size, self.device, self.group, max_batches=max_batches)
 
     def predict(self, dataset: Dataset, batch_size: int | None = None) -> NDArray[np.float32]:
         """Return predictions (rows, L), float32, in the order of the files; on every process those of all rows.
@@ -255,6 +291,7 @@ class Trainer:
         Probabilities of binary labels; the module's own output for regression labels.
         """
         self.check_schema(dataset, with_labels=False)
+        self.settle()
         precision, size, rows = self._settled_precision(), self.eval_batch_size(batch_size), len(dataset)
         with self.averaged(), self._share(dataset, size) as reader:
             own = predict(self.module, reader, rows, self.objective, precision, self.device)
@@ -276,7 +313,7 @@ class Trainer:
         """Return the precision; before "auto" was settled by training, float32."""
         return self.precision or Precision("fp32")
 
-    def check_schema(self, dataset: Dataset, *, with_labels: bool = True) -> None:
+    def check_schema(self, dataset: Dataset | KafkaStream, *, with_labels: bool = True) -> None:
         """Refuse a data set whose columns are not the model's; with_labels=False lets labels be absent."""
         lines = self.schema.difference(dataset.schema)
         if not with_labels:
@@ -291,6 +328,7 @@ class Trainer:
 
     def place(self) -> Progress:
         """Return where training stands: counts, precision, every process's random generators, history."""
+        self.settle()
         arrays, values = group_random_state(self.device, self.group)
         precision = None if self.precision is None else self.precision.name
         rows = [finite_or_none(row) for row in self.history.rows]
@@ -317,27 +355,30 @@ class Trainer:
         self.stepper.mean = None
         if self.solver.ema_decay is not None and "mean_steps" in place.values:
             self.stepper.mean = WeightMean(self.module, self.solver.ema_decay)
-            self.stepper.mean.restore(place.tensors, place.values["mean_steps"])
+            self.stepper.mean.restore(place, place.values["mean_steps"])
 
-    def save_checkpoint(self, folder: str | Path, *, optimizer_state: bool = True) -> None:
+    def save_checkpoint(self, folder: str | AnyPath, *, optimizer_state: bool = True) -> None:
         """Write weights, optimizer state and the place in training to a folder, atomically.
 
         Args:
-            folder: an existing checkpoint there is replaced when the new one is whole.
+            folder: a folder or a URL; an existing checkpoint there is replaced when the new one is whole.
             optimizer_state: False writes weights only: those that the model predicts with.
 
         Raises:
             CheckpointError: the disk is full or not writable; an older checkpoint stays whole.
+            RemoteError: the store does not answer or refuses.
         """
-        if optimizer_state:
-            place = self.place()
-            optimizer = self.stepper.optimizer
-            write_checkpoint(folder, self.module, optimizer=optimizer, progress=place, group=self.group)
-            return
-        with self.averaged():
-            write_checkpoint(folder, self.module, optimizer_state=False, group=self.group)
+        self.settle()
+        with staged(folder, self.group) as path:
+            if optimizer_state:
+                place = self.place()
+                optimizer = self.stepper.optimizer
+                write_checkpoint(path, self.module, optimizer=optimizer, progress=place, group=self.group)
+                return
+            with self.averaged():
+                write_checkpoint(path, self.module, optimizer_state=False, group=self.group)
 
-    def load_checkpoint(self, folder: str | Path, *, weights_only: bool = False) -> None:
+    def load_checkpoint(self, folder: str | AnyPath, *, weights_only: bool = False) -> None:
         """Verify a checkpoint and load it into the module, the optimizers and the counts.
 
         Args:
@@ -347,16 +388,7 @@ class Trainer:
         Raises:
             CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
         """
-        place = load_checkpoint(
-            folder, self.module, optimizer=self.stepper.optimizer, weights_only=weights_only, group=self.group
-        )
+        self.settle()
+        place = self.stepper.load(folder, weights_only=weights_only)
         if not weights_only:
             self.take_place(place)
-
-
-def _has_direction(metric: str) -> bool:
-    try:
-        higher_is_better(metric)
-    except ConfigError:
-        return False
-    return True

@@ -54,11 +54,7 @@ class DIN(HistoryModel):
         return [
             *nodes,
             DenseLayer("split", "FusedReshapeConcat", pairs, ["h", "t"]),  # (L B, width), (B, width)
-            DenseLayer("t_rows", "Scale", "t", axis=1, factor=length),
-            DenseLayer("minus", "Sub", ["h", "t_rows"]),
-            DenseLayer("times", "ElementwiseMultiply", ["h", "t_rows"]),
-            DenseLayer("unit_input", "Concat", ["h", "t_rows", "minus", "times"]),
-            *self.network("unit", "unit_input", self.attention_mlp, thin=False),
+            *self.network("unit", ["h", "t"], self.attention_mlp, thin=False, product="PairInnerProduct"),
             linear("a_rows", "unit"),
             DenseLayer("a", "Reshape", "a_rows", leading_dim=length),  # (B, L)
             DenseLayer("held", "Slice", "places", ranges=[[0, length]]),

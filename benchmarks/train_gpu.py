@@ -1,0 +1,244 @@
+"""Training DLRM and DLRM-DCNv2 on a GPU through `Model`, beside plain PyTorch.
+
+    python benchmarks/train_gpu.py [--small] [--only TEXT] [--alone] [--trace]
+
+Batches lie on the device already; what is timed is `model.trainer.train_step`, a step after another, between two
+events, so with the host's time where the host is slower. Both train the same network in bf16 with SGD. The peer has all
+tables in one `nn.EmbeddingBag(sparse=True)` with offsets added beforehand, its dense part compiled, its optimizer
+fused.
+--trace prints the kernels of a step and their times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import viviane as vv
+from dense_gpu import BOTTOM, CROSSES, NUM_DENSE, RANK, TOP, Dense
+from embedding_gpu import CAP, CRITEO, DIM, MLPERF_HOTNESS, MLPERF_ROWS, SMALL, law
+from record import record
+from viviane.batch import Bag, Batch, Layout
+from viviane.config.optimizers import AnyOptimizer
+from viviane.zoo import DLRM
+
+NUM_BATCHES = 4
+ROUNDS, STEPS = (2, 4) if SMALL else (7, 24)
+LR = 0.01
+ALONE = "--alone" in sys.argv
+PEER = "plain PyTorch, one merged table, torch.compile"
+
+
+class Plain(nn.Module):
+    """DLRM as a PyTorch user writes it, with one table for all features."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, device="cuda", _weight=uniform(rows))
+        self.dense = Dense("DLRM", plain=True).cuda()
+        self.compiled = torch.compile(self.dense)
+
+    def forward(self, dense: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
+        vectors = self.table(rows.view(-1), self.offsets(rows)).view(len(rows), -1, DIM)
+        loss: Tensor = self.compiled(dense, vectors, labels)
+        return loss
+
+    def offsets(self, rows: Tensor) -> Tensor:
+        if not hasattr(self, "_offsets") or len(self._offsets) != rows.numel():
+            self._offsets = torch.arange(rows.numel(), device="cuda")
+        return self._offsets
+
+
+def uniform(rows: int) -> Tensor:
+    return torch.empty(rows, DIM, device="cuda").uniform_(-0.01, 0.01)
+
+
+def schema_of(rows: Sequence[int], hotness: Sequence[int]) -> vv.Schema:
+    columns: list[dict[str, Any]] = []
+    for i, (size, hot) in enumerate(zip(rows, hotness, strict=True)):
+        kind = {} if hot == 1 else {"kind": "multi_hot", "max_length": hot}
+        columns.append({"name": f"c{i}", "num_ids": size, **kind})
+    dense = [{"name": f"i{i}"} for i in range(NUM_DENSE)]
+    return vv.Schema(labels=[{"name": "click"}], dense=dense, categorical=columns)
+
+
+def draw(schema: vv.Schema, hotness: Sequence[int], size: int, exponent: float, seed: int) -> Batch:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    singles, bags = [], {}
+    for column, hot in zip(schema.categorical, hotness, strict=True):
+        assert column.num_ids is not None
+        u = torch.rand(size * hot, generator=generator, device="cuda", dtype=torch.float64)
+        ids = law(u, column.num_ids, exponent).to(torch.int32)
+        if hot == 1:
+            singles.append(ids)
+        else:
+            bags[column.name] = Bag(ids, torch.arange(size + 1, device="cuda") * hot)
+    dense = torch.rand(size, NUM_DENSE, generator=generator, device="cuda")
+    labels = (torch.rand(size, 1, generator=generator, device="cuda") < 0.25).float()
+    return Batch(Layout.of(schema), labels, dense, torch.stack(singles, 1), bags)
+
+
+def dlrm(schema: vv.Schema, graph: bool) -> vv.Model:
+    model = vv.Model(vv.Solver(lr=LR, device="cuda", precision="bf16", cuda_graph=graph), schema)
+    model.add(DLRM(dim=DIM, bottom_mlp=BOTTOM[:-1], top_mlp=TOP[:-1]))
+    model.compile(optimizer=vv.SGD())
+    return model
+
+
+def dcn_v2(schema: vv.Schema, rule: AnyOptimizer, tables: AnyOptimizer) -> vv.Model:
+    """DLRM-DCNv2 as MLPerf's benchmark has it."""
+    model = vv.Model(vv.Solver(lr=LR, device="cuda", precision="bf16", cuda_graph=True), schema)
+    model.add(vv.Input(label="label", dense="dense", sparse="cats"))
+    model.add(vv.DenseLayer("bottom", "MLP", bottom="dense", num_outputs=list(BOTTOM)))
+    model.add(vv.SparseEmbedding("emb", bottom="cats", dim=DIM))
+    model.add(vv.DenseLayer("emb_flat", "Reshape", bottom="emb", shape=[-1]))
+    model.add(vv.DenseLayer("x0", "Concat", bottom=["bottom", "emb_flat"]))
+    model.add(vv.DenseLayer("cross", "MultiCross", bottom="x0", num_layers=CROSSES, projection_dim=RANK))
+    acts = ["relu"] * (len(TOP) - 1) + ["none"]
+    model.add(vv.DenseLayer("top", "MLP", bottom="cross", num_outputs=list(TOP), activations=acts))
+    model.add(vv.DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["top", "label"]))
+    model.compile(optimizer=rule, embedding_optimizer=tables)
+    return model
+
+
+def plain_step(rows: Sequence[int], batches: Sequence[Batch]) -> Callable[[int], object]:
+    """Return a step of the peer; ids are rows of its one table, int64, made beforehand."""
+    bases = torch.tensor([0, *rows[:-1]], device="cuda").cumsum(0)
+    model = Plain(sum(rows))
+    given = [(b.dense, b.one_hot.long() + bases, b.labels) for b in batches]
+    table = torch.optim.SGD(model.table.parameters(), lr=LR)
+    dense = torch.optim.SGD(model.dense.parameters(), lr=LR, fused=True)
+
+    def step(i: int) -> object:
+        loss = model(*given[i % NUM_BATCHES])
+        for optimizer in (table, dense):
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        table.step()
+        dense.step()
+        return loss
+
+    return step
+
+
+def time_ms(step: Callable[[int], object], warm_ups: int = 8) -> np.ndarray:
+    """Return the milliseconds of a step, of each round of many."""
+    for i in range(warm_ups):
+        step(i)
+    found = []
+    for _ in range(ROUNDS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        first.record()
+        for i in range(STEPS):
+            step(i)
+        last.record()
+        torch.cuda.synchronize()
+        found.append(first.elapsed_time(last) / STEPS)
+    return np.array(found)
+
+
+def trace(step: Callable[[int], object]) -> None:
+    """Print the kernels of a step, by time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for i in range(4):
+            step(i)
+        torch.cuda.synchronize()
+    kernels = [one for one in found.events() if one.device_type.name == "CUDA"]
+    start, stop = min(k.time_range.start for k in kernels), max(k.time_range.end for k in kernels)
+    totals: dict[str, list[float]] = {}
+    for kernel in kernels:
+        totals.setdefault(kernel.name[:90], []).append(kernel.time_range.end - kernel.time_range.start)
+    print(
+        f"  a step under the profiler: {(stop - start) / 4:.0f} us, kernels {sum(map(sum, totals.values())) / 4:.0f} us"
+    )
+    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[:24]:
+        print(f"  {sum(times) / 4:8.1f} us {len(times) / 4:5.1f} x  {name}", flush=True)
+
+
+def keep(case: str, metric: str, times: np.ndarray, shape: dict[str, Any], **others: Any) -> None:
+    low, median, high = (float(value) for value in np.percentile(times, [20, 50, 80]))
+    record(bench="train_gpu", case=case, metric=metric, value=median, unit="ms", better="lower", spread=(low, high),
+           shape=shape, **others)  # fmt: skip
+    print(f"    {shape['batch'] / median / 1e3:.2f} M samples/s")
+
+
+def measure_dlrm(size: int, exponent: float, goal: float | None, floor: float | None, traced: bool) -> None:
+    rows = [min(one, CAP) for one in CRITEO]
+    size = min(size, 512) if SMALL else size
+    schema = schema_of(rows, [1] * len(rows))
+    batches = [draw(schema, [1] * len(rows), size, exponent, seed) for seed in range(NUM_BATCHES)]
+    case = f"one-hot DLRM, SGD, bf16, {f'power law {exponent}' if exponent else 'uniform'}"
+    shape = {"batch": size, "rows": sum(rows), "dim": DIM}
+    others: dict[str, Any] = {}
+    if not ALONE:
+        others = {"peer": PEER, "peer_value": float(np.median(time_ms(plain_step(rows, batches))))}
+    times = {}
+    for graph in (True, False):
+        model = dlrm(schema, graph)
+        times[graph] = time_ms(lambda i, model=model: model.trainer.train_step(batches[i % NUM_BATCHES]))
+        if graph:
+            print("   ", model.trainer.cuda_graph)
+        if traced and graph:
+            trace(lambda i, model=model: model.trainer.train_step(batches[i % NUM_BATCHES]))
+        del model
+    keep(case, "step in a CUDA graph", times[True], shape, goal=goal, floor=floor, **others)
+    keep(case, "step from Python", times[False], shape)
+    torch.cuda.empty_cache()
+
+
+def measure_dcn(size: int, exponent: float, goal: float | None, traced: bool) -> None:
+    rows = [min(one, CAP) if SMALL else one for one in MLPERF_ROWS]
+    size = min(size, 128) if SMALL else size
+    schema = schema_of(rows, MLPERF_HOTNESS)
+    batches = [draw(schema, MLPERF_HOTNESS, size, exponent, seed) for seed in range(NUM_BATCHES)]
+    trainer = dcn_v2(schema, vv.AdaGrad(), vv.AdaGrad(row_wise=True)).trainer
+
+    def run(i: int) -> object:
+        return trainer.train_step(batches[i % NUM_BATCHES])
+
+    times = time_ms(run)
+    print("   ", trainer.cuda_graph)
+    law_name = f"power law {exponent}" if exponent else "uniform"
+    keep(f"DLRM-DCNv2, row-wise AdaGrad, bf16, {law_name}", "step in a CUDA graph", times,
+         {"batch": size, "rows": sum(rows), "dim": DIM}, goal=goal, floor=None if exponent else 3.09,
+         peer_published="TorchRec 1.6.1, H200, another run: 11.89 ms")  # fmt: skip
+    if traced:
+        trace(run)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure training on a GPU.")
+    parser.add_argument("--small", action="store_true", help="small sizes: shows that they run, keeps no figures")
+    parser.add_argument("--only", default="", help="cases whose name has one of these texts, as 65536,dcn")
+    parser.add_argument("--alone", action="store_true", help="leave the peer out")
+    parser.add_argument("--trace", action="store_true", help="print the kernels of a step")
+    chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing measured")
+        return 0
+    cases: dict[str, Callable[[], None]] = {}
+    for size, goal, floor in ((65536, 2.8, 1.84), (8192, None, None), (2048, None, None)):
+        for exponent in (1.1, 0.0):
+            cases[f"dlrm {size} {exponent}"] = lambda s=size, e=exponent, g=goal, f=floor: measure_dlrm(
+                s, e, g, f, chosen.trace
+            )
+    for exponent in (0.0, 1.05):
+        cases[f"dcn 16384 {exponent}"] = lambda e=exponent: measure_dcn(16384, e, 4.6, chosen.trace)
+    for part in chosen.only.split(","):
+        for name in [name for name in cases if part in name]:
+            cases.pop(name)()
+            gc.collect()
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

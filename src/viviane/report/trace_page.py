@@ -1,0 +1,92 @@
+"""The page of a trace: the picture, the ranges, the longest kernels."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from viviane.core.files import write_bytes_atomic
+from viviane.report.timeline import timeline_svg
+from viviane.training.timeline import Row
+from viviane.training.trace import Recorded
+
+PICTURE_FILE: Final = "trace.svg"
+PAGE_FILE: Final = "trace.html"
+
+
+def write_trace_page(recorded: Recorded, folder: str | Path) -> Path:
+    """Write trace.svg, and trace.html which shows it beside the figures, into a folder; returns the page.
+
+    The page holds its style and its drawing: it opens without a network and can be mailed.
+    """
+    target = Path(folder)
+    write_bytes_atomic(target / PICTURE_FILE, timeline_svg(recorded.timeline).encode())
+    write_bytes_atomic(target / PAGE_FILE, render(recorded).encode())
+    return target / PAGE_FILE
+
+
+def cells(recorded: Recorded, row: Row) -> list[str]:
+    """Return what a table says of a range: name, host ms, device ms, share of the step, GB/s, launches, idle ms."""
+    timeline = recorded.timeline
+    device = bool(timeline.work)
+    taken = row.device_ms if device else row.host_ms
+    speed = ""
+    if row.num_bytes > 1e6 and row.device_ms:  # of small copies the time is not that of their bytes
+        speed = f"{row.num_bytes / row.device_ms / 1e6:.1f}"
+    elif row.path == ("read",) and row.host_ms:
+        speed = f"{recorded.batch_bytes / row.host_ms / 1e6:.1f}"
+    return [
+        "  " * (len(row.path) - 1) + row.path[-1],
+        f"{row.host_ms:.3f}",
+        f"{row.device_ms:.3f}" if device else "",
+        f"{taken / timeline.step_ms:.1%}",
+        speed,
+        f"{row.launches:.0f}" if device else "",
+        f"{row.idle_ms:.3f}" if device else "",
+    ]
+
+
+HEADINGS: Final = ("range", "host ms", "device ms", "share", "GB/s", "launches", "device idle ms")
+OF_A_DEVICE: Final = ("device ms", "launches", "device idle ms")
+
+
+def summary(recorded: Recorded) -> str:
+    """Say in a line what a step took."""
+    timeline, rows = recorded.timeline, recorded.batch_size
+    busy = f", of which the device is at work {timeline.busy_ms:.3f} ms" if timeline.work else ""
+    return (
+        f"{recorded.plain_ms:.3f} ms a step of {rows:,} rows ({rows / recorded.plain_ms * 1e3:,.0f} samples/s); "
+        f"{timeline.step_ms:.3f} ms with the profiler{busy}"
+    )
+
+
+def render(recorded: Recorded) -> str:
+    """Return the whole page as HTML."""
+    words = escape(f"{recorded.timeline.device}: {summary(recorded)}")
+    style = (resources.files("viviane.report") / "style.css").read_text(encoding="utf-8")
+    timeline = recorded.timeline
+    rows = [cells(recorded, row) for row in timeline.rows()]
+    kernels = [[escape(name[:100]), f"{ms:.4f}", f"{times:.1f}"] for name, ms, times in timeline.kernels(20)]
+    body = f'<section class="panel wide">{timeline_svg(timeline)}</section><h2>Ranges</h2>{_table(HEADINGS, rows)}'
+    if kernels:
+        body += f"<h2>Longest kernels</h2>{_table(('kernel', 'ms a step', 'launches'), kernels)}"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Trace · Viviane</title><style>{style}</style></head><body><main>"
+        f"<header><h1>Where a step's time goes</h1><p>{words}</p></header>"
+        f"{body}</main></body></html>\n"
+    )
+
+
+def _table(headings: tuple[str, ...], rows: list[list[str]]) -> str:
+    head = "".join(f'<th class="{"number" if i else "name"}">{name}</th>' for i, name in enumerate(headings))
+    lines = []
+    for row in rows:
+        first = row[0].replace("  ", "&emsp;")
+        rest = "".join(f'<td class="number">{cell}</td>' for cell in row[1:])
+        lines.append(f"<tr><td>{first}</td>{rest}</tr>")
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f'<div class="panel scroll"><table>{body}</table></div>'

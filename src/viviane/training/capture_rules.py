@@ -1,0 +1,89 @@
+"""What prevents a training step from being recorded in a CUDA graph, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from viviane.batch import Batch
+from viviane.embedding import DynamicStorage
+from viviane.ops.dense_update import reason as dense_reason
+from viviane.ops.dispatch import kernels_serve
+
+if TYPE_CHECKING:
+    from viviane.training.step import TrainStep
+
+_KNOWN_ROOMS = ("torch.nn.", "viviane.")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def obstacle(step: TrainStep) -> str | None:
+    """Say why a step cannot be recorded, or None where it can; what a batch adds is not part of it.
+
+    Args:
+        step: the training step.
+    """
+    return next(_obstacles(step), None)
+
+
+def unlike(step: TrainStep, batch: Batch) -> str | None:
+    """Say why a batch may look otherwise in another process, which then might not replay; None where it does not.
+
+    The answer is the same in all processes: it asks what was said beforehand, and for the names of columns.
+
+    Args:
+        step: the training step.
+        batch: the next one.
+    """
+    together = step.together
+    if together is None or together.is_alike(batch):
+        return None
+    if together.is_fixed:
+        names = [name for name in batch.bags if name not in together.hotness]
+        return f"several processes train together, and bags of {names[0]!r} have any number of ids"
+    why = "this batch is shorter than others" if step.unsaid is None else step.unsaid
+    return f"several processes train together, and sizes of batches were not said beforehand: {why}"
+
+
+def _obstacles(step: TrainStep) -> Iterator[str]:
+    solver = step.solver
+    if solver.cuda_graph is False:
+        yield "solver.cuda_graph is False"
+    if step.device.type != "cuda":
+        yield f"no GPU: training runs on {step.device}"
+    if not kernels_serve(step.device):
+        yield "VIVIANE_OPS chooses plain torch for embedding tables"
+    unfit = dense_reason([one for one in step.parameters.values() if one.requires_grad])
+    if step.parameters and unfit is not None:
+        yield f"dense parameters: {unfit}"
+    for collection in step.collections.values():
+        for storage in collection.all_storages():
+            if isinstance(storage, DynamicStorage):
+                yield f"table {next(iter(storage.tables))!r} is dynamic: its keys get rows on the host"
+    if solver.ema_decay is not None:
+        yield "solver.ema_decay: the running mean visits the distinct rows of a batch, whose number the host must know"
+    if solver.clip_grad_norm is not None and step.collections:
+        yield (
+            "solver.clip_grad_norm: the norm is over the distinct rows of a batch, whose number the host must know; "
+            "an optimizer's clip_row_norm can be recorded"
+        )
+    yield from _module_obstacles(step.module, trusts=solver.cuda_graph is True)
+    if solver.cuda_graph == "auto" and step.objective.own_loss is not None:
+        yield f"a loss of your own runs Python at every step; {_TRUST}"
+
+
+_TRUST = "with cuda_graph=True it is recorded, and must depend on nothing but the batch and tensors"
+
+
+def _module_obstacles(module: nn.Module, *, trusts: bool) -> Iterator[str]:
+    for name, part in module.named_modules():
+        kind = type(part)
+        place = f"module {name!r}" if name else "the module"
+        if kind.__module__.startswith("torch._dynamo"):
+            yield f"{place} is compiled by torch.compile"
+        if any(getattr(part, hooks) for hooks in _HOOKS):
+            yield f"{place} has hooks, which a replay would leave out"
+        if not trusts and not f"{kind.__module__}.".startswith(_KNOWN_ROOMS):
+            yield f"{place} ({kind.__name__}) is code of your own, whose Python runs at every step; {_TRUST}"

@@ -1,0 +1,116 @@
+"""The numbers of a step that the host decides, on the device: rates, and what dense optimizers compute with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from viviane.ops.capture import is_capturing
+from viviane.ops.dense_update import NUMBERS, Room, move_tensors
+from viviane.optim import DenseOptimizer
+
+_RATES = 2
+
+
+def all_numbers(optimizer: DenseOptimizer, place: int) -> list[float]:
+    """Return what `viviane.ops.dense_update` reads of a group's present step.
+
+    Example:
+        >>> from viviane.optim import Sgd
+        >>> all_numbers(Sgd([torch.ones(1)], 0.5, False, momentum=0.75, weight_decay=0.0), 0)
+        [0.5, 0.0, 0.0, 0.75, 0.0, 0.25, 1.0]
+    """
+    numbers = optimizer.numbers(optimizer.param_groups[place])
+    return [*numbers, 1 - numbers[3], 1 - numbers[4]]
+
+
+class Controls:
+    """A vector on the device, float64: learning rate, its factor, then the numbers of each parameter group.
+
+    Args:
+        device: of the parameters.
+        num_groups: parameter groups of the dense optimizer.
+        num_slots: how many writes may be under way at once.
+    """
+
+    def __init__(self, device: torch.device, num_groups: int, num_slots: int) -> None:
+        size = _RATES + num_groups * NUMBERS
+        self._vector = torch.zeros(size, dtype=torch.float64, device=device)
+        self._slots = torch.zeros(num_slots, size, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._next = 0
+
+    @property
+    def lr(self) -> Tensor:
+        """The learning rate, 0-dim."""
+        return self._vector[0]
+
+    @property
+    def factor(self) -> Tensor:
+        """The schedule's factor, 0-dim."""
+        return self._vector[1]
+
+    def group(self, place: int) -> Tensor:
+        """Return the numbers of a group, (NUMBERS,)."""
+        start = _RATES + place * NUMBERS
+        return self._vector[start : start + NUMBERS]
+
+    def write(self, lr: float, factor: float, optimizer: DenseOptimizer | None) -> None:
+        """Send the numbers of a step; the device takes them when it comes to them.
+
+        The write before the last `num_slots` must be over.
+        """
+        values = [lr, factor]
+        if optimizer is not None:
+            for place in range(len(optimizer.param_groups)):
+                values += all_numbers(optimizer, place)
+        slot = self._slots[self._next]
+        slot.copy_(torch.tensor(values, dtype=torch.float64))
+        self._vector.copy_(slot, non_blocking=True)
+        self._next = (self._next + 1) % len(self._slots)
+
+
+class DeviceMover:
+    """Moves all dense parameters of a group in one launch.
+
+    Outside of a capture the numbers of the step are sent along; a recorded launch reads those of `controls`.
+
+    Args:
+        controls: of recorded steps; set before a capture.
+        gate: of recorded steps.
+    """
+
+    def __init__(self) -> None:
+        self.controls: Controls | None = None
+        self.gate: Tensor | None = None
+        self._rooms: dict[int, Room] = {}
+
+    def __call__(
+        self,
+        optimizer: DenseOptimizer,
+        place: int,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        states: list[list[Tensor]],
+    ) -> None:
+        """Move the tensors."""
+        device, group = params[0].device, optimizer.param_groups[place]
+        gate = None
+        if self.controls is not None and is_capturing(device):
+            numbers, gate = self.controls.group(place), self.gate
+        else:
+            host = torch.tensor(all_numbers(optimizer, place), dtype=torch.float64)
+            numbers = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        move_tensors(
+            optimizer.rule, params, gradients, states, numbers, inside=bool(group.get("epsilon_inside_root")),
+            decays=bool(group["weight_decay"]), gate=gate, room=self._rooms.setdefault(place, Room()),
+        )  # fmt: skip
+
+    def reserve(self, optimizer: DenseOptimizer) -> list[Tensor]:
+        """Reserve what recorded launches will read, before a capture; to be kept as long as the graph."""
+        groups = enumerate(optimizer.param_groups)
+        return [self._rooms.setdefault(i, Room()).reserve(group["params"]) for i, group in groups]
+
+    def write(self) -> None:
+        """Write what recorded launches will read, after a capture."""
+        for room in self._rooms.values():
+            room.write()

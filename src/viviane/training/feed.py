@@ -1,0 +1,242 @@
+"""From the reader to the device: batches are copied ahead of the step, on a stream of their own.
+
+The reader's threads write each batch into one piece of page-locked memory, and one copy moves it. The copy of a batch
+runs under the steps of those before it; the step waits for it on the device, and the host waits for nothing but the
+reader. Memory is bounded: so many batches are copied ahead, and so many steps may be queued on the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+
+from viviane.batch import Batch
+from viviane.core.machine import usable_cores
+from viviane.core.ranges import time_range
+from viviane.data import Dataset, Reader
+from viviane.data.streaming import KafkaStream, StreamReader
+from viviane.parallel import Group
+
+_AHEAD: Final = 2  # batches: one being copied, one that is there
+_MOST_QUEUED: Final = 8  # steps: enough to ride out a hiccup of the host, and a bound on the batches that wait for them
+_MOST_THREADS: Final = 8
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A batch that was taken from the reader, or the error in its place, or the end; and the position after it."""
+
+    batch: Batch | Exception | None
+    place: tuple[int, int]
+    copied: torch.cuda.Event | None = None
+
+
+class DeviceFeed:
+    """Iterates over a reader's epoch, the batches on a device. On a CPU it hands on what the reader gives.
+
+    Position and errors are those of the batches that were handed out, whatever was copied ahead: a saved state
+    continues with exactly the next batch, and an error comes in place of its batch.
+
+    Args:
+        reader: of the batches; with pin_memory, where the device is a GPU.
+        device: where the batches go.
+
+    Example:
+        >>> import tempfile
+        >>> from viviane.data import write_dataset
+        >>> from viviane.schema import Schema
+        >>> data = write_dataset(tempfile.mkdtemp() + "/train", Schema(dense=[{"name": "x"}]), [{"x": [0, 1, 2]}])
+        >>> feed = DeviceFeed.open(data, 2, torch.device("cpu"))
+        >>> [batch.size for batch in feed]
+        [2, 1]
+    """
+
+    def __init__(self, reader: Reader | StreamReader, device: torch.device) -> None:
+        self.reader = reader
+        self.device = device
+        self._place = (reader.epoch, reader.position)
+        self._waiting: deque[_Waiting] = deque()
+        self._copies = _Copies(device) if device.type == "cuda" else None
+
+    @classmethod
+    def open(
+        cls,
+        dataset: Dataset | KafkaStream,
+        batch_size: int,
+        device: torch.device,
+        group: Group | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return the feed of a process's share of every batch.
+
+        Args:
+            dataset: what to read.
+            batch_size: rows of a batch, over all processes.
+            device: where the batches go.
+            group: the processes that share them; None: this one alone.
+            options: of the reader; see `Reader`. Threads and page-locked memory are chosen for the device.
+        """
+        rank, ranks = (0, 1) if group is None else (group.rank, group.size)
+        if device.type == "cuda":
+            options = {"pin_memory": True, "num_threads": num_threads()} | options
+        return cls(dataset.reader(batch_size, rank=rank, num_ranks=ranks, **options), device)
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch.
+
+        Raises:
+            TypeError: a stream has none.
+        """
+        if isinstance(self.reader, StreamReader):
+            raise TypeError("a stream has no number of batches")
+        return len(self.reader)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self._place[0]
+
+    @property
+    def has_length(self) -> bool:
+        """Whether an epoch has a known number of rows: that of a stream has none."""
+        return isinstance(self.reader, Reader)
+
+    @property
+    def share_of_whole(self) -> int | None:
+        """Rows of every process's share of a whole batch; None: shares differ, or it is a stream, whose batches may."""
+        reader = self.reader
+        if isinstance(reader, StreamReader) or reader.batch_size % reader.num_ranks:
+            return None
+        return reader.batch_size // reader.num_ranks * reader.rows_each
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the batch that was handed out last is whole over all processes: each knows it without asking."""
+        reader = self.reader
+        if isinstance(reader, StreamReader):
+            return False
+        return self._place[1] * reader.batch_size <= reader.dataset.num_rows
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Continue at the current position."""
+        self.close()
+        return self._at_once() if self._copies is None else self._copied_ahead(self._copies)
+
+    def _at_once(self) -> Iterator[Batch]:
+        batches = iter(self.reader)
+        while True:
+            with time_range("read"):
+                batch = next(batches, None)
+            self._place = (self.reader.epoch, self.reader.position)
+            if batch is None:
+                return
+            yield batch
+
+    def _copied_ahead(self, copies: _Copies) -> Iterator[Batch]:
+        batches, waiting = iter(self.reader), self._waiting
+        ended = False
+        while True:
+            # Only the first is waited for: what the reader has not got yet would hold up a step that is ready.
+            while not ended and len(waiting) <= _AHEAD and (not waiting or self.reader.ready):
+                waiting.append(self._take(batches, copies))
+                ended = not isinstance(waiting[-1].batch, Batch)
+            first = waiting.popleft()
+            self._place = first.place
+            if first.batch is None:
+                return
+            if isinstance(first.batch, Exception):
+                raise first.batch
+            copies.finish(first)
+            yield first.batch
+
+    def _take(self, batches: Iterator[Batch], copies: _Copies) -> _Waiting:
+        """Take the reader's next batch, and have its copy begin."""
+        try:
+            with time_range("read"):
+                batch = next(batches, None)
+        except Exception as error:
+            return _Waiting(error, self._place)
+        place = (self.reader.epoch, self.reader.position)
+        if batch is None:
+            return _Waiting(None, place)
+        with time_range("to device"):
+            return copies.start(batch, place)
+
+    def state(self) -> dict[str, Any]:
+        """Return the reader's position after the batches that were handed out."""
+        epoch, batches = self._place
+        return {**self.reader.state(), "epoch": epoch, "batches": batches}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with exactly the batch that would have come after `state` was taken; see `Reader.restore`."""
+        self._waiting.clear()
+        self.reader.restore(state)
+        self._place = (self.reader.epoch, self.reader.position)
+
+    def close(self) -> None:
+        """Stop the reader's threads; the position stays."""
+        self.reader.close()
+        if self._waiting:
+            self.restore(self.state())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Copies:
+    """Copies to a GPU on their own stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.queued: deque[torch.cuda.Event] = deque()
+
+    def start(self, batch: Batch, place: tuple[int, int]) -> _Waiting:
+        """Queue the copy of a batch; the memory it comes from is not written to before the copy is done."""
+        if batch.device.type == "cpu" and not batch.one_hot.is_pinned():
+            batch = batch.pin_memory()
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self.stream):
+            there = batch.to(self.device, non_blocking=True)
+            copied.record(self.stream)
+        return _Waiting(there, place, copied)
+
+    def finish(self, waiting: _Waiting) -> None:
+        """Let what the current stream does from here on come after the copy."""
+        assert waiting.copied is not None
+        assert isinstance(waiting.batch, Batch)
+        current = torch.cuda.current_stream(self.device)
+        before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        before.record(current)
+        self.queued.append(before)
+        if len(self.queued) > _MOST_QUEUED:
+            self.queued.popleft().synchronize()
+        current.wait_event(waiting.copied)
+        known: set[int] = set()
+        for part in waiting.batch.tensors():
+            storage = part.untyped_storage().data_ptr()
+            if storage not in known:  # the allocator keeps the memory until this stream is done with it, too
+                known.add(storage)
+                part.record_stream(current)
+
+
+def num_threads() -> int:
+    """Return the reader's threads for one GPU: half of the cores that a process of this machine has, 2 to 8.
+
+    Example:
+        >>> 2 <= num_threads() <= 8
+        True
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(_MOST_THREADS, max(2, usable_cores() // processes // 2))

@@ -1,0 +1,85 @@
+"""A batch whose tensors stay where they are, for CUDA graphs, and what makes batches alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from viviane.batch import Bag, Batch
+
+_LARGE_BYTES = 1 << 18  # a launch for many tensors gives each 64 KiB to one multiprocessor, and so copies slowly
+
+
+def batch_shape(batch: Batch) -> Hashable:
+    """Return what two batches must have in common for one graph to serve both.
+
+    Bags count by their number of ids: with a fixed number of ids a row they are always alike.
+
+    Example:
+        >>> from viviane.schema import Schema
+        >>> schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}])
+        >>> one, other = (Batch.from_columns(schema, {"y": [0, 1], "x": values}) for values in ([1, 2], [3, 4]))
+        >>> batch_shape(one) == batch_shape(other)
+        True
+    """
+    bags = tuple(
+        (name, bag.values.shape[0], bag.values.dtype, bag.offsets.dtype, bag.weights is None)
+        for name, bag in batch.bags.items()
+    )
+    one_hot = (batch.one_hot.shape, batch.one_hot.dtype)
+    return batch.layout, batch.labels.shape, batch.dense.shape, one_hot, bags, batch.weight is None
+
+
+class StaticBatch:
+    """Tensors that a graph reads, filled from one batch after another.
+
+    Args:
+        like: a batch on the device; its numbers are copied.
+    """
+
+    def __init__(self, like: Batch) -> None:
+        bags = {name: _clone(bag) for name, bag in like.bags.items()}
+        weight = None if like.weight is None else like.weight.clone()
+        self.batch = replace(
+            like, labels=_dense(like.labels), dense=_dense(like.dense), one_hot=_dense(like.one_hot), bags=bags,
+            weight=weight, origin="",
+        )  # fmt: skip
+        self._own = list(_tensors(self.batch))
+        small = [i for i, one in enumerate(self._own) if one.numel() * one.element_size() < _LARGE_BYTES]
+        groups: dict[torch.dtype, list[int]] = {}
+        for i in small:
+            groups.setdefault(self._own[i].dtype, []).append(i)
+        self._together = [places for places in groups.values() if len(places) > 1]
+        joined = {i for places in self._together for i in places}
+        self._alone = [i for i in range(len(self._own)) if i not in joined]
+
+    def fill(self, batch: Batch) -> None:
+        """Copy a batch of the same shape: large tensors one by one, small ones of a type in one launch."""
+        given = list(_tensors(batch))
+        for i in self._alone:
+            self._own[i].copy_(given[i])
+        for places in self._together:
+            torch._foreach_copy_([self._own[i] for i in places], [given[i] for i in places])
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _clone(bag: Bag) -> Bag:
+    return Bag(bag.values.clone(), bag.offsets.clone(), None if bag.weights is None else bag.weights.clone())
+
+
+def _parts(bag: Bag) -> tuple[Tensor, Tensor, Tensor | None]:
+    return bag.values, bag.offsets, bag.weights
+
+
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    """Give the tensors of a batch that have numbers, in an order that its shape decides."""
+    bags = [one for bag in batch.bags.values() for one in _parts(bag)]
+    for tensor in (batch.labels, batch.dense, batch.one_hot, batch.weight, *bags):
+        if tensor is not None and tensor.numel():
+            yield tensor

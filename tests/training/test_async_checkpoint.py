@@ -1,0 +1,204 @@
+"""Checkpoints written while training goes on: the same bits as without, errors by name, never half a one."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click_model import assert_same_bits, make_trainer, tensors_of
+
+from viviane.config import Solver
+from viviane.core.errors import CheckpointError
+from viviane.data import Dataset
+from viviane.embedding import row_snapshot
+from viviane.training import Callback, read_manifest, verify_checkpoint
+from viviane.training.checkpoint_store import CheckpointStore
+from viviane.training.checkpoint_tools import compare_checkpoints
+from viviane.training.held_rows import HeldRows
+
+HERE = Path(__file__).parent
+
+
+def solver(**changes):
+    base = {"batch_size": 16, "epochs": 2, "checkpoint_every": 9, "keep_checkpoints": 20, "num_threads": 1}
+    return Solver(**{**base, "lr": 0.01, "device": "cpu", "async_checkpoint": True, **changes})
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writing takes long beside a step, in small pieces, so that steps move rows that are still to be read."""
+    monkeypatch.setattr(row_snapshot, "PIECE_BYTES", 64)
+    pieces = HeldRows.pieces
+    moved = []
+
+    def slowly(self):
+        for piece in pieces(self):
+            yield piece
+            time.sleep(0.001)
+        moved.append(self._snapshot.kept_bytes)
+
+    monkeypatch.setattr(HeldRows, "pieces", slowly)
+    return moved
+
+
+def fit(data, run, settings, *callbacks, resume=False):
+    trainer = make_trainer(settings, run_folder=run, callbacks=callbacks)
+    history = trainer.fit(Dataset(data / "train"), Dataset(data / "valid"), resume=resume)
+    return trainer, history
+
+
+@pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.9, "eval_every": 4, "restore_best": True}])
+def test_every_bit_is_that_of_a_save_that_waits(data, tmp_path, slow_disk, changes):
+    one, _ = fit(data, tmp_path / "sync", solver(async_checkpoint=False, **changes))
+    assert not slow_disk
+    other, _ = fit(data, tmp_path / "async", solver(**changes))
+    assert max(slow_disk) > 0, "no step moved a row while it was waiting to be written"
+    assert_same_bits(tensors_of(one), tensors_of(other))
+    folders = [CheckpointStore(tmp_path / kind / "checkpoints", 20) for kind in ("sync", "async")]
+    assert folders[0].steps() == folders[1].steps()
+    assert len(folders[0].steps()) > 8
+    for step in folders[0].steps():
+        assert not compare_checkpoints(folders[0].path(step), folders[1].path(step))
+    # And the way back from the middle.
+    for step in folders[1].steps():
+        if step > 9:
+            shutil.rmtree(folders[1].path(step))
+    again, _ = fit(data, tmp_path / "async", solver(**changes), resume=True)
+    assert_same_bits(tensors_of(one), tensors_of(again))
+
+
+def test_the_running_mean_lies_beside_the_rows(data, tmp_path):
+    fit(data, tmp_path / "run", solver(ema_decay=0.9))
+    path = CheckpointStore(tmp_path / "run/checkpoints", 20).latest_whole()
+    assert all(table.has_mean for table in read_manifest(path).tables.values())
+    fit(data, tmp_path / "other", solver())
+    plain = CheckpointStore(tmp_path / "other/checkpoints", 20).latest_whole()
+    trainer = make_trainer(solver(ema_decay=0.9))
+    trainer.load_checkpoint(plain)  # of a run without a mean: it begins at the weights
+    assert not any(table.has_mean for table in read_manifest(plain).tables.values())
+
+
+class Steps(Callback):
+    """Counts steps, and does something at one of them."""
+
+    def __init__(self, at=0, do=None):
+        self.at, self.do, self.last = at, do, 0
+
+    def on_step_end(self, step, loss):
+        self.last = step
+        if step == self.at:
+            self.do()
+
+
+def test_an_error_ends_training_soon_and_names_the_checkpoint(data, tmp_path, monkeypatch):
+    calls, release = [], threading.Event()
+    truth = HeldRows.pieces
+
+    def failing(self):
+        calls.append(1)
+        if len(calls) > 6:  # the first save holds six tensors of tables
+            release.wait(30)
+            raise OSError(28, "No space left on device")
+        yield from truth(self)
+
+    monkeypatch.setattr(HeldRows, "pieces", failing)
+    steps = Steps(21, release.set)
+    with pytest.raises(CheckpointError, match=r"(?s)disk is full.*step-00000018.*bytes needed"):
+        fit(data, tmp_path / "run", solver(), steps)
+    assert 21 <= steps.last < 27, "training went on to the next save, or stood still in this one"
+    folder = tmp_path / "run/checkpoints"
+    assert CheckpointStore(folder, 2).steps() == [9]
+    assert verify_checkpoint(folder / "step-00000009").step == 9
+    assert not list(folder.glob(".*"))
+
+
+def test_a_vanished_folder_is_named_at_the_end(data, tmp_path, slow_disk):
+    folder = tmp_path / "run/checkpoints"
+    with pytest.raises(CheckpointError, match=r"could not be written[\s\S]*step-0000000"):
+        fit(data, tmp_path / "run", solver(max_steps=9), Steps(9, lambda: remove_soon(folder)))
+
+
+def remove_soon(folder):
+    def remove():
+        while not list(folder.glob(".step-*/tables")):
+            time.sleep(0.001)
+        folder.rename(folder.with_name("elsewhere"))
+
+    threading.Thread(target=remove).start()
+
+
+@pytest.mark.slow
+def test_a_file_that_may_not_grow_ends_the_run(data, tmp_path):
+    code = (
+        "import resource, sys; from pathlib import Path; sys.path.insert(0, sys.argv[3])\n"
+        "from click_model import *; from viviane.training import Callback\n"
+        "class Limit(Callback):\n"
+        "    def on_step_end(self, step, loss):\n"
+        "        if step == 8:\n"
+        "            while not Path(sys.argv[2], 'checkpoints/step-00000005').exists(): time.sleep(0.01)\n"
+        "            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))\n"
+        "solver = Solver(batch_size=32, checkpoint_every=5, device='cpu', async_checkpoint=True)\n"
+        "trainer = make_trainer(solver, hidden=200, run_folder=sys.argv[2], callbacks=[Limit()])\n"
+        "trainer.fit(Dataset(Path(sys.argv[1]) / 'train'))\n"
+    )
+    arguments = [sys.executable, "-c", code, str(data), str(tmp_path / "run"), str(HERE)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "a file may not grow that large" in done.stderr
+    assert "step-00000010" in done.stderr
+    assert CheckpointStore(tmp_path / "run/checkpoints", 2).steps() == [5]
+    assert verify_checkpoint(tmp_path / "run/checkpoints/step-00000005").step == 5
+
+
+def test_killed_while_a_thread_writes(data, tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[3])\n"
+        "from click_model import *; from viviane.training.held_rows import HeldRows\n"
+        "pieces, calls = HeldRows.pieces, []\n"
+        "def slowly(self):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 8: print('writing', flush=True); time.sleep(60)\n"  # in the second save
+        "    yield from pieces(self)\n"
+        "HeldRows.pieces = slowly\n"
+        "solver = Solver(batch_size=16, checkpoint_every=9, device='cpu', async_checkpoint=True, num_threads=1)\n"
+        "make_trainer(solver, run_folder=sys.argv[2]).fit(Dataset(Path(sys.argv[1]) / 'train'))\n"
+    )
+    run = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-c", code, data, run, HERE], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "writing\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    store = CheckpointStore(run / "checkpoints", 2)
+    assert store.steps() == [9]
+    assert list((run / "checkpoints").glob(".step-00000018.*.tmp")), "the kill hit no save"
+    assert verify_checkpoint(store.path(9)).step == 9
+    settings = Solver(batch_size=16, checkpoint_every=9, device="cpu", num_threads=1)
+    again = make_trainer(settings, run_folder=run)
+    again.fit(Dataset(data / "train"), resume=True)
+    whole = make_trainer(settings)
+    whole.fit(Dataset(data / "train"))
+    assert_same_bits(tensors_of(whole), tensors_of(again))
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_one_save_is_in_work_at_a_time_and_an_interrupt_waits_for_it(data, tmp_path, slow_disk):
+    together = []
+
+    class Counts(Steps):
+        def on_step_end(self, step, loss):
+            together.append(len(list((tmp_path / "run/checkpoints").glob(".step-*.tmp"))))
+            if step == 20:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    trainer, history = fit(data, tmp_path / "run", solver(checkpoint_every=2), Counts())
+    assert history.interrupted
+    assert max(together) == 1
+    store = CheckpointStore(tmp_path / "run/checkpoints", 20)
+    assert store.steps()[-1] == trainer.step == 20
+    assert all(verify_checkpoint(store.path(step)).step == step for step in store.steps())
+    assert not list(store.folder.glob(".*"))

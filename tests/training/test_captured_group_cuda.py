@@ -1,0 +1,117 @@
+"""Recorded steps of several processes over NCCL: equal to steps from Python to the bit, and to one process.
+
+Each function runs in every process; a GPU for each.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_fixed_sizes_of_fit as fixed
+import torch
+from group_model import settings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+import processes
+
+from viviane.batch import Batch
+from viviane.core.errors import ConfigError, KeyRangeError, NumericsError, ProcessError
+from viviane.parallel import Group
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+SIZES = [2, pytest.param(4, marks=pytest.mark.skipif(GPUS < 4, reason="needs four GPUs"))]
+HOTNESS = fixed.HOTNESS
+
+pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+
+
+def on_gpu(**changes):
+    """Settings of a step that a graph can hold."""
+    return settings(**{"device": "cuda", "clip_grad_norm": None, "epochs": 2, **changes})
+
+
+def recorded_equals_eager(folder):
+    group = Group.world()
+    for precision in ("fp32", "bf16"):
+        same = {"eval_every": 7, "precision": precision}
+        note, options = fixed.Watch(), {"dropout": 0.3, "log_every": 5}
+        recorded = fixed.fit(folder, group, "said", on_gpu(**same, cuda_graph=True), note, **options)
+        eager = fixed.fit(folder, group, "said", on_gpu(**same, cuda_graph=False), **options)
+        assert note.fixed == ([True] * 16 + [False]) * 2
+        # The first step from Python, then the two short ones.
+        assert recorded.cuda_graph == "replayed: 1 shape(s) recorded, 31 steps replayed"
+        assert eager.cuda_graph == "eager: solver.cuda_graph is False"
+        assert fixed.differing(recorded, eager) == [], precision
+        losses = [[row["loss"] for row in one.history.rows] for one in (recorded, eager)]
+        assert losses[0] == losses[1]
+    plain = on_gpu(eval_every=7, cuda_graph=False)
+    truth = fixed.fit(folder, Group(), "said", plain)
+    recorded = fixed.fit(folder, group, "said", on_gpu(eval_every=7, cuda_graph=True))
+    fixed.close(fixed.tensors_of(recorded), fixed.tensors_of(truth))
+
+
+def requests_and_resumes(folder, run):
+    fixed.settings = lambda **changes: on_gpu(**{"cuda_graph": True, **changes})
+    fixed.stopped_and_resumed(Group.world(), folder, run)
+
+
+def bad_batches(folder):
+    """What one process finds in a replay closes the gates of all; each names it, and training goes on."""
+    group = Group.world()
+    last = group.size - 1
+    trainer = fixed.make_trainer(group, on_gpu(cuda_graph=True), fixed.schema_of(HOTNESS))
+    trainer.fix_sizes(8 * group.size)
+    for step in range(6):
+        trainer.train_step(fixed.own_batch(group, step))
+    trainer.settle()
+    assert trainer.stepper.captured.num_replays == 5
+    bad = [fixed.even(8, group.rank) for _ in range(2)]
+    if group.rank == last:
+        bad[0]["price"][5, 1] = np.nan
+        bad[1]["user"][3] = 60
+    kinds = (NumericsError, KeyRangeError if group.rank == last else ProcessError)
+    words = (rf"rank {last}: the loss is nan: dense column 'price', row 5", r"key out of range[\s\S]*'user'[\s\S]*60")
+    for columns, kind, match in zip(bad, kinds, words, strict=True):
+        before = fixed.tensors_of(trainer)
+        batches = [Batch.from_columns(fixed.schema_of(HOTNESS), columns)]
+        batches += [fixed.own_batch(group, step) for step in range(10)]  # the host hears of it some steps later
+        with pytest.raises(kind, match=match):
+            _train(trainer, batches)
+        after = fixed.tensors_of(trainer)
+        assert all(torch.equal(after[name], part) for name, part in before.items())
+        assert trainer.step == 6
+    trainer.train_step(fixed.own_batch(group, 7))
+    trainer.settle()
+    assert trainer.step == 7
+    changed = fixed.tensors_of(trainer)
+    assert not all(torch.equal(changed[name], part) for name, part in before.items())
+
+
+def _train(trainer, batches):
+    for batch in batches:
+        trainer.train_step(batch)
+
+
+def what_prevents_it(folder):
+    group = Group.world()
+    free = fixed.fit(folder, group, "unsaid", on_gpu(epochs=1))
+    assert "bags of 'seen' have any number of ids" in free.cuda_graph
+    with pytest.raises(ConfigError, match=r"solver.cuda_graph[\s\S]*bags of 'seen'"):
+        fixed.fit(folder, group, "unsaid", on_gpu(cuda_graph=True))
+    trainer = fixed.make_trainer(group, on_gpu(cuda_graph=True), fixed.schema_of(HOTNESS))
+    with pytest.raises(ConfigError, match=r"trainer.fix_sizes was not called"):
+        trainer.train_step(fixed.own_batch(group, 0))
+
+
+def everything(folder, run):
+    recorded_equals_eager(folder)
+    bad_batches(folder)
+    what_prevents_it(folder)
+    requests_and_resumes(folder, run)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_recorded_steps_of_a_group(size, tmp_path):
+    fixed.make_data(tmp_path)
+    processes.run(size, everything, tmp_path, tmp_path / "run", backend="nccl")

@@ -1,0 +1,79 @@
+"""The numbers that a recorded step reads: what they are, and that dense weights move by them as by the formulas."""
+
+import pytest
+import torch
+
+from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
+from viviane.ops.dense_update import NUMBERS, judge
+from viviane.optim import build_dense_optimizer
+from viviane.training.controls import Controls, DeviceMover
+from viviane.training.recorded_step import Verdict
+
+RULES = [
+    SGD(weight_decay=0.01),
+    SGD(momentum=0.9),
+    SGD(momentum=0.9, nesterov=True, weight_decay=0.01),
+    AdaGrad(initial_accumulator=0.1),
+    AdaGrad(epsilon_inside_root=True),
+    RMSProp(epsilon=1e-3),
+    Adam(weight_decay=0.01),
+    Adam(epsilon_inside_root=True),
+    Ftrl(beta=1.0, lambda1=0.05, lambda2=0.1),
+]
+SHAPES = [(3,), (7, 5), (1,)]
+
+
+def moved(rule, mover, steps=5):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = build_dense_optimizer(rule, params, lr=0.1)
+    optimizer.mover = mover
+    for step in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.set_lr(0.1 / (step + 1))
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == steps
+    return [param.detach() for param in params], optimizer
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.type)
+def test_a_mover_moves_as_the_formulas(rule):
+    plain, _ = moved(rule, None)
+    by_mover, _ = moved(rule, DeviceMover())
+    for one, other in zip(plain, by_mover, strict=True):
+        # Five steps of about ten float32 operations on numbers of about 1; ftrl divides by rates of 0.02 and more.
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+    assert not torch.equal(plain[1], moved(rule, None, steps=4)[0][1])
+
+
+def test_controls_hold_each_group_where_its_launch_reads():
+    one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+    groups = [{"params": [one]}, {"params": [other], "lr": 0.5, "weight_decay": 0.25}]
+    optimizer = build_dense_optimizer(Adam(beta1=0.5, beta2=0.75, epsilon=1e-3), groups, lr=0.1)
+    for group in optimizer.param_groups:
+        group["step"] = 1
+    optimizer.set_lr(0.2, factor=2.0)
+    controls = Controls(torch.device("cpu"), 2, num_slots=2)
+    first, second = controls.group(0), controls.group(1)
+    controls.write(0.2, 2.0, optimizer)
+    assert (controls.lr.item(), controls.factor.item()) == (0.2, 2.0)
+    # Adam's correction of the first step: sqrt(1 - 0.75) / (1 - 0.5) = 1.
+    assert first.tolist() == pytest.approx([0.2, 0.0, 1e-3, 0.5, 0.75, 0.5, 0.25])
+    assert second.tolist() == pytest.approx([1.0, 0.25, 1e-3, 0.5, 0.75, 0.5, 0.25])
+    assert len(first) == NUMBERS
+
+
+def test_a_verdict_of_a_later_step_does_not_blame_an_earlier_one():
+    verdict = Verdict(torch.device("cpu"), Controls(torch.device("cpu"), 0, 2))
+    numbers = []
+    for loss in (0.5, 0.25, float("nan"), 0.125):
+        judge(torch.tensor(loss), verdict.status, verdict.gate)
+        numbers.append(verdict.next_number())
+    verdict._sent.copy_(verdict.status)
+    assert numbers == [0, 1, 2, 3]
+    assert [verdict.is_bad(number) for number in numbers] == [False, False, True, True]
+    assert int(verdict.gate) == 0
+    verdict.clear()
+    assert not verdict.is_bad(0)
+    assert verdict.next_number() == 0

@@ -1,0 +1,149 @@
+"""Batches that are copied ahead on a GPU: the same bits as without, also when copies are slow, and the same errors."""
+
+import itertools
+
+import pytest
+import torch
+from click_model import LONG, SCHEMA, columns, make_trainer
+from test_gpu import host_tensors, same
+
+from viviane.core.errors import VivianeError
+from viviane.data import Dataset, prefetch, write_dataset
+from viviane.data.buffers import Buffers, Piece
+from viviane.training.feed import DeviceFeed
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Dataset:
+    folder = tmp_path_factory.mktemp("feed") / "rows"
+    return write_dataset(folder, SCHEMA, [columns(20_000, 5)], rows_per_group=1024, format="viviane")
+
+
+def equal(there, here) -> bool:
+    return all(torch.equal(one.cpu(), other) for one, other in zip(there.tensors(), here.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_three_epochs_have_the_bits_of_the_reader(rows, shuffle):
+    options = {"shuffle": shuffle, "seed": 4, "shuffle_rows": 3000}
+    feed, reader = DeviceFeed.open(rows, 768, GPU, **options), rows.reader(768, **options)
+    for epoch in range(3):
+        count = 0
+        for there, here in zip(feed, reader, strict=True):
+            assert there.device == GPU
+            assert equal(there, here)
+            assert feed.state() == reader.state()
+            count += 1
+        assert count == len(feed) == 27  # the last batch has 32 rows
+        assert feed.epoch == epoch + 1
+        assert feed.state() == reader.state()
+
+
+def slowed(feed: DeviceFeed, cycles: int) -> None:
+    """Let each copy begin late, so that the memory it reads would be written to before, if that were allowed."""
+    start = feed._copies.start
+
+    def late(batch, place):
+        with torch.cuda.stream(feed._copies.stream):
+            torch.cuda._sleep(cycles)
+        return start(batch, place)
+
+    feed._copies.start = late
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_memory_is_not_used_again_before_a_slow_copy_is_done(rows, monkeypatch, early):
+    monkeypatch.setattr(prefetch, "_RUN_ROWS", 1)  # a batch a task: few are made ahead, so memory has to come back
+    if early:  # the control: memory that is given out in turn, whatever still reads it
+        ring = itertools.cycle([torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(8)])
+
+        def in_turn(self, forms):
+            piece = Piece([], pin_memory=True)
+            piece._bytes = next(ring)
+            piece._array = piece._bytes.numpy()
+            return piece
+
+        monkeypatch.setattr(Buffers, "for_batch", in_turn)
+    feed = DeviceFeed.open(rows, 768, GPU, shuffle=True, seed=1, num_threads=1)
+    slowed(feed, 20_000_000)  # about 10 ms, where a batch is made in less than 1
+    there = list(feed)
+    torch.cuda.synchronize()
+    monkeypatch.undo()
+    right = [equal(one, other) for one, other in zip(there, rows.reader(768, shuffle=True, seed=1), strict=True)]
+    assert all(right) == (not early)
+
+
+def test_device_memory_is_not_used_again_before_a_slow_step_is_done(rows):
+    sums = []
+    for batch in DeviceFeed.open(rows, 768, GPU, shuffle=True, seed=1):
+        torch.cuda._sleep(10_000_000)  # the step is late, and the batch is forgotten long before it
+        sums.append(batch.dense.double().sum() + batch.bags["seen"].values.sum())
+        del batch
+    wanted = [b.dense.double().sum() + b.bags["seen"].values.sum() for b in rows.reader(768, shuffle=True, seed=1)]
+    # Sums of at most 2,304 float32 numbers in float64; only their order differs.
+    torch.testing.assert_close(torch.stack(sums).cpu(), torch.stack(wanted), rtol=1e-12, atol=1e-9)
+
+
+def test_a_batch_is_moved_in_one_copy(rows):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        batches = list(DeviceFeed.open(rows, 4096, GPU))
+        torch.cuda.synchronize()
+    copies = [one for one in profiler.events() if "HtoD" in one.name]
+    assert len(batches) == 5
+    assert len(copies) == 5
+    assert all("Pinned" in one.name for one in copies)
+
+
+def test_training_has_the_same_bits_as_with_batches_moved_one_by_one(train, valid):
+    settings = LONG.model_copy(update={"device": "cuda"})
+    first, second = make_trainer(settings), make_trainer(settings)
+    first.fit(train, valid)
+    with second.switches():
+        second.module.train()
+        reader = train.reader(settings.batch_size, shuffle=settings.shuffle, seed=settings.seed)
+        for _ in range(settings.epochs):
+            for batch in reader:
+                second.train_step(batch.to(GPU))
+    assert same(host_tensors(first), host_tensors(second))
+
+
+def test_an_error_comes_in_place_of_its_batch(tmp_path):
+    data = write_dataset(tmp_path / "bad", SCHEMA, [columns(400, 0)], rows_per_group=100)
+    content = bytearray(data.files[0].read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 400] = b"\0" * 400
+    data.files[0].write_bytes(content)
+    with pytest.raises(VivianeError) as wanted:
+        list(data.reader(100))
+    feed, count = DeviceFeed.open(rows, 100, GPU), 0
+    batches = iter(feed)
+    found: Exception | None = None
+    while found is None:
+        try:
+            count += len(next(batches)) // 100
+        except VivianeError as error:
+            found = error
+    assert str(found) == str(wanted.value)
+    assert feed.state()["batches"] == count
+
+
+def test_leaving_in_the_middle_loses_no_batch(rows):
+    feed, reader = DeviceFeed.open(rows, 768, GPU), list(rows.reader(768))
+    for i in (0, 1, 2):
+        assert equal(next(iter(feed)), reader[i])
+
+
+def test_the_host_is_held_back_when_too_many_steps_are_queued(rows):
+    feed = DeviceFeed.open(rows, 64, GPU)
+    torch.cuda.reset_peak_memory_stats()
+    before, most = torch.cuda.memory_stats()["active_bytes.all.current"], 0
+    for batch in feed:
+        torch.cuda._sleep(1_000_000)
+        del batch
+        most = max(most, len(feed._copies.queued))
+    assert most <= 8
+    peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
+    assert peak - before < 24 * 64 * 200  # four times what 12 batches take; all of them would take 1.2 MB
