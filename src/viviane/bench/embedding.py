@@ -129,12 +129,17 @@ def choose_libraries(peers: str, device: torch.device) -> list[str]:
 
 def why_absent(name: str, library: Library, device: torch.device) -> LeftOut | None:
     """Import a library; None where that works, else what to say of it."""
-    for module in library.modules:
+    return not_imported(name, library.modules, library.install.get(device.type))
+
+
+def not_imported(name: str, modules: Sequence[str], install: str | None) -> LeftOut | None:
+    """Import modules; None where that works, else what to say of the library of that name."""
+    for module in modules:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is not None and error.name.split(".")[0] == module:
-                return LeftOut(name, None, "not installed", library.install[device.type])
+                return LeftOut(name, None, "not installed", install)
             return LeftOut(name, None, f"cannot be imported: {error}", None)
         except (ImportError, OSError, RuntimeError) as error:
             # A build for another version of torch shows itself in one of these.

@@ -105,7 +105,9 @@ class Load:
         return sum(counts) / len(counts)
 
 
-def draw_ids(rows: Sequence[int], size: int, law: str, exponent: float = 1.1, count: int = NUM_BATCHES) -> list[Tensor]:
+def draw_ids(
+    rows: Sequence[int], size: int, law: str, exponent: float = 1.1, count: int = NUM_BATCHES, seed: int = 0
+) -> list[Tensor]:
     """Draw batches (B, F) of int32 ids: P(id) ~ (id + 1)^-exponent by inverting the continuous law, or all alike.
 
     Args:
@@ -114,6 +116,7 @@ def draw_ids(rows: Sequence[int], size: int, law: str, exponent: float = 1.1, co
         law: "power-law" or "uniform".
         exponent: of the power law, not 1.
         count: number of batches.
+        seed: of the ids.
 
     Example:
         >>> [ids] = draw_ids([1000, 3], 4, "power-law", count=1)
@@ -124,7 +127,7 @@ def draw_ids(rows: Sequence[int], size: int, law: str, exponent: float = 1.1, co
         raise ConfigError("no such law of ids", value=law, allowed=", ".join(LAWS))
     if law == "power-law" and (exponent <= 0 or exponent == 1):
         raise ConfigError("the exponent of a power law is positive, and not 1", value=exponent)
-    rng, limit = np.random.default_rng(0), np.array(rows, dtype=np.float64)
+    rng, limit = np.random.default_rng(seed), np.array(rows, dtype=np.float64)
     batches = []
     for _ in range(count):
         u = rng.random((size, len(limit)))

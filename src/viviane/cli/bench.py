@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     from viviane.bench.embedding import Comparison, LeftOut, Measurement
 
-BENCHES = {"embedding": "embedding tables: lookup alone; lookup + backward + update by each optimizer"}
+BENCHES = {
+    "embedding": "embedding tables: lookup alone; lookup + backward + update by each optimizer",
+    "train": "the training step of a model, from memory and from files",
+}
+_RULES = "sgd,adagrad,row_wise_adagrad,adam"
+_TRAIN_MAX_ROWS = "100_000"
+_PEERS = "auto, none, or of torch, fbgemm, torchrec, keras; train: of torch, torch-compile, deepctr."
 _WHAT = "; ".join(f"{name}: {what}" for name, what in BENCHES.items())
 
 
@@ -30,20 +36,35 @@ def command(
     dim: Annotated[int, typer.Option(min=1, help="Width of the rows.")] = 16,
     batch: Annotated[str, typer.Option(help="Rows of a batch; several with commas.")] = "2048",
     optimizer: Annotated[
-        str, typer.Option(help="Of sgd, adagrad, row_wise_adagrad, rmsprop, adam, ftrl, with commas.")
-    ] = "sgd,adagrad,row_wise_adagrad,adam",
+        str | None,
+        typer.Option(help="Of sgd, adagrad, row_wise_adagrad, rmsprop, adam, ftrl, with commas; train takes one."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="train: a model of the zoo.")] = "dlrm",
+    num_dense: Annotated[int, typer.Option(min=1, help="train: dense columns.")] = 13,
+    precision: Annotated[str, typer.Option(help="train: of the dense layers: fp32, bf16.")] = "fp32",
     ids: Annotated[str, typer.Option(help="How ids are drawn: power-law or uniform.")] = "power-law",
     exponent: Annotated[float, typer.Option(help="Of the power law.")] = 1.1,
-    peers: Annotated[str, typer.Option(help="auto, none, or of torch, fbgemm, torchrec, keras.")] = "auto",
+    peers: Annotated[str, typer.Option(help=_PEERS)] = "auto",
     seconds: Annotated[float, typer.Option(min=0.0, help="To spend on each figure.")] = 2.0,
     processor_time: Annotated[
         bool, typer.Option("--processor-time", help="Of all threads on the CPU, not on the wall: for a busy machine.")
     ] = False,
     to_json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
 ) -> None:
-    """Compare with other libraries on this machine. WHAT there is: embedding."""
+    """Compare with other libraries on this machine. WHAT there is: embedding, train."""
     if what not in BENCHES:
         raise ConfigError("no such benchmark", value=what, fix=suggest(what, BENCHES))
+    if what == "train":
+        from viviane.cli.bench_train import Asked, run
+
+        if processor_time:
+            raise ConfigError("train is timed on the wall alone", where="--processor-time", fix="leave it out")
+        sizes = table_sizes(tables, rows, max_rows or _TRAIN_MAX_ROWS)
+        batches = whole_numbers(batch, "batch")
+        rule = optimizer or "sgd"
+        asked = Asked(model, sizes, dim, batches, rule, num_dense, precision, ids, exponent, device)
+        run(asked, peers, seconds, to_json)
+        return
     from viviane.bench.embedding import choose_libraries, compare
     from viviane.bench.workload import Draw, Tables, draw_ids, known_rule
     from viviane.core.device import resolve_device
@@ -51,7 +72,7 @@ def command(
     where = resolve_device(device)
     names = choose_libraries(peers, where)
     sizes = table_sizes(tables, rows, max_rows)
-    kinds = [Tables(sizes, dim, known_rule(one.strip()), where) for one in optimizer.split(",")]
+    kinds = [Tables(sizes, dim, known_rule(one.strip()), where) for one in (optimizer or _RULES).split(",")]
     draws = [Draw(size, ids, exponent) for size in whole_numbers(batch, "batch")]
     draw_ids(sizes, 1, ids, exponent, count=1)  # refuses what it does not know before processes are started
     typer.echo(
@@ -98,10 +119,11 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
 
 def show(found: Comparison) -> None:
     """Print the figures of each batch size, and what was left out."""
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False)
+    from viviane.cli.console import output
+
+    console = output()
     for size in dict.fromkeys(one.batch for one in found.measurements):
         console.print(figures(found, size))
     console.print(f"Copy of a large tensor: {found.copy_gb_per_second:.1f} GB/s, read and written.")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from viviane.core.errors import ConfigError, suggest
+from viviane.core.locations import RemotePath, location
+from viviane.core.remote.cache import local_copy
+from viviane.core.remote.published import publish_folder
 
 if TYPE_CHECKING:
     from viviane.training import Manifest
@@ -42,18 +46,22 @@ def command(
     if (other is None) != (action == "inspect"):
         raise ConfigError(f"viviane checkpoint {action} takes {'one path' if other else 'two paths'}",
                           allowed=ACTIONS[action])  # fmt: skip
+    path = local_copy(path)
     if action == "inspect":
         _inspect(verify_checkpoint(path), as_json)
         return
     assert other is not None
     if action == "diff":
-        _diff(compare_checkpoints(path, other), as_json)
-    elif action == "reshard":
-        reshard(path, other, processes=processes, plan=None if plan is None else Plan.from_json_file(plan))
-        typer.echo(f"{other}: {_num_files(verify_checkpoint(other))} files of tables")
-    else:
-        for file in export_checkpoint(path, other, kind):
-            typer.echo(file)
+        _diff(compare_checkpoints(path, local_copy(other)), as_json)
+        return
+    place = location(other)
+    with publish_folder(place) if isinstance(place, RemotePath) else nullcontext(place) as out:
+        if action == "reshard":
+            reshard(path, out, processes=processes, plan=None if plan is None else Plan.from_json_file(plan))
+            typer.echo(f"{place}: {_num_files(verify_checkpoint(out))} files of tables")
+        else:
+            for file in export_checkpoint(path, out, kind):
+                typer.echo(place / file.relative_to(out).as_posix())
 
 
 def _num_files(manifest: Manifest) -> int:

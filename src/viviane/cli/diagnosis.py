@@ -22,11 +22,12 @@ from viviane.ops import dispatch
 DOORS: Final[dict[str, tuple[str, bool]]] = {
     "etl": ("cleaning raw logs on one machine: viviane etl, prediction on raw rows", True),
     "tracking": ("TensorBoard files in the run folder", True),
-    "spark": ("cleaning raw logs on a cluster", False),
+    "spark": ("cleaning raw logs on a cluster", True),
     "serving": ("serving on Triton Inference Server", False),
     "redis": ("embedding store in a Redis cluster", False),
     "rocksdb": ("embedding store on disk", False),
-    "kafka": ("streaming updates from training to servers", False),
+    "kafka": ("training on a Kafka topic", True),
+    "hdfs": ("data, models and checkpoints in HDFS by URL", True),
     "onnx": ("export to ONNX", False),
     "tensorflow": ("embeddings inside TensorFlow and Keras", False),
     "docs": ("building this documentation", True),
@@ -178,6 +179,23 @@ def _check_gpu() -> Check:
     return Check("gpu", True, "none here; training runs on the CPU")
 
 
+def _check_graphs() -> Check:
+    if not machine.gpus():
+        return Check("cuda graphs", True, "no GPU here: training steps run one launch after another")
+    device = torch.device("cuda", 0)
+    if not dispatch.kernels_serve(device):
+        fix = f"unset {dispatch.VARIABLE}"
+        return Check("cuda graphs", True, f"{dispatch.VARIABLE} chooses plain torch: steps are not recorded", fix)
+    one = torch.zeros(1, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one.add_(1)
+    for _ in range(3):
+        graph.replay()
+    seen = "recorded and replayed; model.trainer.cuda_graph says why a model's steps are not"
+    return Check("cuda graphs", one.item() == 3, seen, "" if one.item() == 3 else "report this, with --json")
+
+
 def _check_training() -> Check:
     devices = ["cpu", *(["cuda:0"] if machine.gpus() else [])]
     seen = []
@@ -217,5 +235,6 @@ CHECKS: Final[dict[str, Callable[[], Check]]] = {
     "libraries": _check_libraries,
     "temporary files": _check_disk,
     "gpu": _check_gpu,
+    "cuda graphs": _check_graphs,
     "training": _check_training,
 }

@@ -29,10 +29,11 @@ def command(
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False)
+    from viviane.cli.console import output
+
+    console = output()
     for table in (_machine(diagnosis), _doors(diagnosis), _operations(diagnosis), _checks(diagnosis)):
         console.print(table)
     for check in diagnosis.checks:

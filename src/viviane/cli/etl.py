@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from viviane.config.base import load_json
 from viviane.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from viviane.etl import EtlConfig, FittedEtl, Summary
+    from viviane.etl import EtlConfig, FittedEtl, SequenceConfig, SequenceSummary, Summary
 
+SEQUENCES = "viviane-sequences"
 _SPLIT_HELP = (
     "hash:COLUMN:train=0.8,valid=0.1,test=0.1 | time:COLUMN:train=0.9,test=0.1 | time:COLUMN:test@2024-06-01 | "
     "file:train=day_0*,test=day_1 | rows:train=0.9,test=0.1 (in the order of the files)."
@@ -20,9 +22,11 @@ _SPLIT_HELP = (
 
 
 def command(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Raw files, folders or patterns.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the data sets and etl.zip.")],
-    config: Annotated[Path | None, typer.Option(help="Declarative JSON file.")] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Argument(metavar="INPUT...", help="Raw files, folders or patterns.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the data sets and etl.zip.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Declarative JSON file; of rows or of sequences.")] = None,
     preset: Annotated[str | None, typer.Option(help="A ready-made file: criteo.")] = None,
     apply: Annotated[Path | None, typer.Option(help="Apply this fitted etl.zip; nothing is learned.")] = None,
     num_dense: Annotated[int | None, typer.Option(help="Preset: numeric columns [13].")] = None,
@@ -36,17 +40,45 @@ def command(
     on_bad_row: Annotated[
         str, typer.Option(help="error: stop, naming file, line, column. reject: set aside in rejects.jsonl.")
     ] = "error",
+    engine: Annotated[str, typer.Option(help="duckdb, spark or gpu; the output is the same.")] = "duckdb",
+    master: Annotated[str | None, typer.Option(help="Spark's master: local[4], spark://host:7077, yarn.")] = None,
+    spark: Annotated[list[str] | None, typer.Option(help="A setting of Spark, key=value; several times.")] = None,
+    device: Annotated[str | None, typer.Option(help="Of the GPU engine: cuda, cuda:1; cpu to try it. [cuda]")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with an interrupted run of the same job.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw what would be done as SVG into this file, no more.")
+    ] = None,
 ) -> None:
     """Clean raw logs: learn on the training part, write Parquet and schema for every part."""
-    from viviane.etl import run
+    from viviane.etl import SequenceConfig, run, sequences
 
     options = {
         "num_dense": num_dense, "num_categorical": num_categorical, "min_count": min_count, "hash_ids": hash_ids,
         "raw_ids": raw_ids or None,
     }  # fmt: skip
     what = _choose(config, preset, apply, {name: value for name, value in options.items() if value is not None})
+    if picture is not None:
+        _draw(what, picture)
+        return
+    if not inputs or output is None:
+        raise ConfigError("say what to read and where to write", allowed="INPUT... --output FOLDER, or --picture FILE")
+    if isinstance(what, SequenceConfig):
+        if split is not None:
+            raise ConfigError("rows to sequences are not split", value=split, fix="split the ETL that reads them")
+        if engine != "duckdb" or master or spark or device:
+            raise ConfigError(
+                "rows to sequences are DuckDB's work",
+                value=engine,
+                fix="leave out --engine, --master, --spark, --device",
+            )
+        made = sequences(
+            what, inputs, output,
+            memory_limit=memory_limit, threads=threads, on_bad_row=_bad_row(on_bad_row), resume=resume,
+            overwrite=overwrite,
+        )  # fmt: skip
+        _print_sequences(made)
+        return
     with _Progress() as progress:
         summary = run(
             what,
@@ -55,7 +87,11 @@ def command(
             split=split,
             memory_limit=memory_limit,
             threads=threads,
-            on_bad_row=on_bad_row,
+            on_bad_row=_bad_row(on_bad_row),
+            engine=engine,
+            master=master,
+            spark=spark_settings(spark or []),
+            device=device,
             resume=resume,
             overwrite=overwrite,
             progress=progress.show,
@@ -63,10 +99,26 @@ def command(
     _print(summary)
 
 
+def spark_settings(pairs: list[str]) -> dict[str, str]:
+    """Read settings written as key=value.
+
+    Example:
+        >>> spark_settings(["spark.executor.memory=8g"])
+        {'spark.executor.memory': '8g'}
+    """
+    settings = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise ConfigError("not a setting of Spark", where="--spark", value=pair, allowed="key=value")
+        settings[key] = value
+    return settings
+
+
 def _choose(
     config: Path | None, preset: str | None, apply: Path | None, options: dict[str, int]
-) -> EtlConfig | FittedEtl:
-    from viviane.etl import PRESETS, EtlConfig, FittedEtl
+) -> EtlConfig | FittedEtl | SequenceConfig:
+    from viviane.etl import PRESETS, EtlConfig, FittedEtl, SequenceConfig
 
     if sum(one is not None for one in (config, preset, apply)) != 1:
         raise ConfigError(
@@ -78,9 +130,32 @@ def _choose(
     if apply is not None:
         return FittedEtl.load(apply)
     if config is not None:
-        return EtlConfig.from_json_file(config)
+        of_sequences = config.exists() and load_json(config).get("format") == SEQUENCES
+        return SequenceConfig.from_json_file(config) if of_sequences else EtlConfig.from_json_file(config)
     made: EtlConfig = PRESETS[str(preset)](**options)
     return made
+
+
+def _bad_row(word: str) -> Literal["error", "reject"]:
+    if word not in ("error", "reject"):
+        raise ConfigError("unknown on_bad_row", value=word, allowed="error, reject")
+    return "error" if word == "error" else "reject"
+
+
+def _draw(what: EtlConfig | FittedEtl | SequenceConfig, file: Path) -> None:
+    from viviane.core.files import write_bytes_atomic
+    from viviane.etl import picture
+
+    write_bytes_atomic(file, picture(what).encode())
+    print(f"drawn into {file}")  # noqa: T201
+
+
+def _print_sequences(summary: SequenceSummary) -> None:
+    from dataclasses import asdict
+
+    for name, value in asdict(summary).items():
+        if value:
+            print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")  # noqa: T201
 
 
 class _Progress:
@@ -116,8 +191,9 @@ class _Progress:
 
 def _print(summary: Summary) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from viviane.cli.console import output
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"ETL into {summary.output}", title_justify="left")
     table.add_column("")
@@ -128,7 +204,7 @@ def _print(summary: Summary) -> None:
             table.add_row(name, f"{value:,}")
     for name, value in summary.rows.items():
         table.add_row(f"written: {name}", f"{value:,}")
-    console = Console(highlight=False)
+    console = output()
     console.print(table)
     if summary.num_ids:
         largest = sorted(summary.num_ids.items(), key=lambda item: -item[1])

@@ -13,8 +13,9 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the script
 
 
 def command(
-    script: Annotated[Path | None, typer.Argument(help="A script that imports hugectr.")] = None,
+    script: Annotated[Path | None, typer.Argument(help="A script that imports hugectr, or a notebook.")] = None,
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; options too.")] = None,
+    program: Annotated[str | None, typer.Option(help="Of a notebook run this program alone.")] = None,
     train: Annotated[Path | None, typer.Option(help="Train from HugeCTR's JSON: solver, optimizer, layers.")] = None,
 ) -> None:
     """Run a script or a JSON file that was written for HugeCTR, unchanged."""
@@ -23,6 +24,6 @@ def command(
     if (script is None) == (train is None):
         raise ConfigError("give a script, or --train config.json", value=None if script is None else str(script))
     if script is not None:
-        run_script(script, args or [])
+        run_script(script, args or [], program)
     elif train is not None:
         train_from_json(train)

@@ -23,6 +23,7 @@ COMMANDS = {
     "predict": "viviane.cli.predict",
     "summary": "viviane.cli.summary",
     "plan": "viviane.cli.plan",
+    "trace": "viviane.cli.trace",
     "bench": "viviane.cli.bench",
     "checkpoint": "viviane.cli.checkpoint",
     "doctor": "viviane.cli.doctor",

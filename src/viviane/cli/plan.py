@@ -10,12 +10,13 @@ import typer
 from viviane.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from viviane.batch import Batch
     from viviane.cli.train_config import TrainConfig
+    from viviane.data import Dataset
     from viviane.model.graph import Plan as GraphPlan
     from viviane.parallel.costs import Machine
     from viviane.parallel.planner import Planned, Planner
 
+_ROWS_LOOKED_AT = 4096
 _CPU_LINK_SHARE = 4  # of the memory's speed: bytes between processes of one machine are copied in and out
 
 
@@ -41,7 +42,7 @@ def command(
     data = Dataset(settings.data.train)
     graph = settings.build(data.schema).plan()
     machine = _machine(settings.solver.device, memory_gb, memory_gb_per_s, link_gb_per_s)
-    planned = _planner(settings, graph, data.head(min(len(data), 4096)), processes, machine).best()
+    planned = _planner(settings, graph, data, processes, machine).best()
     _show(planned)
     if output is not None:
         write_json_atomic(output, planned.plan.to_dict())
@@ -57,8 +58,7 @@ def _machine(device: str, memory_gb: float | None, speed: float | None, link: fl
 
     from viviane.core.device import resolve_device
     from viviane.core.machine import memory_bytes
-    from viviane.parallel.costs import Machine
-    from viviane.parallel.measure import copy_gb_per_s, link_gb_per_s
+    from viviane.parallel.measure import copy_gb_per_s, link_gb_per_s, machine_of
 
     where = resolve_device(device)
     if memory_gb is not None:
@@ -80,32 +80,43 @@ def _machine(device: str, memory_gb: float | None, speed: float | None, link: fl
             f"assumed: 1/{_CPU_LINK_SHARE} of the memory's; --link-gb-per-s says better",
         )
     typer.echo(f"device {where}: {held / 1e9:.1f} GB, memory {speed:.1f} GB/s, link {link:.1f} GB/s ({note})")
-    return Machine(held, speed, link)
+    return machine_of(where, held, speed, link)
 
 
-def _planner(settings: TrainConfig, graph: GraphPlan, rows: Batch, processes: int, machine: Machine) -> Planner:
-    """Take all tables of all embedding nodes together, as "<node>.<table>"."""
+def _planner(settings: TrainConfig, graph: GraphPlan, data: Dataset, processes: int, machine: Machine) -> Planner:
+    """Take all tables of all embedding nodes together, as training does, under the names "<node>.<table>"."""
+    import torch
+
+    from viviane.model.module import joined_tables
+    from viviane.parallel import Traffic
+    from viviane.parallel.automatic import hot_shares_of, hotness_of, is_whole, own_kinds
     from viviane.parallel.planner import Planner
 
-    tables, features, hotness = [], [], {}
-    for node, own in graph.tables.items():
-        tables += [table.model_copy(update={"name": f"{node}.{table.name}"}) for table in own.tables]
-        for feature in own.features:
-            name, table = f"{node}.{feature.name}", f"{node}.{feature.table}"
-            features.append(feature.model_copy(update={"name": name, "table": table}))
-            if feature.name in rows.bags and len(rows):
-                hotness[name] = len(rows.bags[feature.name].values) / len(rows)
+    tables, features = joined_tables(graph)
     if not tables:
         raise ConfigError("the model has no embedding tables, so there is nothing to plan")
+    solver, traffic = settings.solver, Traffic.of(data.info)
+    if not traffic.hotness and len(data):  # no statistics: a few rows tell at least how long bags are
+        rows = data.head(min(len(data), _ROWS_LOOKED_AT))
+        traffic = Traffic({name: len(bag.values) / len(rows) for name, bag in rows.bags.items()})
+    given = "auto" if is_whole(solver.plan) else solver.plan
+    kinds = {
+        f"{node}.{t}": k for node, own in graph.tables.items() for t, k in own_kinds(given, own.tables, node).items()
+    }
     rule = settings.embedding_optimizer or settings.optimizer
-    return Planner(tables, features, rule, settings.solver.batch_size, processes, machine, hotness=hotness)
+    return Planner(
+        tables, features, rule, solver.batch_size, processes, machine, hotness=hotness_of(features, traffic),
+        hot_shares=hot_shares_of(features, traffic), wire_bytes=getattr(torch, solver.wire_dtype).itemsize,
+        kinds=kinds,  # type: ignore[arg-type]  # read from the same settings as in training
+    )  # fmt: skip
 
 
 def _show(planned: Planned) -> None:
     """Print the plan, table by table and process by process."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from viviane.cli.console import output
 
     plan, machine = planned.plan, planned.machine
     where = Table(title="Tables", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -116,15 +127,16 @@ def _show(planned: Planned) -> None:
         cost = planned.costs[ranks[0]][one.table]
         listed = "all" if len(ranks) == plan.world_size else ", ".join(map(str, ranks))
         milliseconds = f"{cost.milliseconds(machine):.4f}"
-        where.add_row(one.table, one.kind, listed, f"{cost.held / 1e9:.4f}", milliseconds)
+        kind = f"{one.kind}, {one.num_hot:,} hot" if one.num_hot else one.kind
+        where.add_row(one.table, kind, listed, f"{cost.held / 1e9:.4f}", milliseconds)
     load = Table(title="Processes", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("process", "GB held", "MB read and written", "MB sent", "ms"):
         load.add_column(name, justify="right")
     for rank in range(plan.world_size):
         cost = planned.total(rank)
-        numbers = (cost.held / 1e9, cost.memory / 1e6, cost.wire / 1e6, cost.milliseconds(machine))
+        numbers = (cost.held / 1e9, cost.memory / 1e6, (cost.wire + cost.sums) / 1e6, cost.milliseconds(machine))
         load.add_row(str(rank), *(f"{number:,.3f}" for number in numbers))
-    console = Console(highlight=False)
+    console = output()
     console.print(where)
     console.print(load)
     typer.echo(f"expected: {planned.milliseconds:.3f} ms for tables and exchange, balance {planned.balance:.0%}")

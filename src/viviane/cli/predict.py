@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from viviane.core.errors import ConfigError
+from viviane.core.locations import RemotePath, location
+from viviane.core.remote.published import upload_file
 
 
 def command(
@@ -28,7 +31,7 @@ def command(
 
     if output.suffix not in (".parquet", ".csv"):
         raise ConfigError("unknown kind of output", where="--output", value=str(output), allowed=".parquet, .csv")
-    if output.exists() and not overwrite:
+    if location(output).exists() and not overwrite:
         raise ConfigError("the output exists", where=str(output), fix="choose another, or pass --overwrite")
     loaded = Model.load(model, device=device)
     labels = [label.name for label in loaded.schema.labels]
@@ -49,14 +52,19 @@ def _writer(output: Path, names: list[str]) -> Iterator[Any]:
     import pyarrow.parquet
 
     schema = pa.schema([pa.field(name, pa.float32(), nullable=False) for name in names])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    work = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    place = location(output)
+    folder = Path(tempfile.gettempdir()) if isinstance(place, RemotePath) else place.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    work = folder / f".{output.name}.{os.getpid()}.tmp"
     kind = pyarrow.parquet.ParquetWriter if output.suffix == ".parquet" else pyarrow.csv.CSVWriter
     try:
         with kind(str(work), schema) as file:
             yield lambda part: file.write_table(
                 pa.table([pa.array(part[:, i]) for i in range(len(names))], schema=schema)
             )
-        work.replace(output)
+        if isinstance(place, RemotePath):
+            upload_file(work, place)
+        else:
+            work.replace(place)
     finally:
         work.unlink(missing_ok=True)

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from viviane.core.errors import DataError
+from viviane.core.locations import AnyPath, published_location
 from viviane.data import Dataset
 from viviane.model import Model
 from viviane.schema import SCHEMA_FILE
 
 
 @contextmanager
-def open_rows(path: Path, model: Model, *, with_labels: bool) -> Iterator[Dataset]:
+def open_rows(path: str | AnyPath, model: Model, *, with_labels: bool) -> Iterator[Dataset]:
     """Yield the rows as a data set, every one of them, in their order.
 
     Raw files go through the model's ETL into a temporary folder; its filters, which choose rows to train on, do
@@ -24,15 +25,16 @@ def open_rows(path: Path, model: Model, *, with_labels: bool) -> Iterator[Datase
     Raises:
         DataError: raw files, and the model carries no ETL.
     """
-    if not path.exists():
-        raise DataError("no such input", where=str(path), allowed="a data set folder, or raw files")
-    if path.is_dir() and (path / SCHEMA_FILE).exists():
-        yield Dataset(path)
+    place = published_location(path)
+    if not place.exists():
+        raise DataError("no such input", where=str(place), allowed="a data set folder, or raw files")
+    if place.is_dir() and (place / SCHEMA_FILE).exists():
+        yield Dataset(place)
         return
     if model.etl is None:
         raise DataError(
             "these are raw rows, and the model carries no ETL to read them",
-            where=str(path),
+            where=str(place),
             fix="give a data set folder with schema.json, or train on data that `viviane etl` wrote",
         )
     from viviane.etl import FittedEtl
@@ -40,5 +42,5 @@ def open_rows(path: Path, model: Model, *, with_labels: bool) -> Iterator[Datase
     fitted = FittedEtl.load(model.etl)
     unfiltered = replace(fitted, config=fitted.config.model_copy(update={"filters": ()}))
     with tempfile.TemporaryDirectory(prefix="viviane-rows-") as folder:
-        unfiltered.transform(path, Path(folder) / "rows", labels=True if with_labels else None)
+        unfiltered.transform(place, Path(folder) / "rows", labels=True if with_labels else None)
         yield Dataset(Path(folder) / "rows")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from viviane.core.errors import ConfigError
+from viviane.core.locations import AnyPath, RemotePath, location
 
 if TYPE_CHECKING:
     from viviane.training import History
@@ -41,30 +42,36 @@ def command(
     from viviane.parallel import join_processes, num_restarts
     from viviane.report import write_report
     from viviane.training import RunFolder
+    from viviane.training.remote_run import RunMirror
 
     settings = read_train_config(config, changes or [])
-    folder = run_folder or Path(settings.run_folder or f"runs/{settings.name}")
+    place = location(run_folder or settings.run_folder or f"runs/{settings.name}")
+    mirror = RunMirror(place) if isinstance(place, RemotePath) else None
+    folder = place if isinstance(place, Path) else RunMirror(place).local
     group = join_processes(settings.solver.device, settings.solver.peer_timeout_s)
     resume = resume or num_restarts() > 0
-    if group.from_first(lambda: RunFolder(folder).holds_a_run) and not resume:
+    if group.from_first(lambda: (mirror or RunFolder(folder)).holds_a_run) and not resume:
         fix = "continue it with --resume, or choose another with --run-folder"
-        raise ConfigError("the run folder already holds a run", where=str(folder), fix=fix)
-    train = Dataset(settings.data.train)
+        raise ConfigError("the run folder already holds a run", where=str(place), fix=fix)
+    train = settings.data.open_train()
     validation = None if settings.data.validation is None else Dataset(settings.data.validation)
     model = settings.build(train.schema)
-    model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics)
+    model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics, statistics=train.info)
     if group.rank == 0:
         model.summary()
-        write_json_atomic(folder / "train.json", settings.to_dict())
-    history = model.fit(train, validation, run_folder=folder, resume=resume)
+        write_json_atomic(place / "train.json", settings.to_dict())
+    history = model.fit(train, validation, run_folder=place, resume=resume)
     if history.interrupted:
         if group.rank == 0:
-            typer.echo(f"interrupted; go on with: viviane train {config} --run-folder {folder} --resume")
+            typer.echo(f"interrupted; go on with: viviane train {config} --run-folder {place} --resume")
         sys.exit(_INTERRUPTED)
-    saved = model.save(folder / "model")
+    saved = model.save(place / "model")
     if group.rank:
         return
-    report = write_report(folder)
+    report: AnyPath = write_report(folder)
+    if mirror is not None:
+        mirror.push_files()
+        report = mirror.url / report.name
     _show(history)
     best = train.info.get("best_auc")
     if best is not None:
@@ -75,8 +82,9 @@ def command(
 def _show(history: History) -> None:
     """Print the last row of each split as a table."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from viviane.cli.console import output
 
     rows = [row for row in (history.last("train"), history.last("valid")) if row is not None]
     names = list(dict.fromkeys(name for row in rows for name in row if name not in ("split", "epoch", "lr", "seconds")))
@@ -92,7 +100,7 @@ def _show(history: History) -> None:
             table.add_column(name.replace("_", " "), justify="right")
         for row in rows:
             table.add_row(row["split"], *(_number(row.get(name)) for name in names))
-    Console(highlight=False).print(table)
+    output().print(table)
     typer.echo(f"stopped by: {history.stopped}")
 
 

@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 from viviane.config import Adam, OptimizerSettings, Solver
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import ConfigError, suggest
+from viviane.data import Dataset
+from viviane.data.streaming import KafkaStream
 from viviane.model import Model, ModelFile, read_model_file
 from viviane.model.nodes import Name
 from viviane.schema import Schema
@@ -21,10 +23,37 @@ _FORMS = ("zoo", "nodes", "file")
 
 
 class DataConfig(Settings):
-    """Folders of the data sets; `validation` may be left out."""
+    """What a run reads.
+
+    Args:
+        train: folder or URL of a data set, or of a stream: kafka://host:9092/topic.
+        validation: folder or URL of a data set; may be left out.
+        stream_schema: of a stream's rows: schema.json, or a folder with it.
+        stream_etl: instead, the etl.zip that a stream's raw rows go through.
+    """
 
     train: str = Field(min_length=1)
     validation: str | None = None
+    stream_schema: str | None = None
+    stream_etl: str | None = None
+
+    def open_train(self) -> Dataset | KafkaStream:
+        """Open the training rows.
+
+        Raises:
+            ConfigError: a schema or an ETL of a stream for data that are none.
+            DataError, SchemaError: see `Dataset` and `KafkaStream`.
+        """
+        if not self.train.startswith("kafka://"):
+            if self.stream_schema is not None or self.stream_etl is not None:
+                fix = "leave it out: a data set has its own"
+                raise ConfigError("stream_schema and stream_etl belong to a stream", where="data", fix=fix)
+            return Dataset(self.train)
+        from viviane.etl import FittedEtl
+
+        schema = None if self.stream_schema is None else Schema.load(self.stream_schema)
+        etl = None if self.stream_etl is None else FittedEtl.load(self.stream_etl)
+        return KafkaStream.from_url(self.train, schema, etl=etl)
 
 
 class TrainConfig(Settings):
