@@ -151,10 +151,29 @@ def amazon_beauty(folder: Path) -> None:
             seed, t = (user if at == last else f"{user}:{at}"), 0
             while (other := str(crc(f"{seed}:{t}") % num_items + 1)) in own:
                 t += 1
-            history = items[max(0, at - 20) : at]
+            history = items[max(0, at - 10) : at]
             rows += [(1, items[at], history), (0, other, history)]
             part += [2 if at == last else 1 if at == last - 1 else 0] * 2
     write_parts(pd.DataFrame(rows, columns=["label", "item", "history"]), part, folder)
+
+
+def retailrocket(folder: Path) -> None:
+    """Pairs of a visitor and an item viewed: put into the cart, bought; split by a hash of the pair."""
+    with zipfile.ZipFile(DATA / "retailrocket_funnel" / "Retailrocket_Ecommerce.zip") as file:
+        view, cart, buy = (
+            pd.read_csv(io.BytesIO(file.read(f"RetailRocket_Ecommerce/{name}_ecommerce.dat")), sep="\t", dtype=str)
+            for name in ("view", "add_to_cart", "purchase")
+        )
+    keys = [f"{visitor}:{item}" for visitor, item in zip(view.visitorid, view.itemid, strict=True)]
+    frame = view[["visitorid", "itemid"]].rename(columns={"visitorid": "visitor", "itemid": "item"})
+    for name, events in (("cart", cart), ("purchase", buy)):
+        done = set(events.visitorid + ":" + events.itemid)
+        frame[name] = [int(key in done) for key in keys]
+    frame = frame.astype({"visitor": "int64", "item": "int64"})
+    place = [crc(key) % 10 for key in keys]
+    if (len(frame), sum(h < 2 for h in place)) != (78_371, 15_611):
+        raise SystemExit(f"retailrocket: {len(frame)} pairs, {sum(h < 2 for h in place)} of them for the test")
+    write_parts(frame, [2 if h < 2 else 1 if h == 2 else 0 for h in place], folder)
 
 
 DATA_SETS: dict[str, Callable[..., None]] = {
@@ -165,4 +184,5 @@ DATA_SETS: dict[str, Callable[..., None]] = {
     "adult": adult,
     "adult_tasks": adult_tasks,
     "amazon_beauty": amazon_beauty,
+    "retailrocket": retailrocket,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from features import ADULT_DEEP, ADULT_WIDE, Json, adult_etl, criteo_etl, frappe_etl, movielens_etl
@@ -19,6 +19,9 @@ class Case:
         train: the training file without its data folders.
         goal: test AUC aimed at, mean over seeds (and folds); None where nothing comparable is known.
         goal_log_loss: test log loss aimed at, where one is set.
+        label_goals: the same for each label's AUC, of a model of several.
+        published: what stands beside the AUC, or each label's, as another program's figure.
+        beside: for the AUC, or each label's, the case that a reader compares with, run before this one.
         folds: number of folds, 1 for a single split.
         note: what a reader must know to compare the figure.
     """
@@ -29,6 +32,9 @@ class Case:
     train: Json
     goal: float | None = None
     goal_log_loss: float | None = None
+    label_goals: Mapping[str, float] = field(default_factory=dict)
+    published: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
     folds: int = 1
     note: str = ""
     seeds: Sequence[int] = field(default=(1, 2, 3))
