@@ -19,6 +19,7 @@ FLOORS = {
     **dict.fromkeys(("model", "zoo"), 6),
     **dict.fromkeys(("report", "bench", "export", "serving"), 7),
     **dict.fromkeys(("cli", "tensorflow", "compat"), 8),
+    "__main__": 9,  # python -m viviane
     "": 9,  # viviane/__init__.py gathers the public names; nothing inside imports it
 }
 # (room, room of the same floor that it may import): why.
