@@ -1,6 +1,6 @@
 # Everything a checkout can do; `make help` lists it. Needs make, a POSIX shell and Python 3.11 or newer.
 .POSIX:
-.PHONY: help install install-docs demo test test-all lint format snapshot bench bench-tables quality docs docs-serve wheel clean distclean
+.PHONY: help install install-docs demo test test-all lint format snapshot bench gpu bench-tables quality docs docs-serve wheel clean distclean
 
 PYTHON ?= python3
 VENV = .venv
@@ -18,6 +18,7 @@ help:
 	@echo 'make format       let ruff rewrite the sources'
 	@echo 'make snapshot     accept a change of the public names, flags and settings'
 	@echo 'make bench        run every benchmark and append to benchmarks/results/ (SMALL=1 for a quick try)'
+	@echo 'make gpu          on a machine with GPUs: every test and benchmark that needs one'
 	@echo 'make bench-tables rewrite the tables of figures in README.md and docs/ from benchmarks/results/'
 	@echo 'make quality      train the reference models on real data and record their AUC'
 	@echo 'make docs         build the documentation into site/'
@@ -60,6 +61,9 @@ snapshot: install
 
 bench: install
 	@$(BIN)/python benchmarks/run.py $${SMALL:+--small}
+
+gpu: install
+	@$(BIN)/python benchmarks/on_gpus.py
 
 bench-tables: install
 	@$(BIN)/python benchmarks/tables.py

@@ -5,7 +5,8 @@ A page asks for a table with a pair of markers; what stands between them is repl
     <!-- figures: train quality -->
     <!-- figures end -->
 
-names the benchmarks; `all` gives every one, with a heading each.
+names the benchmarks; `all` gives every one, with a heading each; `headlines` gives one table of the figures that
+headlines.json names, with the command of each.
 """
 
 from __future__ import annotations
@@ -95,7 +96,37 @@ def table(figures: list[Figure]) -> str:
     return "\n".join(parts)
 
 
+def headlines(benches: dict[str, list[Figure]]) -> str:
+    """Return the figures that headlines.json names, one table whatever the machine."""
+    headings = ["what", "Viviane", "goal", "peer, same run", "peer, another run", "where, and the command"]
+    lines = [headings, ["---"] * len(headings)]
+    for one in json.loads((Path(__file__).parent / "headlines.json").read_text(encoding="utf-8")):
+        figure = _only(one, benches)
+        _, _, value, goal, _, peer, published = row(figure)
+        name = one["bench"]
+        command = "make quality" if name == "quality" else f"make bench, {name}.py"
+        machine = figure["machine"].rsplit(", ", 1)[1] if "NVIDIA" in figure["machine"] else figure["machine"]
+        lines.append([one["what"], value, goal, peer, published, f"{machine}; {command}"])
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def _only(one: dict[str, Any], benches: dict[str, list[Figure]]) -> Figure:
+    """Return the one newest figure that a headline names."""
+    wanted = one.get("shape", {}).items()
+    found = [
+        figure
+        for figure in benches.get(one["bench"], [])
+        if (figure["case"], figure["metric"]) == (one["case"], one["metric"])
+        and wanted <= (figure["shape"] if isinstance(figure["shape"], dict) else {}).items()
+    ]
+    if len(found) != 1:
+        raise SystemExit(f"headlines.json: {one['what']!r} names {len(found)} figures of {one['bench']}, not one")
+    return found[0]
+
+
 def render(names: str, benches: dict[str, list[Figure]]) -> str:
+    if names.strip() == "headlines":
+        return headlines(benches)
     wanted = list(benches) if names.strip() == "all" else names.split()
     found = [name for name in wanted if name in benches]
     if not found:

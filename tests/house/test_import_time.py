@@ -4,9 +4,9 @@ import json
 import subprocess
 import sys
 
-# Seconds of processor time above torch's own import; pyarrow and pydantic take most of it. Three times what was
-# measured when it was set, so that it fails for a new heavy import and not for a slow machine.
-BUDGET_SECONDS = 0.9
+# Processor time above torch's own import, as a share of that import, which a slow or busy machine stretches alike;
+# pyarrow and pydantic take most of it. Twice what was measured when it was set, so that a new heavy import fails.
+BUDGET_SHARE = 1.2
 NEVER = {
     *("duckdb", "ibis", "pandas", "rich", "typer", "tensorboard", "safetensors", "fsspec", "numba", "triton"),
     *("sklearn", "scipy", "matplotlib", "pyspark", "tensorflow", "redis", "rocksdict", "onnx", "onnxruntime", "polars"),
@@ -14,6 +14,7 @@ NEVER = {
 
 PROGRAM = """
 import json, sys, time
+begin = time.process_time()
 import torch
 before = set(sys.modules)
 start = time.process_time()
@@ -21,7 +22,7 @@ import viviane
 for name in viviane.__all__:  # names are imported when they are first used
     getattr(viviane, name)
 seconds = time.process_time() - start
-print(json.dumps({"seconds": seconds, "loaded": sorted(set(sys.modules) - before)}))
+print(json.dumps({"seconds": seconds, "torch": start - begin, "loaded": sorted(set(sys.modules) - before)}))
 """
 
 
@@ -37,5 +38,5 @@ def test_import_is_light() -> None:
 
 
 def test_import_is_quick() -> None:
-    best = min(measure()["seconds"] for _ in range(3))
-    assert best < BUDGET_SECONDS, f"viviane and its names take {best:.2f} s above torch: see python -X importtime"
+    best = min(one["seconds"] / one["torch"] for one in (measure() for _ in range(3)))
+    assert best < BUDGET_SHARE, f"viviane and its names take {best:.2f} of torch's own import: see python -X importtime"
