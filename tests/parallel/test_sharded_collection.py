@@ -90,10 +90,10 @@ def joined(parts):
     return whole
 
 
-def train_alike(group, plan, rule, options=None, steps=6, name=""):
+def train_alike(group, plan, rule, options=None, steps=6, name="", **settings):
     """Train one collection on the joined batches, the other over the processes; they stay equal."""
     truth = EmbeddingCollection(tables(**options or {}), FEATURES, rule, seed=3)
-    ours = ShardedCollection(tables(**options or {}), FEATURES, rule, plan=plan, group=group, seed=3)
+    ours = ShardedCollection(tables(**options or {}), FEATURES, rule, plan=plan, group=group, seed=3, **settings)
     for table in ("item", "city"):
         assert torch.equal(ours.export_table(table).weight, truth.export_table(table).weight), name
     for step in range(steps):

@@ -125,14 +125,26 @@ class Lookup(torch.autograd.Function):
 
 def entries_of(part: Part, gradient: Tensor, size: int, width: int) -> Entries:
     """Return a part's rows and where in the flat gradient of the output, (B * W,), theirs stand."""
-    if part.offsets is None:
-        sources = _sources(size, width, part.columns, gradient.device)
+    return entries_at(part.rows, part.offsets, part.weights, part.columns, gradient, size, width)
+
+
+def entries_at(
+    rows: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    columns: tuple[int, ...],
+    gradient: Tensor,
+    size: int,
+    width: int,
+) -> Entries:
+    """Return looked-up rows, as in a `Part`, and where in the flat gradient of the output, (B * W,), theirs stand."""
+    if offsets is None:
+        sources = _sources(size, width, columns, gradient.device)
     else:
-        bags = entry_bags(part.offsets, len(part.rows))
-        sources = _sources(size, width, part.columns, gradient.device, by_row=False)[bags]
-    weights = None if part.weights is None else part.weights.reshape(-1)
-    aligned = math.gcd(16, width, *part.columns)
-    return Entries(part.rows.reshape(-1), gradient, sources, weights, aligned)
+        bags = entry_bags(offsets, len(rows))
+        sources = _sources(size, width, columns, gradient.device, by_row=False)[bags]
+    aligned = math.gcd(16, width, *columns)
+    return Entries(rows.reshape(-1), gradient, sources, None if weights is None else weights.reshape(-1), aligned)
 
 
 def _sources(size: int, width: int, columns: tuple[int, ...], device: torch.device, *, by_row: bool = True) -> Tensor:

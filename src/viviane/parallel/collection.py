@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from viviane.embedding.state import summarize
 from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state, state_shape
 from viviane.parallel.content import gather_table, scatter_rows, scatter_table, start_shard
+from viviane.parallel.distinct import DistinctAsked, DistinctRoute
 from viviane.parallel.exchange import Return, assemble
 from viviane.parallel.fixed import FixedAsked, FixedRoute
 from viviane.parallel.fixed_keys import check_sizes, fixed_hotness
@@ -37,6 +38,7 @@ from viviane.parallel.plan import AnyTable, Plan, Shard, shards_of
 from viviane.parallel.replicas import check_unmixed, join_replicas
 from viviane.parallel.route import Asked, Route, exchange_sizes
 
+AnyAsked: TypeAlias = Asked | FixedAsked | DistinctAsked
 _MOST_UNCHECKED = 64  # records of batches that wait on a GPU to be read
 
 
@@ -57,6 +59,7 @@ class ShardedCollection(TableCollection):
         batch_size: rows of every process's batch, where they are always so many.
         hotness: ids of every row, by feature, where a feature with bags always has so many. With `batch_size`, and
             `hotness` of all features with bags, sizes are not exchanged: nothing waits for a GPU.
+        deduplicate_ids: send each distinct row of a batch once, and pool vectors at home; sizes are always exchanged.
 
     Example:
         >>> from viviane.config import SGD
@@ -83,15 +86,17 @@ class ShardedCollection(TableCollection):
         wire_dtype: torch.dtype = torch.float32,
         batch_size: int | None = None,
         hotness: Mapping[str, int] | None = None,
+        deduplicate_ids: bool = False,
     ) -> None:
         super().__init__()
         self.fix_sizes(batch_size, hotness)
+        self.deduplicate_ids = deduplicate_ids
         self.group = group or Group.world()
         self.tables: dict[str, AnyTable] = {table.name: table for table in tables}
         self.features = {feature.name: feature for feature in features}
         self.plan, self.optimizer, self.seed = plan, optimizer, seed
         plan.check(self.tables, self.group.size)
-        check_features(features, self.tables, plan, optimizer)
+        check_features(features, self.tables, plan, optimizer, deduplicate_ids)
         self._device = resolve_device(str(device))
         self.frozen = frozenset(table.name for table in tables if not table.trainable)
         self.wire_dtype, self.output_dtype = wire_dtype, output_dtype
@@ -109,6 +114,7 @@ class ShardedCollection(TableCollection):
         self.violations = Violations()
         self._routes: dict[tuple[str, ...], Route] = {}
         self._fixed: dict[tuple[Any, ...], FixedRoute] = {}
+        self._distinct: dict[tuple[str, ...], DistinctRoute] = {}
         self._stream: torch.cuda.Stream | None = None
         self._own_waiting: list[Callable[[], None]] = []
         self._replicas_waiting: list[Callable[[], None]] = []
@@ -165,7 +171,7 @@ class ShardedCollection(TableCollection):
 
     # Lookup -------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch | Mapping[str, Bag | Tensor] | Asked | FixedAsked) -> EmbeddingOutput:
+    def forward(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyAsked) -> EmbeddingOutput:
         """Look this process's batch up, or one that was distributed; all processes call it together.
 
         Raises:
@@ -173,7 +179,7 @@ class ShardedCollection(TableCollection):
                 raise it.
             DataError: the processes' batches differ in which columns are bags or have weights.
         """
-        asked = batch if isinstance(batch, Asked | FixedAsked) else self._ask(batch)
+        asked = batch if isinstance(batch, Asked | FixedAsked | DistinctAsked) else self._ask(batch)
         asked.take(self.device)
         self._finish()
         training = self.training and torch.is_grad_enabled()
@@ -184,9 +190,13 @@ class ShardedCollection(TableCollection):
             if training and self.gradient_watch is not None:
                 flat.register_hook(self.gradient_watch)  # type: ignore[no-untyped-call]
             return EmbeddingOutput(flat, self._places, asked.masks)
-        looked_up = self._look_up(self.own, asked.asked, sum(asked.sizes), training)
-        local = self._look_up(self.replicas, asked.local, asked.sizes[self.group.rank], training)
-        flat = Return.apply(looked_up, local, self.group, self._assembly, asked.sizes)  # type: ignore[no-untyped-call]
+        size = asked.size if isinstance(asked, DistinctAsked) else asked.sizes[self.group.rank]
+        local = self._look_up(self.replicas, asked.local, size, training)
+        if isinstance(asked, DistinctAsked):
+            flat = asked.route.look_up(asked, local, training=training)
+        else:
+            looked_up = self._look_up(self.own, asked.asked, sum(asked.sizes), training)
+            flat = Return.apply(looked_up, local, self.group, self._assembly, asked.sizes)  # type: ignore[no-untyped-call]
         if asked.scales:
             factors = torch.ones_like(flat)
             for name, scale in asked.scales.items():
@@ -195,19 +205,19 @@ class ShardedCollection(TableCollection):
             flat = flat * factors
         return EmbeddingOutput(flat, self._places, asked.masks)
 
-    def begin(self, batch: Batch | Mapping[str, Bag | Tensor] | Asked | FixedAsked) -> Asked | FixedAsked:
+    def begin(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyAsked) -> AnyAsked:
         """Begin a lookup; `forward` takes what is returned in the batch's place, and waits for the vectors.
 
         What runs between the two, such as layers that need no embeddings, runs beside the exchange where sizes are
         fixed. All processes call it together; tables must not move between it and its `forward`.
         """
-        asked = batch if isinstance(batch, Asked | FixedAsked) else self._ask(batch)
+        asked = batch if isinstance(batch, Asked | FixedAsked | DistinctAsked) else self._ask(batch)
         asked.take(self.device)
         if isinstance(asked, FixedAsked):
             asked.route.begin(asked, training=self.training and torch.is_grad_enabled())
         return asked
 
-    def distribute(self, batch: Batch | Mapping[str, Bag | Tensor]) -> Asked | FixedAsked:
+    def distribute(self, batch: Batch | Mapping[str, Bag | Tensor]) -> AnyAsked:
         """Resolve a batch's keys and exchange ids ahead; `forward` takes what is returned in the batch's place.
 
         On a GPU it runs on a stream of its own, beside what the current one does; where sizes vary, the host waits for
@@ -224,10 +234,12 @@ class ShardedCollection(TableCollection):
             asked.ready = self._stream.record_event()
         return asked
 
-    def _ask(self, batch: Batch | Mapping[str, Bag | Tensor]) -> Asked | FixedAsked:
+    def _ask(self, batch: Batch | Mapping[str, Bag | Tensor]) -> AnyAsked:
         if len(self.violations) >= _MOST_UNCHECKED:
             self.check()
         keys = read_keys(batch, self.features, self.device)
+        if self.deduplicate_ids:
+            return self._distinct_route(keys.one_hot_names).ask(keys)
         fixed = self._fixed_route(keys)
         if fixed is not None:
             return fixed.ask(keys)
@@ -261,6 +273,12 @@ class ShardedCollection(TableCollection):
             )  # fmt: skip
             self._routes[one_hot] = Route(resolver, self.pieces, self.group, self.device)
         return self._routes[one_hot]
+
+    def _distinct_route(self, one_hot: tuple[str, ...]) -> DistinctRoute:
+        if one_hot not in self._distinct:
+            route = self._route(one_hot)
+            self._distinct[one_hot] = DistinctRoute(self, route.resolve, route)
+        return self._distinct[one_hot]
 
     def _look_up(self, part: EmbeddingCollection | None, batch: Batch | None, size: int, training: bool) -> Tensor:
         if part is None or batch is None:

@@ -67,7 +67,11 @@ def part_table(shard: Shard, table: AnyTable) -> AnyTable:
 
 
 def check_features(
-    features: Sequence[FeatureConfig], tables: Mapping[str, AnyTable], plan: Plan, optimizer: AnyOptimizer
+    features: Sequence[FeatureConfig],
+    tables: Mapping[str, AnyTable],
+    plan: Plan,
+    optimizer: AnyOptimizer,
+    deduplicate_ids: bool = False,
 ) -> None:
     """Refuse features that no lookup over several processes can serve, and tables that cannot be cut as planned.
 
@@ -84,5 +88,10 @@ def check_features(
                 fix="pool with 'sum' or 'mean', or give the table num_rows",
             )  # fmt: skip
     for name, table in tables.items():
+        if deduplicate_ids and not isinstance(table, TableConfig):
+            raise ConfigError(
+                "ids of a dynamic table are not deduplicated before they are sent", where=f"table {name!r}",
+                fix="deduplicate_ids=False, or give the table num_rows",
+            )  # fmt: skip
         if plan.table(name).kind == "column":
             check_columns(name, table.optimizer or optimizer)
