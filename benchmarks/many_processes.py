@@ -74,12 +74,18 @@ def recorded(device: str) -> dict[str, object]:
 
 def speed(device: str) -> dict[str, object]:
     """Time steps on batches that wait in memory, in each way that this machine has."""
-    ways: dict[str, dict[str, Any]] = {"exchanged": {"cuda_graph": False}, "said": {"cuda_graph": False}}
+    ways: dict[str, dict[str, Any]] = {
+        "exchanged": {"cuda_graph": False}, "said": {"cuda_graph": False},
+        "deduplicated": {"cuda_graph": False, "deduplicate_ids": True},
+    }  # fmt: skip
     if device == "cuda":
         bits16 = {"precision": "bf16", "wire_dtype": "bfloat16"}
         ways |= {"recorded": {}, "recorded bf16": bits16}
         ways["recorded bf16, dense sums too"] = {**bits16, "dense_wire_dtype": "bfloat16"}
-    found = {name: _speed(device, says=name != "exchanged", **changes) for name, changes in ways.items()}
+    found = {
+        name: _speed(device, says=name not in ("exchanged", "deduplicated"), **changes)
+        for name, changes in ways.items()
+    }
     return {"processes": join_processes(device).size, "device": device, **found}
 
 

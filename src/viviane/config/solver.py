@@ -98,6 +98,9 @@ class Solver(Settings):
     """Whether the processes of a fit take sizes of whole batches for known and do not tell each other: "auto" on GPUs,
     where batch_size divides by the processes and bags have one number of ids; True on CPUs too, where sums are then
     rounded otherwise, and what prevents it is refused; False never, so that a group records no step in a CUDA graph."""
+    deduplicate_ids: bool = False
+    """Whether processes send each distinct row of a batch once, and pool vectors at home: less on the wire where ids
+    repeat or bags are short, but a sort of the ids in each step, and sizes are always exchanged."""
     dense_wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type in which gradients of float32 dense weights are summed over processes: 16 bits send half as much, and each
     process's gradient and the sum are rounded. The loss and `clip_grad_norm`'s norm are taken in float32."""

@@ -170,7 +170,9 @@ def build_module(
             tables, features, optimizer, group, device=str(resolve_device(solver.device)), kinds=kinds,
             batch_size=solver.batch_size, wire_dtype=solver.wire_dtype, traffic=Traffic.of(statistics or {}),
         ).plan.to_dict()  # fmt: skip
-    make = partial(make_tables, group=group, plan=given, wire_dtype=solver.wire_dtype)
+    make = partial(
+        make_tables, group=group, plan=given, wire_dtype=solver.wire_dtype, deduplicate_ids=solver.deduplicate_ids
+    )  # fmt: skip
     return GraphModule(plan, optimizer, device=resolve_device(solver.device), seed=solver.seed, make=make)
 
 

@@ -206,6 +206,7 @@ def make_tables(
     name: str = "",
     batch_size: int | None = None,
     traffic: Traffic | None = None,
+    deduplicate_ids: bool = False,
 ) -> TableCollection:
     """Return the collection for a group: spread over its processes, or an ordinary one in a process alone.
 
@@ -217,6 +218,7 @@ def make_tables(
         wire_dtype: type of vectors and gradients between processes.
         name: of the collection: a plan of "<name>.<table>" goes before one of "<table>".
         batch_size, traffic: see `choose_plan`.
+        deduplicate_ids: as of a ShardedCollection.
     """
     together = group or Group()
     # A plan for other processes is refused in one process too.
@@ -230,5 +232,5 @@ def make_tables(
         ).plan  # fmt: skip
     return ShardedCollection(
         tables, features, optimizer, plan=found, group=together, device=device, seed=seed,
-        wire_dtype=getattr(torch, wire_dtype),
+        wire_dtype=getattr(torch, wire_dtype), deduplicate_ids=deduplicate_ids,
     )  # fmt: skip

@@ -105,6 +105,8 @@ def obstacle_to_sizes(step: TrainStep, schema: Schema, hotness: Mapping[str, int
         hotness: ids of every row, by column with bags.
     """
     for collection in step.collections.values():
+        if getattr(collection, "deduplicate_ids", False):
+            return "deduplicate_ids is on: how many ids differ is not known beforehand"
         for name, feature in collection.features.items():
             if not isinstance(collection.tables[feature.table], TableConfig):
                 return f"table {feature.table!r} is dynamic: its keys get rows on the host"
