@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 from viviane.core.errors import SchemaError
 from viviane.nn import binary_cross_entropy, build_layer
 from viviane.ops.cross_layers import cross_layers
-from viviane.ops.dispatch import operations, reason
+from viviane.ops.dispatch import operations, reason, use_implementation
 from viviane.ops.dot_interaction import dot_interaction, num_pairs
 from viviane.ops.logistic_loss import logistic_loss
 from viviane.ops.mlp import mlp
@@ -105,4 +105,34 @@ def test_layers_say_why_they_are_not_fused():
     mlp_of = lambda **options: build_layer("MLP", {"num_outputs": [3], **options}, [(4,)])  # noqa: E731
     assert "normalisation" in mlp_of(layer_norm=True).unfused(x)
     assert "dropout" in mlp_of(dropout=0.5).unfused(x)
-    assert "no GPU" in mlp_of(dropout=0.5).eval().unfused(x)
+    assert mlp_of(dropout=0.5).eval().unfused(x) is None
+    assert "only float32" in mlp_of().double().unfused(x.double())
+    heard = mlp_of()
+    heard.layers[0].register_forward_hook(lambda *_: None)
+    assert "a hook listens" in heard.unfused(x)
+    with use_implementation("reference"):
+        assert "VIVIANE_OPS" in mlp_of().unfused(x)
+
+
+@pytest.mark.parametrize("relu", [(True, True), (True, False), (False, True)])
+def test_layers_in_place_equal_layers_one_by_one(relu):
+    given = [draw(9, 7), draw(5, 7, seed=1), draw(4, 5, seed=2), draw(5, seed=3), draw(4, seed=4)]
+    weight, results = draw(9, 4, seed=5).float().detach(), []
+    for name in ("auto", "reference"):
+        x, w, v, b, c = (one.float().detach().requires_grad_() for one in given)
+        with use_implementation(name):
+            y = mlp(x, [w, v], [b, c], list(relu))
+        kept = y.detach().clone()
+        (y * weight).sum().backward()
+        assert torch.equal(y, kept)  # backward writes over nothing that others read
+        results.append([y.detach(), *(one.grad for one in (x, w, v, b, c))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)  # the same products of float32
+    assert results[0][1].abs().sum() > 0
+
+
+def test_layers_in_place_give_gradients_of_what_wants_them_alone():
+    x, w, b = torch.ones(3, 4), torch.ones(2, 4, requires_grad=True), torch.ones(2)
+    mlp(x, [w], [b], [True]).sum().backward()
+    assert (x.grad, b.grad) == (None, None)
+    assert torch.equal(w.grad, torch.full((2, 4), 3.0))
