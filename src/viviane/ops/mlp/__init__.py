@@ -5,8 +5,8 @@ Shapes: B rows, k_l inputs and n_l outputs of layer l.
 On a GPU no pass over activations is made that a matrix product could make on its way: bias and ReLU belong to the
 forward product; the backward product of a layer masks its result by the ReLU below and sums the columns for the bias
 below; weight gradients are summed in float32 and stay float32 where the weights are. An output of width 1 has kernels
-of its own, that read its input once. On the CPU all layers are one step of backward, and ReLU and its gradient overwrite
-what the products wrote. Where `reason` says so, plain torch serves.
+of its own, that read its input once. On the CPU all layers are one step of backward, and ReLU and its gradient
+overwrite what the products wrote. Where `reason` says so, plain torch serves.
 """
 
 from __future__ import annotations
@@ -89,15 +89,11 @@ def reason(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         >>> reason(torch.ones(1, 2), [torch.ones(1, 2)], [None])
         'a layer has no bias: the fused products always add one'
     """
-    types: tuple[torch.dtype, ...] = _TYPES
-    if not kernels_serve(x.device):
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return "a trace reads plain torch"
-        if choose(x.device) == "reference":
-            return "VIVIANE_OPS: plain torch"
-        if torch.is_autocast_enabled(x.device.type):
-            return "autocast without a GPU"
-        types = (torch.float32,)
+    on_gpu = kernels_serve(x.device)
+    unfit = None if on_gpu else _unfit_without_gpu(x)
+    if unfit is not None:
+        return unfit
+    types = _TYPES if on_gpu else (torch.float32,)
     if any(bias is None for bias in biases):
         return "a layer has no bias: the fused products always add one"
     if any(one is not None and one.dtype not in types for one in (x, *weights, *biases)):
@@ -105,3 +101,11 @@ def reason(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     if not x.numel():
         return "nothing to compute"
     return None
+
+
+def _unfit_without_gpu(x: Tensor) -> str | None:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return "a trace reads plain torch"
+    if choose(x.device) == "reference":
+        return "VIVIANE_OPS: plain torch"
+    return "autocast without a GPU" if torch.is_autocast_enabled(x.device.type) else None
