@@ -104,7 +104,7 @@ def reason(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 
 
 def _unfit_without_gpu(x: Tensor) -> str | None:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return "a trace reads plain torch"
     if choose(x.device) == "reference":
         return "VIVIANE_OPS: plain torch"

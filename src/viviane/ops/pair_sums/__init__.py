@@ -51,7 +51,7 @@ def reason(vectors: Tensor) -> str | None:
     """
     if vectors.device.type != "cpu" or kernels_serve(vectors.device):
         return "the kernel is for CPUs"
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return "a trace reads plain torch"
     if choose(vectors.device) == "reference":
         return "VIVIANE_OPS: plain torch"
