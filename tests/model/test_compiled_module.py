@@ -47,7 +47,8 @@ def test_batches_of_any_origin_and_size_share_a_graph(module):
     fast = torch.compile(module, backend="aot_eager", fullgraph=True)
     for i, rows in enumerate((60, 90, 70)):
         batch = Batch.from_columns(SCHEMA, columns(rows, i), origin=f"file {i}")
-        assert torch.equal(fast(batch), module(batch))
+        # What is compiled is plain torch, whose sums of products differ by rounding from those of the CPU's kernel.
+        torch.testing.assert_close(fast(batch), module(batch), rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 2  # torch takes sizes that happen to be equal for one: none are here
 
 
