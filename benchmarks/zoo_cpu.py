@@ -113,11 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="small tables, two rounds")
     parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=20_000, help="of each table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for case in zoo_peers.CASES:
         if options.only in case.name:
-            compare(case, *((1_000, 256, 2) if options.small else (100_000, 2048, 5)))
+            compare(case, *((1_000, 256, 2) if options.small else (options.rows, options.batch, 5)))
 
 
 if __name__ == "__main__":
