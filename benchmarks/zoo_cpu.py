@@ -2,8 +2,8 @@
 
 All train the same network on the same batches in memory with Adam; the PyTorch peer keeps its tables in one
 `nn.Embedding(sparse=True)` per column with `SparseAdam`, or in dense ones with `Adam`, whichever is the faster.
-Steps alternate in short rounds, and the figure is the median round, in processor time of the one thread, so that what
-else runs on the machine counts little.
+Steps alternate in short rounds, of a quarter of a second where steps are short, and the figure is the median round, in
+processor time of the one thread, so that what else runs on the machine counts little.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from record import record
 from viviane.batch import Batch, Layout
 
 Step = Callable[[], object]
+_ROUND_MS = 250
 
 
 def schema_of(case: zoo_peers.Case, rows: int) -> vv.Schema:
@@ -87,8 +88,9 @@ def compare(case: zoo_peers.Case, rows: int, size: int, rounds: int) -> None:
     if deep is not None:
         ways["DeepCTR-Torch"] = deep
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for steps in ways.values():
+    for name, steps in ways.items():
         milliseconds(steps)
+        ways[name] = steps * max(1, round(_ROUND_MS / len(steps) / milliseconds(steps)))
     for _ in range(rounds):
         for name, steps in ways.items():
             times[name].append(milliseconds(steps))
@@ -111,11 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="small tables, two rounds")
     parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=20_000, help="of each table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for case in zoo_peers.CASES:
         if options.only in case.name:
-            compare(case, *((1_000, 256, 2) if options.small else (100_000, 2048, 5)))
+            compare(case, *((1_000, 256, 2) if options.small else (options.rows, options.batch, 5)))
 
 
 if __name__ == "__main__":

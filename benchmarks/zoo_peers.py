@@ -27,6 +27,7 @@ class Case:
         plain: makes the hand-written network from the tables' maker.
         deepctr: the model's name in DeepCTR-Torch, where it has it.
         heavy: the tables take most of the step.
+        loss: what the hand-written network's output is compared with the labels by.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case:
     labels: int = 1
     deepctr: str = ""
     heavy: bool = True
+    loss: Callable[[Tensor, Tensor], Tensor] = F.binary_cross_entropy_with_logits
 
 
 def chain(*widths: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -141,6 +143,60 @@ class MMoE(Plain):
         return torch.cat([tower(one) for tower, one in zip(self.towers, mixed, strict=True)], 1)
 
 
+class DLRM(nn.Module):
+    def __init__(self, table: Callable[..., nn.Embedding], case: Case) -> None:
+        super().__init__()
+        self.fields, places = Fields(table, case.columns, DIM), case.columns + 1
+        self.bottom = chain(case.dense, 256, 64, DIM)
+        rows, columns = torch.tril_indices(places, places, -1)
+        self.register_buffer("lower", rows * places + columns)
+        self.top = nn.Sequential(chain(DIM + places * (places - 1) // 2, *DEEP), nn.Linear(DEEP[-1], 1))
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        first = self.bottom(dense)
+        z = torch.cat([first.unsqueeze(1), self.fields(ids)], 1)
+        # index_select: its backward is faster than that of indexing with two lists, as DLRM's authors wrote it.
+        pairs = torch.bmm(z, z.transpose(1, 2)).flatten(1).index_select(1, self.lower)
+        return self.top(torch.cat([first, pairs], 1))
+
+
+class TwoTower(nn.Module):
+    """Half of the columns are the user's, half the item's, whose first is its id; returns log p of each row's item."""
+
+    def __init__(self, table: Callable[..., nn.Embedding], case: Case) -> None:
+        super().__init__()
+        self.half = case.columns // 2
+        self.user_fields, self.item_fields = (Fields(table, self.half, DIM) for _ in range(2))
+        self.user, self.item = (nn.Sequential(chain(self.half * DIM, 128), nn.Linear(128, 32)) for _ in range(2))
+        rows = table(1).num_embeddings
+        self.register_buffer("interval", torch.zeros(rows))
+        self.register_buffer("last_seen", torch.zeros(rows))
+        self.steps = 0
+
+    def log_frequency(self, items: Tensor) -> Tensor:
+        """Return log q by the mean number of steps between two batches with an item."""
+        self.steps += 1
+        old, gap = self.interval[items], self.steps - self.last_seen[items]
+        self.interval[items] = torch.where(old > 0, old + 0.01 * (gap - old), gap)
+        self.last_seen[items] = self.steps
+        return -self.interval[items].clamp_min(1.0).log()
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        u = F.normalize(self.user(self.user_fields(ids[:, : self.half]).flatten(1)))
+        v = F.normalize(self.item(self.item_fields(ids[:, self.half :]).flatten(1)))
+        items = ids[:, self.half]
+        with torch.no_grad():
+            log_q = self.log_frequency(items)
+            same = (items == items.unsqueeze(1)).fill_diagonal_(False)
+        z = torch.addmm(-log_q, u / 0.1, v.T).masked_fill_(same, -torch.inf)
+        return z.diagonal() - z.logsumexp(1)
+
+
+def weighted_mean(log_p: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of log p of each row's item: rows of label 0 only give candidates."""
+    return -(log_p * labels[:, 0]).mean()
+
+
 class NeuMF(nn.Module):
     def __init__(self, table: Callable[..., nn.Embedding], case: Case) -> None:
         super().__init__()
@@ -206,7 +262,7 @@ def plain_steps(case: Case, rows: int, batches: list[Batch], *, sparse: bool) ->
     rules.append(torch.optim.SparseAdam(tables, lr=LR) if sparse else torch.optim.Adam(tables, lr=LR))
 
     def step(first: Tensor, second: Tensor, labels: Tensor) -> Tensor:
-        loss = F.binary_cross_entropy_with_logits(model(first, second), labels)
+        loss = case.loss(model(first, second), labels)
         model.zero_grad(set_to_none=True)
         loss.backward()
         for rule in rules:
@@ -278,8 +334,18 @@ CASES = [
     Case("DeepFM", vv.zoo.DeepFM(dim=DIM, deep_mlp=DEEP), DeepFM, deepctr="DeepFM"),
     Case("DCN", vv.zoo.DCN(dim=DIM, deep_mlp=DEEP), DCN, deepctr="DCN vector"),
     Case("DCN v2", vv.zoo.DCNv2(dim=DIM, deep_mlp=DEEP), DCNv2, deepctr="DCN matrix", heavy=False),
+    Case("DLRM", vv.zoo.DLRM(dim=DIM, top_mlp=DEEP), DLRM),
     Case("MMoE", vv.zoo.MMoE(dim=DIM), MMoE, labels=2, heavy=False),
     Case("NeuMF", vv.zoo.NCF(dim=DIM, user="c0", item="c1"), NeuMF, columns=2, dense=0),
+    Case(
+        "Two towers",
+        vv.zoo.TwoTower(dim=DIM, user=[f"c{n}" for n in range(4)], item=[f"c{n}" for n in range(4, 8)]),
+        TwoTower,
+        columns=8,
+        dense=0,
+        heavy=False,
+        loss=weighted_mean,
+    ),
     Case("DIN", vv.zoo.DIN(dim=DIM), DIN, columns=1, dense=0, history=20, deepctr="DIN", heavy=False),
     Case("BST", vv.zoo.BST(dim=DIM), BST, columns=1, dense=0, history=20, heavy=False),
 ]

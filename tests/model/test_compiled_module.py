@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from viviane.batch import Batch
-from viviane.config import AdaGrad, Adam, Solver
+from viviane.config import SGD, AdaGrad, Solver
 from viviane.data import write_dataset
 from viviane.model import GraphModule, plan_graph
 from viviane.schema import Schema
@@ -47,7 +47,8 @@ def test_batches_of_any_origin_and_size_share_a_graph(module):
     fast = torch.compile(module, backend="aot_eager", fullgraph=True)
     for i, rows in enumerate((60, 90, 70)):
         batch = Batch.from_columns(SCHEMA, columns(rows, i), origin=f"file {i}")
-        assert torch.equal(fast(batch), module(batch))
+        # What is compiled is plain torch, whose sums of products differ by rounding from those of the CPU's kernel.
+        torch.testing.assert_close(fast(batch), module(batch), rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 2  # torch takes sizes that happen to be equal for one: none are here
 
 
@@ -57,8 +58,10 @@ def test_a_trainer_takes_a_module_compiled_in_place(module, tmp_path):
     other.compile(backend="aot_eager", fullgraph=True)
     for one in (module, other):
         solver = Solver(batch_size=64, lr=0.01, epochs=2, device="cpu", clip_grad_norm=1.0)
-        Trainer(one, SCHEMA, solver, Adam()).fit(train)
+        Trainer(one, SCHEMA, solver, SGD()).fit(train)
     assert counters["stats"]["unique_graphs"] > 0
     states = [one.state_dict() for one in (module, other)]
     assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    for name in states[0]:
+        # Ten steps by gradients that differ by rounding: the eager model's dot products come from the CPU's kernel.
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-4, atol=1e-5)

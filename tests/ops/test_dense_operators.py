@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 from viviane.core.errors import SchemaError
 from viviane.nn import binary_cross_entropy, build_layer
 from viviane.ops.cross_layers import cross_layers
-from viviane.ops.dispatch import operations, reason
+from viviane.ops.dispatch import operations, reason, use_implementation
 from viviane.ops.dot_interaction import dot_interaction, num_pairs
 from viviane.ops.logistic_loss import logistic_loss
 from viviane.ops.mlp import mlp
@@ -37,6 +37,21 @@ def test_interaction_against_loops(s, itself):
         assert len(dots) == num_pairs(s + 1, itself)
         expected = torch.cat([dense[b], torch.stack(dots), torch.zeros(1, dtype=torch.float64)])
         torch.testing.assert_close(out[b], expected, rtol=1e-12, atol=1e-12)  # float64 sums of four products
+
+
+@pytest.mark.parametrize("has_dense", [True, False])
+@pytest.mark.parametrize(("itself", "pad"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("s", "dim"), [(1, 3), (5, 16), (26, 9)])
+def test_the_kernel_of_the_interaction_equals_plain_torch(s, dim, itself, pad, has_dense):
+    given, results = [draw(40, dim), draw(40, s, dim, seed=1)], []
+    for name in ("auto", "reference"):
+        dense, embeddings = (one.detach().float().requires_grad_() for one in given)
+        with use_implementation(name):
+            out = dot_interaction(dense if has_dense else None, embeddings, pad=pad, itself=itself)
+        out.backward(draw(*out.shape, seed=2).detach().float())
+        results.append([out.detach(), embeddings.grad, *([dense.grad] if has_dense else [])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # float32 sums of up to 27 products of about 1
 
 
 @pytest.mark.parametrize("itself", [False, True])
@@ -93,7 +108,7 @@ def test_shapes_that_do_not_fit_are_refused(call, words):
 
 
 def test_the_doctor_says_that_plain_torch_serves_on_cpus():
-    dense = {"cross_layers", "dot_interaction", "logistic_loss", "mlp"}
+    dense = {"cross_layers", "logistic_loss", "mlp"}
     assert dense <= set(operations())
     for name in dense:
         assert reason(torch.device("cpu"), name).startswith("plain torch")
@@ -105,4 +120,34 @@ def test_layers_say_why_they_are_not_fused():
     mlp_of = lambda **options: build_layer("MLP", {"num_outputs": [3], **options}, [(4,)])  # noqa: E731
     assert "normalisation" in mlp_of(layer_norm=True).unfused(x)
     assert "dropout" in mlp_of(dropout=0.5).unfused(x)
-    assert "no GPU" in mlp_of(dropout=0.5).eval().unfused(x)
+    assert mlp_of(dropout=0.5).eval().unfused(x) is None
+    assert "only float32" in mlp_of().double().unfused(x.double())
+    heard = mlp_of()
+    heard.layers[0].register_forward_hook(lambda *_: None)
+    assert "a hook listens" in heard.unfused(x)
+    with use_implementation("reference"):
+        assert "VIVIANE_OPS" in mlp_of().unfused(x)
+
+
+@pytest.mark.parametrize("relu", [(True, True), (True, False), (False, True)])
+def test_layers_in_place_equal_layers_one_by_one(relu):
+    given = [draw(9, 7), draw(5, 7, seed=1), draw(4, 5, seed=2), draw(5, seed=3), draw(4, seed=4)]
+    weight, results = draw(9, 4, seed=5).float().detach(), []
+    for name in ("auto", "reference"):
+        x, w, v, b, c = (one.float().detach().requires_grad_() for one in given)
+        with use_implementation(name):
+            y = mlp(x, [w, v], [b, c], list(relu))
+        kept = y.detach().clone()
+        (y * weight).sum().backward()
+        assert torch.equal(y, kept)  # backward writes over nothing that others read
+        results.append([y.detach(), *(one.grad for one in (x, w, v, b, c))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)  # the same products of float32
+    assert results[0][1].abs().sum() > 0
+
+
+def test_layers_in_place_give_gradients_of_what_wants_them_alone():
+    x, w, b = torch.ones(3, 4), torch.ones(2, 4, requires_grad=True), torch.ones(2)
+    mlp(x, [w], [b], [True]).sum().backward()
+    assert (x.grad, b.grad) == (None, None)
+    assert torch.equal(w.grad, torch.full((2, 4), 3.0))

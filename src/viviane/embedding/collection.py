@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -275,7 +276,7 @@ class EmbeddingCollection(TableCollection):
         bad: set[str] = set()
         for storage in self.all_storages():
             # One pass over what waits; only where that finds something are gradients summed by row.
-            if all(bool(torch.isfinite(one.sum())) for one in storage.waiting_gradients()):
+            if all(math.isfinite(one.sum().item()) for one in storage.waiting_gradients()):
                 continue
             rows, sums = storage.summed_gradients()
             wrong = rows[~torch.isfinite(sums).all(1)]

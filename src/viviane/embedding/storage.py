@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,8 +123,11 @@ class Storage(nn.Module):
 
     def _state(self, index: int, start: int, stop: int) -> dict[str, Tensor]:
         segment = self.segments[index]
+        names = initial_state(segment.optimizer)
+        if (start, stop) == (segment.start, segment.stop):
+            return {name: getattr(self, f"{name}_{index}") for name in names}
         inside = slice(start - segment.start, stop - segment.start)
-        return {name: self.get_buffer(f"{name}_{index}")[inside] for name in initial_state(segment.optimizer)}
+        return {name: getattr(self, f"{name}_{index}")[inside] for name in names}
 
     def reset_table_state(self, name: str) -> None:
         """Put a table's optimizer state back to its beginning."""
@@ -219,7 +222,9 @@ class Storage(nn.Module):
             entries = Entries(rows, sums.view(-1))
             before = None if self.row_mean is None else self.weight.index_select(0, rows)
         else:
-            entries = replace(self._joined(), bound=self.null_row + _ZERO_ROWS)
+            one = self._joined()
+            bound = self.null_row + _ZERO_ROWS
+            entries = Entries(one.rows, one.gradients, one.sources, one.weights, one.aligned, bound)
         with self._moving(entries.rows):
             for index, start, stop, tables in self._ranges(active):
                 rule = self.segments[index].optimizer

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from viviane.nn.interaction import Interaction, InteractionParameters
-from viviane.nn.linear import MLP, InnerProduct
+from viviane.nn.linear import MLP, InnerProduct, is_heard
 from viviane.ops.dot_interaction import dot_interaction
 from viviane.ops.mlp import mlp, zeros_behind
 
 Step: TypeAlias = tuple[nn.Module, tuple[int, ...], tuple[int, ...]]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class FusedMLP(nn.Module):
@@ -41,7 +40,8 @@ class FusedMLP(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return what the last of the layers returns."""
         pairs, deep, last = self._parts
-        if torch.compiler.is_compiling() or deep.unfused(inputs[-1]) is not None or self._is_heard():
+        outer = [one for one in self._parts if one is not None]
+        if torch.compiler.is_compiling() or deep.unfused(inputs[-1]) is not None or is_heard(outer):
             return self._one_by_one(*inputs)
         weights, biases, relu = deep.chain()
         if last is not None:
@@ -59,10 +59,6 @@ class FusedMLP(nn.Module):
         x: Tensor = inputs[0] if pairs is None else pairs(*inputs)
         x = deep(x)
         return x if last is None else cast(Tensor, last(x))
-
-    def _is_heard(self) -> bool:
-        parts = (part for one in self._parts if one is not None for part in one.modules())
-        return any(getattr(part, hooks) for part in parts for hooks in _HOOKS)
 
 
 def fuse(steps: Sequence[Step], outputs: Sequence[int]) -> list[Step]:

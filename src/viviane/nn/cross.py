@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer, InitializerName
 from viviane.nn.registry import LAYERS, Layer, Shape
 from viviane.ops.cross_layers import cross_layers
+from viviane.ops.pair_sums import pair_sums
 
 
 class MultiCrossParameters(Settings):
@@ -46,7 +49,7 @@ class MultiCross(Layer):
         v2, full   x_{l+1} = x_0 * (W_l x_l + b_l) + x_l            W (n, n), b (n)
 
     Weights are Xavier-normal, biases 0. On a GPU v2 does its element-wise work inside the matrix products, see
-    `viviane.ops.cross_layers`; v1 has none to speak of and is plain torch everywhere.
+    `viviane.ops.cross_layers`. All layers of v1 together read x_0 twice and write the output once.
 
     Source: Wang et al. 2017 (v1), Wang et al. 2021 (v2).
 
@@ -86,10 +89,20 @@ class MultiCross(Layer):
         if settings.projection_dim or settings.full_rank:
             projections = list(self.projections) if settings.projection_dim else None
             return cross_layers(x, projections, list(self.weights), list(self.biases))
-        first = x
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            x = torch.addcmul(x + bias, first, (x @ weight).unsqueeze(1))
-        return x
+        return _cross_vectors(x, list(self.weights), list(self.biases))
+
+
+def _cross_vectors(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Return v1's x_L = a_L x_0 + c_L, where a_{l+1} = a_l + x_l . w_l, and c_l = b_0 + ... + b_{l-1} has no sample.
+
+    x_l . w_l = a_l (x_0 . w_l) + c_l . w_l: one product with all w_l and one pass over the samples are enough.
+    """
+    products = F.linear(x, torch.stack(list(weights))).to(x.dtype)  # (B, L)
+    scales, shift = 1 + products[:, 0], biases[0]  # a_l (B), c_l (n)
+    for place in range(1, len(weights)):
+        scales = torch.addcmul(scales + shift @ weights[place], scales, products[:, place])
+        shift = shift + biases[place]
+    return torch.addcmul(shift, x, scales.unsqueeze(1))
 
 
 class FmOrder2Parameters(Settings):
@@ -126,7 +139,7 @@ class FmOrder2(Layer):
         """Return the pairwise products, summed over pairs."""
         d = self.out_shapes[0][0]
         e = x.view(x.shape[0], math.prod(self.in_shapes[0]) // d, d)  # (B, s, d)
-        return 0.5 * (e.sum(1).square() - e.square().sum(1))
+        return pair_sums(e)
 
 
 class WeightMultiplyParameters(Settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal, cast
 
 from pydantic import Field, model_validator
@@ -15,6 +16,19 @@ from viviane.nn.registry import LAYERS, Layer, Shape
 from viviane.ops.mlp import mlp, reason
 
 ActivationName = Literal["relu", "none"]
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_heard(modules: Iterable[nn.Module]) -> bool:
+    """Return whether any of some modules has hooks, which an operator that computes several of them would not call.
+
+    Example:
+        >>> is_heard([nn.ReLU()])
+        False
+    """
+    return any(getattr(one, hooks) for one in modules for hooks in _HOOKS)
 
 
 class InnerProductParameters(Settings):
@@ -101,8 +115,9 @@ class MLP(Layer):
     (B, k) -> (B, num_outputs[-1]). Normalisation and dropout are Viviane's additions to HugeCTR's MLP; a layer
     whose activation is "none" is an output: neither is applied to it.
 
-    On a GPU bias, ReLU and their gradients are part of the matrix products (`viviane.ops.mlp`), which skip hooks of
-    the modules in `layers`; `unfused` says when the modules are called one by one instead.
+    All layers are one operator (`viviane.ops.mlp`): on a GPU bias, ReLU and their gradients are part of the matrix
+    products, on the CPU they overwrite what the products wrote. `unfused` says when the modules in `layers` are called
+    one by one instead.
 
     Example:
         >>> import torch
@@ -163,6 +178,8 @@ class MLP(Layer):
             return "a normalisation stands between a product and its activation"
         if settings.dropout and self.training:
             return "dropout draws new zeros after each activation"
+        if is_heard(self.layers):
+            return "a hook listens to one of the layers"
         return reason(x, *self._weights())
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from viviane.config.base import Settings
 from viviane.core.errors import ConfigError
+from viviane.nn.candidates import log_sum_over_candidates
 from viviane.nn.cross_entropy import as_float32, weighted_mean
 from viviane.nn.frequency import EMPTY_ID
 from viviane.nn.init import Initializer
@@ -59,7 +60,7 @@ class SampledSoftmax(Layer):
         -> (B, 2): s_bb and log p_b, for `SampledSoftmaxLoss`
 
     The candidates are the items of all rows and the negatives of all rows, shared. log q corrects for candidates
-    that come up more often than others, see `LogFrequency`. Memory is B (B + B K) numbers. Empty places are left out.
+    that come up more often than others, see `LogFrequency`. Empty places are left out.
 
     Source: Yi et al. 2019; negatives beside those of the batch: Yang et al. 2020, "Mixed Negative Sampling".
 
@@ -95,11 +96,9 @@ class SampledSoftmax(Layer):
             others, other_ids = v[:, first:].flatten(0, 1), ids[:, first:].flatten()
             score = (u * v[:, 0]).sum(1, keepdim=True) / settings.temperature
             own = score - correction[:, :1]
-            z = u @ others.T / settings.temperature - correction[:, first:].flatten()
+            shift = correction[:, first:].flatten().masked_fill(other_ids == EMPTY_ID, torch.inf)
             # The row's own item among them, and the same item of another row, are no wrong answers.
-            left_out = (other_ids == ids[:, :1]) | (other_ids == EMPTY_ID)
-            z = z.masked_fill(left_out, -torch.inf)
-            log_p = own - torch.cat([own, z], 1).logsumexp(1, keepdim=True)
+            log_p = own - log_sum_over_candidates(u / settings.temperature, others, shift, own, ids[:, :1], other_ids)
         return torch.cat([score, log_p], 1).to(user.dtype)
 
 

@@ -7,6 +7,7 @@ update: the sparse update has to wait there for the number of distinct rows in a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ class NanGuard:
     @timed_as("check values")
     def check_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
         """On the CPU, look at the loss before backward."""
-        if loss.device.type == "cpu" and not bool(torch.isfinite(loss)):
+        if loss.device.type == "cpu" and not math.isfinite(loss.item()):
             self._refuse_loss(loss, batch, step)
 
     @timed_as("check values")
@@ -68,9 +69,9 @@ class NanGuard:
         if loss.device.type != "cpu":
             flag = flag + loss.detach()
         features = [name for one in self.collections.values() for name in one.nonfinite_gradients()]
-        if bool(torch.isfinite(flag)) and not features:
+        if math.isfinite(flag.item()) and not features:
             return
-        if not bool(torch.isfinite(loss.detach())):
+        if not math.isfinite(loss.item()):
             self._refuse_loss(loss, batch, step)
         # A sum may overflow where every term is finite: only the terms themselves are judged.
         parameters = [
@@ -164,7 +165,7 @@ def numbers_of(batch: Batch) -> list[Tensor]:
 
 def all_finite(tensors: list[Tensor]) -> bool:
     """Sum first, which reads once and stores nothing; only an odd sum is looked at number by number."""
-    return all(bool(torch.isfinite(t.sum())) or bool(torch.isfinite(t).all()) for t in tensors)
+    return all(not t.numel() or math.isfinite(t.sum().item()) or bool(torch.isfinite(t).all()) for t in tensors)
 
 
 def some(names: list[str]) -> str:

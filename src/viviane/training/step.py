@@ -262,7 +262,7 @@ class TrainStep:
                 collection.step(rates[0], scale, rates[1])
         if self.mean is not None:
             self.mean.follow()
-        self.module.zero_grad(set_to_none=True)
+        self._drop_gradients()
 
     def _scale_gradients(self, scale: float | Tensor) -> None:
         if isinstance(scale, Tensor) or scale != 1.0:
@@ -306,9 +306,13 @@ class TrainStep:
             if words is not None:
                 raise self.group.all_know(ProcessError(f"rank {rank}: {words}"))
 
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def _discard(self) -> None:
         if self.together is not None:
             self.exchange.drop()
-        self.module.zero_grad(set_to_none=True)
+        self._drop_gradients()
         for collection in self.collections.values():
             collection.discard_gradients()

@@ -15,7 +15,7 @@ A CUDA graph repeats its launches with the arguments they had, so what changes f
     adam        lr sqrt(1 - beta2^t) / (1 - beta1^t)    beta1    beta2
     ftrl        1 / lr          lambda2 + beta / lr             epsilon is lambda1
 
-The formulas are those of `viviane.optim`, in float32. On a GPU one launch moves all tensors.
+The formulas are those of `viviane.optim`, in float32. On a GPU one launch moves all tensors, on the CPU one kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, VivianeError
-from viviane.ops.dispatch import kernels_serve, load
+from viviane.ops.dispatch import choose, implementation
 
 __all__ = ["NUMBERS", "STATES", "Room", "check_finite", "judge", "mark", "move_tensors", "reason"]
 
@@ -163,14 +163,14 @@ def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
 
 
 def reason(params: Sequence[Tensor]) -> str | None:
-    """Say why one launch cannot move these parameters, or None where it can.
+    """Say why one kernel cannot move these parameters, or None where it can.
 
     Example:
-        >>> reason([torch.ones(1)])
-        'no GPU, or VIVIANE_OPS: plain torch'
+        >>> reason([torch.ones(1, dtype=torch.float64)])
+        'only float32 parameters have a kernel'
     """
-    if not all(kernels_serve(one.device) for one in params):
-        return "no GPU, or VIVIANE_OPS: plain torch"
+    if any(choose(one.device) == "reference" for one in params):
+        return "VIVIANE_OPS: plain torch"
     if len({one.device for one in params}) > 1:
         return "the parameters are on several devices"
     if any(one.dtype != torch.float32 for one in params):
@@ -181,4 +181,4 @@ def reason(params: Sequence[Tensor]) -> str | None:
 
 
 def _serving(device: torch.device) -> ModuleType:
-    return load("dense_update", "gpu" if kernels_serve(device) else "reference")
+    return implementation("dense_update", device)

@@ -6,8 +6,8 @@ Shapes: B samples, S vectors a sample, D their width, P pairs. With z = [dense, 
 
 P = S (S - 1) / 2; with `itself` the diagonal belongs to the triangle: i >= j, P = S (S + 1) / 2.
 
-On a GPU one kernel reads the vectors once and writes the output once, and so does the backward; elsewhere, and where
-`reason` says so, plain torch serves, with the same results up to rounding.
+On a GPU one kernel reads the vectors once and writes the output once, and so does the backward; on the CPU, too, for
+float32. Elsewhere plain torch serves, with the same results up to rounding; `reason` says why no GPU's kernel does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import SchemaError
-from viviane.ops.dispatch import kernels_serve
+from viviane.ops.dispatch import choose, kernels_serve, load
 from viviane.ops.dot_interaction.operator import dot_interaction_kernel
 from viviane.ops.dot_interaction.reference import dot_interaction as plain
 from viviane.ops.dot_interaction.reference import num_pairs
@@ -24,6 +24,8 @@ from viviane.ops.dot_interaction.reference import num_pairs
 __all__ = ["dot_interaction", "num_pairs", "reason"]
 
 MAX_VECTORS = 128
+_MOST_NUMBERS = 8192
+"""On the CPU, of a sample's vectors, and of its matrix of products: what its first cache and a stack hold."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,6 +57,9 @@ def dot_interaction(dense: Tensor | None, embeddings: Tensor, *, pad: bool = Tru
             "the dot interaction takes dense (B, D) and embeddings (B, s, D)",
             value=f"{given}, {tuple(embeddings.shape)}",
         )
+    if _fits_cpu(dense, embeddings):
+        dots: Tensor = load("dot_interaction", "cpu").dot_interaction(dense, embeddings, pad, itself)
+        return dots
     if reason(dense, embeddings) is not None:
         return plain(dense, embeddings, pad, itself)
     return dot_interaction_kernel(dense, embeddings, pad, itself, _product_dtype(dense, embeddings))
@@ -77,6 +82,18 @@ def reason(dense: Tensor | None, embeddings: Tensor) -> str | None:
     if not embeddings.numel():
         return "nothing to compute"
     return None
+
+
+def _fits_cpu(dense: Tensor | None, embeddings: Tensor) -> bool:
+    """Whether the CPU's kernel serves: float32, few enough vectors, and nobody who traces what is done."""
+    if embeddings.device.type != "cpu" or kernels_serve(embeddings.device) or torch.compiler.is_compiling():
+        return False
+    if choose(embeddings.device) == "reference" or torch._C._get_tracing_state() is not None:
+        return False
+    given = [embeddings] if dense is None else [dense, embeddings]
+    s, dim = embeddings.shape[1] + len(given) - 1, embeddings.shape[2]
+    fits = max(s * s, (s + 7) * dim) <= _MOST_NUMBERS and embeddings.numel() > 0
+    return fits and not torch.is_autocast_enabled("cpu") and all(one.dtype == torch.float32 for one in given)
 
 
 def _product_dtype(dense: Tensor | None, embeddings: Tensor) -> torch.dtype:

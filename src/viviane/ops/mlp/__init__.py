@@ -5,7 +5,8 @@ Shapes: B rows, k_l inputs and n_l outputs of layer l.
 On a GPU no pass over activations is made that a matrix product could make on its way: bias and ReLU belong to the
 forward product; the backward product of a layer masks its result by the ReLU below and sums the columns for the bias
 below; weight gradients are summed in float32 and stay float32 where the weights are. An output of width 1 has kernels
-of its own, that read its input once. Elsewhere, and where `reason` says so, plain torch serves.
+of its own, that read its input once. On the CPU all layers are one step of backward, and ReLU and its gradient
+overwrite what the products wrote. Where `reason` says so, plain torch serves.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import SchemaError
-from viviane.ops.dispatch import kernels_serve
+from viviane.ops.dispatch import choose, kernels_serve
+from viviane.ops.mlp.in_place import mlp as mlp_in_place
 from viviane.ops.mlp.operator import mlp_kernels
 from viviane.ops.mlp.reference import mlp as plain
 from viviane.ops.packing import padded_width
@@ -56,21 +58,24 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], r
         raise SchemaError("one bias and one flag per layer", value=f"{len(weights)}, {len(biases)}, {len(relu)}")
     if not serves:
         return plain(x, weights, biases, relu)
-    return mlp_kernels(x, weights, [bias for bias in biases if bias is not None], relu, _product_dtype(x))
+    all_biases = [bias for bias in biases if bias is not None]
+    if not kernels_serve(x.device):
+        return mlp_in_place(x, weights, all_biases, relu)
+    return mlp_kernels(x, weights, all_biases, relu, _product_dtype(x))
 
 
 def zeros_behind(k: int, x: Tensor) -> int:
-    """Return how many columns of zeros spare the kernels a copy of an input with k columns.
+    """Return how many columns of zeros spare a GPU's kernels a copy of an input with k columns; elsewhere 0.
 
     Args:
         k: inputs of the first layer.
         x: of the input's type and device.
 
     Example:
-        >>> zeros_behind(479, torch.ones(1, dtype=torch.bfloat16)), zeros_behind(480, torch.ones(1))
-        (1, 0)
+        >>> zeros_behind(479, torch.ones(1))
+        0
     """
-    return padded_width(k, _product_dtype(x)) - k
+    return padded_width(k, _product_dtype(x)) - k if kernels_serve(x.device) else 0
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
@@ -78,18 +83,29 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 
 def reason(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:
-    """Say why plain torch serves these inputs, or None where the kernels do.
+    """Say why plain torch serves these inputs, layer by layer, or None where one operator does.
 
     Example:
         >>> reason(torch.ones(1, 2), [torch.ones(1, 2)], [None])
-        'no GPU, or VIVIANE_OPS: plain torch'
+        'a layer has no bias: the fused products always add one'
     """
-    if not kernels_serve(x.device):
-        return "no GPU, or VIVIANE_OPS: plain torch"
+    on_gpu = kernels_serve(x.device)
+    unfit = None if on_gpu else _unfit_without_gpu(x)
+    if unfit is not None:
+        return unfit
+    types = _TYPES if on_gpu else (torch.float32,)
     if any(bias is None for bias in biases):
         return "a layer has no bias: the fused products always add one"
-    if any(one is not None and one.dtype not in _TYPES for one in (x, *weights, *biases)):
-        return "only float32, bfloat16 and float16 have kernels"
+    if any(one is not None and one.dtype not in types for one in (x, *weights, *biases)):
+        return "only float32, and on a GPU bfloat16 and float16, have kernels"
     if not x.numel():
         return "nothing to compute"
     return None
+
+
+def _unfit_without_gpu(x: Tensor) -> str | None:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return "a trace reads plain torch"
+    if choose(x.device) == "reference":
+        return "VIVIANE_OPS: plain torch"
+    return "autocast without a GPU" if torch.is_autocast_enabled(x.device.type) else None

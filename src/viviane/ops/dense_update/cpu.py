@@ -1,0 +1,139 @@
+"""The dense update on the CPU: one kernel over all tensors, which reads and writes each number once.
+
+The arithmetic is that of the rows of embedding tables (`viviane.ops.row_update.cpu_rules`), block by block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import torch
+from numba import float32, njit
+from torch import Tensor
+
+from viviane.core.errors import VivianeError
+from viviane.ops.dense_update.reference import check_finite, judge, mark
+from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
+from viviane.ops.native.memory import float32_at, float64_at, int64_at, stack_floats, take_ticket
+from viviane.ops.row_update import cpu_rules as rules
+
+if TYPE_CHECKING:
+    from viviane.ops.dense_update import Room
+
+__all__ = ["check_finite", "judge", "mark", "move_tensors"]
+
+_KINDS = {
+    "sgd": rules.PLAIN_SGD,
+    "momentum": rules.MOMENTUM,
+    "nesterov": rules.NESTEROV,
+    "adagrad": rules.ADAGRAD,
+    "rmsprop": rules.RMSPROP,
+    "adam": rules.ADAM,
+    "ftrl": rules.FTRL,
+}
+_BLOCK: Final = 64
+_COLUMNS: Final = 5  # addresses of weights, gradients and two states, and how many numbers there are
+
+
+def move_tensors(
+    rule: str,
+    params: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    numbers: Tensor,
+    *,
+    inside: bool,
+    decays: bool,
+    scale: Tensor | None,
+    gate: Tensor | None,
+    room: Room,
+) -> None:
+    """Move parameters and state in place."""
+    if gate is not None and not bool(gate):
+        return
+    gradients = [one.contiguous() for one in gradients]
+    both = [*states, *[params] * (2 - len(states))]
+    for one in (*params, *gradients, *(one for state in states for one in state)):
+        if one.dtype != torch.float32 or not one.is_contiguous():
+            raise VivianeError("parameters, gradients and state must be contiguous, float32", value=str(one.dtype))
+    table, total = _table(params, gradients, *both)
+    values = _numbers(rule, numbers.tolist(), inside, decays, 1.0 if scale is None else float(scale))
+    given = (ctypes.c_double * len(values))(*values)
+    threads = num_threads(total)
+    update_kernel(_KINDS[rule], sources())(
+        (ctypes.addressof(table), len(params), total, ctypes.addressof(given)), tickets=threads, threads=threads
+    )
+
+
+def _table(*columns: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    """Return the tensors' addresses and sizes, row by row, and how many numbers a column has."""
+    sizes = [one.numel() for one in columns[0]]
+    rows = [(*(one.data_ptr() for one in row), size) for *row, size in zip(*columns, sizes, strict=True)]
+    flat = [value for row in rows for value in row]
+    return (ctypes.c_int64 * len(flat))(*flat), sum(sizes)
+
+
+def _numbers(rule: str, given: Sequence[float], inside: bool, decays: bool, scale: float) -> list[float]:
+    """Return what the rules read, in their order (see `cpu_rules.settings`), from what this operation is given."""
+    rate, decay, epsilon, first, second, less_first, less_second = given
+    shared = [scale, 0.0, decay if decays else 0.0]
+    if rule in ("sgd", "momentum", "nesterov"):
+        return [*shared, rate, first]
+    if rule == "ftrl":
+        return [*shared, 1 / rate, epsilon, first]
+    root = [epsilon, 0.0] if inside else [0.0, epsilon]
+    return [*shared, rate, *root, first, less_first, second, less_second, rate]
+
+
+@njit(forceinline=True)
+def shares(begin, end, start, size):  # type: ignore[no-untyped-def]
+    """Return which numbers of a tensor that begins at `start` of all lie between begin and end."""
+    return max(begin - start, 0), min(end - start, size)
+
+
+@njit(forceinline=True)
+def move_block(rule, weight, gradient, first, second, w, g, numbers, count):  # type: ignore[no-untyped-def]
+    """Move `count` neighbouring numbers, by way of the stack, which overlaps with nothing."""
+    scale, decay = float32(numbers[rules.SCALE]), float32(numbers[rules.DECAY])
+    weights, gradients = float32_at(weight), float32_at(gradient)
+    for j in range(count):
+        w[j] = weights[j]
+    for j in range(count):
+        g[j] = gradients[j] * scale + decay * w[j]
+    rules.apply(rule, w, g, float32_at(first), float32_at(second), weights, 0, numbers, count)
+    for j in range(count):
+        weights[j] = w[j]
+
+
+@cache
+def update_kernel(rule: int, key: str) -> Kernel:
+    """Build the kernel that moves all tensors by a rule; a ticket is a share of all numbers."""
+
+    @kernel
+    def move_dense(call):  # type: ignore[no-untyped-def]
+        _ = key
+        table, count, total = int64_at(call[OPERANDS]), call[OPERANDS + 1], call[OPERANDS + 2]
+        numbers, tickets = float64_at(call[OPERANDS + 3]), call[1]
+        w, g = stack_floats(_BLOCK), stack_floats(_BLOCK)
+        ticket = take_ticket(call)
+        while ticket < tickets:
+            begin, end, start = total * ticket // tickets, total * (ticket + 1) // tickets, 0
+            for i in range(count):
+                at, stop = shares(begin, end, start, table[i * _COLUMNS + 4])
+                weight, gradient = table[i * _COLUMNS], table[i * _COLUMNS + 1]
+                s, t = table[i * _COLUMNS + 2], table[i * _COLUMNS + 3]
+                start += table[i * _COLUMNS + 4]
+                while at + _BLOCK <= stop:
+                    place = 4 * at
+                    move_block(rule, weight + place, gradient + place, s + place, t + place, w, g, numbers, _BLOCK)
+                    at += _BLOCK
+                while at < stop:
+                    place = 4 * at
+                    move_block(rule, weight + place, gradient + place, s + place, t + place, w, g, numbers, 1)
+                    at += 1
+            ticket = take_ticket(call)
+
+    return move_dense
