@@ -110,7 +110,11 @@ class DeviceMover:
         groups = enumerate(optimizer.param_groups)
         return [self._rooms.setdefault(i, Room()).reserve(group["params"]) for i, group in groups]
 
-    def write(self) -> None:
-        """Write what recorded launches will read, after a capture."""
+    def write(self) -> list[Tensor]:
+        """Write what recorded launches will read, after a capture; returns what else they read, to be kept, too.
+
+        Steps from Python make that, and put other tensors in its place once other parameters have gradients.
+        """
         for room in self._rooms.values():
             room.write()
+        return [one for room in self._rooms.values() for one in room.tensors.values()]

@@ -39,9 +39,11 @@ class Verdict:
         self._sent = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._number = 0
 
-    def send(self) -> torch.cuda.Event:
-        """Send the status of the step to the host; returns what to wait for."""
+    def send(self) -> torch.cuda.Event | None:
+        """Send the status of the step to the host; returns what to wait for, None where it is there."""
         self._sent.copy_(self.status, non_blocking=True)
+        if not self.status.is_cuda:
+            return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return done
@@ -105,7 +107,7 @@ def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
 
     def look(gradient: Tensor) -> None:
         if not watch.covers(gradient):
-            with branch(step.device, "look"):
+            with branch(step.device, "look", reads=(gradient,)):
                 check_finite([gradient if gradient.stride(1) == 1 else gradient.contiguous()], status)
 
     for collection in step.collections.values():

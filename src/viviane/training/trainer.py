@@ -251,6 +251,8 @@ class Trainer:
             try:
                 self.history = loop.run(resume)
                 self.settle()
+                if self.group.size > 1:  # it may be taken down now
+                    self.stepper.captured.let_go()
             except BaseException as error:
                 self.group.report(error)
                 raise
