@@ -147,10 +147,10 @@ def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):
         def record_event(self):
             return None
 
-    device = torch.device("cpu")
+    device, main, side = torch.device("cpu"), Stream(), Stream()
     monkeypatch.setattr(capture, "is_capturing", lambda device: True)
-    monkeypatch.setattr(capture, "_stream", lambda device, name, side=Stream(): side)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device, main=Stream(): main)
+    monkeypatch.setattr(capture, "_stream", lambda device, name: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     gradient = torch.ones(4)
     kept = weakref.ref(gradient)
