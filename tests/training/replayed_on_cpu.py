@@ -40,11 +40,14 @@ class Recorder:
 
     def __init__(self, step, num_slots):
         self.step = step
-        self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), num_slots))
+        means = 0 if step.mean is None else len(step.mean.numbers)
+        self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), num_slots, means))
 
     def record(self, batch, precision):
         if self.failure is not None:
             return None, self.failure
+        if self.step.mean is not None:
+            self.step.mean.hold(self.verdict.controls.means)
         static, loss = StaticBatch(batch), torch.zeros(())
         rerun = Rerun(self.step, static, precision, self.verdict, loss)
         return Recording(rerun, static, loss, []), None

@@ -48,6 +48,7 @@ class _Flight:
     step: int
     batch: Batch
     precision: Precision
+    mean: tuple[float, ...]
     done: torch.cuda.Event | None
 
 
@@ -131,7 +132,8 @@ class CapturedSteps:
             # Where shapes come and go, each that was recorded in vain makes the next one wait twice as long.
             if self._seen[key] <= _EAGER_STEPS[self.setting] << min(self._num_given_up, _MOST_DOUBLINGS):
                 return None
-            found = self._record(key, batch, precision)
+            begins = self.step.solver.ema_decay is not None and self.step.mean is None  # with a step from Python
+            found = None if begins else self._record(key, batch, precision)
             if found is None:
                 return None
         self._graphs.move_to_end(key)
@@ -150,11 +152,15 @@ class CapturedSteps:
         if own.optimizer is not None:
             own.optimizer.set_lr(rate, factor)
         self._count(1)
-        verdict.controls.write(rate, factor, own.optimizer)
+        before: tuple[float, ...] = ()
+        if own.mean is not None:
+            before = own.mean.place
+            own.mean.advance()
+        verdict.controls.write(rate, factor, own.optimizer, () if own.mean is None else own.mean.numbers)
         found.graph.replay()
         loss = found.loss.clone()  # the next replay writes there again
         done = verdict.send()
-        self._flights.append(_Flight(verdict.next_number(), step, batch, precision, done))
+        self._flights.append(_Flight(verdict.next_number(), step, batch, precision, before, done))
         self.num_replays += 1
         own.num_rows = batch.size if own.together is None else own.together.num_rows
         return loss
@@ -198,6 +204,8 @@ class CapturedSteps:
         self._flights.clear()
         self._verdict.clear()
         self._count(-self.rolled_back)
+        if self.step.mean is not None:
+            self.step.mean.go_back(flight.mean)
         for collection in self.step.collections.values():
             for record in collection.key_records():
                 record.zero_()
@@ -263,7 +271,8 @@ class CapturedSteps:
         modules = [
             (one.training, bool(one._forward_hooks), bool(one._forward_pre_hooks)) for one in own.module.modules()
         ]
-        return tuple(places), tuple(state), tuple(tables), tuple(modules)
+        means = None if own.mean is None else own.mean.addresses
+        return tuple(places), tuple(state), tuple(tables), tuple(modules), means
 
     def _record(self, key: Hashable, batch: Batch, precision: Precision) -> Recording | None:
         if self._recorder is None:

@@ -92,11 +92,14 @@ def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Ve
     judge(None if guard is None else mean, verdict.status, gate)
     if guard is not None:
         guard.restore_buffers_unless(gate)
+    scale = step._clip_scale()
     if step.optimizer is not None:
-        step._scale_gradients(step._clip_scale())
+        step._scale_gradients(scale)
         step.optimizer.step()
     for collection in step.collections.values():
-        collection.step(verdict.controls.lr, 1.0, verdict.controls.factor, gate)
+        collection.step(verdict.controls.lr, scale, verdict.controls.factor, gate)
+    if step.mean is not None:
+        step.mean.follow(gate)
     step.module.zero_grad(set_to_none=True)
     return mean
 

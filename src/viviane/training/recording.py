@@ -43,7 +43,8 @@ class Recorder:
     def __init__(self, step: TrainStep, num_slots: int) -> None:
         self.step = step
         groups = 0 if step.optimizer is None else len(step.optimizer.param_groups)
-        self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots))
+        means = 0 if step.mean is None else len(step.mean.numbers)
+        self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means))
         self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
 
     def record(self, batch: Batch, precision: Precision) -> tuple[Recording | None, Exception | None]:
@@ -56,6 +57,8 @@ class Recorder:
         own, optimizer = self.step, self.step.optimizer
         mover = None if optimizer is None else optimizer.mover
         room, kept = Room(), []
+        if own.mean is not None:
+            own.mean.hold(self.verdict.controls.means)
         if optimizer is not None and isinstance(mover, DeviceMover):
             mover.controls, mover.gate = self.verdict.controls, self.verdict.gate
             kept = [*mover.reserve(optimizer), room.reserve(list(own.parameters.values()))]

@@ -304,6 +304,7 @@ class Trainer:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the module hold the running mean of its weights for a block, where solver.ema_decay keeps one."""
+        self.settle()
         mean = self.stepper.mean
         return nullcontext() if mean is None else mean.in_place()
 
