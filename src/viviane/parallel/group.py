@@ -98,7 +98,7 @@ class Group:
         Args:
             let_go: a bound method; its object is not kept for it.
         """
-        self._before_end.append(weakref.WeakMethod(let_go))
+        self._before_end = [one for one in self._before_end if one() is not None] + [weakref.WeakMethod(let_go)]
 
     def let_go(self) -> None:
         """Call the methods of `before_end`: to be done before `torch.distributed.destroy_process_group`."""

@@ -115,9 +115,13 @@ def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
 
     for collection in step.collections.values():
         collection.gradient_watch = look
+    if step.together is not None:
+        step.exchange.watches = False  # the sums are looked at, which one bad number of any process makes bad
     with watching(status) as watch:
         try:
             yield
         finally:
             for collection in step.collections.values():
                 collection.gradient_watch = None
+            if step.together is not None:
+                step.exchange.watches = True
