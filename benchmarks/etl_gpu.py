@@ -34,6 +34,7 @@ from torch import Tensor
 
 from etl import SIZES, generate_apart
 from record import record
+from viviane.core.machine import usable_cores
 from viviane.etl.device_counts import Counts, DeviceIndex, count_keys
 
 LEAST = 6
@@ -152,10 +153,11 @@ def duckdb_ways(table: pa.Table, threads: int) -> dict[str, tuple[float, float, 
 
 def polars_ways(table: pa.Table, threads: int) -> dict[str, tuple[float, float, list[int]]]:
     """Polars: group and sort, then a left join that keeps the order."""
+    os.environ["POLARS_MAX_THREADS"] = str(threads)  # read once, by the import
     import polars as pl
 
     if pl.thread_pool_size() != threads:
-        raise SystemExit(f"Polars has {pl.thread_pool_size()} threads: set POLARS_MAX_THREADS={threads}")
+        raise SystemExit(f"Polars has {pl.thread_pool_size()} threads instead of {threads}")
     frame = pl.from_arrow(table)
     counting = mapping = 0.0
     sums = []
@@ -183,7 +185,7 @@ def compare(rows: int, columns: int, peers: Sequence[str], device: torch.device,
     runs = [ours.every() for _ in range(rounds)]
     counting, mapping, sums = min(runs, key=lambda one: one[0] + one[1])
     totals = sorted(one[0] + one[1] for one in runs)
-    threads = os.cpu_count() or 1
+    threads = usable_cores()  # a container's, not the machine's
     table = on_host(tensors)
     del tensors, ours
     found: dict[str, tuple[float, float, list[int]]] = {}

@@ -127,6 +127,9 @@ def training(batch: int) -> None:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing measured")
+        return
     with tempfile.TemporaryDirectory() as folder:
         reading(write(Path(folder) / "wide", 2 if SMALL else 8), 1 if SMALL else 2)
     for batch in (8192, BATCH):

@@ -166,8 +166,25 @@ def test_what_cannot_be_recorded_is_refused_with_advice():
         emb(keys).flat.sum().backward()
         with pytest.raises(ConfigError, match="run an iteration with a tensor lr before"):
             emb.step(0.1)
-        with pytest.raises(ConfigError, match="summing gradients by row"):
-            emb.grad_norm_squared()
+        with pytest.raises(ConfigError, match="counting the distinct rows"):
+            emb.all_storages()[0].summed_gradients()
+
+
+def test_the_norm_of_gradients_may_be_recorded():
+    emb, keys = build(Adam()), draw(0)
+    norms = []
+    for _ in range(2):
+        emb(keys).flat.square().sum().backward()
+        norms.append(emb.grad_norm_squared())
+        emb.discard_gradients()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        emb(keys).flat.square().sum().backward()
+        norms.append(emb.grad_norm_squared())
+    emb.discard_gradients()
+    graph.replay()
+    assert norms[0] > 0
+    assert norms[0] == norms[1] == norms[2]
 
 
 def test_forward_and_backward_may_be_recorded_alone():

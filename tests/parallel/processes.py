@@ -1,5 +1,6 @@
 """Runs a function in several processes that exchange over Gloo, or over NCCL with a GPU for each."""
 
+import gc
 import os
 import tempfile
 import traceback
@@ -23,6 +24,7 @@ def _entry(rank, size, folder, function, arguments, backend):
     except BaseException:
         (Path(folder) / f"error-{rank}").write_text(traceback.format_exc())
         os._exit(1)  # the others wait for this one in a collective: they are ended by the parent
+    gc.collect()  # trainers are cycles of references, and NCCL waits for the CUDA graphs that they hold
     dist.destroy_process_group()
 
 

@@ -31,10 +31,17 @@ def on_gpu(**changes):
     return settings(**{"device": "cuda", "clip_grad_norm": None, "epochs": 2, **changes})
 
 
+PRECISIONS = [
+    {"precision": "fp32"},
+    {"precision": "bf16"},
+    {"precision": "fp32", "clip_grad_norm": 0.3, "ema_decay": 0.9},
+]
+
+
 def recorded_equals_eager(folder):
     group = Group.world()
-    for precision in ("fp32", "bf16"):
-        same = {"eval_every": 7, "precision": precision}
+    for changes in PRECISIONS:
+        same = {"eval_every": 7, **changes}
         note, options = fixed.Watch(), {"dropout": 0.3, "log_every": 5}
         recorded = fixed.fit(folder, group, "said", on_gpu(**same, cuda_graph=True), note, **options)
         eager = fixed.fit(folder, group, "said", on_gpu(**same, cuda_graph=False), **options)
@@ -42,7 +49,7 @@ def recorded_equals_eager(folder):
         # The first step from Python, then the two short ones.
         assert recorded.cuda_graph == "replayed: 1 shape(s) recorded, 31 steps replayed"
         assert eager.cuda_graph == "eager: solver.cuda_graph is False"
-        assert fixed.differing(recorded, eager) == [], precision
+        assert fixed.differing(recorded, eager) == [], changes
         losses = [[row["loss"] for row in one.history.rows] for one in (recorded, eager)]
         assert losses[0] == losses[1]
     plain = on_gpu(eval_every=7, cuda_graph=False)

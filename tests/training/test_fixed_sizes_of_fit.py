@@ -209,6 +209,7 @@ class FakeSteps(CapturedSteps):
         if not self._all_recorded(RuntimeError("no memory\nat all") if self.fails else None):
             return None
         self._graphs[key] = object()
+        self.num_recorded += 1
         return self._graphs[key]
 
     def _fail(self, reason, error):

@@ -10,6 +10,7 @@ from viviane.batch import Bag, Batch
 from viviane.config import SGD, Adam, Solver
 from viviane.core.errors import ConfigError, KeyRangeError, NumericsError, SchemaError
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding.keys import KeyOutOfRange
 from viviane.schema import Schema
 from viviane.training import Trainer
 
@@ -249,3 +250,22 @@ def test_nasty_batches_train_and_repeat_to_the_bit(seeds):
         first = train_on_nasty(seed)
         if seed % 10 == 0:
             assert_same_bits(first, train_on_nasty(seed))
+
+
+@pytest.mark.parametrize("use", ["evaluate", "predict"])
+def test_a_key_that_a_gpu_found_out_of_range_is_raised_at_the_end_of_an_evaluation(valid, monkeypatch, use):
+    trainer = make_trainer()
+    tables = trainer.module.tables
+    found = KeyOutOfRange(torch.tensor([1, 0, 77]), "batch 3", ("user",), (tables.tables["user"],), None)
+    forward = type(tables).forward
+
+    def on_gpu(self, batch):
+        self._violations.append(found)  # a GPU leaves a record, and waits for nothing
+        return forward(self, batch)
+
+    monkeypatch.setattr(type(tables), "forward", on_gpu)
+    with pytest.raises(
+        KeyRangeError, match=r"feature 'user', table 'user', row 0 of the batch, batch 3\n  value:   77"
+    ):
+        getattr(trainer, use)(valid)
+    assert trainer.module.training

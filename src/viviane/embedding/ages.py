@@ -101,6 +101,11 @@ class TableAges(MutableMapping[str, int]):
         self._family = {name: order[sign] for name, sign in signs.items()}
         self._unsure = False
 
+    @property
+    def were_set(self) -> bool:
+        """Whether an age on the device was set and tables have not been sorted by their ages since."""
+        return self._unsure
+
     def alike(self, first: str, second: str) -> bool:
         """Whether two tables are of one age, and are counted together where graphs count."""
         known = self._ages if self._held is None else self._family

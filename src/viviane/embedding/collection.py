@@ -268,7 +268,7 @@ class EmbeddingCollection(TableCollection):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for storage in self.all_storages():
             if storage.has_gradients:
-                total += torch.linalg.vector_norm(storage.summed_gradients()[1], dtype=torch.float64).square()
+                total += storage.norm_squared()
         return total.to(torch.float32)
 
     def nonfinite_gradients(self) -> list[str]:

@@ -98,6 +98,11 @@ class DynamicStorage(nn.Module):
             self._summed = self.table.summed(join_entries([one.entries for one in self._pending]))
         return self._summed
 
+    def norm_squared(self) -> Tensor:
+        """Return the sum of squares of the waiting gradients, those of equal rows summed first; 0-dim, float64."""
+        norm: Tensor = torch.linalg.vector_norm(self.summed_gradients()[1], dtype=torch.float64)
+        return norm.square()
+
     def discard_gradients(self) -> None:
         """Drop the gradients that wait; the rows of past lookups may be evicted again."""
         self._pending.clear()

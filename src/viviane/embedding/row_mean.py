@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+NUMBERS = 3
+"""How many `RowMean.numbers` are."""
 _CHUNK_ROWS = 1 << 18
 
 
@@ -40,18 +42,48 @@ class RowMean:
         self._log_decay = 0.0
         self._step_log = 0.0
         self._visited = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
+        self.held: Tensor | None = None
+        """`numbers` of a step on the device, (3,), float64, which recorded steps read."""
+
+    @property
+    def place(self) -> float:
+        """Where its steps stand; see `go_back`."""
+        return self._log_decay
+
+    def go_back(self, place: float) -> None:
+        """Take steps back that moved no row and no mean."""
+        self._log_decay = place
+
+    @property
+    def numbers(self) -> list[float]:
+        """What the present step computes with: log of all decays so far, of its own, and its own."""
+        return [self._log_decay, self._step_log, math.exp(self._step_log)]
 
     def advance(self, decay: float) -> None:
         """Begin a step whose decay is 0 < decay < 1."""
         self._step_log = math.log(decay)
         self._log_decay += self._step_log
 
-    def visit(self, rows: Tensor, before: Tensor, after: Tensor) -> None:
-        """Follow distinct rows (U,) that this step moved from `before` to `after`, both (U, D)."""
-        rested = self._log_decay - self._step_log - self._visited.index_select(0, rows)
-        mean = before + rested.exp().to(torch.float32).unsqueeze(1) * (self.mean.index_select(0, rows) - before)
-        self.mean.index_copy_(0, rows, torch.lerp(after, mean, math.exp(self._step_log)))
-        self._visited.index_fill_(0, rows, self._log_decay)
+    def visit(self, rows: Tensor, before: Tensor, after: Tensor, gate: Tensor | None = None) -> None:
+        """Follow rows that this step moved.
+
+        Args:
+            rows: (N,), int64; a row may stand there several times.
+            before, after: (N, D), its numbers.
+            gate: of a recorded step, whose numbers are those of `held`; where it is 0 nothing is followed.
+        """
+        rest, old = self._visited.index_select(0, rows), self.mean.index_select(0, rows)
+        if gate is None:
+            all_logs, own_log, decay = self.numbers
+            new = _followed(before, after, old, all_logs - own_log - rest, decay)
+            self._visited.index_fill_(0, rows, all_logs)
+        else:
+            assert self.held is not None
+            logs, own, kept = self.held.unbind()
+            found = _followed(before, after, old, logs - own - rest, kept.to(torch.float32))
+            new = torch.where(gate != 0, found, old)
+            self._visited.index_copy_(0, rows, torch.where(gate != 0, logs, rest))
+        self.mean.index_copy_(0, rows, new)
 
     def catch_up(self, weight: Tensor) -> RowMean:
         """Bring all rows up to the present step; at once where they are."""
@@ -64,3 +96,9 @@ class RowMean:
         self._log_decay = 0.0  # from here on counted anew, so that the sum never grows large
         self._visited.zero_()
         return self
+
+
+def _followed(before: Tensor, after: Tensor, mean: Tensor, rested: Tensor, decay: float | Tensor) -> Tensor:
+    """Return the means (N, D) after a step, of rows whose logs of decays while they rested add up to `rested`, (N,)."""
+    caught_up = before + rested.exp().to(torch.float32).unsqueeze(1) * (mean - before)
+    return torch.lerp(after, caught_up, decay)

@@ -30,6 +30,7 @@ from viviane.ops.row_update import (
     Scratch,
     initial_state,
     join_rows,
+    norm_squared,
     prepare_rows,
     state_shape,
     sum_rows,
@@ -86,6 +87,7 @@ class Storage(nn.Module):
         self._allocate(device, seed)
         self._seed = derive_seed(seed, "rounding", *self.tables) % 2**32
         self._pending: list[RowGradients] = []
+        self._all: Entries | None = None
         self._summed: tuple[Tensor, Tensor] | None = None
         self._prepared: tuple[tuple[Tensor, ...], Tensor | None] = ((), None)
         self._scratch = Scratch()
@@ -166,7 +168,7 @@ class Storage(nn.Module):
         if is_capturing(self.weight.device):  # the step may not be part of the graph, whose forks must all be joined
             join_rows(self.weight.device, self._scratch)
         self._pending.append(gradients)
-        self._summed = None
+        self._all = self._summed = None
 
     @property
     def has_gradients(self) -> bool:
@@ -190,7 +192,7 @@ class Storage(nn.Module):
     def discard_gradients(self) -> None:
         """Drop the gradients that wait."""
         self._pending.clear()
-        self._summed = None
+        self._all = self._summed = None
         self._prepared = ((), None)
         self.is_joined = False
 
@@ -198,12 +200,26 @@ class Storage(nn.Module):
         """Return the touched rows, (U,), rising, and their gradients summed over all that waits, (U, D)."""
         if self._summed is None:
             refuse_capture(
-                self.weight.device, "summing gradients by row apart from the step, for a norm or a mean of rows,",
-                fix="clip by the optimizer's clip_row_norm, and leave out the mean of rows",
+                self.weight.device, "counting the distinct rows of gradients",
+                fix="leave it to the step, or do it between replays",
             )  # fmt: skip
             entries = self._joined()
             self._summed = sum_rows(entries, self.dim, num_rows=self.null_row, scratch=self._scratch)
         return self._summed
+
+    def norm_squared(self) -> Tensor:
+        """Return the sum of squares of the waiting gradients, those of equal rows summed first; 0-dim, float64."""
+        if self._summed is None and self.weight.is_cuda:  # which is not asked how many rows are distinct
+            return norm_squared(self._entries(), self.dim, num_rows=self.null_row, scratch=self._scratch)
+        norm: Tensor = torch.linalg.vector_norm(self.summed_gradients()[1], dtype=torch.float64)
+        return norm.square()
+
+    def _entries(self) -> Entries:
+        """Return all entries that wait; the same tensors again for a norm and the step, whose rows are sorted once."""
+        if self._all is None:
+            one, bound = self._joined(), self.null_row + _ZERO_ROWS
+            self._all = Entries(one.rows, one.gradients, one.sources, one.weights, one.aligned, bound)
+        return self._all
 
     def step(
         self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor, gate: Tensor | None = None
@@ -216,15 +232,18 @@ class Storage(nn.Module):
             self.steps.hold(device)
         active = self.waiting_tables()
         self.steps.count(active, gate)
-        before = None
-        if self._summed is not None or self.row_mean is not None:
+        # A mean of rows takes rows several times: neither a GPU nor a recorded step is asked which are distinct.
+        by_row = self.row_mean is not None and gate is None and not self.weight.is_cuda
+        if self._summed is not None or by_row:
             rows, sums = self.summed_gradients()
             entries = Entries(rows, sums.view(-1))
-            before = None if self.row_mean is None else self.weight.index_select(0, rows)
         else:
-            one = self._joined()
-            bound = self.null_row + _ZERO_ROWS
-            entries = Entries(one.rows, one.gradients, one.sources, one.weights, one.aligned, bound)
+            entries = self._entries()
+            rows = entries.rows
+        before = None
+        if self.row_mean is not None:
+            rows = rows.to(torch.int64)
+            before = self.weight.index_select(0, rows)
         with self._moving(entries.rows):
             for index, start, stop, tables in self._ranges(active):
                 rule = self.segments[index].optimizer
@@ -235,7 +254,7 @@ class Storage(nn.Module):
                     first_row=start, seed=self._seed + start, scratch=self._scratch, gate=gate,
                 )  # fmt: skip
             if self.row_mean is not None and before is not None:
-                self.row_mean.visit(rows, before, self.weight.index_select(0, rows))
+                self.row_mean.visit(rows, before, self.weight.index_select(0, rows), gate)
         self.discard_gradients()
 
     # Reading beside training ---------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from viviane.core.errors import ConfigError
 
@@ -35,10 +36,12 @@ def refuse_capture(device: torch.device, what: str, fix: str) -> None:
 
 
 _branches: dict[torch.device, set[torch.cuda.Stream]] = {}
+_read: dict[torch.device, list[Tensor]] = {}
+"""What blocks read that others made: until the blocks are joined nothing else may be recorded into its memory."""
 
 
 @contextmanager
-def branch(device: torch.device, name: str) -> Iterator[Callable[[], None]]:
+def branch(device: torch.device, name: str, reads: Sequence[Tensor] = ()) -> Iterator[Callable[[], None]]:
     """Record a block beside what the current stream records after it; gives what lets the current stream wait for it.
 
     Autograd runs the backward of the block there too; `join_branches` brings all of it back. While no graph is recorded
@@ -47,6 +50,8 @@ def branch(device: torch.device, name: str) -> Iterator[Callable[[], None]]:
     Args:
         device: of the graph.
         name: blocks of one name follow one another.
+        reads: tensors of the current stream that the block reads. They are kept until `join_branches`: of one that was
+            let go, the current stream would write to the memory while the block reads it, in every replay.
 
     Example:
         >>> with branch(torch.device("cpu"), "lookup") as join:
@@ -59,6 +64,7 @@ def branch(device: torch.device, name: str) -> Iterator[Callable[[], None]]:
     main, side = torch.cuda.current_stream(device), _stream(device, name)
     side.wait_stream(main)
     _branches.setdefault(device, set()).add(side)
+    _read.setdefault(device, []).extend(reads)
     done: list[torch.cuda.Event] = []
 
     def join() -> None:
@@ -77,6 +83,7 @@ def join_branches(device: torch.device) -> None:
     """
     for side in _branches.pop(device, set()):
         torch.cuda.current_stream(device).wait_stream(side)
+    _read.pop(device, None)
 
 
 def forget_branches(device: torch.device) -> None:
@@ -86,6 +93,7 @@ def forget_branches(device: torch.device) -> None:
         >>> forget_branches(torch.device("cpu"))
     """
     _branches.pop(device, None)
+    _read.pop(device, None)
 
 
 def _nothing() -> None:

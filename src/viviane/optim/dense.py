@@ -241,7 +241,7 @@ class Ftrl(DenseOptimizer):
 
 def _corrected(group: dict[str, Any]) -> float:
     """Return Adam's rate with its bias correction."""
-    beta1, beta2, t = group["beta1"], group["beta2"], group["step"]
+    beta1, beta2, t = group["beta1"], group["beta2"], max(1, group["step"])  # 0: nothing of the group has moved yet
     return float(group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t))
 
 

@@ -6,6 +6,7 @@ Shapes: n processes; splits count elements of a flat tensor for each of them.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -61,6 +62,7 @@ class Group:
         self._control = control or process_group
         self._beside: dist.ProcessGroup | None = None
         self._known: BaseException | None = None
+        self._before_end: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.watch = watch
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
@@ -87,6 +89,24 @@ class Group:
     def is_current(self) -> bool:
         """Whether it is of all processes of torch.distributed as it is initialised now."""
         return dist.is_initialized() and self._group is dist.group.WORLD
+
+    def before_end(self, let_go: Callable[[], None]) -> None:
+        """Note a method that lets go of what holds the group's connections, such as CUDA graphs with exchanges in them.
+
+        NCCL takes a connection down only when no graph holds it any more, and waits for that for ever.
+
+        Args:
+            let_go: a bound method; its object is not kept for it.
+        """
+        self._before_end = [one for one in self._before_end if one() is not None] + [weakref.WeakMethod(let_go)]
+
+    def let_go(self) -> None:
+        """Call the methods of `before_end`: to be done before `torch.distributed.destroy_process_group`."""
+        for reference in self._before_end:
+            method = reference()
+            if method is not None:
+                method()
+        self._before_end.clear()
 
     def _for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else self._group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from datetime import timedelta
 
@@ -96,7 +97,7 @@ def _start(device: torch.device, timeout_s: float) -> Group:
     # A connection of its own: the main thread may hold the first one for as long as it waits.
     watch = Watch(PrefixStore(f"{prefix}/watch", _connect(is_host=False, limit=limit)), rank, size, timeout_s)
     group = Group(dist.group.WORLD, control, watch)
-    atexit.register(_stop, watch)
+    atexit.register(_stop, group, watch)
     _log.info("rank %d of %d on %s", rank, size, device)
     return group
 
@@ -111,9 +112,10 @@ def _connect(*, is_host: bool, limit: timedelta) -> TCPStore:
     return TCPStore(host, port, is_master=is_host, timeout=limit, wait_for_workers=False)
 
 
-def _stop(watch: Watch) -> None:
-    failed = watch.failure is not None
+def _stop(group: Group, watch: Watch) -> None:
     watch.close()
     # After a failure another process may never answer, and taking the groups down would wait for it.
-    if dist.is_initialized() and not failed:
+    if dist.is_initialized() and watch.failure is None:
+        group.let_go()
+        gc.collect()  # what was forgotten in a cycle of references holds connections, too
         dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.embedding import DynamicStorage, RowMean, Storage
+from viviane.embedding.row_mean import NUMBERS
 from viviane.training.dense_state import collections_of, dense_buffers, dense_parameters
 from viviane.training.place import Progress
 from viviane.training.saved_table import MEAN
@@ -49,6 +50,7 @@ class WeightMean:
         self.decay = decay
         self.num_steps = 0
         self._step_decay = 0.0
+        self._held: Tensor | None = None
         floating = {name: b for name, b in dense_buffers(module).items() if b.is_floating_point()}
         self._dense: dict[str, Tensor] = {**dense_parameters(module), **floating}
         self._means = {name: tensor.detach().clone() for name, tensor in self._dense.items()}
@@ -80,12 +82,54 @@ class WeightMean:
             mean.advance(self._step_decay)
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """End a step, after weights moved."""
-        if self._dense:
-            torch._foreach_lerp_(
-                list(self._means.values()), [t.detach() for t in self._dense.values()], 1 - self._step_decay
-            )
+    def follow(self, gate: Tensor | None = None) -> None:
+        """End a step, after weights moved.
+
+        Args:
+            gate: of a recorded step, which reads the numbers that `hold` was given; where it is 0 nothing is followed.
+        """
+        means, weights = list(self._means.values()), [one.detach() for one in self._dense.values()]
+        if gate is None:
+            if means:
+                torch._foreach_lerp_(means, weights, 1 - self._step_decay)
+            return
+        assert self._held is not None
+        share = (self._held[0] * gate).to(torch.float32)
+        for mean, weight in zip(means, weights, strict=True):
+            mean.lerp_(weight, share)
+
+    # Recorded steps -----------------------------------------------------------------------------------------
+
+    @property
+    def numbers(self) -> list[float]:
+        """What the present step computes with: the share of new weights, then the numbers of each mean of rows."""
+        return [1 - self._step_decay, *(number for _, mean in self._row_means() for number in mean.numbers)]
+
+    def hold(self, numbers: Tensor) -> None:
+        """Say where on the device recorded steps find `numbers`, float64."""
+        self._held = numbers
+        for (_, mean), own in zip(self._row_means(), numbers[1:].view(-1, NUMBERS), strict=True):
+            mean.held = own
+
+    @property
+    def place(self) -> tuple[float, ...]:
+        """Where its steps stand; see `go_back`."""
+        return self.num_steps, *(mean.place for _, mean in self._row_means())
+
+    def go_back(self, place: Sequence[float]) -> None:
+        """Take steps back that moved nothing.
+
+        Args:
+            place: what `place` was before them.
+        """
+        self.num_steps = int(place[0])
+        for (_, mean), own in zip(self._row_means(), place[1:], strict=True):
+            mean.go_back(own)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the means are in memory."""
+        return tuple(one.data_ptr() for one in (*self._means.values(), *(mean.mean for _, mean in self._row_means())))
 
     def _row_means(self) -> list[tuple[Storage, RowMean]]:
         return [(storage, storage.row_mean) for storage in self._storages if storage.row_mean is not None]

@@ -62,13 +62,6 @@ def _obstacles(step: TrainStep) -> Iterator[str]:
         for storage in collection.all_storages():
             if isinstance(storage, DynamicStorage):
                 yield f"table {next(iter(storage.tables))!r} is dynamic: its keys get rows on the host"
-    if solver.ema_decay is not None:
-        yield "solver.ema_decay: the running mean visits the distinct rows of a batch, whose number the host must know"
-    if solver.clip_grad_norm is not None and step.collections:
-        yield (
-            "solver.clip_grad_norm: the norm is over the distinct rows of a batch, whose number the host must know; "
-            "an optimizer's clip_row_norm can be recorded"
-        )
     yield from _module_obstacles(step.module, trusts=solver.cuda_graph is True)
     if solver.cuda_graph == "auto" and step.objective.own_loss is not None:
         yield f"a loss of your own runs Python at every step; {_TRUST}"

@@ -8,9 +8,9 @@ goes through the eager step's checks once more for a message that names what was
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,13 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, NumericsError
 from viviane.core.logging import get_logger
-from viviane.ops.capture import forget_branches
-from viviane.ops.dense_update import Room
+from viviane.embedding import DynamicStorage, Storage
 from viviane.training.capture_rules import obstacle, unlike
-from viviane.training.controls import Controls, DeviceMover
 from viviane.training.guard import FIX
 from viviane.training.precision import Precision
-from viviane.training.recorded_step import Verdict, record_step
-from viviane.training.static_batch import StaticBatch, batch_shape
+from viviane.training.recorded_step import Verdict
+from viviane.training.recording import Recorder, Recording
+from viviane.training.static_batch import batch_shape
 
 if TYPE_CHECKING:
     from viviane.training.step import TrainStep
@@ -37,17 +36,8 @@ _EAGER_STEPS = {"auto": 3, True: 1}
 """Steps of a shape before it is recorded: they plan lookups and compile kernels, and show that the shape comes back."""
 _MOST_GRAPHS = 4
 _MOST_SHAPES = 1024
+_MOST_DOUBLINGS = 16
 _MOST_IN_FLIGHT = 4
-
-
-@dataclass
-class _Graph:
-    """A recorded step: what it reads, what it returns, and what it needs to stay."""
-
-    graph: torch.cuda.CUDAGraph
-    batch: StaticBatch
-    loss: Tensor
-    kept: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,8 @@ class _Flight:
     step: int
     batch: Batch
     precision: Precision
-    done: torch.cuda.Event
+    mean: tuple[float, ...]
+    done: torch.cuda.Event | None
 
 
 class CapturedSteps:
@@ -70,26 +61,29 @@ class CapturedSteps:
     Attributes:
         reason: why steps are not recorded; None where they are or will be.
         unlike: why the last batch may look otherwise in another process; None where it does not, or there is no other.
+        num_recorded: shapes of batch that were recorded since weights, modes or the optimizer's state last changed.
         num_replays: steps that were replays.
     """
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
         self.setting = step.solver.cuda_graph
-        self.num_replays = 0
+        self.num_recorded = self.num_replays = 0
         self.rolled_back = 0
         """Steps that the last error took back: they were counted, and moved nothing."""
-        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
         self._state: Hashable = None
         self._flights: deque[_Flight] = deque()
         self._failure: str | None = None
-        self._verdict: Verdict | None = None
+        self._recorder: Recorder | None = None
+        self._num_given_up = 0
         self.reason = obstacle(step)
         self.unlike: str | None = None
         self._never = step.device.type != "cuda" or self.setting is False
         if self.reason is not None and self.setting is True:
             raise self._refusal(self.reason)
+        step.group.before_end(self.let_go)
 
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
@@ -97,20 +91,15 @@ class CapturedSteps:
             fix="set cuda_graph='auto', which trains the same without a graph, or change what prevents it",
         )  # fmt: skip
 
-    @property
-    def num_graphs(self) -> int:
-        """How many shapes of batch have a graph."""
-        return len(self._graphs)
-
     def describe(self) -> str:
         """Say in a line whether steps are replayed, or why not."""
         if self.reason is not None:
             return f"eager: {self.reason}"
-        if not self._graphs and self.unlike is not None:
+        if not self.num_recorded and self.unlike is not None:
             return f"eager: {self.unlike}"
-        if not self._graphs:
+        if not self.num_recorded:
             return f"eager so far: a shape of batch is recorded after {_EAGER_STEPS[self.setting]} step(s)"
-        return f"replayed: {len(self._graphs)} shape(s) recorded, {self.num_replays} steps replayed"
+        return f"replayed: {self.num_recorded} shape(s) recorded, {self.num_replays} steps replayed"
 
     # Steps --------------------------------------------------------------------------------------------------
 
@@ -122,12 +111,16 @@ class CapturedSteps:
         """
         if self._never:
             return None
+        with _current(self.step.device):
+            return self._replay_or_not(batch, step, precision, lr)
+
+    def _replay_or_not(self, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor | None:
         self._renew()
         self.unlike = unlike(self.step, batch)
         if self.reason is not None or self.unlike is not None or not batch.size:
             self.settle()
             if self.unlike is not None and self.step.unsaid is not None and self.setting is True:
-                raise self._refusal(self.unlike)
+                raise self.step.group.all_know(self._refusal(self.unlike))
             return None
         key = (batch_shape(batch), precision)
         found = self._graphs.get(key)
@@ -136,19 +129,20 @@ class CapturedSteps:
             if len(self._seen) > _MOST_SHAPES:
                 self._seen.clear()
             self._seen[key] += 1
-            if self._seen[key] <= _EAGER_STEPS[self.setting]:
+            # Where shapes come and go, each that was recorded in vain makes the next one wait twice as long.
+            if self._seen[key] <= _EAGER_STEPS[self.setting] << min(self._num_given_up, _MOST_DOUBLINGS):
                 return None
-            found = self._record(key, batch, precision)
+            begins = self.step.solver.ema_decay is not None and self.step.mean is None  # with a step from Python
+            found = None if begins else self._record(key, batch, precision)
             if found is None:
                 return None
         self._graphs.move_to_end(key)
         return self._replay(found, batch, step, precision, lr)
 
-    def _replay(self, found: _Graph, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor:
+    def _replay(self, found: Recording, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor:
         while len(self._flights) >= _MOST_IN_FLIGHT:
             self._land()
         own, verdict = self.step, self._verdict
-        assert verdict is not None
         own.group.at_step(step)
         if own.together is not None:
             own.together.begin(batch)
@@ -157,16 +151,30 @@ class CapturedSteps:
         factor = rate / own.solver.lr
         if own.optimizer is not None:
             own.optimizer.set_lr(rate, factor)
-            for group in own.optimizer.param_groups:
-                group["step"] += 1
-        verdict.controls.write(rate, factor, own.optimizer)
+        self._count(1)
+        before: tuple[float, ...] = ()
+        if own.mean is not None:
+            before = own.mean.place
+            own.mean.advance()
+        verdict.controls.write(rate, factor, own.optimizer, () if own.mean is None else own.mean.numbers)
         found.graph.replay()
         loss = found.loss.clone()  # the next replay writes there again
         done = verdict.send()
-        self._flights.append(_Flight(verdict.next_number(), step, batch, precision, done))
+        self._flights.append(_Flight(verdict.next_number(), step, batch, precision, before, done))
         self.num_replays += 1
         own.num_rows = batch.size if own.together is None else own.together.num_rows
         return loss
+
+    def _count(self, steps: int) -> None:
+        """Count steps of dense parameters as the optimizer does: where some of a group are trained."""
+        for group in [] if self.step.optimizer is None else self.step.optimizer.param_groups:
+            if any(param.requires_grad for param in group["params"]):
+                group["step"] += steps
+
+    @property
+    def _verdict(self) -> Verdict:
+        assert self._recorder is not None  # there are replays only after a recording
+        return self._recorder.verdict
 
     # Verdicts -----------------------------------------------------------------------------------------------
 
@@ -182,22 +190,22 @@ class CapturedSteps:
     def _land(self) -> None:
         """Wait for the oldest replay under way and look at its verdict."""
         flight = self._flights.popleft()
-        flight.done.synchronize()
-        assert self._verdict is not None
+        if flight.done is not None:
+            flight.done.synchronize()
         if self._verdict.is_bad(flight.number):
             self._refuse(flight)
 
     def _refuse(self, flight: _Flight) -> None:
         """Undo the counts of the bad step and of those after it, and raise what was wrong."""
-        assert self._verdict is not None
-        torch.cuda.synchronize(self.step.device)
+        if flight.done is not None:
+            torch.cuda.synchronize(self.step.device)
         self.rolled_back = 1 + len(self._flights)
         self.num_replays -= self.rolled_back
         self._flights.clear()
         self._verdict.clear()
-        if self.step.optimizer is not None:
-            for group in self.step.optimizer.param_groups:
-                group["step"] -= self.rolled_back
+        self._count(-self.rolled_back)
+        if self.step.mean is not None:
+            self.step.mean.go_back(flight.mean)
         for collection in self.step.collections.values():
             for record in collection.key_records():
                 record.zero_()
@@ -212,15 +220,26 @@ class CapturedSteps:
     # Recording ----------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Drop all graphs of a group after a checkpoint was loaded, in all processes alike.
+        """Drop all graphs, in all processes alike, after a checkpoint was loaded.
 
-        Alone a process sees by addresses what was replaced. Of several one might get the old addresses back by chance
-        and replay, and then wait for the others.
+        Addresses do not tell: of several processes one might get the old ones back by chance and replay, and then wait
+        for the others; and a graph moves tables by one count of steps that may be of several ages now.
         """
-        if self.step.together is not None:
-            self.settle()
-            self._graphs.clear()
-            self._seen.clear()
+        self.settle()
+        self._begin_anew()
+
+    def let_go(self) -> None:
+        """Drop all graphs without a look at what they found: NCCL does not end while graphs hold its exchanges."""
+        if self._graphs and self.step.device.type == "cuda":
+            torch.cuda.synchronize(self.step.device)
+        self._flights.clear()
+        self._graphs.clear()
+        self._seen.clear()
+
+    def _begin_anew(self) -> None:
+        self._graphs.clear()
+        self._seen.clear()
+        self.num_recorded = 0
 
     def _renew(self) -> None:
         """Drop all graphs where something that they repeat has changed."""
@@ -230,8 +249,7 @@ class CapturedSteps:
         if self._graphs:
             self.settle()
             _log.info("recording the training step anew: weights, freezing, modes or the optimizer's state changed")
-            self._graphs.clear()
-            self._seen.clear()
+            self._begin_anew()
         self._state = state
         self.reason = self._failure or obstacle(self.step)
         if self.reason is not None:
@@ -246,65 +264,32 @@ class CapturedSteps:
             state = [one.data_ptr() for held in own.optimizer.state.values() for one in held.values()]
             state += [bool(group["weight_decay"]) for group in own.optimizer.param_groups]
         tables = [
-            (part._frozen, part.output_dtype, *(storage.weight.data_ptr() for storage in part.all_storages()))
+            (part._frozen, part.output_dtype, *(_table_state(storage) for storage in part.all_storages()))
             for collection in own.collections.values()
             for part in collection.parts()
         ]
-        return (
-            tuple(places),
-            tuple(state),
-            tuple(tables),
-            tuple(
-                (one.training, bool(one._forward_hooks), bool(one._forward_pre_hooks)) for one in own.module.modules()
-            ),
-        )
+        modules = [
+            (one.training, bool(one._forward_hooks), bool(one._forward_pre_hooks)) for one in own.module.modules()
+        ]
+        means = None if own.mean is None else own.mean.addresses
+        return tuple(places), tuple(state), tuple(tables), tuple(modules), means
 
-    def _record(self, key: Hashable, batch: Batch, precision: Precision) -> _Graph | None:
-        own = self.step
-        if self._verdict is None:
-            groups = 0 if own.optimizer is None else len(own.optimizer.param_groups)
-            self._verdict = Verdict(own.device, Controls(own.device, groups, _MOST_IN_FLIGHT + 1))
-        kept, room = [], Room()
-        mover = None if own.optimizer is None else own.optimizer.mover
-        if own.optimizer is not None and isinstance(mover, DeviceMover):
-            mover.controls, mover.gate = self._verdict.controls, self._verdict.gate
-            kept = [*mover.reserve(own.optimizer), room.reserve(list(own.parameters.values()))]
+    def _record(self, key: Hashable, batch: Batch, precision: Precision) -> Recording | None:
+        if self._recorder is None:
+            self._recorder = Recorder(self.step, _MOST_IN_FLIGHT + 1)
         while len(self._graphs) >= _MOST_GRAPHS:
-            self._graphs.popitem(last=False)
-        if own.together is not None:  # NCCL makes its connections for sums now, not in the recording
-            own.group.all_reduce(torch.zeros_like(self._verdict.status[:1]))
-        made, failure = self._capture(batch, precision, self._verdict, room, kept)
+            given_up, _ = self._graphs.popitem(last=False)
+            del self._seen[given_up]
+            self._num_given_up += 1
+        made, failure = self._recorder.record(batch, precision)
         if not self._all_recorded(failure):
             return None
         assert made is not None
-        room.write()
-        if isinstance(mover, DeviceMover):
-            mover.write()
         self._state = self._captured_state()
         self._graphs[key] = made
+        self.num_recorded += 1
         _log.info("recorded the training step in a CUDA graph: %d rows, %s", batch.size, precision.name)
         return made
-
-    def _capture(
-        self, batch: Batch, precision: Precision, verdict: Verdict, room: Room, kept: list[Tensor]
-    ) -> tuple[_Graph | None, Exception | None]:
-        """Return the recorded step, or what kept it from being recorded."""
-        own = self.step
-        static, graph = StaticBatch(batch), torch.cuda.CUDAGraph()
-        counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
-        own._discard()
-        gc.collect()  # a reference cycle that still holds gradients would keep its memory from the graph
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                loss = record_step(own, static.batch, precision, verdict, room)
-        except Exception as error:
-            return None, error
-        finally:
-            own._discard()
-            if own.optimizer is not None:
-                for group, count in zip(own.optimizer.param_groups, counts, strict=True):
-                    group["step"] = count
-        return _Graph(graph, static, loss, kept), None
 
     def _all_recorded(self, failure: Exception | None) -> bool:
         """Settle whether all processes have a recording: where one has none, no process replays, since it waits."""
@@ -318,18 +303,22 @@ class CapturedSteps:
     def _fail(self, reason: str, error: Exception | None) -> None:
         self._failure = self.reason = reason
         self._graphs.clear()
-        forget_branches(self.step.device)
-        torch.cuda.synchronize(self.step.device)
-        index = self.step.device.index
-        generator = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
-        # A capture that broke off leaves the generator waiting for its end; a copy of its state does not.
-        generator.graphsafe_set_state(generator.clone_state())
         if self.setting is True:
-            raise ConfigError(
+            raise self.step.group.all_know(ConfigError(
                 "the training step could not be recorded in a CUDA graph", where="solver.cuda_graph",
                 value=self.reason, fix="set cuda_graph='auto' or False, or let forward and loss never wait for the GPU",
-            ) from error  # fmt: skip
+            )) from error  # fmt: skip
         _log.warning("training step: %s", self.describe())
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one: streams and events are of that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _table_state(storage: Storage | DynamicStorage) -> Hashable:
+    """Return where a storage's rows are, and whether somebody has replaced a table and its count of steps."""
+    return storage.weight.data_ptr(), isinstance(storage, Storage) and storage.steps.were_set
 
 
 def _first_words(error: BaseException) -> str:

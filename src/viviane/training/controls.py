@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,16 +27,18 @@ def all_numbers(optimizer: DenseOptimizer, place: int) -> list[float]:
 
 
 class Controls:
-    """A vector on the device, float64: learning rate, its factor, then the numbers of each parameter group.
+    """A vector on the device, float64: learning rate, its factor, numbers of each parameter group, and of the mean.
 
     Args:
         device: of the parameters.
         num_groups: parameter groups of the dense optimizer.
         num_slots: how many writes may be under way at once.
+        num_means: numbers of a running mean of weights.
     """
 
-    def __init__(self, device: torch.device, num_groups: int, num_slots: int) -> None:
-        size = _RATES + num_groups * NUMBERS
+    def __init__(self, device: torch.device, num_groups: int, num_slots: int, num_means: int = 0) -> None:
+        size = _RATES + num_groups * NUMBERS + num_means
+        self._means = size - num_means
         self._vector = torch.zeros(size, dtype=torch.float64, device=device)
         self._slots = torch.zeros(num_slots, size, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._next = 0
@@ -54,7 +58,12 @@ class Controls:
         start = _RATES + place * NUMBERS
         return self._vector[start : start + NUMBERS]
 
-    def write(self, lr: float, factor: float, optimizer: DenseOptimizer | None) -> None:
+    @property
+    def means(self) -> Tensor:
+        """The numbers of a running mean, (num_means,)."""
+        return self._vector[self._means :]
+
+    def write(self, lr: float, factor: float, optimizer: DenseOptimizer | None, means: Sequence[float] = ()) -> None:
         """Send the numbers of a step; the device takes them when it comes to them.
 
         The write before the last `num_slots` must be over.
@@ -63,6 +72,7 @@ class Controls:
         if optimizer is not None:
             for place in range(len(optimizer.param_groups)):
                 values += all_numbers(optimizer, place)
+        values += means
         slot = self._slots[self._next]
         slot.copy_(torch.tensor(values, dtype=torch.float64))
         self._vector.copy_(slot, non_blocking=True)
@@ -110,7 +120,11 @@ class DeviceMover:
         groups = enumerate(optimizer.param_groups)
         return [self._rooms.setdefault(i, Room()).reserve(group["params"]) for i, group in groups]
 
-    def write(self) -> None:
-        """Write what recorded launches will read, after a capture."""
+    def write(self) -> list[Tensor]:
+        """Write what recorded launches will read, after a capture; returns what else they read, to be kept, too.
+
+        Steps from Python make that, and put other tensors in its place once other parameters have gradients.
+        """
         for room in self._rooms.values():
             room.write()
+        return [one for room in self._rooms.values() for one in room.tensors.values()]

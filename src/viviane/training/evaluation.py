@@ -18,6 +18,7 @@ from viviane.metrics import METRICS, AverageLoss, CalibrationHistogram, Metric, 
 from viviane.nn.cross_entropy import IGNORED
 from viviane.parallel import Group
 from viviane.schema import LabelColumn, Schema
+from viviane.training.dense_state import collections_of
 from viviane.training.objective import Objective
 from viviane.training.precision import Precision
 
@@ -173,12 +174,18 @@ def _kept(column: Tensor, keep: Tensor | None) -> Tensor:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode without autograd; every submodule's own mode comes back afterwards."""
+    """Put a module into eval mode without autograd; every submodule's own mode comes back afterwards.
+
+    Raises:
+        KeyRangeError, DataError: at the end, what a GPU found in keys that were looked up: no step comes to ask for it.
+    """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         with torch.no_grad():
             yield
+        for collection in collections_of(module).values():
+            collection.check()
     finally:
         for part, training in modes:
             part.training = training

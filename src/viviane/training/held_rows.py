@@ -52,21 +52,22 @@ class Pinned:
     """A copy of a GPU's tensor in pinned memory of the host, on its way there.
 
     Args:
-        tensor: on the GPU, contiguous.
+        tensor: on the GPU.
         stream: that copies.
     """
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        flat = tensor.detach().contiguous().view(-1)
-        step = _PINNED_BYTES // flat.element_size()
+        step = _PINNED_BYTES // tensor.element_size()
         self._parts = []
         with torch.cuda.stream(stream):
+            # Here, not before: a copy that the present stream makes now would not be waited for.
+            flat = tensor.detach().contiguous().view(-1)
             for start in range(0, len(flat), step):
                 given = flat[start : start + step]
                 part = torch.empty(len(given), dtype=self.dtype, pin_memory=True)
                 self._parts.append(part.copy_(given, non_blocking=True))
-            flat.record_stream(stream)
+            tensor.record_stream(stream)
             self._done = stream.record_event()
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from viviane.batch import Batch
@@ -26,6 +25,7 @@ from viviane.training.checkpoint_store import CheckpointStore
 from viviane.training.environment import Interrupt
 from viviane.training.events import EventWriter, open_events
 from viviane.training.feed import DeviceFeed
+from viviane.training.fit_rows import FitRows
 from viviane.training.fixed_sizes import FixedSizes
 from viviane.training.history import History, higher_is_better, is_better
 from viviane.training.progress import ProgressLine
@@ -76,10 +76,7 @@ class FitLoop:
         self.best: float | None = None
         self.last_evaluated = self.last_saved = -1
         self.score: float | None = None
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=trainer.device)
-        self.loss_rows = 0
-        self.row_step, self.row_time = trainer.step, perf_counter()
-        self.seconds_before, self.started = 0.0, perf_counter()
+        self.rows = FitRows(trainer, self.folder if self.writes else None)
         self.times: StageTimes = trainer.stepper.stages
         self.stopped = ""
         self._check_settings()
@@ -118,7 +115,7 @@ class FitLoop:
             events = self._open_events()
             shown = self.trainer.progress if self.writes else False
             self.progress = ProgressLine(self._last_step(), self.trainer.step, shown)
-            self.events = events
+            self.rows.events = events
             try:
                 for callback in self.trainer.callbacks:
                     callback.on_fit_start(self.trainer)
@@ -188,9 +185,7 @@ class FitLoop:
         self.first_step, self.first_epoch = loop["first_step"], loop["first_epoch"]
         self.best, self.last_evaluated, self.last_saved = loop["best"], loop["last_evaluated"], trainer.step
         self.score = values["score"]
-        self.loss_sum.copy_(place.tensors["loss_sum"])
-        self.loss_rows, self.row_step = loop["loss_rows"], trainer.step
-        self.seconds_before = loop["seconds"]
+        self.rows.restore(place)
         self.times.seconds.update(loop["stages"])
         states: list[dict[str, Any]] = values["callbacks"]
         if len(states) == len(trainer.callbacks):
@@ -259,8 +254,7 @@ class FitLoop:
             self.sizes.follow()
         loss = trainer.train_step(batch)
         step, rows = trainer.step, trainer.stepper.num_rows
-        self.loss_sum.add_(loss, alpha=rows)
-        self.loss_rows += rows
+        self.rows.add(loss, rows)
         self.progress.step(step, rows, lambda: float(loss))
         self._after_step(step, loss)
 
@@ -272,7 +266,7 @@ class FitLoop:
         if self.store is not None and (self._save_has_failed() if together is None else together.stop_is_agreed):
             self.store.finish()  # of several processes all have agreed to stop, for this or for another reason
         if step % self.trainer.log_every == 0:
-            self._train_row()
+            self.rows.write_train(self.reader.epoch)
         for callback in self.trainer.callbacks:
             callback.on_step_end(step, loss)
         if self.solver.eval_every is not None and step % self.solver.eval_every == 0:
@@ -289,7 +283,7 @@ class FitLoop:
         if self.stopped == "interrupted":
             _log.warning("interrupted at step %d; resume=True goes on from there", self.trainer.step)
         else:
-            self._train_row()
+            self.rows.write_train(self.reader.epoch)
             self._evaluate()
         self._save()
         if self.store is not None:
@@ -304,40 +298,6 @@ class FitLoop:
 
     # What a step makes due --------------------------------------------------------------------------------
 
-    def _seconds(self) -> float:
-        return self.seconds_before + perf_counter() - self.started
-
-    def _row(self, split: str, values: dict[str, float], rate: float) -> None:
-        trainer = self.trainer
-        row = {
-            "step": trainer.step,
-            "epoch": self.reader.epoch,
-            "split": split,
-            **values,
-            "lr": trainer.learning_rate(max(1, trainer.step)),
-            "samples_per_second": round(rate, 1),
-            "seconds": round(self._seconds(), 3),
-        }
-        trainer.history.rows.append(row)
-        if self.folder is not None and self.writes:
-            self.folder.append(row)
-        if self.events is not None:
-            self.events.write(row)
-        shown = " ".join(f"{name} {value:.6g}" for name, value in values.items())
-        _log.info("step %d %s: %s (%.0f samples/s)", trainer.step, split, shown, rate)
-
-    def _train_row(self) -> None:
-        """Write the mean loss over the rows since the last such row; the only place that reads the loss."""
-        if not self.loss_rows:
-            return
-        self.trainer.settle()  # the loss of a bad step is no loss to write down
-        now = perf_counter()
-        loss = float(self.loss_sum) / self.loss_rows
-        rows = (self.trainer.step - self.row_step) * self.solver.batch_size
-        self._row("train", {"loss": loss}, rows / max(now - self.row_time, 1e-9))
-        self.loss_sum.zero_()
-        self.loss_rows, self.row_step, self.row_time = 0, self.trainer.step, now
-
     def _evaluate(self) -> None:
         step = self.trainer.step
         if self.validation is None or step in (self.last_evaluated, self.first_step):
@@ -351,7 +311,7 @@ class FitLoop:
         self.score = value if math.isfinite(value) else None
         improved = is_better(self.trainer.lead_metric, value, self.best)
         self.best = value if improved else self.best
-        self._row("valid", values, evaluation.num_rows / (perf_counter() - start))
+        self.rows.write("valid", self.reader.epoch, values, evaluation.num_rows / (perf_counter() - start))
         self.progress.evaluated(values)
         if self.folder is not None and self.writes:
             self.folder.write_histogram(evaluation.histogram(step))
@@ -362,7 +322,7 @@ class FitLoop:
         self.stopped = self._agreed(self.stopped)
         if improved and self.solver.restore_best:
             self._save(improved=True)
-        self.row_time += perf_counter() - start  # the training rate does not count evaluations
+        self.rows.pause(perf_counter() - start)
 
     def _save(self, *, improved: bool = False) -> None:
         step = self.trainer.step
@@ -374,20 +334,18 @@ class FitLoop:
             place.values["reader"] = self.reader.state()
             place.values["score"] = self.score if self.last_evaluated == step else None
             place.values["callbacks"] = [callback.state() for callback in self.trainer.callbacks]
-            place.tensors["loss_sum"] = self.loss_sum
             place.values["loop"] = {
                 "first_step": self.first_step,
                 "first_epoch": self.first_epoch,
                 "best": self.best,
                 "last_evaluated": self.last_evaluated,
-                "loss_rows": self.loss_rows,
-                "seconds": self._seconds(),
+                **self.rows.state(place),
                 "stages": dict(self.times.seconds),
             }
             beside = self.solver.async_checkpoint
             self.store.save(self.trainer.module, self.trainer.stepper.optimizer, place, beside=beside)
         self.last_saved = step
-        self.row_time += perf_counter() - start
+        self.rows.pause(perf_counter() - start)
 
     def _restore_best(self) -> None:
         store = self.store

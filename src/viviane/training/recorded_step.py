@@ -39,9 +39,11 @@ class Verdict:
         self._sent = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._number = 0
 
-    def send(self) -> torch.cuda.Event:
-        """Send the status of the step to the host; returns what to wait for."""
+    def send(self) -> torch.cuda.Event | None:
+        """Send the status of the step to the host; returns what to wait for, None where it is there."""
         self._sent.copy_(self.status, non_blocking=True)
+        if not self.status.is_cuda:
+            return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return done
@@ -90,11 +92,14 @@ def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Ve
     judge(None if guard is None else mean, verdict.status, gate)
     if guard is not None:
         guard.restore_buffers_unless(gate)
+    scale = step._clip_scale()
     if step.optimizer is not None:
-        step._scale_gradients(step._clip_scale())
+        step._scale_gradients(scale)
         step.optimizer.step()
     for collection in step.collections.values():
-        collection.step(verdict.controls.lr, 1.0, verdict.controls.factor, gate)
+        collection.step(verdict.controls.lr, scale, verdict.controls.factor, gate)
+    if step.mean is not None:
+        step.mean.follow(gate)
     step.module.zero_grad(set_to_none=True)
     return mean
 
@@ -105,14 +110,18 @@ def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
 
     def look(gradient: Tensor) -> None:
         if not watch.covers(gradient):
-            with branch(step.device, "look"):
+            with branch(step.device, "look", reads=(gradient,)):
                 check_finite([gradient if gradient.stride(1) == 1 else gradient.contiguous()], status)
 
     for collection in step.collections.values():
         collection.gradient_watch = look
+    if step.together is not None:
+        step.exchange.watches = False  # the sums are looked at, which one bad number of any process makes bad
     with watching(status) as watch:
         try:
             yield
         finally:
             for collection in step.collections.values():
                 collection.gradient_watch = None
+            if step.together is not None:
+                step.exchange.watches = True

@@ -117,7 +117,11 @@ class TrainStep:
         """
         times, start = self.stages, perf_counter()
         self.group.at_step(step)
-        replayed = self.captured(batch, step, precision, lr)
+        try:
+            replayed = self.captured(batch, step, precision, lr)
+        except BaseException as error:
+            self.group.report(error)
+            raise
         if replayed is not None:
             times.add("replay", perf_counter() - start)
             return replayed

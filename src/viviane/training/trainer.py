@@ -251,6 +251,8 @@ class Trainer:
             try:
                 self.history = loop.run(resume)
                 self.settle()
+                if self.group.size > 1:  # it may be taken down now
+                    self.stepper.captured.let_go()
             except BaseException as error:
                 self.group.report(error)
                 raise
@@ -302,6 +304,7 @@ class Trainer:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the module hold the running mean of its weights for a block, where solver.ema_decay keeps one."""
+        self.settle()
         mean = self.stepper.mean
         return nullcontext() if mean is None else mean.in_place()
 

@@ -7,7 +7,8 @@ import triton.language as tl
 
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.core.errors import VivianeError
-from viviane.ops.row_update import Entries, Scratch, gpu, initial_state, reference, rounding, state_shape
+from viviane.ops.dispatch import use_implementation
+from viviane.ops.row_update import Entries, Scratch, gpu, initial_state, norm_squared, reference, rounding, state_shape
 from viviane.ops.triton_parts.rounding import rounded
 
 ON_GPU = torch.cuda.is_available()
@@ -210,6 +211,19 @@ def test_sums_by_row(device):
     torch.testing.assert_close(sums.double(), truth, **CLOSE)
     outside = gpu.sum_rows(entries, 5, first_row=1000, num_rows=10, scratch=Scratch())
     assert [part.shape for part in outside] == [(0,), (0, 5)]
+
+
+@pytest.mark.parametrize(("count", "first_row", "num_rows"), [(90, 1, 10), (700, 0, 1000), (700, 1000, 10), (0, 0, 5)])
+def test_sums_by_row_without_a_wait_have_zeros_behind(device, count, first_row, num_rows):
+    entries = make_entries(device, count, 12, 5)
+    found = gpu.all_sums(entries, 5, first_row=first_row, num_rows=num_rows, scratch=Scratch())
+    rows, sums = gpu.sum_rows(entries, 5, first_row=first_row, num_rows=num_rows, scratch=Scratch())
+    assert found.shape == (min(count, num_rows), 5)
+    assert torch.equal(found[: len(rows)], sums)
+    assert not found[len(rows) :].any()
+    with use_implementation("auto" if device.type == "cuda" else "gpu"):
+        norm = norm_squared(entries, 5, first_row=first_row, num_rows=num_rows)
+    torch.testing.assert_close(norm, sums.double().square().sum(), rtol=1e-12, atol=0)  # sums of 5,000 float64 numbers
 
 
 def test_no_entries(device):

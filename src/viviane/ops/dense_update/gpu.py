@@ -112,7 +112,6 @@ def _pieces(tensors: Sequence[Tensor], block: int, room: Room) -> Tensor:
         found = [(i, start, size) for i, size in enumerate(sizes) for start in range(0, size, block)]
         room.tensors["pieces"] = _to_device(found, (len(found), 3), tensors[0].device, room)
         room.known = (sizes, block)
-        room.tensors.pop("table", None)
     return room.tensors["pieces"]
 
 

@@ -19,7 +19,17 @@ from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import choose, implementation
 from viviane.ops.row_update.entries import Entries
 
-__all__ = ["Entries", "Scratch", "initial_state", "join_rows", "prepare_rows", "state_shape", "sum_rows", "update_rows"]
+__all__ = [
+    "Entries",
+    "Scratch",
+    "initial_state",
+    "join_rows",
+    "norm_squared",
+    "prepare_rows",
+    "state_shape",
+    "sum_rows",
+    "update_rows",
+]
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -156,6 +166,26 @@ def sum_rows(
     module = implementation("row_update", entries.rows.device)
     rows, sums = module.sum_rows(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch or Scratch())
     return rows, sums
+
+
+def norm_squared(
+    entries: Entries, dim: int, *, first_row: int = 0, num_rows: int, scratch: Scratch | None = None
+) -> Tensor:
+    """Return the sum of squares of gradients that were summed by row; 0-dim, float64. Nothing waits for a GPU.
+
+    Arguments as of `sum_rows`. A GPU takes memory for as many rows as there may be: min(N, num_rows).
+
+    Example:
+        >>> norm_squared(Entries(torch.tensor([7, 2, 7]), torch.tensor([1.0, 3.0, 3.0])), 1, num_rows=8).item()
+        25.0
+    """
+    module, scratch = implementation("row_update", entries.rows.device), scratch or Scratch()
+    if choose(entries.rows.device) == "gpu":
+        sums = module.all_sums(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch)
+    else:
+        sums = module.sum_rows(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch)[1]
+    norm: Tensor = torch.linalg.vector_norm(sums, dtype=torch.float64)
+    return norm.square()
 
 
 def initial_state(rule: AnyOptimizer | None) -> dict[str, float]:

@@ -191,18 +191,42 @@ def sum_rows(
     if not len(entries.rows):
         return torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dim, device=device)
     rows, order = _sorted(entries, scratch)
+    inside, starts = _run_starts(rows, first_row, num_rows)
+    distinct = rows[starts].to(torch.int64) - first_row
+    sums = torch.empty(len(distinct), dim, dtype=torch.float32, device=device)
+    _sum_into(sums, _ranks(rows, inside, starts, first_row + num_rows, len(distinct)), order, entries)
+    return distinct, sums
+
+
+def all_sums(entries: Entries, dim: int, *, first_row: int, num_rows: int, scratch: Scratch) -> Tensor:
+    """Return the sums of `sum_rows`, and zeros after them: (min(N, num_rows), dim), float32. Nothing waits."""
+    _check(entries)
+    most = min(len(entries.rows), num_rows)
+    sums = torch.zeros(most, dim, dtype=torch.float32, device=entries.rows.device)
+    if most:
+        rows, order = _sorted(entries, scratch)
+        inside, starts = _run_starts(rows, first_row, num_rows)
+        _sum_into(sums, _ranks(rows, inside, starts, first_row + num_rows, most), order, entries)
+    return sums
+
+
+def _run_starts(rows: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return which sorted rows are the table's, and which of these are the first of their kind."""
     inside = (rows >= first_row) & (rows < first_row + num_rows)
     starts = inside.clone()
     starts[1:] &= rows[1:] != rows[:-1]
-    distinct = rows[starts].to(torch.int64) - first_row
-    # Each row's number among the distinct ones takes the row's place; others go before the first or past the last.
+    return inside, starts
+
+
+def _ranks(rows: Tensor, inside: Tensor, starts: Tensor, stop: int, past: int) -> Tensor:
+    """Return each row's number among the distinct ones; others go before the first, or past the last to `past`."""
     rank = torch.where(inside, starts.cumsum(0, dtype=torch.int32) - 1, -1)
-    rank = torch.where(rows >= first_row + num_rows, len(distinct), rank)
-    sums = torch.empty(len(distinct), dim, dtype=torch.float32, device=device)
+    return torch.where(rows >= stop, past, rank)
+
+
+def _sum_into(sums: Tensor, rank: Tensor, order: Tensor, entries: Entries) -> None:
     if sums.numel():
-        target = _Target(sums, Rule(SUM, False, ()), 0, len(distinct))
-        _take_spans(target, rank, order, entries)
-    return distinct, sums
+        _take_spans(_Target(sums, Rule(SUM, False, ()), 0, len(sums)), rank, order, entries)
 
 
 def update_rows(

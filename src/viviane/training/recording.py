@@ -1,0 +1,112 @@
+"""Recording a training step in a CUDA graph, and what is to be put in order where a recording breaks off."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from viviane.batch import Batch
+from viviane.ops.capture import forget_branches
+from viviane.ops.dense_update import Room
+from viviane.training.controls import Controls, DeviceMover
+from viviane.training.precision import Precision
+from viviane.training.recorded_step import Verdict, record_step
+from viviane.training.static_batch import StaticBatch
+
+if TYPE_CHECKING:
+    from viviane.training.step import TrainStep
+
+
+@dataclass
+class Recording:
+    """A recorded step: what it reads, what it returns, and what it needs to stay."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: StaticBatch
+    loss: Tensor
+    kept: list[Tensor]
+
+
+class Recorder:
+    """Records steps, all on one stream.
+
+    Args:
+        step: whose parts are recorded.
+        num_slots: replays whose numbers may be on their way to the device at once.
+    """
+
+    def __init__(self, step: TrainStep, num_slots: int) -> None:
+        self.step = step
+        groups = 0 if step.optimizer is None else len(step.optimizer.param_groups)
+        means = 0 if step.mean is None else len(step.mean.numbers)
+        self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means))
+        self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
+
+    def record(self, batch: Batch, precision: Precision) -> tuple[Recording | None, Exception | None]:
+        """Return the recorded step, or what kept it from being recorded.
+
+        Args:
+            batch: whose shape the step has.
+            precision: of the dense layers.
+        """
+        own, optimizer = self.step, self.step.optimizer
+        mover = None if optimizer is None else optimizer.mover
+        room, kept = Room(), []
+        if own.mean is not None:
+            own.mean.hold(self.verdict.controls.means)
+        if optimizer is not None and isinstance(mover, DeviceMover):
+            mover.controls, mover.gate = self.verdict.controls, self.verdict.gate
+            kept = [*mover.reserve(optimizer), room.reserve(list(own.parameters.values()))]
+        if own.together is not None:  # NCCL makes its connections for sums now, not in the recording
+            own.group.all_reduce(torch.zeros_like(self.verdict.status[:1]))
+        made, failure = self._capture(batch, precision, room, kept)
+        if made is None:
+            self._put_in_order()
+            return None, failure
+        room.write()
+        if isinstance(mover, DeviceMover):
+            made.kept += mover.write()
+        return made, None
+
+    def _capture(
+        self, batch: Batch, precision: Precision, room: Room, kept: list[Tensor]
+    ) -> tuple[Recording | None, Exception | None]:
+        own = self.step
+        static, graph, pool = StaticBatch(batch), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
+        own._discard()
+        gc.collect()  # a reference cycle that still holds gradients would keep its memory from the graph
+        try:
+            # The outer context: where a capture breaks off, torch's own leaves its stream the current one.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(own.device)),
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                loss = record_step(own, static.batch, precision, self.verdict, room)
+        except Exception as error:
+            # The allocator of some versions of torch goes on waiting for the end of a capture that broke off, and
+            # until then gives no memory back that two streams have used, such as that of every batch of a feed.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(static.batch.device.index or 0, pool)
+            return None, error
+        finally:
+            own._discard()
+            if own.optimizer is not None:
+                for group, count in zip(own.optimizer.param_groups, counts, strict=True):
+                    group["step"] = count
+        return Recording(graph, static, loss, kept), None
+
+    def _put_in_order(self) -> None:
+        """Let training go on after a capture that broke off."""
+        device = self.step.device
+        forget_branches(device)
+        torch.cuda.synchronize(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+        # A capture that broke off leaves the generator waiting for its end; a copy of its state does not.
+        generator.graphsafe_set_state(generator.clone_state())

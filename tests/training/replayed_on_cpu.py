@@ -1,0 +1,73 @@
+"""What a recorded step does, on a CPU: in the place of a CUDA graph, its code is run anew at every replay."""
+
+import pytest
+import torch
+
+from viviane.training import captured, controls
+from viviane.training.controls import Controls
+from viviane.training.recorded_step import Verdict, record_step
+from viviane.training.recording import Recording
+from viviane.training.static_batch import StaticBatch
+
+CPU = torch.device("cpu")
+
+
+class Rerun:
+    """Runs what a graph would repeat."""
+
+    def __init__(self, step, static, precision, verdict, loss):
+        self.run = lambda: record_step(step, static.batch, precision, verdict, None)
+        self.step, self.verdict, self.loss = step, verdict, loss
+
+    def replay(self):
+        groups = self.step.optimizer.param_groups
+        counts = [group["step"] for group in groups]  # the host has counted this replay, and the optimizer does so, too
+        for group in groups:
+            group["step"] -= 1
+        with pytest.MonkeyPatch.context() as patch:  # dense weights move by the device's numbers, through the gate
+            patch.setattr(controls, "is_capturing", lambda device: True)
+            mover = self.step.optimizer.mover
+            mover.controls, mover.gate = self.verdict.controls, self.verdict.gate
+            self.loss.copy_(self.run())
+        for group, count in zip(groups, counts, strict=True):
+            group["step"] = count
+
+
+class Recorder:
+    """As `viviane.training.recording.Recorder`; `failure` is what every recording fails by."""
+
+    failure: Exception | None = None
+
+    def __init__(self, step, num_slots):
+        self.step = step
+        means = 0 if step.mean is None else len(step.mean.numbers)
+        self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), num_slots, means))
+
+    def record(self, batch, precision):
+        if self.failure is not None:
+            return None, self.failure
+        if self.step.mean is not None:
+            self.step.mean.hold(self.verdict.controls.means)
+        static, loss = StaticBatch(batch), torch.zeros(())
+        rerun = Rerun(self.step, static, precision, self.verdict, loss)
+        return Recording(rerun, static, loss, []), None
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Let steps be replayed on a CPU; gives the class of recorders."""
+    recorder = type("OwnRecorder", (Recorder,), {})
+    monkeypatch.setattr(captured, "Recorder", recorder)
+    monkeypatch.setattr(captured, "obstacle", lambda step: None if step.solver.cuda_graph else "no graph is wanted")
+    return recorder
+
+
+def let_replay(trainer):
+    """Let a trainer's steps be replayed, where its solver wants that; steps from Python move by the same formulas."""
+    trainer.stepper.captured._never = not trainer.solver.cuda_graph
+    trainer.stepper.optimizer.mover = controls.DeviceMover()
+    for collection in trainer.stepper.collections.values() if trainer.solver.cuda_graph else ():
+        for storage in collection.all_storages():
+            storage.steps.hold(CPU)  # tables count as on a GPU: on the device, through the gate
+    trainer.stepper._rates_on_device = lambda rate, factor: (rate, factor)
+    return trainer

@@ -1,0 +1,177 @@
+"""Replayed steps against eager ones on a CPU: counts, verdicts, what is dropped when, and shapes that come and go."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from click_model import ClickModel, assert_same_bits, make_batch, tensors_of
+from replayed_on_cpu import let_replay, replays
+from test_captured_step import SCHEMA, bits, differing, fixed_batch, train, train_and_settle
+
+from viviane.config import Adam, Solver
+from viviane.core.errors import ConfigError, NumericsError
+from viviane.ops import capture
+from viviane.parallel import Group
+from viviane.training import Trainer, captured
+
+__all__ = ["replays"]
+BASE = Solver(batch_size=32, lr=0.02, device="cpu", warmup_steps=5, decay_start=8, decay_steps=9, end_lr=1e-3)
+
+
+def trainer_of(graph: bool | str, **settings: object) -> Trainer:
+    solver = BASE.model_copy(update={"cuda_graph": graph, **settings})
+    return let_replay(Trainer(ClickModel(), SCHEMA, solver, Adam(), progress=False, tensorboard=False))
+
+
+SETTINGS = [{}, {"clip_grad_norm": 0.05}, {"ema_decay": 0.9}, {"ema_decay": 0.5, "clip_grad_norm": 0.05}]
+
+
+def all_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Everything that training moves, and the same under the running mean."""
+    found = bits(trainer)
+    with trainer.averaged():
+        return found | {f"mean.{name}": one for name, one in tensors_of(trainer).items()}
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_replays_move_as_eager_steps(replays, settings):
+    eager, replayed, plain = trainer_of(False, **settings), trainer_of(True, **settings), trainer_of(False)
+    results = []
+    for trainer in (eager, replayed, plain):
+        losses = train(trainer, range(12))
+        first = all_of(trainer)  # brings the means of all rows up to date
+        results.append((losses, first, train(trainer, range(12, 20)), all_of(trainer)))
+    for one, other in zip(results[0], results[1], strict=True):
+        assert one == other if isinstance(one, list) else not assert_same_bits(one, other)
+    assert replayed.cuda_graph == "replayed: 1 shape(s) recorded, 19 steps replayed"
+    last, without = results[0][3], results[2][3]
+    assert bool(settings) == any(not torch.equal(one, without[name]) for name, one in last.items())
+
+
+@pytest.mark.parametrize("later", [0, 1, 6])
+def test_a_bad_step_takes_itself_and_later_ones_back(replays, later):
+    bad = {"price": [0.0] * 5 + [float("nan")] + [0.0] * 26}
+    settings = {"ema_decay": 0.9, "clip_grad_norm": 0.05}
+    eager, replayed = trainer_of(False, **settings), trainer_of(True, **settings)
+    for trainer in (eager, replayed):
+        train(trainer, range(6))
+        trainer.settle()
+    with pytest.raises(NumericsError, match="dense column 'price', row 5"):
+        train_and_settle(replayed, [fixed_batch(32, 99, **bad), *(fixed_batch(32, seed) for seed in range(later))])
+    assert replayed.step == 6
+    assert_same_bits(all_of(eager), all_of(replayed))
+
+
+def test_a_shape_that_was_recorded_in_vain_makes_the_next_one_wait_longer(replays, monkeypatch):
+    monkeypatch.setattr(captured, "_MOST_GRAPHS", 2)
+    recorded = []
+    record = replays.record
+    monkeypatch.setattr(replays, "record", lambda self, batch, precision: (
+        recorded.append(batch.size), record(self, batch, precision))[1])  # fmt: skip
+    trainer = trainer_of("auto")
+    for turn in range(24):
+        for rows in range(4, 12):  # eight shapes in turn, of which two can be kept
+            trainer.train_step(fixed_batch(rows, turn))
+    # After 3 steps of a shape, then 6, 12, 24: of 192 steps two graphs and three that took the place of others.
+    assert len(recorded) <= 5
+    assert torch.isfinite(trainer.train_step(fixed_batch(4, 0)))
+
+
+def test_a_checkpoint_drops_graphs_and_a_table_that_was_replaced_does(replays, tmp_path):
+    trainer = trainer_of(True)
+    train(trainer, range(4))
+    trainer.save_checkpoint(tmp_path / "c")
+    steps = trainer.stepper.captured
+    assert len(steps._graphs) == 1
+    trainer.load_checkpoint(tmp_path / "c")
+    assert not steps._graphs
+    train(trainer, range(2))
+    assert len(steps._graphs) == 1
+    ages = trainer.module.tables.all_storages()[0].steps
+    content = trainer.module.tables.export_table("user")
+    trainer.module.tables.import_table("user", content)
+    assert ages.were_set
+    trainer.train_step(fixed_batch(32, 9))
+    assert steps.num_recorded == 0
+
+
+def test_an_end_of_the_group_lets_graphs_go(replays):
+    trainer = trainer_of(True)
+    train(trainer, range(4))
+    group, steps = trainer.group, trainer.stepper.captured
+    graph = weakref.ref(next(iter(steps._graphs.values())).graph)
+    group.let_go()
+    gc.collect()
+    assert graph() is None
+    assert trainer.cuda_graph == "replayed: 1 shape(s) recorded, 3 steps replayed"
+    train(trainer, range(4, 8))
+    assert steps._graphs
+    del trainer, steps
+    gc.collect()
+    group.let_go()  # of a trainer that is gone nothing is asked
+
+
+def test_a_group_forgets_methods_of_objects_that_are_gone():
+    class Holder:
+        called = 0
+
+        def let_go(self):
+            Holder.called += 1
+
+    group, one, other = Group(), Holder(), Holder()
+    group.before_end(one.let_go)
+    group.before_end(other.let_go)
+    del other
+    group.let_go()
+    group.let_go()
+    assert Holder.called == 1
+
+
+def test_a_recording_that_fails_is_an_error_or_leaves_steps_eager(replays):
+    replays.failure = RuntimeError("operation not permitted when stream is capturing")
+    with pytest.raises(ConfigError, match="could not be recorded in a CUDA graph"):
+        train(trainer_of(True), range(3))
+    eager, trainer = trainer_of(False), trainer_of("auto")
+    train(eager, range(8))
+    train(trainer, range(8))
+    assert trainer.cuda_graph == "eager: recording failed: operation not permitted when stream is capturing"
+    assert differing(eager, trainer) == []
+
+
+def test_dense_steps_are_counted_only_where_something_is_trained(replays):
+    eager, replayed = trainer_of(False), trainer_of(True)
+    for trainer in (eager, replayed):
+        for parameter in trainer.module.net.parameters():
+            parameter.requires_grad_(False)
+        train(trainer, range(4))
+        for parameter in trainer.module.net.parameters():
+            parameter.requires_grad_(True)
+        train(trainer, range(4, 8))
+    assert tensors_of(eager)["optimizer.step"] == tensors_of(replayed)["optimizer.step"] == 4
+    assert differing(eager, replayed) == []
+    assert torch.isfinite(eager.train_step(make_batch(8)))
+
+
+def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):
+    class Stream:
+        def wait_stream(self, other):
+            self.waited = other
+
+        def record_event(self):
+            return None
+
+    device, main, side = torch.device("cpu"), Stream(), Stream()
+    monkeypatch.setattr(capture, "is_capturing", lambda device: True)
+    monkeypatch.setattr(capture, "_stream", lambda device, name: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    gradient = torch.ones(4)
+    kept = weakref.ref(gradient)
+    with capture.branch(device, "look", reads=(gradient,)):
+        pass
+    del gradient
+    assert kept() is not None
+    capture.join_branches(device)
+    assert kept() is None
