@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,24 +21,20 @@ from viviane.embedding import (
 )
 from viviane.embedding.keys import Violations
 from viviane.embedding.output import EmbeddingOutput
-from viviane.embedding.plan import Keys, place_features, read_keys
+from viviane.embedding.plan import place_features
 from viviane.embedding.state import summarize
 from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state, state_shape
 from viviane.parallel.content import gather_table, scatter_rows, scatter_table, start_shard
-from viviane.parallel.distinct import DistinctAsked, DistinctRoute
+from viviane.parallel.distinct import DistinctAsked
 from viviane.parallel.exchange import Return, assemble
-from viviane.parallel.fixed import FixedAsked, FixedRoute
-from viviane.parallel.fixed_keys import check_sizes, fixed_hotness
+from viviane.parallel.fixed import FixedAsked
 from viviane.parallel.group import Group
-from viviane.parallel.keys import KeyResolver
 from viviane.parallel.layout import Piece, check_features, part_table, pieces_of
 from viviane.parallel.plan import AnyTable, Plan, Shard, shards_of
 from viviane.parallel.replicas import check_unmixed, join_replicas
-from viviane.parallel.route import Asked, Route, exchange_sizes
-
-AnyAsked: TypeAlias = Asked | FixedAsked | DistinctAsked
-_MOST_UNCHECKED = 64  # records of batches that wait on a GPU to be read
+from viviane.parallel.route import Asked
+from viviane.parallel.routes import AnyAsked, Routes
 
 
 class ShardedCollection(TableCollection):
@@ -110,11 +105,8 @@ class ShardedCollection(TableCollection):
         width = max(place.stop for place in self._places.values())
         self._assembly = assemble(self.pieces, self.group.size, width, wire_dtype)
         wide = any(not isinstance(table, TableConfig) or table.num_rows >= 2**31 for table in tables)
-        self._row_dtype = torch.int64 if wide else torch.int32
+        self.routes = Routes(self, torch.int64 if wide else torch.int32)
         self.violations = Violations()
-        self._routes: dict[tuple[str, ...], Route] = {}
-        self._fixed: dict[tuple[Any, ...], FixedRoute] = {}
-        self._distinct: dict[tuple[str, ...], DistinctRoute] = {}
         self._stream: torch.cuda.Stream | None = None
         self._own_waiting: list[Callable[[], None]] = []
         self._replicas_waiting: list[Callable[[], None]] = []
@@ -165,10 +157,6 @@ class ShardedCollection(TableCollection):
         """
         self.batch_size, self.hotness = batch_size, dict(hotness or {})
 
-    @property
-    def _size(self) -> int | None:
-        return self.batch_size if self.training else None
-
     # Lookup -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyAsked) -> EmbeddingOutput:
@@ -179,7 +167,7 @@ class ShardedCollection(TableCollection):
                 raise it.
             DataError: the processes' batches differ in which columns are bags or have weights.
         """
-        asked = batch if isinstance(batch, Asked | FixedAsked | DistinctAsked) else self._ask(batch)
+        asked = batch if isinstance(batch, Asked | FixedAsked | DistinctAsked) else self.routes.ask(batch)
         asked.take(self.device)
         self._finish()
         training = self.training and torch.is_grad_enabled()
@@ -211,7 +199,7 @@ class ShardedCollection(TableCollection):
         What runs between the two, such as layers that need no embeddings, runs beside the exchange where sizes are
         fixed. All processes call it together; tables must not move between it and its `forward`.
         """
-        asked = batch if isinstance(batch, Asked | FixedAsked | DistinctAsked) else self._ask(batch)
+        asked = batch if isinstance(batch, Asked | FixedAsked | DistinctAsked) else self.routes.ask(batch)
         asked.take(self.device)
         if isinstance(asked, FixedAsked):
             asked.route.begin(asked, training=self.training and torch.is_grad_enabled())
@@ -225,60 +213,14 @@ class ShardedCollection(TableCollection):
         as they are then.
         """
         if self.device.type != "cuda" or is_capturing(self.device):
-            return self._ask(batch)
+            return self.routes.ask(batch)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            asked = self._ask(batch)
+            asked = self.routes.ask(batch)
             asked.ready = self._stream.record_event()
         return asked
-
-    def _ask(self, batch: Batch | Mapping[str, Bag | Tensor]) -> AnyAsked:
-        if len(self.violations) >= _MOST_UNCHECKED:
-            self.check()
-        keys = read_keys(batch, self.features, self.device)
-        if self.deduplicate_ids:
-            return self._distinct_route(keys.one_hot_names).ask(keys)
-        fixed = self._fixed_route(keys)
-        if fixed is not None:
-            return fixed.ask(keys)
-        route = self._route(keys.one_hot_names)
-        found = route.resolve(keys)
-        sizes = (
-            exchange_sizes(self.group, list(self.features), keys.size, found)
-            if self._size is None
-            else [self._size] * self.group.size
-        )
-        asked = route.exchange(self.group, found, sizes, self.hotness if self._size is not None else {})
-        return Asked(asked, route.local(found), sizes, found.scales, found.masks)
-
-    def _fixed_route(self, keys: Keys) -> FixedRoute | None:
-        """Return the way of batches of fixed shapes, where this is one."""
-        if self._size is None:
-            return None
-        check_sizes(keys, self._size, self.hotness)
-        hotness = fixed_hotness(self.features, self.tables, keys, self.hotness)
-        if hotness is None:
-            return None
-        kind = (keys.one_hot_names, hotness, self._size)
-        if kind not in self._fixed:
-            self._fixed[kind] = FixedRoute(self, keys.one_hot_names, hotness, self._size)
-        return self._fixed[kind]
-
-    def _route(self, one_hot: tuple[str, ...]) -> Route:
-        if one_hot not in self._routes:
-            resolver = KeyResolver(
-                self.features, self.tables, one_hot, self.violations, self.device, self._row_dtype
-            )  # fmt: skip
-            self._routes[one_hot] = Route(resolver, self.pieces, self.group, self.device)
-        return self._routes[one_hot]
-
-    def _distinct_route(self, one_hot: tuple[str, ...]) -> DistinctRoute:
-        if one_hot not in self._distinct:
-            route = self._route(one_hot)
-            self._distinct[one_hot] = DistinctRoute(self, route.resolve, route)
-        return self._distinct[one_hot]
 
     def _look_up(self, part: EmbeddingCollection | None, batch: Batch | None, size: int, training: bool) -> Tensor:
         if part is None or batch is None:
