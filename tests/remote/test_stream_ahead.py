@@ -181,3 +181,27 @@ def test_a_broker_that_goes_while_rows_wait(monkeypatch: pytest.MonkeyPatch) -> 
             assert [numbers(next(batches)) for _ in range(2)] == [list(range(10, 20)), list(range(20, 25))]
             with pytest.raises(RemoteError, match="failed 2 times"):
                 next(batches)
+
+
+def test_a_topic_whose_messages_went_back(broker: Broker, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place beyond the end: this broker does not refuse it, and others keep no id that tells a topic made anew."""
+    monkeypatch.setattr("viviane.data.streaming.topic._IDLE_S", 0.5)
+    broker.write(topic, [row(n) for n in range(20)])
+    with KafkaStream(broker.servers, topic, SCHEMA, end={0: 20}).reader(8) as reader:
+        for _ in reader:
+            if reader.position == 2:
+                break
+        state = reader.state()
+    broker.delete(topic)
+    broker.make(topic)
+    broker.write(topic, [row(n) for n in range(3)])
+    with KafkaStream(broker.servers, topic, SCHEMA).reader(8) as reader:
+        reader.restore({**state, "topic_id": None})
+        with pytest.raises(DataError, match=r"not in the topic[\s\S]*partition 0[\s\S]*offset 16; .* ends before 3"):
+            next(iter(reader))
+    # a topic that is quiet is not one that went back
+    with KafkaStream(broker.servers, topic, SCHEMA, max_wait_s=0.2).reader(8) as reader:
+        batches = iter(reader)
+        assert next(batches).size == 3
+        threading.Timer(1.5, lambda: broker.write(topic, [row(3)])).start()
+        assert numbers(next(batches)) == [3]

@@ -29,6 +29,6 @@ def _from_config(file: Path) -> Model:
     from viviane.cli.train_config import read_train_config
 
     config = read_train_config(file)
-    model = config.build(config.data.schema())
+    model = config.build(config.data.train_schema())
     model.optimizer, model.embedding_optimizer = config.optimizer, config.embedding_optimizer
     return model

@@ -82,7 +82,7 @@ class DataConfig(Settings):
             return data
         return self.negatives.wrap(data, Dataset(self.train))
 
-    def schema(self) -> Schema:
+    def train_schema(self) -> Schema:
         """The schema of the training rows of a data set, negatives included; goes through no rows."""
         schema = Schema.load(self.train)
         if self.negatives is None:
