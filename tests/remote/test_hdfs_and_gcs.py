@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, missing_parts
+from cluster import Cluster, missing_parts, missing_web_parts
 from sample_rows import SCHEMA, columns_of, make_rows, rows_of
 from store import free_port
 
@@ -41,6 +41,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip(reason)
     with Cluster(tmp_path_factory.mktemp("hdfs")) as started:
         yield started
+
+
+@pytest.fixture
+def web(cluster: Cluster) -> str:
+    """Where the cluster answers over HTTP."""
+    pytest.importorskip("requests")
+    if reason := missing_web_parts():
+        pytest.skip(reason)
+    return cluster.web_url
 
 
 @pytest.fixture
@@ -98,13 +107,50 @@ def test_the_whole_road_on_hdfs(cluster: Cluster, tmp_path: Path) -> None:
     whole_road(f"{cluster.url}/viviane", tmp_path)
 
 
-def test_a_data_node_that_dies(cluster: Cluster, tmp_path: Path) -> None:
-    url = f"{cluster.url}/dies"
+def test_the_whole_road_over_http(web: str, cluster: Cluster, tmp_path: Path) -> None:
+    whole_road(f"{web}/over-http", tmp_path)
+    # the same files, by the other protocol
+    theirs, ours = (Dataset(f"{url}/over-http/out/train") for url in (cluster.url, web))
+    assert [batch.one_hot.tolist() for batch in theirs.reader(9)] == [
+        batch.one_hot.tolist() for batch in ours.reader(9)
+    ]
+
+
+def test_what_http_is_asked_for(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = location(f"{web}/odd/a b ü#.bin")
+    assert isinstance(place, RemotePath)
+    content = bytes(range(256)) * 200_000  # 51 MB: it waits on disk
+    place.write_bytes(content)
+    with place.ranged() as file:
+        assert file.read_at(51_199_990, 100) == content[-10:]
+        assert file.read_at(255, 3) == b"\xff\x00\x01"
+    assert place.stat().st_size == len(content)
+    assert place.stat().st_mtime_ns > 10**18
+    assert [one.name for one in place.parent.iterdir()] == ["a b ü#.bin"]
+    assert place.parent.is_dir()
+    assert not (place.parent / "none").exists()
+    assert list((place.parent / "none").files(recursive=True)) == []
+    with pytest.raises(FileNotFoundError):
+        (place.parent / "none").read_bytes()
+    place.parent.remove_folder()
+    assert not place.exists()
+    with pytest.raises(ConfigError, match="HTTP port"):
+        location("webhdfs://host/a").exists()
+    nobody = f"webhdfs://127.0.0.1:{free_port()}/a"
+    for ask in (lambda: location(nobody).exists(), lambda: list(location(nobody).iterdir())):
+        with pytest.raises(RemoteError, match=f"failed 3 times(?s:.*){nobody}"):  # not "there is nothing"
+            ask()
+
+
+@pytest.mark.parametrize("protocol", ["hdfs", "http"])
+def test_a_data_node_that_dies(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest, protocol: str) -> None:
+    root = cluster.url if protocol == "hdfs" else request.getfixturevalue("web")
+    url = f"{root}/dies-{protocol}"
     columns = {"x": np.arange(50_000, dtype=np.float32)}
     write_dataset(url, Schema(dense=[{"name": "x"}]), [columns])
     cluster.stop_data()
     try:
-        with pytest.raises(RemoteError, match=f"failed 3 times(?s:.*){cluster.url}"):
+        with pytest.raises(RemoteError, match=f"failed 3 times(?s:.*){root}"):
             list(Dataset(url).reader(10_000))
         with pytest.raises(RemoteError):
             write_dataset(f"{url}2", Schema(dense=[{"name": "x"}]), [columns])
