@@ -10,7 +10,7 @@ from raw_files import config, read, text
 
 from viviane.core.errors import DataError
 from viviane.data import Dataset
-from viviane.etl import EtlConfig, FittedEtl, register_function, run
+from viviane.etl import EtlConfig, FittedEtl, picture, register_function, run
 
 COLUMNS: list[dict[str, Any]] = [
     {"name": "y", "type": "int"}, {"name": "tags", "separator": "|"}, {"name": "part", "type": "int"},
@@ -64,6 +64,7 @@ def test_what_was_found_out_is_checked_in_later_rows(tmp_path: Path) -> None:
     raw = text(tmp_path / "raw.csv", "y,tags,part\n1,a|b,0\n0,b|c,0\n")
     run(tagged(hotness="auto"), raw, tmp_path / "out")
     fitted = FittedEtl.load(tmp_path / "out/etl.zip")
+    assert "multi_hot, hotness 2" in picture(fitted)
     assert fitted.transform_table(pa.table({"tags": ["a|zz", None]}))["t"].to_pylist() == [[4, 2], [1, 1]]
     with pytest.raises(DataError, match="row 1, column 'tags'"):
         fitted.transform_table(pa.table({"tags": ["a|b", "a"]}))
