@@ -82,12 +82,19 @@ def everything() -> EtlConfig:
             {"type": "count", "name": "times", "by": ["user", "num"]},
             {"type": "group_statistics", "name": "of", "by": "user", "of": "x", "statistics": ["mean", "std", "max"]},
             {"type": "target_encode", "name": "rate", "by": "user", "target": "y", "folds": 3},
+            {"type": "map", "name": "tags2", "source": "tags", "values": {"a": "x"}},
+            {"type": "date_part", "name": "hours", "source": "nums", "part": "hour", "unit": "s"},
+            {"type": "count", "name": "user_tag", "by": ["user", "tags"]},
+            {"type": "group_statistics", "name": "all", "by": "user", "of": "nums", "statistics": ["sum"]},
         ],
         dense=[
             {"name": "x", "operators": [FILL, {"type": "clip", "min": -5, "max": 5}, {"type": "standardize"}]},
             {"name": "n", "source": "num", "operators": [FILL, {"type": "log_square"}, {"type": "min_max"}]},
             {"name": "middle", "source": "x", "operators": [{"type": "fill", "value": "median"}]},
-            *({"name": name, "operators": [FILL]} for name in ("lag", "since", "times", "of_x_mean", "rate")),
+            *(
+                {"name": name, "operators": [FILL]}
+                for name in ("lag", "since", "times", "of_x_mean", "rate", "user_tag", "all_nums_sum")
+            ),
         ],
         categorical=[
             {"name": "user", "vocabulary": "words", "encoding": {"type": "categorify", "min_count": 2}},
@@ -101,6 +108,9 @@ def everything() -> EtlConfig:
             {"name": "level", "source": "x", "encoding": {"type": "bucketize", "quantiles": 5}},
             {"name": "hashed", "source": ["item", "user"], "encoding": {"type": "hash", "num_ids": 50}},
             {"name": "nums", "kind": "sequence", "max_length": 2},
+            {"name": "hours", "kind": "multi_hot", "hotness": "auto"},
+            {"name": "user_tags", "source": ["user", "tags"], "kind": "multi_hot"},
+            {"name": "two_lists", "source": ["tags", "item", "tags2"], "kind": "multi_hot"},
         ],
     )  # fmt: skip
 

@@ -3,6 +3,9 @@
 pip download --no-deps --no-binary=:all: --no-build-isolation pyspark==2.4.8
 tar xzf pyspark-2.4.8.tar.gz --wildcards '*/deps/jars/*'
 export VIVIANE_HDFS_JARS=$PWD/pyspark-2.4.8/deps/jars
+
+WebHDFS needs a library besides, Jersey 1, which Debian has; VIVIANE_JERSEY_JARS is its folder, else /usr/share/java:
+apt-get install libjersey1-server-java libjersey1-servlet-java libjsr311-api-java
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import Self
 from store import free_port
 
 JARS_VARIABLE = "VIVIANE_HDFS_JARS"
+JERSEY_VARIABLE = "VIVIANE_JERSEY_JARS"
+_JERSEY = ("jsr311-api.jar", "jersey1-core.jar", "jersey1-server.jar", "jersey1-servlet.jar")
 _OPENED = ("java.lang", "java.nio", "sun.nio.ch", "java.net", "java.util")
 
 
@@ -34,7 +39,7 @@ class Cluster:
             "fs.defaultFS": f"hdfs://127.0.0.1:{self.port}",
             "hadoop.tmp.dir": str(folder / "tmp"),
             "dfs.replication": "1",
-            "dfs.webhdfs.enabled": "false",  # its library is not among the jars
+            "dfs.webhdfs.enabled": "false" if missing_web_parts() else "true",
             "dfs.permissions.enabled": "false",
             "dfs.namenode.http-address": f"127.0.0.1:{rest[0]}",
             "dfs.datanode.address": f"127.0.0.1:{rest[1]}",
@@ -45,10 +50,13 @@ class Cluster:
         rows = "".join(f"<property><name>{n}</name><value>{v}</value></property>" for n, v in site.items())
         for name in ("core-site.xml", "hdfs-site.xml"):
             (conf / name).write_text(f"<configuration>{rows}</configuration>")
-        jars = os.environ[JARS_VARIABLE]
+        self.web_url = f"webhdfs://127.0.0.1:{rest[0]}"
+        # Jersey's jars first: the others have a later javax.ws.rs, which Jersey 1 does not fit.
+        web = [] if missing_web_parts() else [str(jersey_folder() / name) for name in _JERSEY]
+        path = ":".join([str(conf), *web, f"{os.environ[JARS_VARIABLE]}/*"])
         opened = [f"--add-opens=java.base/{name}=ALL-UNNAMED" for name in _OPENED]
         exported = "--add-exports=java.security.jgss/sun.security.krb5=ALL-UNNAMED"
-        self._java = ["java", "-Xmx256m", exported, *opened, "-cp", f"{conf}:{jars}/*"]
+        self._java = ["java", "-Xmx256m", exported, *opened, "-cp", path]
         self._run("namenode.NameNode", "-format", "-force", "-nonInteractive").wait(60)
         self.name_node, self.data_node = self._run("namenode.NameNode"), self._run("datanode.DataNode")
         try:
@@ -98,6 +106,16 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.kill()
+
+
+def jersey_folder() -> Path:
+    return Path(os.environ.get(JERSEY_VARIABLE, "/usr/share/java"))
+
+
+def missing_web_parts() -> str:
+    """Say what WebHDFS needs and is absent."""
+    absent = [name for name in _JERSEY if not (jersey_folder() / name).exists()]
+    return f"{jersey_folder()} has no {absent[0]}: see the head of cluster.py" if absent else ""
 
 
 def missing_parts() -> str:

@@ -10,19 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, missing_parts
-from sample_rows import SCHEMA, columns_of, make_rows, rows_of
+from cluster import Cluster, missing_parts, missing_web_parts
+from road import whole_road
 from store import free_port
 
-from viviane.config import Adam, Solver
 from viviane.core.errors import ConfigError, RemoteError
 from viviane.core.locations import RemotePath, location
 from viviane.core.remote.cache import local_copy
 from viviane.data import Dataset, write_dataset
-from viviane.etl import EtlConfig, run
-from viviane.model import Model
 from viviane.schema import Schema
-from viviane.zoo import DLRM
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +40,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def web(cluster: Cluster) -> str:
+    """Where the cluster answers over HTTP."""
+    pytest.importorskip("requests")
+    if reason := missing_web_parts():
+        pytest.skip(reason)
+    return cluster.web_url
+
+
+@pytest.fixture
 def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     pytest.importorskip("gcp_storage_emulator", reason="pip install gcp-storage-emulator")
     port = free_port()
@@ -56,55 +61,54 @@ def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         process.kill()
 
 
-def whole_road(root: str, tmp_path: Path) -> None:
-    rows = make_rows(100)
-    for kind in ("parquet", "viviane"):
-        url = f"{root}/sets/{kind}"
-        for count in (50, 100):  # the second one replaces the first
-            write_dataset(
-                url, SCHEMA, [columns_of(rows[:count])], format=kind, rows_per_group=7, rows_per_file=21, overwrite=True
-            )
-            there = [row for batch in Dataset(url).reader(9) for row in rows_of(batch)]
-            assert there == rows[:count]
-    with pytest.raises(ConfigError, match="exists"):
-        write_dataset(f"{root}/sets/parquet", SCHEMA, [columns_of(rows)])
-    place = location(f"{root}/sets/parquet")
-    assert isinstance(place, RemotePath)
-    victim = next(one for one in place.files(recursive=True) if one.name == "part-00001.parquet")
-    victim.write_bytes(victim.read_bytes()[:-9])
-    published = (place / "published.json").read_text()
-    if victim.parent.name in published:
-        with pytest.raises(RemoteError, match="truncated"):
-            Dataset(f"{root}/sets/parquet")
-    text = "click,item\n" + "".join(f"{n % 2},i{n % 7}\n" for n in range(200))
-    raw = location(f"{root}/raw/a.csv")
-    assert isinstance(raw, RemotePath)
-    raw.write_bytes(text.encode())
-    config = EtlConfig(
-        input={"columns": [{"name": "click", "type": "int"}, {"name": "item"}]},
-        labels=[{"name": "click"}], categorical=[{"name": "item"}],
-    )  # fmt: skip
-    assert run(config, f"{root}/raw/*.csv", f"{root}/out").rows == {"train": 200}
-    data = Dataset(f"{root}/out/train")
-    model = Model(Solver(batch_size=32, seed=1, device="cpu"), data)
-    model.add(DLRM(dim=4, bottom_mlp=[], top_mlp=[4, 1]) if not data.schema.dense else DLRM(dim=4))
-    model.compile(Adam(lr=0.01))
-    model.fit(data, run_folder=f"{root}/runs/a")
-    model.save(f"{root}/runs/a/model")
-    assert np.array_equal(Model.load(f"{root}/runs/a", device="cpu").predict(data), model.predict(data))
-
-
 def test_the_whole_road_on_hdfs(cluster: Cluster, tmp_path: Path) -> None:
     whole_road(f"{cluster.url}/viviane", tmp_path)
 
 
-def test_a_data_node_that_dies(cluster: Cluster, tmp_path: Path) -> None:
-    url = f"{cluster.url}/dies"
+def test_the_whole_road_over_http(web: str, cluster: Cluster, tmp_path: Path) -> None:
+    whole_road(f"{web}/over-http", tmp_path)
+    # the same files, by the other protocol
+    theirs, ours = (Dataset(f"{url}/over-http/out/train") for url in (cluster.url, web))
+    assert [batch.one_hot.tolist() for batch in theirs.reader(9)] == [
+        batch.one_hot.tolist() for batch in ours.reader(9)
+    ]
+
+
+def test_what_http_is_asked_for(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = location(f"{web}/odd/a b ü#.bin")
+    assert isinstance(place, RemotePath)
+    content = bytes(range(256)) * 200_000  # 51 MB: it waits on disk
+    place.write_bytes(content)
+    with place.ranged() as file:
+        assert file.read_at(51_199_990, 100) == content[-10:]
+        assert file.read_at(255, 3) == b"\xff\x00\x01"
+    assert place.stat().st_size == len(content)
+    assert place.stat().st_mtime_ns > 10**18
+    assert [one.name for one in place.parent.iterdir()] == ["a b ü#.bin"]
+    assert place.parent.is_dir()
+    assert not (place.parent / "none").exists()
+    assert list((place.parent / "none").files(recursive=True)) == []
+    with pytest.raises(FileNotFoundError):
+        (place.parent / "none").read_bytes()
+    place.parent.remove_folder()
+    assert not place.exists()
+    with pytest.raises(ConfigError, match="HTTP port"):
+        location("webhdfs://host/a").exists()
+    nobody = f"webhdfs://127.0.0.1:{free_port()}/a"
+    for ask in (lambda: location(nobody).exists(), lambda: list(location(nobody).iterdir())):
+        with pytest.raises(RemoteError, match=f"failed 3 times(?s:.*){nobody}"):  # not "there is nothing"
+            ask()
+
+
+@pytest.mark.parametrize("protocol", ["hdfs", "http"])
+def test_a_data_node_that_dies(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest, protocol: str) -> None:
+    root = cluster.url if protocol == "hdfs" else request.getfixturevalue("web")
+    url = f"{root}/dies-{protocol}"
     columns = {"x": np.arange(50_000, dtype=np.float32)}
     write_dataset(url, Schema(dense=[{"name": "x"}]), [columns])
     cluster.stop_data()
     try:
-        with pytest.raises(RemoteError, match=f"failed 3 times(?s:.*){cluster.url}"):
+        with pytest.raises(RemoteError, match=f"failed 3 times(?s:.*){root}"):
             list(Dataset(url).reader(10_000))
         with pytest.raises(RemoteError):
             write_dataset(f"{url}2", Schema(dense=[{"name": "x"}]), [columns])

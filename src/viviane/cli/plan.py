@@ -39,7 +39,10 @@ def command(
     from viviane.parallel.picture import plan_svg
 
     settings = read_train_config(config, changes or [])
-    data = Dataset(settings.data.train)
+    data = settings.data.open_train()
+    if not isinstance(data, Dataset):
+        fix = "plan with a data set of such rows: --set data.train=FOLDER"
+        raise ConfigError("a stream has no statistics to plan by", where="data", value=settings.data.train, fix=fix)
     graph = settings.build(data.schema).plan()
     machine = _machine(settings.solver.device, memory_gb, memory_gb_per_s, link_gb_per_s)
     planned = _planner(settings, graph, data, processes, machine).best()

@@ -27,9 +27,8 @@ def command(
 
 def _from_config(file: Path) -> Model:
     from viviane.cli.train_config import read_train_config
-    from viviane.schema import Schema
 
     config = read_train_config(file)
-    model = config.build(Schema.load(config.data.train))
+    model = config.build(config.data.train_schema())
     model.optimizer, model.embedding_optimizer = config.optimizer, config.embedding_optimizer
     return model

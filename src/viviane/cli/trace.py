@@ -11,6 +11,7 @@ import typer
 from viviane.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from viviane.data import Dataset
     from viviane.model import Model
     from viviane.training.trace import Recorded
 
@@ -43,12 +44,12 @@ def command(
     from viviane.report.trace_page import write_trace_page
     from viviane.training.trace import record_trace
 
-    model, path = _model(source, device, batch_size, changes or [], data)
+    model, rows = _model(source, device, batch_size, changes or [], data)
     group = model.trainer.group
     with tempfile.TemporaryDirectory(prefix="viviane-trace-") as spare:
-        if synthetic or path is None:
-            path = Path(group.from_first(lambda: _draw(model, Path(spare) / "rows")))
-        recorded = record_trace(model.trainer, Dataset(path), out, steps)
+        if synthetic or rows is None:
+            rows = Dataset(group.from_first(lambda: _draw(model, Path(spare) / "rows")))
+        recorded = record_trace(model.trainer, rows, out, steps)
         group.from_first(lambda: None)  # rank 0's rows stay until all have read them
     if recorded is None:
         return
@@ -66,8 +67,8 @@ def _draw(model: Model, folder: Path) -> str:
 
 def _model(
     source: Path, device: str | None, batch_size: int | None, changes: list[str], data: Path | None
-) -> tuple[Model, Path | None]:
-    """Build the model of a JSON file, or load a saved one; and say where its rows are, if anywhere."""
+) -> tuple[Model, Dataset | None]:
+    """Build the model of a JSON file, or load a saved one; and open its rows, if it has any."""
     from viviane.cli.train_config import read_train_config
     from viviane.config import Solver
     from viviane.data import Dataset
@@ -84,12 +85,16 @@ def _model(
         model = Model((file.solver or Solver()).model_copy(update=wanted), schema, name=file.name)
         model.nodes.extend(file.nodes)
         model.compile(file.optimizer, file.embedding_optimizer)
-        return model, data
+        return model, None if data is None else Dataset(data)
     settings = read_train_config(source, [*(f"solver.{name}={value}" for name, value in wanted.items()), *changes])
-    path = data or Path(settings.data.train)
-    model = settings.build(Dataset(path).schema)
+    place = settings.data if data is None else settings.data.model_copy(update={"train": str(data)})
+    rows = place.open_train()
+    if not isinstance(rows, Dataset):
+        fix = "give a data set of such rows: --data FOLDER"
+        raise ConfigError("a stream is not traced", where="data", value=place.train, fix=fix)
+    model = settings.build(rows.schema)
     model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics)
-    return model, path
+    return model, rows
 
 
 def _show(recorded: Recorded) -> None:

@@ -38,7 +38,6 @@ def command(
         launch(processes, gpus, max_restarts)  # does not come back: the command starts anew in every process
     from viviane.cli.train_config import read_train_config
     from viviane.core.files import write_json_atomic
-    from viviane.data import Dataset
     from viviane.parallel import join_processes, num_restarts
     from viviane.report import write_report
     from viviane.training import RunFolder
@@ -54,7 +53,7 @@ def command(
         fix = "continue it with --resume, or choose another with --run-folder"
         raise ConfigError("the run folder already holds a run", where=str(place), fix=fix)
     train = settings.data.open_train()
-    validation = None if settings.data.validation is None else Dataset(settings.data.validation)
+    validation = settings.data.open_validation()
     model = settings.build(train.schema)
     model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics, statistics=train.info)
     if group.rank == 0:
@@ -74,7 +73,7 @@ def command(
         report = mirror.url / report.name
     _show(history)
     best = train.info.get("best_auc")
-    if best is not None:
+    if best is not None and settings.data.negatives is None:
         typer.echo(f"best reachable AUC of this synthetic data: {best:.4f}")
     typer.echo(f"model:  {saved}\nreport: {report}")
 

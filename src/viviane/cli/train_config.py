@@ -12,7 +12,9 @@ from pydantic import Field, model_validator
 from viviane.config import Adam, OptimizerSettings, Solver
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import ConfigError, suggest
-from viviane.data import Dataset
+from viviane.data import Dataset, NegativeDataset, Negatives
+from viviane.data.negative_dataset import schema_with_negatives
+from viviane.data.negatives import check_negatives
 from viviane.data.streaming import KafkaStream
 from viviane.model import Model, ModelFile, read_model_file
 from viviane.model.nodes import Name
@@ -22,20 +24,71 @@ from viviane.zoo import ZOO, ZooModel
 _FORMS = ("zoo", "nodes", "file")
 
 
+class RunNegatives(Negatives):
+    """Negatives that a run draws.
+
+    Args:
+        seen: folders or URLs of more data sets whose pairs of user and item are never drawn; those of the training rows
+            never are, for the validation rows neither.
+        validation: draw for the validation rows too. False: they have rows of label 0 of their own.
+    """
+
+    seen: tuple[str, ...] = ()
+    validation: bool = True
+
+    @model_validator(mode="after")
+    def _check_run(self) -> RunNegatives:
+        if self.seen and self.user is None:
+            raise ValueError("seen are pairs of user and item: name the user's column")
+        if not self.validation and self.column is not None:
+            raise ValueError(f"the model reads {self.column!r} of validation rows too: leave out validation")
+        return self
+
+    def wrap(self, data: Dataset, *more: Dataset) -> NegativeDataset:
+        """Return the data with negatives; pairs of `more` are not drawn either."""
+        others = [*more, *(Dataset(url) for url in self.seen)] if self.user is not None else []
+        return NegativeDataset(data, Negatives.from_dict(self.model_dump(exclude={"seen", "validation"})), others)
+
+
 class DataConfig(Settings):
     """What a run reads.
 
     Args:
         train: folder or URL of a data set, or of a stream: kafka://host:9092/topic.
         validation: folder or URL of a data set; may be left out.
+        negatives: to draw beside the rows, each of which is then a positive.
         stream_schema: of a stream's rows: schema.json, or a folder with it.
         stream_etl: instead, the etl.zip that a stream's raw rows go through.
     """
 
     train: str = Field(min_length=1)
     validation: str | None = None
+    negatives: RunNegatives | None = None
     stream_schema: str | None = None
     stream_etl: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if self.negatives is not None and self.train.startswith("kafka://"):
+            raise ValueError("negatives are drawn from the items of a data set, which a stream has not: leave them out")
+        return self
+
+    def open_validation(self) -> Dataset | None:
+        """Open the validation rows, with negatives where the run draws them."""
+        if self.validation is None:
+            return None
+        data = Dataset(self.validation)
+        if self.negatives is None or not self.negatives.validation:
+            return data
+        return self.negatives.wrap(data, Dataset(self.train))
+
+    def train_schema(self) -> Schema:
+        """The schema of the training rows of a data set, negatives included; goes through no rows."""
+        schema = Schema.load(self.train)
+        if self.negatives is None:
+            return schema
+        check_negatives(self.negatives, schema)
+        return schema_with_negatives(schema, self.negatives)
 
     def open_train(self) -> Dataset | KafkaStream:
         """Open the training rows.
@@ -48,7 +101,8 @@ class DataConfig(Settings):
             if self.stream_schema is not None or self.stream_etl is not None:
                 fix = "leave it out: a data set has its own"
                 raise ConfigError("stream_schema and stream_etl belong to a stream", where="data", fix=fix)
-            return Dataset(self.train)
+            data = Dataset(self.train)
+            return data if self.negatives is None else self.negatives.wrap(data)
         from viviane.etl import FittedEtl
 
         schema = None if self.stream_schema is None else Schema.load(self.stream_schema)

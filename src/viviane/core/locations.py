@@ -34,7 +34,7 @@ class RemotePath:
     """A file or folder of a remote store; those methods of pathlib.Path that reading and writing need.
 
     Args:
-        scheme: one of s3, gs, hdfs.
+        scheme: one of s3, gs, hdfs, webhdfs.
         host: the bucket, or the server and its port.
         key: the path without a slash at either end.
 

@@ -60,7 +60,7 @@ class NegativeDataset(Dataset):
         self.data, self.negatives = data, negatives
         self.path, self.format, self.stored, self.storage = data.path, data.format, data.stored, data.storage
         self.files, self.stamps, self.groups = data.files, data.stamps, data.groups
-        self.schema = _with_column(data.schema, negatives)
+        self.schema = schema_with_negatives(data.schema, negatives)
         self.rows_each = 1 if negatives.column is not None else 1 + negatives.num
         self.num_rows = data.num_rows * self.rows_each
         self.population = Population(negatives, data, seen)
@@ -153,7 +153,8 @@ class NegativeReader(Reader):
         return {**super()._identity(), "fingerprint": self.negatives.fingerprint}
 
 
-def _with_column(schema: Schema, negatives: Negatives) -> Schema:
+def schema_with_negatives(schema: Schema, negatives: Negatives) -> Schema:
+    """Return the schema of rows with negatives: with their bag column, where they stand in one."""
     if negatives.column is None:
         return schema
     item = schema.categorical_column(negatives.item)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -11,7 +14,7 @@ import pyarrow as pa
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.files import replace_folder, write_json_atomic
-from viviane.core.locations import AnyPath, location
+from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.data.columns import arrow_types, check_columns, is_list
 from viviane.data.dataset import INFO_FILE, Dataset
 from viviane.data.formats import MANIFEST_FILE, Format, Manifest, named_format
@@ -19,6 +22,7 @@ from viviane.schema import Schema
 
 ROWS_PER_GROUP: Final = 131_072
 ROWS_PER_FILE: Final = 8 * ROWS_PER_GROUP
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_dataset(
@@ -48,8 +52,9 @@ def write_dataset(
     Raises:
         ConfigError: the folder exists, or a size is below 1.
         SchemaError: a table's columns are not the schema's, or the format cannot hold such columns.
-        DataError: a value cannot be converted, or is null. Formats other than Parquet compare all values with the
-            schema when they are written (KeyRangeError: an id is out of range); Parquet, when they are read.
+        DataError: a value cannot be converted, or is null; the disk is full. Formats other than Parquet compare all
+            values with the schema when they are written (KeyRangeError: an id is out of range); Parquet, when they are
+            read.
 
     Example:
         >>> import tempfile
@@ -70,7 +75,7 @@ def write_dataset(
     chosen.check_schema(schema)
     wanted = pa.schema([pa.field(name, kind, nullable=False) for name, kind in arrow_types(schema).items()])
     tables = (_conform(part, wanted, schema, number) for number, part in enumerate(source))
-    with replace_folder(target) as folder:
+    with _room_asked_for(target), replace_folder(target) as folder:
         place = cast(Path, target.absolute())  # of a URL only the text is used
         files = chosen.write(folder, place, schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
         schema.save(folder)
@@ -80,6 +85,22 @@ def write_dataset(
             manifest = Manifest(format=chosen, stored=schema, files=files)
             write_json_atomic(folder / MANIFEST_FILE, manifest.to_dict())
     return Dataset(target)
+
+
+@contextmanager
+def _room_asked_for(target: AnyPath) -> Iterator[None]:
+    """Say what to do where the disk is full; other errors, those of the source too, pass as they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        remote = isinstance(target, RemotePath)
+        where = f"{tempfile.gettempdir()}, on the way to {target}" if remote else str(target)
+        raise DataError(
+            "the disk is full: the data set is not written, and what stood there before is as it was",
+            where=where, value=error.strerror or str(error), fix="make room, or write to another disk",
+        ) from error  # fmt: skip
 
 
 def _regroup(tables: Iterator[pa.Table], wanted: pa.Schema, rows_per_group: int) -> Iterator[pa.Table]:

@@ -20,7 +20,7 @@ from viviane.etl.engine import Build, Engine, Lookup
 from viviane.etl.expressions import bucket, value_of
 from viviane.etl.learned import Learned
 from viviane.etl.operators import chain
-from viviane.etl.values import ListShape, combined, hash_values, raw_ids
+from viviane.etl.values import ListShape, combined, hash_values, missing_together, raw_ids
 from viviane.schema import RESERVED
 
 
@@ -104,11 +104,19 @@ class Applier:
         columns = [combined(staged.column(name)) for name in spec.sources]
         if spec.kind == "one_hot":
             return {spec.name: self._numbered(spec, columns)}
-        shape = ListShape(columns[0], spec.max_length, spec.keep)
+        columns = missing_together(columns)
+        listed = [pa.types.is_list(column.type) for column in columns]
+        hotness = spec.hotness if isinstance(spec.hotness, int) else None
+        shape = ListShape(columns[listed.index(True)], spec.max_length, spec.keep, hotness or 1)
+        if hotness is not None:
+            _check_hotness(spec.name, hotness, np.diff(shape.offsets))
         if shape.num_cut:
             with self._lock:
                 self.num_cut[spec.name] += shape.num_cut
-        ids = self._numbered(spec, [shape.flat(columns[0])])
+        ids = self._numbered(
+            spec,
+            [shape.flat(one) if is_list else shape.spread(one) for one, is_list in zip(columns, listed, strict=True)],
+        )
         found = {spec.name: make_list(shape.offsets, ids)}
         if spec.weights:
             flat = shape.flat(combined(staged.column(spec.weights)))
@@ -170,6 +178,19 @@ class Applier:
         with self._lock:
             build: Build = self._builds.setdefault(key, make())
             return build
+
+
+def _check_hotness(name: str, hotness: int, lengths: NDArray[np.int64]) -> None:
+    """Lists from a function; those of the raw files are checked while they are read, with file and line."""
+    wrong = np.flatnonzero(lengths != hotness)
+    if len(wrong):
+        raise DataError(
+            "a list is not as long as the hotness of its column",
+            where=f"column {name!r}, row {wrong[0]} of {len(lengths)} rows read together",
+            value=int(lengths[wrong[0]]),
+            allowed=str(hotness),
+            fix="let the function return lists of that length, or leave out hotness",
+        )
 
 
 def _scalars(specs: tuple[LabelSpec | DenseSpec, ...], states: Mapping[str, Any], table: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from viviane.etl.cells import BadCell
-from viviane.etl.config import EtlConfig
+from viviane.etl.config import CategoricalSpec, EtlConfig
 
 
 def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) -> list[BadCell]:
@@ -26,17 +26,14 @@ def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) 
                 bad += _where(wrong, source, "a binary label is neither 0 nor 1", column)
     for dense in config.dense:
         if dense.dim > 1:
-            column = table.column(dense.source or dense.name)
+            name = config.list_root(dense.source or dense.name) or dense.name
+            column = table.column(name)
             lengths = pc.fill_null(pc.list_value_length(column), dense.dim)
             wrong = pc.not_equal(lengths, pa.scalar(dense.dim, lengths.type))
-            bad += _where(wrong, dense.source or dense.name, f"not {dense.dim} numbers", column)
+            bad += _where(wrong, name, f"not {dense.dim} numbers", column)
     for spec in config.categorical:
-        if spec.weights:
-            column = table.column(spec.weights)
-            lengths = [pc.fill_null(pc.list_value_length(one), -1) for one in (table.column(spec.sources[0]), column)]
-            problem = f"not one weight for each value of {spec.sources[0]!r}"
-            bad += _where(pc.not_equal(*lengths), spec.weights, problem, column)
-            bad += _null_weights(column, spec.weights)
+        if spec.kind != "one_hot":
+            bad += _wrong_lengths(table, config, spec)
     weight = config.sample_weight
     if weight is not None and not weight.operators:
         column = table.column(weight.source or weight.name)
@@ -45,6 +42,32 @@ def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) 
     if split_column is not None:
         column = table.column(split_column)
         bad += _where(pc.is_null(column), split_column, "the split's column is missing", column)
+    return bad
+
+
+def _wrong_lengths(table: pa.Table, config: EtlConfig, spec: CategoricalSpec) -> list[BadCell]:
+    """Rows whose lists disagree with their weights, with the lists they are crossed with, or with the hotness."""
+    roots = dict.fromkeys(config.list_root(name) for name in config.lists_of(spec))
+    names = [name for name in roots if name is not None]  # lists from a function are checked when they are used
+    if not names:
+        return []
+    bad: list[BadCell] = []
+    first: Any = table.column(names[0])
+    lengths: Any = pc.list_value_length(first)
+    if spec.weights:
+        column: Any = table.column(spec.weights)
+        both = [pc.fill_null(one, -1) for one in (lengths, pc.list_value_length(column))]
+        problem = f"not one weight for each value of {names[0]!r}"
+        bad += _where(pc.not_equal(*both), spec.weights, problem, column)
+        bad += _null_weights(column, spec.weights)
+    for name in names[1:]:
+        column = table.column(name)
+        wrong = pc.fill_null(pc.not_equal(lengths, pc.list_value_length(column)), False)
+        bad += _where(wrong, name, f"not as many values as {names[0]!r}, which {spec.name!r} crosses it with", column)
+    if isinstance(spec.hotness, int):
+        kept: Any = lengths if spec.max_length is None else pc.min_element_wise(lengths, spec.max_length)
+        wrong = pc.fill_null(pc.not_equal(kept, pa.scalar(spec.hotness, kept.type)), False)
+        bad += _where(wrong, names[0], f"not {spec.hotness} values, the hotness of {spec.name!r}", first)
     return bad
 
 

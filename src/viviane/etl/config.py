@@ -11,9 +11,10 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from viviane.config.base import Settings
 from viviane.core.errors import suggest
 from viviane.etl.conditions import Filter
-from viviane.etl.config_checks import check_derived
-from viviane.etl.derivations import ROW_DERIVATIONS, Derivation, TargetEncode
+from viviane.etl.config_checks import check_categorical, check_derived, check_number, check_shared
+from viviane.etl.derivations import ELEMENTWISE, ROW_DERIVATIONS, Derivation, TargetEncode
 from viviane.etl.operators import Operator
+from viviane.etl.saved import without
 
 RESERVED_PREFIX = "__"  # columns that staging adds
 
@@ -37,8 +38,6 @@ class InputColumn(Settings):
     def _check(self) -> InputColumn:
         if self.name.startswith(RESERVED_PREFIX):
             raise ValueError(f"column names must not begin with {RESERVED_PREFIX!r}: {self.name!r}")
-        if self.type == "timestamp" and self.is_list:
-            raise ValueError(f"column {self.name!r}: lists of timestamps are not read")
         return self
 
     @property
@@ -106,7 +105,7 @@ class LabelSpec(Settings):
 
     @model_serializer(mode="wrap")
     def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without(usual(self), "optional")
+        return without(usual(self), "optional")
 
 
 class DenseSpec(Settings):
@@ -134,7 +133,7 @@ class Categorify(Settings):
 
     @model_serializer(mode="wrap")
     def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without(usual(self), "unknown_buckets")
+        return without(usual(self), "unknown_buckets")
 
 
 class HashTo(Settings):
@@ -185,12 +184,15 @@ class CategoricalSpec(Settings):
     """A column of ids.
 
     Args:
-        source: the raw column; several names make a cross, whose value is the tuple of theirs.
+        source: the raw column; several names make a cross, whose value is the tuple of theirs. Lists are crossed value
+            by value: single values stand beside each of them, and several lists of a row have one length.
         encoding: how values become ids.
         operators: applied first; for columns of numbers.
         kind: "multi_hot" and "sequence" need a list column.
         max_length: longer lists are cut (and counted); required for a sequence.
         keep: which end of a list survives the cut.
+        hotness: values that every list has, after the cut; another length is a malformed row, and a missing list is so
+            many missing values. "auto" looks at all rows of the run and keeps the length if it is one.
         weights: raw list column with one weight per value; kept under its own name.
         vocabulary: columns that name the same vocabulary share values and ids.
     """
@@ -202,20 +204,30 @@ class CategoricalSpec(Settings):
     kind: Literal["one_hot", "multi_hot", "sequence"] = "one_hot"
     max_length: int | None = Field(default=None, ge=1)
     keep: Literal["first", "last"] = "last"
+    hotness: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     weights: str | None = None
     vocabulary: str | None = None
     dtype: Literal["int32", "int64"] = "int32"
+
+    @model_serializer(mode="wrap")
+    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without(usual(self), "hotness")
 
     @model_validator(mode="after")
     def _check(self) -> CategoricalSpec:
         if self.kind == "sequence" and self.max_length is None:
             raise ValueError(f"the sequence {self.name!r} needs max_length")
-        if self.kind == "one_hot" and (self.max_length or self.weights):
-            raise ValueError(f"the one-hot column {self.name!r} takes neither max_length nor weights")
+        if self.kind == "one_hot" and (self.max_length or self.weights or self.hotness):
+            raise ValueError(f"the one-hot column {self.name!r} takes neither max_length nor hotness nor weights")
+        if isinstance(self.hotness, int) and self.max_length is not None and self.hotness > self.max_length:
+            raise ValueError(f"{self.name!r} has hotness {self.hotness} above max_length {self.max_length}")
         if self.kind == "sequence" and self.weights:
             raise ValueError(f"the sequence {self.name!r} takes no weights")
-        if len(self.sources) > 1 and (self.kind != "one_hot" or self.operators or self.encoding.type == "bucketize"):
-            raise ValueError(f"the cross {self.name!r} must be one-hot, without operators, categorify, hash or raw")
+        if len(self.sources) > 1 and (self.operators or self.encoding.type == "bucketize"):
+            raise ValueError(
+                f"the cross {self.name!r} is a tuple, which operators and bucketize do not compute with: leave out its "
+                "operators, and encode it with categorify, hash or raw"
+            )
         if self.encoding.type == "raw":
             if "dtype" in self.model_fields_set and self.dtype != "int64":
                 raise ValueError(f"the raw ids of {self.name!r} are int64")
@@ -259,7 +271,7 @@ class EtlConfig(Settings):
 
     @model_serializer(mode="wrap")
     def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without(usual(self), "derived")
+        return without(usual(self), "derived")
 
     def column(self, name: str) -> InputColumn:
         """Return a raw or derived column."""
@@ -290,6 +302,17 @@ class EtlConfig(Settings):
 
     def _raw(self, names: list[str]) -> list[str]:
         return [name for name in names if name not in self.derived_columns]
+
+    def lists_of(self, spec: CategoricalSpec) -> tuple[str, ...]:
+        """Those of a categorical column's sources that are lists."""
+        return tuple(name for name in spec.sources if self.column(name).is_list)
+
+    def list_root(self, name: str) -> str | None:
+        """The raw column whose lists are as long, row by row, as those of a list column; None if no raw column is."""
+        sources = {one.name: one.source for one in self.derived if isinstance(one, ELEMENTWISE)}
+        while name in sources:
+            name = sources[name]
+        return None if name in self.derived_columns else name
 
     @property
     def label_sources(self) -> frozenset[str]:
@@ -328,21 +351,14 @@ class EtlConfig(Settings):
             raise ValueError("nothing to write: give dense or categorical columns")
         numbers: list[LabelSpec | DenseSpec] = [*self.labels, *self.dense]
         for number in numbers + ([self.sample_weight] if self.sample_weight else []):
-            _check_number(number, self.column(number.source or number.name))
+            check_number(number, self.column(number.source or number.name))
         for spec in self.categorical:
-            _check_categorical(spec, [self.column(name) for name in spec.sources])
-            if spec.weights and not (self.column(spec.weights).is_list and self.column(spec.weights).is_number):
-                raise ValueError(f"weights {spec.weights!r} of {spec.name!r} must be a list of numbers")
+            check_categorical(spec, self)
         for name in [*self.ignored, *(one.column for one in self.filters)]:
             self.column(name)
-        _check_shared(self)
+        check_shared(self)
         check_derived(self)
         return self
-
-
-def _without(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """Leave out a setting at its default: files of configs that do not use it stay as they were."""
-    return {key: value for key, value in data.items() if key != name or value}
 
 
 def _no_column(name: str, known: list[InputColumn]) -> str:
@@ -353,41 +369,3 @@ def _once(names: list[str], what: str) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{what} named twice: {', '.join(twice)}")
-
-
-def _check_number(spec: LabelSpec | DenseSpec, column: InputColumn) -> None:
-    dim = spec.dim if isinstance(spec, DenseSpec) else 1
-    if not column.is_number:
-        raise ValueError(f"{spec.name!r} needs numbers, but input column {column.name!r} is of type {column.type}")
-    if column.is_list != (dim > 1):
-        raise ValueError(f"{spec.name!r} has dim {dim}, but input column {column.name!r} is {_shape(column)}")
-
-
-def _check_categorical(spec: CategoricalSpec, columns: list[InputColumn]) -> None:
-    for column in columns:
-        if column.is_list != (spec.kind != "one_hot"):
-            raise ValueError(f"{spec.name!r} is {spec.kind}, but input column {column.name!r} is {_shape(column)}")
-        if column.type == "timestamp" or (len(columns) > 1 and column.type == "float"):
-            raise ValueError(f"{spec.name!r}: ids are not made from {column.type} column {column.name!r} this way")
-        if (spec.operators or spec.encoding.type == "bucketize") and not column.is_number:
-            raise ValueError(f"{spec.name!r} computes with column {column.name!r}, which is of type {column.type}")
-        if spec.encoding.type == "raw" and (spec.operators or column.type == "float"):
-            raise ValueError(f"{spec.name!r}: raw ids are whole numbers or texts, without operators")
-
-
-def _check_shared(config: EtlConfig) -> None:
-    first: dict[str, CategoricalSpec] = {}
-    for spec in config.categorical:
-        other = first.setdefault(spec.table, spec)
-        if other.encoding != spec.encoding or _value_type(config, other) != _value_type(config, spec):
-            raise ValueError(f"{other.name!r} and {spec.name!r} share a vocabulary but differ in type or encoding")
-
-
-def _value_type(config: EtlConfig, spec: CategoricalSpec) -> str:
-    if len(spec.sources) > 1:
-        return "string"
-    return "float" if spec.operators else config.column(spec.sources[0]).type
-
-
-def _shape(column: InputColumn) -> str:
-    return "a list" if column.is_list else "a single value"

@@ -10,11 +10,12 @@ import builtins
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from viviane.config.base import Settings
 from viviane.etl.conditions import Filter
 from viviane.etl.functions import FUNCTIONS
+from viviane.etl.saved import without
 
 Kind: TypeAlias = Literal["float", "int", "string"]
 Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
@@ -86,6 +87,8 @@ class ValueMap(Settings):
 class DatePart(Settings):
     """A part of a time, as a whole number: month and day from 1, weekday 0 (Monday) to 6, weekend 0 or 1.
 
+    In a list column, of every element.
+
     Args:
         unit: of a source of whole numbers that count from 1970; a timestamp needs none.
     """
@@ -104,20 +107,30 @@ class DatePart(Settings):
     def made(self, find: Find) -> list[Made]:
         """The new column; a source that holds no times is a ValueError."""
         source = find(self.source)
-        if source.is_list or source.type not in ("timestamp", "int"):
-            raise ValueError(f"{self.name!r}: column {self.source!r} must hold one timestamp or int a row")
+        if source.type not in ("timestamp", "int"):
+            raise ValueError(f"{self.name!r}: column {self.source!r} must hold timestamps or whole numbers")
         if (source.type == "int") != (self.unit is not None):
             fix = 'add "unit": "s"' if source.type == "int" else "leave out unit"
             raise ValueError(f"{self.name!r}: column {self.source!r} is of type {source.type}: {fix}")
-        return [(self.name, "int", False)]
+        return [(self.name, "int", source.is_list)]
 
 
 class MissingIndicator(Settings):
-    """1 where the source is missing, else 0: stands beside a column that `fill` fills."""
+    """1 where the source is missing, else 0: stands beside a column that `fill` fills.
+
+    Args:
+        elements: of a list column, a list with the indicator of each value; a missing list stays missing. Otherwise a
+            row of a list column has one indicator: whether the list itself is missing.
+    """
 
     type: Literal["missing_indicator"] = "missing_indicator"
     name: str = Field(min_length=1)
     source: str
+    elements: bool = False
+
+    @model_serializer(mode="wrap")
+    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without(usual(self), "elements")
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -125,9 +138,11 @@ class MissingIndicator(Settings):
         return (self.source,)
 
     def made(self, find: Find) -> list[Made]:
-        """The new column."""
+        """The new column; elements of a source that is no list are a ValueError."""
+        if self.elements and not find(self.source).is_list:
+            raise ValueError(f"{self.name!r}: column {self.source!r} is no list: leave out elements")
         find(self.source)
-        return [(self.name, "int", False)]
+        return [(self.name, "int", self.elements)]
 
 
 class Computed(Settings):
@@ -191,7 +206,12 @@ class DifferenceLag(Settings):
         _check_keys(self.name, self.by, find)
         for name in (self.source, self.order_by):
             column = find(name)
-            if column.is_list or column.type not in ("int", "float", "timestamp"):
+            if column.is_list:
+                raise ValueError(
+                    f"{self.name!r}: column {name!r} is a list, and a value of a list has no earlier row of its own to "
+                    "be compared with: make one number a row of it first, with a function"
+                )
+            if column.type not in ("int", "float", "timestamp"):
                 raise ValueError(f"{self.name!r}: column {name!r} must hold one int, float or timestamp a row")
         return [(self.name, "float", False)]
 
@@ -240,8 +260,8 @@ class History(Settings):
 class CountEncode(Settings):
     """How many training rows have the row's key; 0 for a key that was never seen or is missing.
 
-    Where the key is a list column, here and in the other derivations by key, each value of a list counts as a row of
-    its own when learning, and a row takes the mean over its values; an empty list is like a missing key.
+    Where a column of the key is a list, here and in the other derivations by key, each value of a list counts as a row
+    of its own when learning, and a row takes the mean over its values; an empty list is like a missing key.
     """
 
     type: Literal["count"] = "count"
@@ -266,8 +286,8 @@ class GroupStatistics(Settings):
     the others missing.
 
     Args:
-        by: key, one column or several, or one list column.
-        of: columns of numbers.
+        by: key, one column or several, of which one may be a list.
+        of: columns of numbers; each value of a list counts, where the key is none.
     """
 
     type: Literal["group_statistics"] = "group_statistics"
@@ -286,8 +306,13 @@ class GroupStatistics(Settings):
         _check_keys(self.name, self.by, find, lists=True)
         for name in _tuple(self.of):
             column = find(name)
-            if column.is_list or column.type not in ("int", "float"):
-                raise ValueError(f"{self.name!r}: column {name!r} must hold one int or float a row")
+            if column.type not in ("int", "float"):
+                raise ValueError(f"{self.name!r}: column {name!r} must hold int or float")
+            if column.is_list and any(find(key).is_list for key in _tuple(self.by)):
+                raise ValueError(
+                    f"{self.name!r}: the key and column {name!r} are both lists, and which value belongs to which key "
+                    "is not said: give a key of single values, or one number a row"
+                )
         return [(f"{self.name}_{of}_{one}", "float", False) for of in _tuple(self.of) for one in self.statistics]
 
 
@@ -299,7 +324,7 @@ class TargetEncode(Settings):
     where no other fold has a row).
 
     Args:
-        by: key, one column or several, or one list column.
+        by: key, one column or several, of which one may be a list.
         target: name of a label; of several, which give columns NAME_TARGET.
         folds: number of folds.
         fold_by: column whose hash gives the fold, so that equal values share one; default, the number of the row.
@@ -347,6 +372,8 @@ Earlier: TypeAlias = DifferenceLag | History
 GroupDerivation: TypeAlias = CountEncode | GroupStatistics | TargetEncode
 Derivation: TypeAlias = Annotated[RowDerivation | Earlier | GroupDerivation, Field(discriminator="type")]
 
+ELEMENTWISE: Final[Any] = (ValueMap, DatePart, MissingIndicator)
+"""Those whose lists are as long as the lists that they are made from."""
 ROW_DERIVATIONS: Final[Any] = (ValueMap, DatePart, MissingIndicator, Computed)
 EARLIER: Final[Any] = (DifferenceLag, History)
 
@@ -361,13 +388,12 @@ def _tuple(names: Names) -> tuple[str, ...]:
 
 
 def _check_keys(name: str, by: Names, find: Find, *, lists: bool = False) -> None:
+    columns = [find(one) for one in _tuple(by)]
     if len(set(_tuple(by))) < len(_tuple(by)):
         raise ValueError(f"{name!r} names a column of its key twice")
-    for one in _tuple(by):
-        column = find(one)
-        if lists and column.is_list and len(_tuple(by)) > 1:
-            raise ValueError(f"{name!r}: key column {one!r} is a list, which is a key only by itself")
-        listed = column.is_list and not lists
-        if listed or column.type not in ("string", "int", "hex"):
-            what = "a list" if listed else f"of type {column.type}"
-            raise ValueError(f"{name!r}: key column {one!r} is {what}: give single string, int or hex values")
+    for column in columns:
+        if (column.is_list and not lists) or column.type not in ("string", "int", "hex"):
+            what = f"of type {column.type}" if lists or not column.is_list else "a list, so a row has several keys"
+            raise ValueError(f"{name!r}: key column {column.name!r} is {what}: give single string, int or hex values")
+    if sum(column.is_list for column in columns) > 1:
+        raise ValueError(f"{name!r}: several columns of the key are lists: only one can be")

@@ -48,13 +48,7 @@ def add_row_columns(table: pa.Table, config: EtlConfig) -> pa.Table:
             table = table.append_column(one.name, call_function(one.function, columns, kind, one.name))
         elif isinstance(one, (ValueMap, DatePart, MissingIndicator)):
             source = combined(table.column(one.source))
-            if isinstance(one, MissingIndicator):
-                column = pc.is_null(source).cast(pa.int64())
-            elif isinstance(one, DatePart):
-                column = _date_part(one, source)
-            else:
-                column = _mapped(one, source)
-            table = table.append_column(one.name, column)
+            table = table.append_column(one.name, _of_rows(one, source))
     return table
 
 
@@ -101,11 +95,22 @@ def add_group_columns(
 
 
 def keys_of(by: Names, table: pa.Table, engine: Engine) -> Any:
-    """The key of each row: a column as it is, or one text for the tuple of several; missing if a part is."""
+    """The key of each row: a column as it is, or one text for the tuple of several; missing if a part is.
+
+    Where a column is a list, a list of keys: one for each of its values, with the row's single values beside it.
+    """
     names = key_names(by)
     if len(names) == 1:
         return combined(table.column(names[0]))
-    return combined(engine.evaluate(table.select(list(names)), key_build(names)).column("key"))
+    listed = next((name for name in names if pa.types.is_list(table.schema.field(name).type)), None)
+    if listed is None:
+        return combined(engine.evaluate(table.select(list(names)), key_build(names)).column("key"))
+    lists = combined(table.column(listed))
+    offsets, flat = list_parts(lists)
+    row_of = pa.array(np.repeat(np.arange(len(lists)), np.diff(offsets)))
+    parts = {name: flat if name == listed else combined(table.column(name)).take(row_of) for name in names}
+    keys = combined(engine.evaluate(pa.table(parts), key_build(names)).column("key"))
+    return make_list(offsets, keys, pc.is_null(lists))
 
 
 @cache
@@ -161,6 +166,22 @@ def _history(one: History, table: Any) -> dict[str, Any]:
     return {**moment, "value": table[one.source], "counts": counts}
 
 
+def _of_rows(one: ValueMap | DatePart | MissingIndicator, column: Any) -> Any:
+    """The values of a derivation of one row; of a list column, of each element."""
+    if isinstance(one, MissingIndicator) and not one.elements:
+        return pc.is_null(column).cast(pa.int64())
+    if pa.types.is_list(column.type):
+        offsets, flat = list_parts(column)
+        return make_list(offsets, _of_values(one, flat), pc.is_null(column))
+    return _of_values(one, column)
+
+
+def _of_values(one: ValueMap | DatePart | MissingIndicator, column: Any) -> Any:
+    if isinstance(one, MissingIndicator):
+        return pc.is_null(column).cast(pa.int64())
+    return _date_part(one, column) if isinstance(one, DatePart) else _mapped(one, column)
+
+
 def _date_part(one: DatePart, times: Any) -> Any:
     if one.unit is not None:
         times = times.cast(pa.timestamp(one.unit))
@@ -171,13 +192,6 @@ def _date_part(one: DatePart, times: Any) -> Any:
 
 
 def _mapped(one: ValueMap, column: Any) -> Any:
-    if pa.types.is_list(column.type):
-        offsets, flat = list_parts(column)
-        return make_list(offsets, _mapped_values(one, flat), pc.is_null(column))
-    return _mapped_values(one, column)
-
-
-def _mapped_values(one: ValueMap, column: Any) -> Any:
     whole = pa.types.is_integer(column.type)
     target: Any = _TYPES[one.result] if one.result else column.type
     old: Any = pa.array([int(text) if whole else text for text in one.values], column.type)

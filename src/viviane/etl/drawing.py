@@ -162,7 +162,8 @@ def _describe(spec: _Spec, states: Mapping[int, Mapping[str, float]]) -> tuple[s
     cross = "cross, " if len(spec.sources) > 1 else ""
     lines.append(" ".join([cross + spec.encoding.type, *_settings(spec.encoding)]))
     if spec.kind != "one_hot":
-        lines.append(f"{spec.kind}, the {spec.keep} {spec.max_length}" if spec.max_length else spec.kind)
+        kind = f"{spec.kind}, the {spec.keep} {spec.max_length}" if spec.max_length else spec.kind
+        lines.append(kind + (f", hotness {spec.hotness}" if spec.hotness else ""))
     return (*lines, *([f"vocabulary {spec.vocabulary}"] if spec.vocabulary else []))
 
 

@@ -45,6 +45,21 @@ def crossed(values: Sequence[Any]) -> Any:
     return total
 
 
+def exploded(rows: Any, names: Sequence[str]) -> Any:
+    """The named columns of an ibis table, with a row for each value of the lists among them, single values beside it.
+
+    Several lists of a row are taken together, value by value.
+    """
+    kinds = rows.schema()
+    lists = [name for name in names if kinds[name].is_array()]
+    if len(lists) < 2:
+        return rows.select(**{name: rows[name].unnest() if name in lists else rows[name] for name in names})
+    singles = {name: rows[name] for name in names if name not in lists}
+    zipped = rows.select(together=rows[lists[0]].zip(*(rows[name] for name in lists[1:])).unnest(), **singles)
+    fields = {name: zipped.together[f"f{place}"] for place, name in enumerate(lists, start=1)}
+    return zipped.select(**{name: fields[name] if name in fields else zipped[name] for name in names})
+
+
 def value_of(spec: CategoricalSpec, columns: Sequence[Any], states: dict[int, State]) -> Any:
     """What a categorical column numbers: the raw value, a cross of several, or a computed number."""
     if len(columns) > 1:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from viviane.core.errors import DataError
 from viviane.etl.config import Bucketize, CategoricalSpec, Categorify, DenseSpec, EtlConfig, LabelSpec
 from viviane.etl.engine import Engine
-from viviane.etl.expressions import value_of
+from viviane.etl.expressions import exploded, value_of
 from viviane.etl.learned import Learned, Vocabulary
 from viviane.etl.operators import State, chain
 
@@ -123,9 +123,7 @@ class Fitter:
         """One ibis column `value` with the values of all columns of a vocabulary."""
         parts = []
         for spec in specs:
-            rows = self.rows.select(*spec.sources)
-            if spec.kind != "one_hot":
-                rows = rows.select(**{spec.sources[0]: rows[spec.sources[0]].unnest()})
+            rows = exploded(self.rows, spec.sources)
             parts.append(self.engine.project(rows, partial(_valued, spec, states.get(spec.name, {}))))
         total = parts[0]
         for part in parts[1:]:
@@ -146,6 +144,33 @@ class Fitter:
         table = pq.read_table(file)
         values, count = (_one(table.column(name)) for name in ("value", "count"))
         return Vocabulary(values, count.cast(pa.int64()))
+
+
+def settle_hotness(config: EtlConfig, rows: Any, engine: Engine) -> EtlConfig:
+    """Return the config with each hotness "auto" as the one length that a column's lists have, or without it.
+
+    Args:
+        rows: an ibis table of all rows that are written, of every part; missing lists say nothing.
+    """
+    wanted = {spec.name: config.lists_of(spec)[0] for spec in config.categorical if spec.hotness == "auto"}
+    if not wanted:
+        return config
+    lengths: dict[str, Any] = {}
+    for place, name in enumerate(wanted.values()):
+        length, there = rows[name].length(), rows[name].notnull()
+        lengths |= {f"low{place}": length.min(where=there), f"high{place}": length.max(where=there)}
+    row = engine.run(rows.aggregate(**lengths)).to_pylist()[0]
+    found: dict[str, int | None] = {}
+    for place, name in enumerate(wanted):
+        ends = [row[f"{end}{place}"] for end in ("low", "high")]
+        limit = next(spec.max_length for spec in config.categorical if spec.name == name)
+        ends = [None if end is None else min(end, limit or end) for end in ends]
+        found[name] = int(ends[0]) if ends[0] and ends[0] == ends[1] else None
+    settled = tuple(
+        spec.model_copy(update={"hotness": found[spec.name]}) if spec.name in found else spec
+        for spec in config.categorical
+    )
+    return config.model_copy(update={"categorical": settled})
 
 
 def order_statistics(engine: Engine, values: Any, shares: list[tuple[int, int]]) -> list[Any]:

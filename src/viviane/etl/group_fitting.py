@@ -21,6 +21,7 @@ from viviane.etl.config import EtlConfig, LabelSpec
 from viviane.etl.derivations import CountEncode, GroupDerivation, GroupStatistics, TargetEncode, key_names
 from viviane.etl.deriving import key_build, keys_of
 from viviane.etl.engine import Build, Engine
+from viviane.etl.expressions import exploded
 from viviane.etl.folds import fold_column
 from viviane.etl.groups import Groups, encode_targets, place_of
 from viviane.etl.operators import chain
@@ -63,9 +64,8 @@ class GroupFitter:
         names = key_names(one.by)
         rows = self.partition.training_rows()
         kind: Any = pq.read_schema(self.shards[0].file).field(names[0]).type if len(names) == 1 else pa.string()
-        values = self.engine.project(rows.select(*names), key_build(names))
-        if pa.types.is_list(kind):
-            kind, values = kind.value_type, values.select(key=values["key"].unnest())
+        kind = kind.value_type if pa.types.is_list(kind) else kind
+        values = self.engine.project(exploded(rows, names), key_build(names))
         values = values.filter(values["key"].notnull()).select(value=values["key"])
         table = self.engine.count(values, by_value=True)
         keys = combined(table.column("value").cast(kind))
@@ -117,9 +117,13 @@ class GroupFitter:
 
     def _present(self, one: GroupStatistics, keys: Any, of: str) -> Iterator[tuple[NDArray[np.int64], _Numbers]]:
         for staged, places in self._training(one, keys, [of]):
-            column = combined(staged.column(of)).cast(pa.float64(), safe=False)
-            good = pc.is_valid(column).to_numpy(zero_copy_only=False) & (places < len(keys))
-            yield places[good], pc.fill_null(column, 0.0).to_numpy(zero_copy_only=False)[good]
+            at, column = places, combined(staged.column(of))
+            if pa.types.is_list(column.type):  # each value of a list is a number of the row's key
+                offsets, column = list_parts(column)
+                at = np.repeat(at, np.diff(offsets))
+            column = column.cast(pa.float64(), safe=False)
+            good = pc.is_valid(column).to_numpy(zero_copy_only=False) & (at < len(keys))
+            yield at[good], pc.fill_null(column, 0.0).to_numpy(zero_copy_only=False)[good]
 
     def _encoded(self, one: TargetEncode, label: str, keys: Any) -> tuple[_Numbers, _Numbers]:
         """What other rows take, (K + 1,), and what the rows of each fold take, (folds, K + 1)."""

@@ -52,6 +52,7 @@ class Learned:
                     num_ids=self.num_ids(spec),
                     kind=spec.kind,
                     max_length=spec.max_length,
+                    hotness=spec.hotness if isinstance(spec.hotness, int) else None,
                     weights=spec.weights,
                     vocabulary=spec.vocabulary,
                     dtype=spec.dtype,

@@ -74,6 +74,10 @@ class Partition:
                 rows = rows.filter(rows[KEY] < self.borders[part])
         return rows.filter(kept(self.filters, rows)) if self.filters else rows
 
+    def written_rows(self) -> Any:
+        """The rows of every part, as an ibis table."""
+        return self.rows.filter(kept(self.filters, self.rows)) if self.filters else self.rows
+
     @property
     def needed(self) -> tuple[str, ...]:
         """Staged columns that say where a row belongs."""

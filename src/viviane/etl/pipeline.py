@@ -27,7 +27,7 @@ from viviane.etl.derivations import History
 from viviane.etl.derive import derive
 from viviane.etl.engine import DuckDbEngine, Engine
 from viviane.etl.file_tasks import write_files
-from viviane.etl.fitting import Fitter
+from viviane.etl.fitting import Fitter, settle_hotness
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned
 from viviane.etl.parallel import ordered_map
@@ -264,7 +264,8 @@ class _Run:
             total = len({spec.table for spec in self.config.categorical})
             done = lambda count: self.progress("learn", count, total)  # noqa: E731
             fitter = Fitter(self.config, partition.training_rows(), self.chosen, work / "learned", done)
-            save_learned(replace(fitter.run(), groups=groups), file)
+            settled = settle_hotness(self.config, partition.written_rows(), self.chosen)
+            save_learned(replace(fitter.run(), config=settled, groups=groups), file)
         return load_learned(file)
 
     def _write(

@@ -42,12 +42,13 @@ def combined(column: Any) -> Any:
 
 
 class ListShape:
-    """How the lists of a column are cut and filled: a missing list becomes one missing value, a long one is cut.
+    """How the lists of a column are cut and filled: a missing list becomes missing values, a long one is cut.
 
     Args:
         lists: a list array of B rows.
         max_length: longest list kept; None keeps all.
         keep: "last" keeps the end of a long list, "first" its beginning.
+        missing_length: how many missing values a missing list becomes.
 
     Example:
         >>> shape = ListShape(pa.array([[1, 2, 3], None, []]), 2, "last")
@@ -55,18 +56,18 @@ class ListShape:
         ([0, 2, 3, 3], [2, 3, None], 1)
     """
 
-    def __init__(self, lists: Any, max_length: int | None, keep: str) -> None:
+    def __init__(self, lists: Any, max_length: int | None, keep: str, missing_length: int = 1) -> None:
         offsets, _ = list_parts(lists)
         null = pc.is_null(lists).to_numpy(zero_copy_only=False)
         lengths = np.diff(offsets)
         kept = lengths if max_length is None else np.minimum(lengths, max_length)
         self.num_cut = int(np.count_nonzero(kept < lengths))
         self._changed = bool(self.num_cut or null.any())
-        kept = np.where(null, 1, kept)
+        kept = np.where(null, missing_length, kept)
         self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(kept)])  # (B + 1,)
         if self._changed:
             starts = offsets[1:] - kept if keep == "last" else offsets[:-1]
-            starts = np.where(null, 0, starts)
+            starts = np.where(null, 0, starts)  # what is taken there is masked
             inside = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], kept)
             self._indices = pa.array(np.repeat(starts, kept) + inside, mask=np.repeat(null, kept))
 
@@ -74,3 +75,19 @@ class ListShape:
         """Return the flat values of a list array with the rows' lengths that this shape was made for."""
         values = pc.list_flatten(lists)
         return values.take(self._indices) if self._changed else values
+
+    def spread(self, values: Any) -> Any:
+        """Return single values of the rows, each as often as its row's list has values."""
+        return values.take(pa.array(np.repeat(np.arange(len(values)), np.diff(self.offsets))))
+
+
+def missing_together(columns: list[Any]) -> list[Any]:
+    """Return columns of which the lists are missing wherever one of them is, so that they are equally long."""
+    lists = [column for column in columns if pa.types.is_list(column.type)]
+    if len(lists) < 2 or not any(column.null_count for column in lists):
+        return columns
+    there = pc.is_valid(lists[0])
+    for column in lists[1:]:
+        there = pc.and_(there, pc.is_valid(column))
+    missing = {one.type: pa.scalar(None, one.type) for one in lists}
+    return [combined(pc.if_else(there, one, missing[one.type])) if one.type in missing else one for one in columns]

@@ -24,6 +24,8 @@ def cards(run: RunRecord) -> str:
     items: list[tuple[str, str]] = []
     for name in run.metric_names:
         curve = run.curve("valid", name)
+        if not curve:  # never defined: the AUC of rows that are all positives
+            continue
         lower = name in ("log_loss", "average_loss")
         best = (min if lower else max)(curve, key=lambda point: point[1]) if name != "calibration" else curve[-1]
         word = "last" if name == "calibration" else "best"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from viviane.core.errors import ConfigError, RemoteError
+from viviane.core.errors import ConfigError, RemoteError, VivianeError
 from viviane.core.logging import get_logger
 
 ATTEMPTS_VARIABLE: Final = "VIVIANE_REMOTE_ATTEMPTS"
@@ -76,7 +76,7 @@ def retried(request: Callable[[], T], url: str, purpose: str) -> T:
     for count in range(1, most + 1):
         try:
             return request()
-        except FileNotFoundError:
+        except (FileNotFoundError, VivianeError):  # said already, and not by a store that stumbled
             raise
         except (OSError, ValueError, RuntimeError) as error:
             text = without_secrets(str(error)) or type(error).__name__

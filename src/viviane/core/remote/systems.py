@@ -4,6 +4,7 @@ s3://bucket/key       AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKE
                       AWS_ENDPOINT_URL for stores other than Amazon's; AWS_NO_SIGN_REQUEST=1 for public buckets
 gs://bucket/key       GOOGLE_APPLICATION_CREDENTIALS; STORAGE_EMULATOR_HOST
 hdfs://host:port/path HADOOP_CONF_DIR, HADOOP_USER_NAME
+webhdfs://host:port/  HADOOP_USER_NAME
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 from viviane.core.optional import require
 from viviane.core.remote.retry import attempts, timeout_s
 
-SCHEMES: Final = ("s3", "gs", "hdfs")
+SCHEMES: Final = ("s3", "gs", "hdfs", "webhdfs")
 # A change of any of these makes a new connection.
 _NAMES: Final = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
@@ -39,7 +40,7 @@ def connect(scheme: str, host: str) -> Any:
 @lru_cache(maxsize=64)
 def _connect(scheme: str, host: str, environment: tuple[str | None, ...], timeout: float) -> Any:
     del environment  # the cache's key only: the makers read the variables themselves
-    made: dict[str, Callable[[str, float], Any]] = {"s3": _s3, "gs": _gcs, "hdfs": _hdfs}
+    made: dict[str, Callable[[str, float], Any]] = {"s3": _s3, "gs": _gcs, "hdfs": _hdfs, "webhdfs": _webhdfs}
     return made[scheme](host, timeout)
 
 
@@ -80,6 +81,17 @@ def _hdfs(host: str, _timeout: float) -> Any:
     return fs.PyFileSystem(handler(native.HdfsFileSystem(host=name or None, port=int(port) if port else None)))
 
 
+def _webhdfs(host: str, timeout: float) -> Any:
+    from pyarrow import fs
+
+    from viviane.core.remote.webhdfs import WebHdfs
+
+    return fs.PyFileSystem(WebHdfs(host, timeout))
+
+
 def rename_over(system: Any, source: str, target: str) -> None:
     """Rename a file of HDFS in one step, over an older one; pyarrow's own `move` refuses where there is one."""
-    system.handler.fs.mv(source, target, overwrite=True)
+    if system.handler.get_type_name() == "webhdfs":
+        system.handler.rename_over(source, target)
+    else:
+        system.handler.fs.mv(source, target, overwrite=True)

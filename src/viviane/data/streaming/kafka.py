@@ -10,8 +10,9 @@ from typing import Any, Final, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from viviane.core.errors import ConfigError, SchemaError, suggest
+from viviane.data.streaming.ahead import Place
 from viviane.data.streaming.messages import MessageKind, RowTransform
-from viviane.data.streaming.reader import Exchange, Place, StreamReader
+from viviane.data.streaming.reader import Exchange, StreamReader
 from viviane.data.streaming.topic import EndOfLog, Message, Topic
 from viviane.schema import Schema
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -12,59 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from viviane.batch import Batch, Layout
-from viviane.core.errors import CheckpointError, ConfigError, DataError
-from viviane.core.logging import get_logger
+from viviane.core.errors import CheckpointError, ConfigError
 from viviane.data.block import View
 from viviane.data.buffers import Buffers
 from viviane.data.slab import BatchShape, Slab
-from viviane.data.streaming.messages import BadMessageError, MessageDecoder
-from viviane.data.streaming.topic import EndOfLog, Message, Topic
+from viviane.data.streaming.ahead import POLL_S, DecodeAhead, Place, Rows
+from viviane.data.streaming.messages import MessageDecoder
 
 if TYPE_CHECKING:
     from viviane.data.streaming.kafka import KafkaStream
 
 STATE_VERSION: Final = 1
-Place = tuple[int, int]
-"""The next message's offset, and how many of its rows were delivered."""
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """Gives the numbers of every process, in order of rank."""
 _REMEMBERED: Final = 16  # batches that a consumer may take ahead of the one it works on
-_POLL_S: Final = 0.25
-_MOST_MESSAGES: Final = 16_384
-_log = get_logger("streaming")
-
-
-class _Rows:
-    """Decoded rows that are not delivered yet, of several messages.
-
-    Args:
-        view: all rows.
-        messages: where they come from.
-        counts: rows of each message.
-        taken: rows of each message that an earlier batch took.
-    """
-
-    def __init__(self, view: View, messages: list[Message], counts: NDArray[np.int64], taken: list[int]) -> None:
-        self.view, self.at = view, 0
-        self._messages, self._taken = messages, np.minimum(taken, counts)
-        ends = np.cumsum(counts)
-        kept = [np.arange(end - count + skip, end) for end, count, skip in zip(ends, counts, self._taken, strict=True)]
-        self._rows: NDArray[np.int64] = np.concatenate(kept)
-        self._ends = np.cumsum(counts - self._taken)
-        self.count = len(self._rows)
-
-    def take(self, most: int) -> tuple[NDArray[np.int64], dict[int, Place]]:
-        """Return the next rows, and what then comes next in each partition they are of."""
-        first, self.at = self.at, min(self.count, self.at + most)
-        places: dict[int, Place] = {}
-        start, stop = (int(np.searchsorted(self._ends, row, side="right")) for row in (first, self.at))
-        for number in range(start, stop):  # messages whose last row is among them
-            places[self._messages[number].partition] = (self._messages[number].offset + 1, 0)
-        before = int(self._ends[stop - 1]) if stop else 0
-        if self.at > before:  # some rows of the next one
-            message = self._messages[stop]
-            places[message.partition] = (message.offset, int(self._taken[stop]) + self.at - before)
-        return self._rows[first : self.at], places
 
 
 class StreamReader:
@@ -104,17 +66,19 @@ class StreamReader:
         self._layout, self._shape = Layout.of(stream.schema), BatchShape.of(stream.schema)
         self._decoder = MessageDecoder(stream.messages, stream.schema, stream.etl)
         self._buffers = Buffers(False)
-        self._topic: Topic | None = stream.connect()
-        self.topic_id = self._topic.topic_id
-        self._all_partitions = self._topic.partitions
+        topic = stream.connect()
+        try:
+            self._beginning = stream.first_places(topic)
+        finally:
+            topic.close()  # reading connects anew
+        self.topic_id, self._all_partitions = topic.topic_id, topic.partitions
         self._own = [one for one in self._all_partitions if one % num_ranks == rank]
         self._epoch, self._delivered = epoch, 0
-        self._beginning = stream.first_places(self._topic)
         self._places: dict[int, Place] = dict(self._beginning)
         self._history: deque[tuple[int, dict[int, Place]]] = deque([(0, dict(self._places))], _REMEMBERED)
-        self._rest: _Rows | None = None
+        self._ahead: DecodeAhead | None = None
+        self._rest: Rows | None = None
         self._open_ends: set[int] = set()  # partitions that have not come to their end
-        self._at_log_end: set[int] = set()
 
     @property
     def epoch(self) -> int:
@@ -128,25 +92,33 @@ class StreamReader:
 
     @property
     def ready(self) -> bool:
-        """Whether the next batch comes without waiting; never known of a stream."""
-        return False
+        """Whether the rows of the next batch are decoded; never known where other ranks have a say."""
+        if self._ahead is None or self.num_ranks > 1:
+            return False
+        rest = 0 if self._rest is None else self._rest.count - self._rest.at
+        return rest + self._ahead.waiting_rows >= self._share
 
     # Reading ----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue with the next message."""
         self.close()
-        self._topic = topic = self.stream.connect()
-        self._rest, self._at_log_end = None, set()
         own = {one: self._places.get(one, (0, 0)) for one in self._own}
-        self._open_ends = self.stream.unfinished(topic, {one: place[0] for one, place in own.items()})
-        topic.start({one: own[one][0] for one in own if one in self._open_ends})
-        return self._batches(topic)
+        topic = self.stream.connect()
+        try:
+            self._ahead = ahead = DecodeAhead(self.stream, topic, self._decoder, own, self._share)
+        except BaseException:
+            topic.close()
+            raise
+        # A reader that is dropped, or stands at the end of the process, leaves no thread behind.
+        self._dropped = weakref.finalize(self, ahead.close)
+        self._rest, self._open_ends = None, set(ahead.partitions)
+        return self._batches(ahead)
 
-    def _batches(self, topic: Topic) -> Iterator[Batch]:
+    def _batches(self, ahead: DecodeAhead) -> Iterator[Batch]:
         while self.max_batches is None or self._delivered < self.max_batches:
             before = dict(self._places)
-            parts, places = self._gather_rows(topic)
+            parts, places = self._gather_rows(ahead)
             count = sum(len(rows) for _, rows in parts)
             short = not self._open_ends and count < self._share and self.drop_last
             if short or not parts:
@@ -170,7 +142,7 @@ class StreamReader:
         ends = ", ".join(f"{partition}: {place[0]}" for partition, place in sorted(self._places.items()))
         return f"{self.stream.path}, batch {self._delivered - 1} (before offsets {ends})"
 
-    def _gather_rows(self, topic: Topic) -> tuple[list[tuple[View, NDArray[np.int64]]], dict[int, Place]]:
+    def _gather_rows(self, ahead: DecodeAhead) -> tuple[list[tuple[View, NDArray[np.int64]]], dict[int, Place]]:
         """Collect rows of a batch until it is whole, `max_wait_s` is over, the stream ends or the run stops."""
         parts: list[tuple[View, NDArray[np.int64]]] = []
         places: dict[int, Place] = {}
@@ -179,10 +151,14 @@ class StreamReader:
         deadline = None if wait is None or self.num_ranks == 1 else time.monotonic() + wait
         while count < self._share and not self.stream.stop():
             if self._rest is None or self._rest.at == self._rest.count:
-                left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
+                left = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
                 if left <= 0 or not self._open_ends:
                     break
-                self._rest = self._read(topic, self._share - count, left)
+                found = ahead.next(left)
+                if found is not None:
+                    self._rest = found.rows
+                    self._open_ends -= found.ended
+                    self.num_skipped += found.num_skipped
                 continue
             if deadline is None and wait is not None:
                 deadline = time.monotonic() + wait
@@ -191,47 +167,6 @@ class StreamReader:
             places |= reached
             count += len(rows)
         return parts, places
-
-    def _read(self, topic: Topic, most: int, seconds: float) -> _Rows | None:
-        """Fetch and decode messages; rows that an earlier batch took are left out."""
-        messages = []
-        for one in topic.poll(min(most, _MOST_MESSAGES), seconds):
-            if one.partition not in self._open_ends:
-                continue
-            if self.stream.is_end(one):
-                self._finish(topic, one.partition)
-            elif isinstance(one, EndOfLog):
-                self._at_log_end.add(one.partition)
-            else:
-                self._at_log_end.discard(one.partition)
-                messages.append(one)
-        if self.stream.is_over:
-            for partition in self._at_log_end & self._open_ends:
-                self._finish(topic, partition)
-        while messages:
-            try:
-                view, counts = self._decoder.decode([one.value for one in messages])
-            except BadMessageError as error:
-                self._bad(messages.pop(error.index), error)
-                continue
-            taken = [self._places.get(one.partition, (0, 0)) for one in messages]
-            skip = [rows if one.offset == offset else 0 for one, (offset, rows) in zip(messages, taken, strict=True)]
-            return _Rows(view, messages, counts, skip)
-        return None
-
-    def _finish(self, topic: Topic, partition: int) -> None:
-        self._open_ends.discard(partition)
-        topic.stop(partition)
-
-    def _bad(self, message: Message, error: BadMessageError) -> None:
-        where = f"{self.stream.path}, partition {message.partition}, offset {message.offset}"
-        if self.stream.on_bad_message == "error":
-            raise DataError(
-                "a message cannot be read", where=where, value=error.cause,
-                fix='correct who writes them; on_bad_message="skip" leaves such messages out and counts them',
-            ) from error  # fmt: skip
-        self.num_skipped += 1
-        _log.warning("left out a message that cannot be read (%d so far): %s: %s", self.num_skipped, where, error.cause)
 
     def _agree(self, count: int, places: dict[int, Place]) -> tuple[int, bool, bool]:
         """Move on to the places of all ranks; returns rows of the whole batch, whether all ended, whether one stops."""
@@ -292,10 +227,11 @@ class StreamReader:
         self._history.append((batches, dict(self._places)))
 
     def close(self) -> None:
-        """Leave the brokers; the position stays."""
-        topic, self._topic = self._topic, None
-        if topic is not None:
-            topic.close()
+        """Stop the thread that decodes, and leave the brokers; the position stays."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._dropped.detach()
+            ahead.close()
 
     def __enter__(self) -> Self:
         return self

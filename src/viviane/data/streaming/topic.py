@@ -102,6 +102,7 @@ class Topic:
             logger=silent,
         )
         self._heard = time.monotonic()
+        self._started: dict[int, int] = {}
         try:
             self.partitions: list[int] = self._look_up()
             self.topic_id = self._topic_id()
@@ -144,6 +145,7 @@ class Topic:
             if offset < first:
                 raise self._rewound(partition, offset, f"the first message is {first}")
             wanted.append(self._kafka.TopicPartition(self.name, partition, offset))
+        self._started = dict(offsets)
         self._consumer.assign(wanted)
         self._heard = time.monotonic()
 
@@ -187,9 +189,22 @@ class Topic:
         if found:
             self._heard = time.monotonic()
         elif time.monotonic() - self._heard > _IDLE_S:
-            self._look_up()  # silence: the topic is quiet, or the brokers are gone
+            self._look_up()  # silence: the topic is quiet, or the brokers are gone,
+            self._check_places()  # or its messages went back to smaller offsets
             self._heard = time.monotonic()
         return found
+
+    def _check_places(self) -> None:
+        """Compare the next offsets with the ends that fetching has told: not every broker refuses one beyond the end.
+
+        Raises:
+            DataError: a partition ends before the next message.
+        """
+        for place in self._consumer.position(self._consumer.assignment()):
+            offset = place.offset if place.offset >= 0 else self._started.get(place.partition, 0)
+            _, end = self._consumer.get_watermark_offsets(place, cached=True)
+            if 0 <= end < offset:
+                raise self._rewound(place.partition, offset, f"the partition ends before {end}")
 
     def _raise(self, error: Any, message: Any) -> None:
         name = error.name()
