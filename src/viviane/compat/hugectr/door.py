@@ -13,6 +13,7 @@ from viviane.compat.hugectr.arguments import print_notes, say
 from viviane.compat.hugectr.notebook import extract
 from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.symbols import modules
+from viviane.compat.hugectr.tensors import want_gradients
 from viviane.core.errors import ConfigError
 
 
@@ -61,8 +62,10 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
 def _run(path: Path, args: Sequence[str]) -> None:
     argv, search = sys.argv, sys.path[:]
     sys.argv, sys.path[:0] = [str(path), *args], [str(path.resolve().parent)]
+    want_gradients("Tensor_t.Train" in path.read_text(encoding="utf-8", errors="replace"))
     try:
         with opened():
             runpy.run_path(str(path), run_name="__main__")
     finally:
+        want_gradients(False)
         sys.argv, sys.path[:] = argv, search

@@ -8,6 +8,7 @@ from math import sqrt
 from typing import Any
 
 import viviane.config as settings
+from viviane.compat.hugectr.capacity import fitting_slots, free_bytes
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.collection_graph import CollectionNodes, collection_slots
 from viviane.compat.hugectr.columns import Columns, columns_of
@@ -62,9 +63,14 @@ def build_model(
     Raises:
         ConfigError, SchemaError: the graph is not right; the layer or tensor is named.
     """
+    for one in graph.collections:
+        one.check_plan()
     columns = columns_of(reader, graph.given, graph.embeddings, i64_input_key=solver.i64_input_key)
     if graph.collections:
         columns = replace(columns, slots=tuple(collection_slots(columns.slots, graph.collections)))
+    free = free_bytes(str(trainer.device))
+    fitting = fitting_slots(columns.slots, graph.embeddings, graph.collections, optimizer, free)
+    columns = replace(columns, slots=fitting)
     return assemble(graph, columns, solver.model_name, optimizer, loss_weights, trainer), columns
 
 

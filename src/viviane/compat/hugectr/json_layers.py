@@ -72,6 +72,8 @@ def layer_to_json(layer: DenseLayer) -> dict[str, Any]:
         result.pop("lambda")
     if layer.kind == "Reshape":
         _reshape_to_json(result)
+    if not result.get("max_sequence_len"):
+        result.pop("max_sequence_len", None)
     return result
 
 
@@ -97,9 +99,6 @@ def layer_from_json(given: dict[str, Any]) -> DenseLayer:
     data = dict(given)
     name, kind = data.pop("name", ""), data.pop("type")
     where = f"layer {name or data.get('top')!r} ({kind})"
-    if kind == "SequenceMask" and "max_sequence_len" in data:
-        length = data.pop("max_sequence_len")
-        data |= {"max_sequence_len_from": length, "max_sequence_len_to": length}
     section, inside, beside = _split(kind)
     values: dict[str, Any] = {}
     for group, names in ((data.pop(section, {}) if section else {}, inside), (data, beside)):

@@ -98,6 +98,7 @@ def _training() -> dict[str, Any]:
         "OptParamsPy": OptParams,
         "LearningRateScheduler": LearningRateScheduler,
         "TrainingCallback": fitting.TrainingCallback,
+        "HMemCacheConfig": passes.HMemCacheConfig,
         "EmbeddingPlanner": collection.EmbeddingPlanner,
         "EmbeddingTablePlaceHolder": collection.EmbeddingTablePlaceHolder,
         "Session": session.Session,
@@ -117,8 +118,8 @@ def _data() -> dict[str, Any]:
 
 
 def _inference() -> dict[str, Any]:
-    names = ("DatabaseType_t", "Database_t", "DatabaseOverflowPolicy_t", "UpdateSourceType_t", "DataReaderType_t",
-             "Check_t")  # fmt: skip
+    names = ("DatabaseType_t", "Database_t", "DatabaseHashMapAlgorithm_t", "DatabaseOverflowPolicy_t",
+             "UpdateSourceType_t", "DataReaderType_t", "Check_t")  # fmt: skip
     return {
         **{kind.__name__: kind for kind in ENUMS if kind.__name__ in names},
         "EmbeddingCacheType_t": EmbeddingCacheType_t,
