@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, note
 from viviane.compat.hugectr.enums import CommunicationStrategy, CompressionStrategy
-from viviane.config.base import load_json
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.core.errors import ConfigError, suggest
 
 COMBINERS: Final = {"sum": "sum", "average": "mean", "mean": "mean", "concat": "concat"}

@@ -19,7 +19,7 @@ import torch
 from viviane.batch import Bag, Batch, Layout
 from viviane.compat.hugectr.enums import DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
-from viviane.config.base import load_json
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.core.errors import ConfigError, DataError
 from viviane.data.formats.file_list import METADATA_FILE, read_file_list
 from viviane.schema import Schema

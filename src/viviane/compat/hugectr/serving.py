@@ -19,13 +19,13 @@ from viviane.compat.hugectr.columns import Columns, Slot, columns_of
 from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.graph import Graph, assemble
 from viviane.compat.hugectr.inputs import DataReaderParams, Input
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import graph_layers
 from viviane.compat.hugectr.reading import DataReader
 from viviane.compat.hugectr.scores import auc
 from viviane.compat.hugectr.serving_params import InferenceParams
 from viviane.compat.hugectr.solver import OptParams
 from viviane.compat.hugectr.tensors import tensor_of
-from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, DataError
 from viviane.embedding import ConstantInit, DynamicOptions
 from viviane.model import Model, SparseEmbedding

@@ -12,7 +12,7 @@ from viviane.compat.hugectr.enums import (
     EmbeddingCacheType_t,
     UpdateSourceType_t,
 )
-from viviane.config.base import load_json
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.core.errors import ConfigError
 
 _LARGEST: Final = 2**64 - 1
