@@ -9,6 +9,7 @@ import pytest
 from viviane.compat.hugectr import capacity
 from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.symbols import modules
+from viviane.core.errors import DataError
 
 hugectr: Any = modules()["hugectr"]
 KIND, LAYER = hugectr.DataReaderType_t, hugectr.Layer_t
@@ -88,6 +89,22 @@ def test_tables_that_do_not_fit_get_their_rows_as_keys_are_met(
     assert sorted(keys.tolist()) == [0, 1, 2, *(40_000_000 + key for key in (0, 1, 2, 3))]
     build(source, 5, 5, [40, 40])
     assert "Warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "what"), [("RawAsync", "file"), ("Parquet", "file list"), ("Norm", "file list")])
+def test_a_source_that_is_not_there_is_named_with_how_it_is_made(kind: str, what: str) -> None:
+    reader = hugectr.DataReaderParams(KIND[kind], "./data/train", eval_source="./data/val")
+    model = hugectr.Model(hugectr.CreateSolver(), reader, hugectr.CreateOptimizer())
+    model.add(hugectr.Input(1, "label", 2, "dense", [hugectr.DataReaderSparseParam("keys", 1, True, 2)]))
+    table = hugectr.SparseEmbedding(hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash, 1, 4, "sum", "e", "keys")
+    model.add(table)
+    model.add(hugectr.DenseLayer(LAYER.Reshape, ["e"], ["flat"], leading_dim=8))
+    model.add(hugectr.DenseLayer(LAYER.InnerProduct, ["flat"], ["logit"], num_output=1))
+    model.add(hugectr.DenseLayer(LAYER.BinaryCrossEntropyLoss, ["logit", "label"], ["loss"]))
+    with pytest.raises(
+        DataError, match=f"(?s)no such {what} of training data.*./data/train.*DataGenerator.*{Path.cwd()}"
+    ):
+        model.compile()
 
 
 def test_free_memory_is_known_here() -> None:

@@ -12,6 +12,7 @@ from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams
 from viviane.compat.hugectr.processes import group
 from viviane.compat.hugectr.raw_files import has_float_dense, rows_to_read
+from viviane.compat.hugectr.sources import check_there
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset, Reader
 from viviane.data.formats import Format, HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat
@@ -62,6 +63,7 @@ class DataReader:
         if source is None and self.source is None:
             raise ConfigError("no source was set yet", where="set_source", fix="give the path of a file list")
         if source is not None and source != self.source:
+            check_there(source, self.params.data_reader_type, training=self.training)
             self.source = source
             given = self._format()
             self._data = Dataset(Path(source), self.columns.reader_schema(), format=given)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from viviane.compat.hugectr.arguments import Arguments, Signature
-from viviane.compat.hugectr.enums import DataSourceType_t, FileSystemType_t
+from viviane.compat.hugectr.enums import DataReaderType_t, DataSourceType_t, FileSystemType_t
 from viviane.core.errors import ConfigError, DataError
 
 _FILES: Final = ("train_source", "train_filelist", "eval_source", "eval_filelist", "dense_model", "dense_opt_states",
@@ -72,6 +72,24 @@ def mounted(path: str) -> Path:
         raise DataError("a remote file is read where it is mounted, and nothing is there", where=path,
                         value=str(local), fix="mount the file system, or copy the file")  # fmt: skip
     return local
+
+
+def check_there(source: str, kind: DataReaderType_t, *, training: bool) -> None:
+    """Refuse a source that is not there, and say how it comes to be.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    if "://" in source or Path(source).exists():
+        return
+    what = "file" if kind in (DataReaderType_t.Raw, DataReaderType_t.RawAsync) else "file list"
+    raise DataError(
+        f"no such {what} of {'training' if training else 'evaluation'} data",
+        where=f"DataReaderParams, {'source' if training else 'eval_source'} ({kind.name})",
+        value=source,
+        fix="make it first, by the preprocessing that comes with the script, by `viviane convert`, or by "
+        f"hugectr.tools.DataGenerator; the path counts from {Path.cwd()}",
+    )
 
 
 def check_local(params: Any, where: str) -> None:
