@@ -95,7 +95,8 @@ class ModelFiles:
         """Read the optimizer state of tables, in the order of the keys that load_sparse_weights read."""
         _check((*more, data_source_params), "load_sparse_optimizer_states")
         given = sparse_opt_states_files_map or sparse_opt_states_files
-        states.load_sparse_states(self.viviane, self.columns, given, self._orders)
+        embeddings = [one for one in self.added if isinstance(one, SparseEmbedding)]
+        states.load_sparse_states(self.viviane, self.columns, given, self._orders, embeddings)
 
     def remember_orders(self, orders: Mapping[str, Keys]) -> None:
         """Keep the order of keys in files: files of optimizer state have the same."""
