@@ -69,6 +69,16 @@ def test_two_processes_train_to_the_numbers_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_keys_without_sizes_are_loaded_into_tables_of_two_processes(tmp_path: Path) -> None:
+    one, two = (run(count, tmp_path / str(count), PROGRAM.with_name("reload.py")) for count in (1, 2))
+    found = [[float(value) for value in re.findall(r"'\w+', ([\d.]+)", text)] for text in (one, two)]
+    assert len(found[0]) == 2
+    assert len(found[1]) == 4  # each process says it
+    # sums of float32 gradients in another order, grown over 20 steps of Adam; one of 64 rows may change its rank
+    np.testing.assert_allclose(found[1], found[0] * 2, atol=0.02)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py itself answers")
 def test_processes_talk_through_the_stand_in_for_mpi4py(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(TALK)

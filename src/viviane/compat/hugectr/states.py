@@ -75,8 +75,10 @@ def load_dense_states(model: Model, file: str | Path) -> None:
     count = sum(weight.numel() for _, weight in weights)
     size = path.stat().st_size
     if size not in (2 * count * len(names), 4 * count * len(names)):
-        raise CheckpointError("the file holds another number of states", where=str(path),
-                              value=f"{size} bytes", allowed=f"{len(names)} x {count} numbers of 4 bytes, or of 2")  # fmt: skip
+        allowed = f"{len(names)} x {count} numbers of 4 bytes, or of 2"
+        raise CheckpointError(
+            "the file holds another number of states", where=str(path), value=f"{size} bytes", allowed=allowed
+        )
     kind_of_numbers = "<f4" if size == 4 * count * len(names) else "<f2"
     values = torch.from_numpy(np.fromfile(path, kind_of_numbers).astype(np.float32))
     start = 0
