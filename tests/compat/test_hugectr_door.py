@@ -155,3 +155,17 @@ def test_the_command_runs_a_notebook(notebook: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "first ['--y']" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlperf_logging") is not None, reason="mlperf_logging itself answers")
+def test_mlperf_logging_is_answered_while_a_script_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.py").write_text(
+        "from mlperf_logging import mllog\nfrom mlperf_logging.mllog import constants\n"
+        "mllog.config(filename='x')\nlog = mllog.get_mllogger()\n"
+        "log.start(key=mllog.constants.INIT_START)\nlog.event(constants.SEED, 3, metadata={'rank': 0})\n"
+    )
+    run_script(tmp_path / "s.py")
+    printed = capsys.readouterr().out
+    assert '"event_type": "INTERVAL_START", "key": "init_start"' in printed
+    assert '"key": "seed", "value": 3, "metadata": {"rank": 0}' in printed
+    assert "mlperf_logging" not in sys.modules

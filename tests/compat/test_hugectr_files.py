@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from viviane.compat.hugectr.beside import packages
 from viviane.compat.hugectr.symbols import modules
 from viviane.core.errors import CheckpointError, ConfigError, DataError
 
@@ -166,6 +167,16 @@ def server(tmp_path: Path, **model: Any) -> Any:
     }  # fmt: skip
     (tmp_path / "ps.json").write_text(json.dumps(content))
     return inference.HPS(str(tmp_path / "ps.json"))
+
+
+def test_a_layer_of_hps_torch_answers_exactly(tmp_path: Path) -> None:
+    server(tmp_path)
+    layer = packages()["hps_torch"].LookupLayer(str(tmp_path / "ps.json"), "m", 0, 2)
+    keys = torch.tensor([[2**40, 0], [1, 7]])
+    assert layer(keys).tolist() == [[[2, 3], [4, 5]], [[0.5, 0.5], [0, 1]]]
+    narrow = packages()["hps_torch"].LookupLayer(str(tmp_path / "ps.json"), "m", 0, 3)
+    with pytest.raises(ConfigError, match="another width"):
+        narrow(keys)
 
 
 def test_a_parameter_server_answers_exactly(tmp_path: Path) -> None:
