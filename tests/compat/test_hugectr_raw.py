@@ -9,7 +9,7 @@ import pytest
 from viviane.compat.hugectr import capacity
 from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.symbols import modules
-from viviane.core.errors import DataError
+from viviane.core.errors import ConfigError, DataError
 
 hugectr: Any = modules()["hugectr"]
 KIND, LAYER = hugectr.DataReaderType_t, hugectr.Layer_t
@@ -89,6 +89,16 @@ def test_tables_that_do_not_fit_get_their_rows_as_keys_are_met(
     assert sorted(keys.tolist()) == [0, 1, 2, *(40_000_000 + key for key in (0, 1, 2, 3))]
     build(source, 5, 5, [40, 40])
     assert "Warning" not in capsys.readouterr().out
+
+
+def test_remote_paths_are_read_where_they_are_mounted_and_not_written() -> None:
+    source = f"hdfs://localhost:9000{Path(raw_file(COUNTS.astype('<i4'))).resolve()}"
+    model = build(source, 5, 5, [3, 4])
+    np.testing.assert_allclose(dense_of(model), np.log1p(COUNTS), rtol=1e-6)  # one rounding to float32
+    with pytest.raises(ConfigError, match="remote files are not written"):
+        model.save_params_to_files("hdfs://localhost:9000/model")
+    with pytest.raises(DataError, match="mount the file system"):
+        build("s3://bucket/not/there", 5, 5, [3, 4])
 
 
 @pytest.mark.parametrize(("kind", "what"), [("RawAsync", "file"), ("Parquet", "file list"), ("Norm", "file list")])

@@ -20,7 +20,7 @@ from viviane.batch import Bag, Batch, Layout
 from viviane.compat.hugectr.enums import DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
 from viviane.compat.hugectr.json_files import load as load_json
-from viviane.compat.hugectr.sources import check_there
+from viviane.compat.hugectr.sources import source_path
 from viviane.core.errors import ConfigError, DataError
 from viviane.data.formats.file_list import METADATA_FILE, read_file_list
 from viviane.schema import Schema
@@ -203,8 +203,7 @@ def _check_count(sizes: Sequence[int], count: int, where: str) -> None:
 
 def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[tuple[str, int], ...], list[Slot]]:
     """Return label columns, dense columns and slots as _metadata.json and the first file name them."""
-    check_there(reader.sources[0], reader.data_reader_type, training=True)
-    file = read_file_list(Path(reader.sources[0]))[0]
+    file = read_file_list(source_path(reader.sources[0], reader.data_reader_type, training=True))[0]
     path = file.parent / METADATA_FILE
     if not path.is_file():
         raise DataError(f"{METADATA_FILE} is missing", where=str(path), fix="HugeCTR's Parquet needs it there")

@@ -14,7 +14,7 @@ from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.inputs import SparseEmbedding
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, Updates
 from viviane.compat.hugectr.processes import is_first, wait_for_all
-from viviane.compat.hugectr.sources import check_local
+from viviane.compat.hugectr.sources import check_local, check_writable
 from viviane.core.errors import ConfigError
 from viviane.model import Model as VivianeModel
 
@@ -53,6 +53,7 @@ class ModelFiles:
         With an embedding training cache the tables go into its folders instead, and their optimizer state stays.
         """
         _check((*more, data_source_params), "save_params_to_files")
+        check_writable(prefix, "save_params_to_files")
         embeddings = [one for one in self.added if isinstance(one, SparseEmbedding)]
         cached = self._cache is not None and bool(self._cache.folders)
         files.save(self.viviane, self.columns, prefix, iter, with_tables=not cached)

@@ -12,7 +12,7 @@ from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams
 from viviane.compat.hugectr.processes import group
 from viviane.compat.hugectr.raw_files import has_float_dense, rows_to_read
-from viviane.compat.hugectr.sources import check_there
+from viviane.compat.hugectr.sources import source_path
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset, Reader
 from viviane.data.formats import Format, HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat
@@ -39,6 +39,7 @@ class DataReader:
         self.params, self.columns, self.batch_size = params, columns, batch_size
         self.repeat, self.training, self.drop_last = repeat, training, drop_last
         self.source: str | None = None
+        self._path = Path()
         self._data: Dataset | None = None
         self._reader: Reader | None = None
         self._batches: Iterator[Batch] | None = None
@@ -63,10 +64,10 @@ class DataReader:
         if source is None and self.source is None:
             raise ConfigError("no source was set yet", where="set_source", fix="give the path of a file list")
         if source is not None and source != self.source:
-            check_there(source, self.params.data_reader_type, training=self.training)
-            self.source = source
+            path = source_path(source, self.params.data_reader_type, training=self.training)
+            self.source, self._path = source, path
             given = self._format()
-            self._data = Dataset(Path(source), self.columns.reader_schema(), format=given)
+            self._data = Dataset(path, self.columns.reader_schema(), format=given)
             self._max_batches = self._limit(given)
         self._batches = None
         self._begin()
@@ -127,7 +128,7 @@ class DataReader:
             return None
         name = "num_samples" if self.training else "eval_num_samples"
         size = given.record(self.columns.reader_schema()).dtype.itemsize
-        rows = rows_to_read(self.source or "", size, getattr(self.params, name), f"DataReaderParams, {name}")
+        rows = rows_to_read(self._path, size, getattr(self.params, name), f"DataReaderParams, {name}")
         return None if rows is None else max(1, rows // self.batch_size)
 
     def _format(self) -> Format:
@@ -146,7 +147,7 @@ class DataReader:
             case DataReaderType_t.RawAsync:
                 is_float = None if params.async_param is None else params.async_param.has_float_dense
                 if is_float is None:
-                    is_float = has_float_dense(self.source or "", self.columns.reader_schema(), wide=wide)
+                    is_float = has_float_dense(self._path, self.columns.reader_schema(), wide=wide)
                 return RawAsyncFormat(i64_input_key=wide, is_dense_float=is_float)
         raise ConfigError("unknown reader", where="DataReaderParams, data_reader_type", value=params.data_reader_type)
 

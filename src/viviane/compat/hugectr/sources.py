@@ -74,14 +74,15 @@ def mounted(path: str) -> Path:
     return local
 
 
-def check_there(source: str, kind: DataReaderType_t, *, training: bool) -> None:
-    """Refuse a source that is not there, and say how it comes to be.
+def source_path(source: str, kind: DataReaderType_t, *, training: bool) -> Path:
+    """Return where a source of data is; that of a remote file system is where it is mounted.
 
     Raises:
-        DataError: there is no such file.
+        DataError: there is no such file; how it comes to be is said.
     """
-    if "://" in source or Path(source).exists():
-        return
+    path = mounted(source) if "://" in source else Path(source)
+    if path.exists():
+        return path
     what = "file" if kind in (DataReaderType_t.Raw, DataReaderType_t.RawAsync) else "file list"
     raise DataError(
         f"no such {what} of {'training' if training else 'evaluation'} data",
@@ -90,6 +91,17 @@ def check_there(source: str, kind: DataReaderType_t, *, training: bool) -> None:
         fix="make it first, by the preprocessing that comes with the script, by `viviane convert`, or by "
         f"hugectr.tools.DataGenerator; the path counts from {Path.cwd()}",
     )
+
+
+def check_writable(prefix: str, where: str) -> None:
+    """Refuse to write to a remote file system.
+
+    Raises:
+        ConfigError: the prefix is a URL.
+    """
+    if "://" in prefix:
+        raise ConfigError("remote files are not written", where=where, value=prefix,
+                          fix="mount the file system and give the path, or copy what was written")  # fmt: skip
 
 
 def check_local(params: Any, where: str) -> None:
