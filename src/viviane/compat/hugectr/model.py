@@ -26,7 +26,7 @@ from viviane.compat.hugectr.processes import rows_of_all
 from viviane.compat.hugectr.reading import DataReader
 from viviane.compat.hugectr.scores import Scores
 from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
-from viviane.compat.hugectr.sources import check_local
+from viviane.compat.hugectr.sources import note_remote
 from viviane.compat.hugectr.tables import Keys
 from viviane.compat.hugectr.tensors import Gradients, are_gradients_wanted, tensor_of
 from viviane.core.errors import ConfigError, suggest
@@ -63,7 +63,7 @@ class Model(ModelFiles):
         for name, value in getattr(opt_params, "schedule", dict)().items():
             setattr(solver, name, value)
         self.solver, self._reader_params, self.opt_params = solver, reader_params, opt_params or OptParams()
-        check_local(solver.data_source_params, "CreateSolver")
+        note_remote(solver.data_source_params, "CreateSolver")
         self.added: list[Any] = []
         self.lr = float(solver.lr)
         self._scheduler = solver.scheduler()
@@ -81,7 +81,7 @@ class Model(ModelFiles):
             self._take_reader(reader_params)
 
     def _take_reader(self, params: DataReaderParams) -> None:
-        check_local(params.data_source_params, "DataReaderParams")
+        note_remote(params.data_source_params, "DataReaderParams")
         self._reader_params, self._sources, self._keysets = params, params.sources, params.keysets
 
     @property
@@ -188,7 +188,7 @@ class Model(ModelFiles):
         What is not given is as in HugeCTR: 0 epochs, 2000 iterations, 200, 1000, 10000, ""; in the form of 3.0 the
         solver has it.
         """
-        check_local(data_source_params, "fit")
+        note_remote(data_source_params, "fit")
         self.viviane  # noqa: B018 - says that compile is missing
         asked = (num_epochs, max_iter, display, eval_interval, snapshot, snapshot_prefix)
         values: list[Any] = [

@@ -14,7 +14,7 @@ from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.inputs import SparseEmbedding
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, Updates
 from viviane.compat.hugectr.processes import is_first, wait_for_all
-from viviane.compat.hugectr.sources import check_local, check_writable
+from viviane.compat.hugectr.sources import check_writable, note_remote
 from viviane.core.errors import ConfigError
 from viviane.model import Model as VivianeModel
 
@@ -161,4 +161,4 @@ class ModelFiles:
 
 def _check(more: Sequence[Any], where: str) -> None:
     for one in more:
-        check_local(one, where)
+        note_remote(one, where)

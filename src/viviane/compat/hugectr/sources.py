@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from viviane.compat.hugectr.arguments import Arguments, Signature
+from viviane.compat.hugectr.arguments import Arguments, Signature, note
 from viviane.compat.hugectr.enums import DataReaderType_t, DataSourceType_t, FileSystemType_t
 from viviane.core.errors import ConfigError, DataError
 
@@ -104,16 +104,11 @@ def check_writable(prefix: str, where: str) -> None:
                           fix="mount the file system and give the path, or copy what was written")  # fmt: skip
 
 
-def check_local(params: Any, where: str) -> None:
-    """Refuse a remote file system.
-
-    Raises:
-        ConfigError: it is one.
-    """
+def note_remote(params: Any, where: str) -> None:
+    """Note a remote file system: its files are read where it is mounted, under the paths that the script has."""
     if isinstance(params, DataSourceParams) and not params.is_local and not params.use_hdfs:
-        raise ConfigError("remote files are not read", where=f"{where}, data_source_params",
-                          value=getattr(params.source, "name", params.source),
-                          fix="mount them, and give local paths")  # fmt: skip
+        note(where, f"data_source_params: files of {getattr(params.source, 'name', params.source)} are read where they "
+                    "are mounted")  # fmt: skip
 
 
 def _listed(value: Any) -> list[str]:
