@@ -8,7 +8,7 @@ from math import sqrt
 from typing import Any
 
 import viviane.config as settings
-from viviane.compat.hugectr.capacity import fitting_slots, free_bytes
+from viviane.compat.hugectr.capacity import fitting_slots, free_bytes, slots_with_keys
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.collection_graph import CollectionNodes, collection_slots
 from viviane.compat.hugectr.columns import Columns, columns_of
@@ -66,6 +66,7 @@ def build_model(
     for one in graph.collections:
         one.check_plan()
     columns = columns_of(reader, graph.given, graph.embeddings, i64_input_key=solver.i64_input_key)
+    columns = replace(columns, slots=slots_with_keys(columns, graph.embeddings, reader))
     if graph.collections:
         columns = replace(columns, slots=tuple(collection_slots(columns.slots, graph.collections)))
     free = free_bytes(str(trainer.device))
