@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from viviane.compat.hugectr.columns import Slot
+from viviane.compat.hugectr.sharding import plan_of
 from viviane.compat.hugectr.symbols import modules
 from viviane.core.errors import ConfigError
 
@@ -145,3 +147,31 @@ def test_a_plan_may_come_before_its_lookups_and_name_tables_themselves() -> None
     lookup(wrong)
     with pytest.raises(ConfigError, match="'b'"):
         wrong.check_plan()
+
+
+def sharded(matrix: list[list[str]], strategy: list[Any]) -> tuple[Any, list[Slot]]:
+    collection = h.EmbeddingCollectionConfig()
+    sizes = {"rows": 10, "cut": 10, "copied": 10, "alone": 10, "tiny": 2, "dynamic": -1}
+    slots = []
+    for name, size in sizes.items():
+        collection.embedding_lookup(h.EmbeddingTableConfig(name, size, 4), f"{name}_keys", f"{name}_top", "sum")
+        slots.append(Slot(name, name, 1, one_hot=True, size=None if size < 0 else size, table=name))
+    collection.shard(matrix, strategy)
+    return collection, slots
+
+
+def test_a_plan_places_tables_on_as_many_processes_as_it_has_gpus() -> None:
+    everywhere = ["rows", "cut", "copied", "tiny", "dynamic"]
+    collection, slots = sharded(
+        [everywhere, [*everywhere, "alone"], everywhere], [("mp", ["rows", ("cut", 2), "alone"]), ("dp", ["copied"])]
+    )
+    plan = plan_of([collection], slots, 3, has_others=False)
+    assert plan is not None
+    assert {one["table"]: (one["kind"], tuple(one.get("ranks", ()))) for one in plan["tables"]} == {
+        "rows": ("row", (0, 1, 2)), "cut": ("column", (0, 1, 2)), "copied": ("replicated", ()),
+        "alone": ("table", (1,)), "tiny": ("table", (0,)), "dynamic": ("table", (0,)),
+    }  # fmt: skip
+    assert plan_of([collection], slots, 2, has_others=False) is None  # two processes are not its three GPUs
+    assert plan_of([collection], slots, 3, has_others=True) is None
+    partial, slots = sharded([["rows"], ["rows"]], [("mp", ["rows"])])
+    assert plan_of([partial], slots, 2, has_others=False) is None  # it says nothing of the other tables

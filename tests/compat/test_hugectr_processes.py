@@ -69,6 +69,18 @@ def test_two_processes_train_to_the_numbers_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tables_lie_where_shard_says_and_train_to_the_numbers_of_one_process(tmp_path: Path) -> None:
+    one, two = (run(count, tmp_path / str(count), PROGRAM.with_name("ebc.py")) for count in (1, 2))
+    placed = "table0 row [0, 1], table1 replicated everywhere, table2 table [0], table3 replicated everywhere"
+    assert f"Tables lie on 2 processes as shard says: {placed}" in two
+    assert "accepted, without effect here: use_exclusive_keys, shard" in one
+    losses = [[float(loss) for _, loss in LOSS.findall(text)] for text in (one, two)]
+    assert len(losses[0]) == 6
+    # sums of float32 gradients in another order, over 120 steps
+    np.testing.assert_allclose(losses[1], losses[0], atol=1e-3)
+
+
+@pytest.mark.slow
 def test_keys_without_sizes_are_loaded_into_tables_of_two_processes(tmp_path: Path) -> None:
     one, two = (run(count, tmp_path / str(count), PROGRAM.with_name("reload.py")) for count in (1, 2))
     found = [[float(value) for value in re.findall(r"'\w+', ([\d.]+)", text)] for text in (one, two)]

@@ -132,7 +132,7 @@ class EmbeddingCollectionConfig(Arguments):
         shard_strategy: Sequence[Any],
         compression_strategy: Mapping[Any, Sequence[str]] | None = None,
     ) -> None:
-        """Say which GPU has which table; one process has them all, so that the plan is checked and noted.
+        """Say which GPU has which table; the plan holds where as many processes train, see `sharding`.
 
         Tables may be named before they are looked up: then the plan is checked by `Model.compile`.
 
@@ -144,9 +144,17 @@ class EmbeddingCollectionConfig(Arguments):
         self.compression_strategy = {
             kind: [_name(one) for one in names] for kind, names in (compression_strategy or {}).items()
         }
-        note("EmbeddingCollectionConfig", "shard")
         if self.calls:
             self.check_plan()
+
+    def strategy_of(self, table: str) -> tuple[str, int]:
+        """Return "mp" or "dp" and the parts into which a table's columns are cut; "mp" and 1 where nothing is said."""
+        for kind, entries in self.shard_strategy:
+            for entry in entries:
+                given, parts = entry if isinstance(entry, tuple | list) else (entry, 1)
+                if _name(given) == table:
+                    return kind, int(parts)
+        return "mp", 1
 
     def check_plan(self) -> None:
         """Check what `shard` was told, against the tables that are looked up.

@@ -15,6 +15,8 @@ from viviane.compat.hugectr.columns import Columns, columns_of
 from viviane.compat.hugectr.enums import Embedding_t
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
 from viviane.compat.hugectr.layers import DenseLayer
+from viviane.compat.hugectr.processes import num_processes
+from viviane.compat.hugectr.sharding import plan_of
 from viviane.compat.hugectr.solver import OptParams, Solver
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import DynamicOptions, UniformInit
@@ -72,6 +74,9 @@ def build_model(
     free = free_bytes(str(trainer.device))
     fitting = fitting_slots(columns.slots, graph.embeddings, graph.collections, optimizer, free)
     columns = replace(columns, slots=fitting)
+    plan = plan_of(graph.collections, columns.slots, num_processes(), has_others=bool(graph.embeddings))
+    if plan is not None:
+        trainer = trainer.model_copy(update={"plan": plan})
     return assemble(graph, columns, solver.model_name, optimizer, loss_weights, trainer), columns
 
 
