@@ -171,3 +171,20 @@ def test_mlperf_logging_is_answered_while_a_script_runs(tmp_path: Path, capsys: 
     assert '"event_type": "INTERVAL_START", "key": "init_start"' in printed
     assert '"key": "seed", "value": 3, "metadata": {"rank": 0}' in printed
     assert "mlperf_logging" not in sys.modules
+
+
+def test_a_program_that_a_script_starts_finds_the_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = os.environ.get("PYTHONPATH")
+    (tmp_path / "inner.py").write_text(
+        "import hugectr\nfrom hugectr.inference import InferenceParams\nfrom mpi4py import MPI\n"
+        "print('inner', hugectr.CreateSolver(batchsize=7).batchsize, InferenceParams('m', 3).max_batchsize)\n"
+    )
+    (tmp_path / "outer.py").write_text(
+        "import hugectr, subprocess, sys\nsubprocess.run([sys.executable, 'inner.py'], check=True)\n"
+    )
+    run_script("outer.py")
+    assert "inner 7 3" in capfd.readouterr().out
+    assert os.environ.get("PYTHONPATH") == before
