@@ -61,7 +61,7 @@ def test_gradients_of_the_last_step_are_shown(tmp_path: Path, monkeypatch: pytes
 
 def test_gradients_that_nobody_asked_for_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    hidden = SCRIPT.replace("hugectr.Tensor_t.{which}", 'getattr(hugectr.Tensor_t, "Train")')
+    hidden = SCRIPT.replace("hugectr.Tensor_t.{which}", 'getattr(hugectr.Tensor_t, "Tra" + "in")')
     Path("script.py").write_text(hidden)
     with pytest.raises(ConfigError, match="gradients were not kept"):
         run_script("script.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -87,7 +88,8 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
 def _run(path: Path, args: Sequence[str]) -> None:
     argv, search = sys.argv, sys.path[:]
     sys.argv, sys.path[:0] = [str(path), *args], [str(path.resolve().parent)]
-    want_gradients("Tensor_t.Train" in path.read_text(encoding="utf-8", errors="replace"))
+    text = path.read_text(encoding="utf-8", errors="replace")
+    want_gradients("check_out_tensor" in text and re.search(r"\bTrain\b", text) is not None)
     try:
         with opened():
             runpy.run_path(str(path), run_name="__main__")

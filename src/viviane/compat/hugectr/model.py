@@ -95,6 +95,11 @@ class Model(ModelFiles):
             raise ConfigError("the model has no data", fix="give DataReaderParams to hugectr.Model")
         return self._reader_params
 
+    @property
+    def sources(self) -> list[str]:
+        """What is trained on: the reader's sources, or those of the last `set_source`."""
+        return list(self._sources)
+
     # Building ---------------------------------------------------------------------------------------------
 
     def add(self, layer: Any) -> None:
