@@ -2,4 +2,5 @@
 
 from viviane.compat.hugectr.door import stay_open
 
-stay_open()  # puts HugeCTR's module in the place of this one
+if __name__ == "hugectr":  # and not where a tool imports all modules of the package
+    stay_open()  # puts HugeCTR's module in the place of this one
