@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from viviane.compat.hugectr import run_script
+from viviane.compat.hugectr.arguments import print_notes
 from viviane.compat.hugectr.symbols import modules
 from viviane.core.errors import ConfigError, DataError
 
@@ -70,7 +71,7 @@ def test_mpi_is_answered_while_a_script_runs(tmp_path: Path, capsys: pytest.Capt
     assert "mpi4py" not in sys.modules
 
 
-def test_files_of_a_mounted_file_system_are_copied(tmp_path: Path) -> None:
+def test_files_of_a_mounted_file_system_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "far").write_text("x")
     data = MADE["hugectr.data"]
     params = data.DataSourceParams(
@@ -83,8 +84,9 @@ def test_files_of_a_mounted_file_system_are_copied(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="mounted"):
         data.DataSource(params).move_to_local()
     remote = data.DataSourceParams(source=hugectr.DataSourceType_t.S3, server="s", port=1)
-    with pytest.raises(ConfigError, match="S3"):
-        hugectr.Model(hugectr.CreateSolver(data_source_params=remote))
+    hugectr.Model(hugectr.CreateSolver(data_source_params=remote))
+    print_notes()
+    assert "files of S3 are read where they are mounted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("default", [0.0, 0.25])
@@ -155,3 +157,34 @@ def test_the_command_runs_a_notebook(notebook: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "first ['--y']" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlperf_logging") is not None, reason="mlperf_logging itself answers")
+def test_mlperf_logging_is_answered_while_a_script_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.py").write_text(
+        "from mlperf_logging import mllog\nfrom mlperf_logging.mllog import constants\n"
+        "mllog.config(filename='x')\nlog = mllog.get_mllogger()\n"
+        "log.start(key=mllog.constants.INIT_START)\nlog.event(constants.SEED, 3, metadata={'rank': 0})\n"
+    )
+    run_script(tmp_path / "s.py")
+    printed = capsys.readouterr().out
+    assert '"event_type": "INTERVAL_START", "key": "init_start"' in printed
+    assert '"key": "seed", "value": 3, "metadata": {"rank": 0}' in printed
+    assert "mlperf_logging" not in sys.modules
+
+
+def test_a_program_that_a_script_starts_finds_the_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = os.environ.get("PYTHONPATH")
+    (tmp_path / "inner.py").write_text(
+        "import hugectr\nfrom hugectr.inference import InferenceParams\nfrom mpi4py import MPI\n"
+        "print('inner', hugectr.CreateSolver(batchsize=7).batchsize, InferenceParams('m', 3).max_batchsize)\n"
+    )
+    (tmp_path / "outer.py").write_text(
+        "import hugectr, subprocess, sys\nsubprocess.run([sys.executable, 'inner.py'], check=True)\n"
+    )
+    run_script("outer.py")
+    assert "inner 7 3" in capfd.readouterr().out
+    assert os.environ.get("PYTHONPATH") == before

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from viviane.compat.hugectr.beside import packages
 from viviane.compat.hugectr.symbols import modules
 from viviane.core.errors import CheckpointError, ConfigError, DataError
 
@@ -104,6 +105,28 @@ def test_a_loaded_state_moves_the_next_step(tmp_path: Path, monkeypatch: pytest.
     assert np.fromfile("a0_opt_sparse_3.model", "<f4").any()
 
 
+def test_optimizer_state_of_mixed_precision_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = KEYS.copy()
+    keys[:, 2] = np.where(keys[:, 2] % 2, 6, 7)
+    source = norm_file(tmp_path, keys)
+    first, again = (build(source, [3, 3, 2], adam()) for _ in range(2))
+    for _ in range(3):
+        first.train()
+    first.save_params_to_files("a", 3)
+    for name in ("a_opt_dense_3.model", "a0_opt_sparse_3.model"):
+        np.fromfile(name, "<f4").astype("<f2").tofile(f"half_{name}")
+    again.load_dense_weights("a_dense_3.model")
+    again.load_sparse_weights(["a0_sparse_3.model"])
+    again.load_dense_optimizer_states("half_a_opt_dense_3.model")
+    again.load_sparse_optimizer_states(["half_a0_opt_sparse_3.model"])
+    again.save_params_to_files("b", 3)
+    for name in ("_opt_dense_3.model", "0_opt_sparse_3.model"):
+        found, half = np.fromfile("b" + name, "<f4"), np.fromfile("a" + name, "<f4").astype("<f2")
+        assert half.any()
+        np.testing.assert_array_equal(found, half.astype("<f4"))
+
+
 def test_keysets_are_keys_alone(tmp_path: Path) -> None:
     source = norm_file(tmp_path, KEYS)
     solver = hugectr.CreateSolver(batchsize=5, batchsize_eval=5, i64_input_key=True, repeat_dataset=False, seed=1)
@@ -144,6 +167,16 @@ def server(tmp_path: Path, **model: Any) -> Any:
     }  # fmt: skip
     (tmp_path / "ps.json").write_text(json.dumps(content))
     return inference.HPS(str(tmp_path / "ps.json"))
+
+
+def test_a_layer_of_hps_torch_answers_exactly(tmp_path: Path) -> None:
+    server(tmp_path)
+    layer = packages()["hps_torch"].LookupLayer(str(tmp_path / "ps.json"), "m", 0, 2)
+    keys = torch.tensor([[2**40, 0], [1, 7]])
+    assert layer(keys).tolist() == [[[2, 3], [4, 5]], [[0.5, 0.5], [0, 1]]]
+    narrow = packages()["hps_torch"].LookupLayer(str(tmp_path / "ps.json"), "m", 0, 3)
+    with pytest.raises(ConfigError, match="another width"):
+        narrow(keys)
 
 
 def test_a_parameter_server_answers_exactly(tmp_path: Path) -> None:

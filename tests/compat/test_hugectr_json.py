@@ -88,8 +88,10 @@ def test_json_that_is_no_graph_is_named(tmp_path: Path) -> None:
     for content, named in (
         ({"supportlonglong": True, "models": []}, "HPS"),
         ({"slot_size_array": [1]}, "DataGenerator"),
-        ([{"local_embedding_list": [0]}], "solver, optimizer and layers"),
-        ({"solver": {"batchsise": 3}, "layers": [data("", {})]}, "did you mean 'batchsize'"),
+        ({"type": "all2all", "plan": [[0, 1]]}, "plan_file"),
+        ([{"local_embedding_list": [0]}], "plan_file"),
+        ({"lr": 1}, "solver, optimizer and layers"),
+        ({"layers": [data("", {}), {"name": "fc", "type": "InnerProduct", "top": "fc"}]}, "(?s)layer 'fc'.*'bottom'"),
     ):
         (tmp_path / "x.json").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=named):
@@ -155,3 +157,31 @@ def test_readers_of_raw_data() -> None:
     given, table = graph_layers({"layers": [clause, embedding("LocalizedSlotSparseEmbeddingOneHot")]}, True, "f")
     assert given.sparse[0].nnz == [1, 1, 1]
     assert table.slot_size_array == [2, 3, 4]
+
+
+def test_keys_that_are_not_known_or_stand_twice_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = data(norm_file(tmp_path, KEYS), {"is_fixed_length": False, "nnz_per_slot": 1}, preload=True)
+    table = embedding("DistributedSlotSparseEmbeddingHash", rows_on_disk=1)
+    layers = [one, table, {**FC[0], "colour": "red"}, *FC[1:]]
+    solver = {**SOLVER, "max_itr": 4, "iteration_strategy": "default"}
+    text = json.dumps({"solver": solver, "optimizer": ADAM, "layers": layers})
+    (tmp_path / "c.json").write_text(text.replace('"seed": ', '"seed": 4, "seed": '))
+    train_from_json(tmp_path / "c.json")
+    printed = capsys.readouterr().out
+    for key in ("preload", "rows_on_disk", "colour", "iteration_strategy"):
+        assert f"the key {key!r} is not known and has no effect" in printed
+    assert "'max_itr' is not known and has no effect; did you mean 'max_iter'?" in printed
+    assert "'seed' stands twice in one object; the last one counts" in printed
+    assert "Finish 4 iterations" in printed
+
+
+def test_an_inference_graph_of_3_0_names_no_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"type": "Data", "dense": {"top": "dense", "dense_dim": 2},
+           "sparse": [{"top": "keys", "slot_num": 3, "max_feature_num_per_sample": 3}]}  # fmt: skip
+    for label in ({}, {"label": {"label_dim": 1}}):
+        content = {"inference": {"max_batchsize": 8}, "layers": [{**one, **label}, embedding("SparseEmbeddingHash")]}
+        (tmp_path / "i.json").write_text(json.dumps(content))
+        train_from_json(tmp_path / "i.json")
+        assert "names no source" in capsys.readouterr().out

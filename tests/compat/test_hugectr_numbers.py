@@ -138,10 +138,22 @@ def test_keys_of_any_size_and_pretrained_vectors(tmp_path: Path, monkeypatch: py
         model.load_sparse_weights([str(folder)])
 
 
-def test_a_key_outside_its_slot_is_named(tmp_path: Path) -> None:
-    model = build(norm_file(tmp_path, KEYS), [3, 3, 2], sgd())  # 3 is no key of the last slot
+def test_a_key_outside_its_slot_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("viviane.compat.hugectr.capacity._ROWS", 1)  # the first row's keys fit, the second one's do not
+    model = build(norm_file(tmp_path, KEYS[[1, 0, 2, 3, 4]]), [3, 3, 2], sgd())  # 3 is no key of the last slot
     with pytest.raises(KeyRangeError, match="keys_2"):
         model.train()
+
+
+def test_sizes_of_a_hash_table_do_not_bound_the_keys_of_norm_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = build(norm_file(tmp_path, KEYS), [3, 3, 2], sgd())
+    assert "keys of keys_2 are not those that slot_size_array counts, 6 to 7" in capsys.readouterr().out
+    model.train()
+    model.save_params_to_files("any")
+    assert sorted(np.fromfile("any0_sparse_0.model/key", "<i8").tolist()) == sorted(set(KEYS.ravel().tolist()))
 
 
 def test_global_adam_moves_rows_that_rest_only_where_all_rows_are_known(

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
+import numpy as np
+
 from viviane.core.errors import ConfigError, suggest
 
 REQUIRED: Final = object()
@@ -45,6 +47,7 @@ class Signature:
         defaults: by argument, in HugeCTR's order; REQUIRED where there is none.
         speed: arguments that change how fast and where it runs, not what is computed: accepted and noted.
         refused: arguments that must keep their default, and what to do instead.
+        older: names that other versions gave an argument, and its name here.
 
     Example:
         >>> Signature("F", {"a": REQUIRED, "b": 2}).bind((1,), {})
@@ -55,9 +58,10 @@ class Signature:
     defaults: Mapping[str, Any]
     speed: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    older: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a value for each argument.
+        """Return a value for each argument; tuples and arrays of NumPy's as lists where HugeCTR has a list.
 
         Raises:
             ConfigError: an argument is unknown, missing, given twice, or refused.
@@ -65,13 +69,15 @@ class Signature:
         if len(args) > len(self.defaults):
             raise ConfigError("too many arguments", where=self.name, value=len(args), allowed=", ".join(self.defaults))
         values = dict(zip(self.defaults, args, strict=False))
-        for name, value in given.items():
+        for word, value in given.items():
+            name = self.older.get(word, word)
             if name not in self.defaults:
                 fix = suggest(name, self.defaults)
                 raise ConfigError("HugeCTR's call has no such argument", where=self.name, value=name, fix=fix)
             if name in values:
                 raise ConfigError("an argument is given twice", where=self.name, value=name)
             values[name] = value
+        values = {name: _plain(value, self.defaults[name]) for name, value in values.items()}
         for name, default in self.defaults.items():
             if name not in values:
                 if default is REQUIRED:
@@ -85,6 +91,13 @@ class Signature:
                 note(self.name, name)
         copies = {k: list(v) if isinstance(v, list) else v for k, v in self.defaults.items()}
         return {**copies, **values}
+
+
+def _plain(value: Any, default: Any) -> Any:
+    """Return numbers and arrays of NumPy's as Python's, and a tuple as a list where a list is the default."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) and isinstance(default, list) else value
 
 
 def _differs(value: Any, default: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, note
 from viviane.compat.hugectr.enums import CommunicationStrategy, CompressionStrategy
-from viviane.config.base import load_json
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.core.errors import ConfigError, suggest
 
 COMBINERS: Final = {"sum": "sum", "average": "mean", "mean": "mean", "concat": "concat"}
@@ -30,6 +30,9 @@ class EmbeddingTableConfig(Arguments):
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:
+        if len(args) > 4 and isinstance(args[4], int):  # 3.7: (table_id, ..., min_key, max_key, opt_params)
+            names = ("table_id", "max_vocabulary_size", "ev_size", "min_key", "max_key", "opt_params_or_empty")
+            args, given = (), dict(zip(names, args, strict=False)) | given
         super().__init__(*args, **given)
         self.name: str = str(self.table_id) if vars(self)["name"] is None else str(vars(self)["name"])
         where = f"EmbeddingTableConfig {self.name!r}"
@@ -129,24 +132,46 @@ class EmbeddingCollectionConfig(Arguments):
         shard_strategy: Sequence[Any],
         compression_strategy: Mapping[Any, Sequence[str]] | None = None,
     ) -> None:
-        """Say which GPU has which table; one process has them all, so that the plan is checked and noted.
+        """Say which GPU has which table; the plan holds where as many processes train, see `sharding`.
+
+        Tables may be named before they are looked up: then the plan is checked by `Model.compile`.
 
         Raises:
             ConfigError: an unknown table or strategy, or a plan that contradicts itself.
         """
-        matrix = [[str(name) for name in names] for names in shard_matrix]
+        self.shard_matrix = [[_name(one) for one in names] for names in shard_matrix]
+        self.shard_strategy = [(kind, list(entries)) for kind, entries in shard_strategy]
+        self.compression_strategy = {
+            kind: [_name(one) for one in names] for kind, names in (compression_strategy or {}).items()
+        }
+        if self.calls:
+            self.check_plan()
+
+    def strategy_of(self, table: str) -> tuple[str, int]:
+        """Return "mp" or "dp" and the parts into which a table's columns are cut; "mp" and 1 where nothing is said."""
+        for kind, entries in self.shard_strategy:
+            for entry in entries:
+                given, parts = entry if isinstance(entry, tuple | list) else (entry, 1)
+                if _name(given) == table:
+                    return kind, int(parts)
+        return "mp", 1
+
+    def check_plan(self) -> None:
+        """Check what `shard` was told, against the tables that are looked up.
+
+        Raises:
+            ConfigError: an unknown table or strategy, or a plan that contradicts itself.
+        """
+        matrix = self.shard_matrix or []
         for row in matrix:
             self._check_names(row, "shard_matrix")
-        for strategy in shard_strategy:
-            self._check_strategy(strategy[0], strategy[1], matrix)
-        for kind, names in (compression_strategy or {}).items():
-            if not isinstance(kind, CompressionStrategy):
-                raise ConfigError("unknown compression strategy", where="shard", value=kind,
+        for kind, entries in self.shard_strategy:
+            self._check_strategy(kind, entries, matrix)
+        for compression, names in self.compression_strategy.items():
+            if not isinstance(compression, CompressionStrategy):
+                raise ConfigError("unknown compression strategy", where="shard", value=compression,
                                   allowed="hugectr.CompressionStrategy.Reduction, Unique")  # fmt: skip
             self._check_names(names, "compression_strategy")
-        self.shard_matrix, self.shard_strategy = matrix, list(shard_strategy)
-        self.compression_strategy = {kind: list(names) for kind, names in (compression_strategy or {}).items()}
-        note("EmbeddingCollectionConfig", "shard")
 
     def _check_names(self, names: Sequence[Any], where: str) -> None:
         known = self.tables
@@ -160,15 +185,20 @@ class EmbeddingCollectionConfig(Arguments):
         if kind not in ("mp", "dp"):
             raise ConfigError("unknown strategy", where=where, value=kind, allowed="'mp', 'dp'")
         for entry in entries:
-            name, parts = entry if isinstance(entry, tuple | list) else (entry, 1)
+            table, parts = entry if isinstance(entry, tuple | list) else (entry, 1)
+            name = _name(table)
             self._check_names([name], "shard_strategy")
-            if self.tables[str(name)].ev_size % parts:
+            if self.tables[name].ev_size % parts:
                 raise ConfigError("ev_size is not divisible by the number of columns", where=f"{where}, table {name!r}",
                                   value=parts)  # fmt: skip
-            on = sum(str(name) in row for row in matrix)
+            on = sum(name in row for row in matrix)
             if not on or (kind == "dp" and on != len(matrix)):
                 what = "a dp table lies on every GPU" if on else "the table lies on no GPU"
                 raise ConfigError(what, where=f"{where}, table {name!r}", fix="correct shard_matrix")
+
+
+def _name(table: Any) -> str:
+    return table.name if isinstance(table, EmbeddingTableConfig) else str(table)
 
 
 class EmbeddingPlanner:

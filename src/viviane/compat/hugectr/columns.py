@@ -19,7 +19,8 @@ import torch
 from viviane.batch import Bag, Batch, Layout
 from viviane.compat.hugectr.enums import DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
-from viviane.config.base import load_json
+from viviane.compat.hugectr.json_files import load as load_json
+from viviane.compat.hugectr.sources import source_path
 from viviane.core.errors import ConfigError, DataError
 from viviane.data.formats.file_list import METADATA_FILE, read_file_list
 from viviane.schema import Schema
@@ -202,7 +203,7 @@ def _check_count(sizes: Sequence[int], count: int, where: str) -> None:
 
 def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[tuple[str, int], ...], list[Slot]]:
     """Return label columns, dense columns and slots as _metadata.json and the first file name them."""
-    file = read_file_list(Path(reader.sources[0]))[0]
+    file = read_file_list(source_path(reader.sources[0], reader.data_reader_type, training=True))[0]
     path = file.parent / METADATA_FILE
     if not path.is_file():
         raise DataError(f"{METADATA_FILE} is missing", where=str(path), fix="HugeCTR's Parquet needs it there")

@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import re
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from viviane.compat.hugectr import mpi
 from viviane.compat.hugectr.arguments import print_notes, say
 from viviane.compat.hugectr.notebook import extract
 from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.symbols import modules
+from viviane.compat.hugectr.tensors import want_gradients
 from viviane.core.errors import ConfigError
+
+_PATH: Final = "PYTHONPATH"
+_CHILD: Final = Path(__file__).parent / "child"
 
 
 @contextmanager
 def opened() -> Iterator[None]:
-    """Let `import hugectr` find the door for a block; afterwards take it away, and stop all readers."""
+    """Let `import hugectr` find the door for a block; afterwards take it away, and stop all readers.
+
+    Python programs that the block starts find it as well.
+    """
     made = {**modules(), **mpi.stand_in()}
     before = {name: sys.modules.get(name) for name in made}
+    path = os.environ.get(_PATH)
     sys.modules.update(made)
+    os.environ[_PATH] = os.pathsep.join([str(_CHILD), *([path] if path else [])])
     try:
         yield
     finally:
-        close_readers()
-        print_notes()
+        _end()
+        if path is None:
+            os.environ.pop(_PATH, None)
+        else:
+            os.environ[_PATH] = path
         for name, module in before.items():
             if module is None:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
+
+
+def stay_open() -> None:
+    """Let `import hugectr` find the door for the rest of this program, which a script has started."""
+    sys.modules.update({**modules(), **mpi.stand_in()})
+    atexit.register(_end)
+
+
+def _end() -> None:
+    close_readers()
+    print_notes()
 
 
 def run_script(script: str | Path, args: Sequence[str] = (), program: str | None = None) -> None:
@@ -61,8 +88,11 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
 def _run(path: Path, args: Sequence[str]) -> None:
     argv, search = sys.argv, sys.path[:]
     sys.argv, sys.path[:0] = [str(path), *args], [str(path.resolve().parent)]
+    text = path.read_text(encoding="utf-8", errors="replace")
+    want_gradients("check_out_tensor" in text and re.search(r"\bTrain\b", text) is not None)
     try:
         with opened():
             runpy.run_path(str(path), run_name="__main__")
     finally:
+        want_gradients(False)
         sys.argv, sys.path[:] = argv, search

@@ -34,7 +34,8 @@ DatabaseType_t = Enum(
     "DatabaseType_t",
     ["disabled", "hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster", "rocks_db"],
 )
-Database_t = Enum("Database_t", ["Local", "Redis", "RocksDB", "ParallelLocal"])
+Database_t = Enum("Database_t", ["Local", "Redis", "RocksDB", "ParallelLocal", "Hierarchy"])
+DatabaseHashMapAlgorithm_t = Enum("DatabaseHashMapAlgorithm_t", ["stl", "phm"])
 DatabaseOverflowPolicy_t = Enum("DatabaseOverflowPolicy_t", ["evict_oldest", "evict_least_used", "evict_random"])
 UpdateSourceType_t = Enum("UpdateSourceType_t", ["null", "kafka_message_queue"])
 EmbeddingCacheType_t = Enum("EmbeddingCacheType_t", ["Dynamic", "UVM", "Static", "Stochastic"])
@@ -64,7 +65,7 @@ ENUMS: Final[tuple[type[Enum], ...]] = (
     Regularizer_t, Initializer_t, MetricsType, AllReduceAlgo, DeviceLayout, GroupLayer_t, Distribution_t, PowerLaw_t,
     CommunicationType, HybridEmbeddingType, Embedding_t, Layer_t, CommunicationStrategy, CompressionStrategy,
     TrainPSType_t, Tensor_t, DataReaderSparse_t, FileSystemType_t, DataSourceType_t, DatabaseType_t, Database_t,
-    DatabaseOverflowPolicy_t, UpdateSourceType_t,
+    DatabaseHashMapAlgorithm_t, DatabaseOverflowPolicy_t, UpdateSourceType_t,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from viviane.compat.hugectr.columns import Columns, Slot
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.processes import write
 from viviane.compat.hugectr.tables import (
     Keys,
@@ -29,7 +30,6 @@ from viviane.compat.hugectr.tables import (
     replace_rows,
     slots_of,
 )
-from viviane.config.base import load_json
 from viviane.core.errors import CheckpointError, ConfigError, suggest
 from viviane.model import DenseLayer, Model, SparseEmbedding
 

@@ -66,7 +66,7 @@ class _Course:
         say(f"Evaluation interval: {given.eval_interval}, snapshot interval: {given.snapshot}")
         for name, collection in collections_of(model.viviane.module).items():
             say(f"Sparse embedding {name} trainable: {not getattr(collection, '_frozen', None)}")
-        say("Training source file: " + ", ".join(model.reader_params.sources))
+        say("Training source file: " + ", ".join(model.sources))
         say(f"Evaluation source file: {model.reader_params.eval_source}")
 
     def step(self) -> bool:

@@ -8,12 +8,15 @@ from math import sqrt
 from typing import Any
 
 import viviane.config as settings
+from viviane.compat.hugectr.capacity import fitting_slots, free_bytes, slots_with_keys
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.collection_graph import CollectionNodes, collection_slots
 from viviane.compat.hugectr.columns import Columns, columns_of
 from viviane.compat.hugectr.enums import Embedding_t
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
 from viviane.compat.hugectr.layers import DenseLayer
+from viviane.compat.hugectr.processes import num_processes
+from viviane.compat.hugectr.sharding import plan_of
 from viviane.compat.hugectr.solver import OptParams, Solver
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import DynamicOptions, UniformInit
@@ -62,9 +65,18 @@ def build_model(
     Raises:
         ConfigError, SchemaError: the graph is not right; the layer or tensor is named.
     """
+    for one in graph.collections:
+        one.check_plan()
     columns = columns_of(reader, graph.given, graph.embeddings, i64_input_key=solver.i64_input_key)
+    columns = replace(columns, slots=slots_with_keys(columns, graph.embeddings, reader))
     if graph.collections:
         columns = replace(columns, slots=tuple(collection_slots(columns.slots, graph.collections)))
+    free = free_bytes(str(trainer.device))
+    fitting = fitting_slots(columns.slots, graph.embeddings, graph.collections, optimizer, free)
+    columns = replace(columns, slots=fitting)
+    plan = plan_of(graph.collections, columns.slots, num_processes(), has_others=bool(graph.embeddings))
+    if plan is not None:
+        trainer = trainer.model_copy(update={"plan": plan})
     return assemble(graph, columns, solver.model_name, optimizer, loss_weights, trainer), columns
 
 

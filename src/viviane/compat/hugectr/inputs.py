@@ -25,17 +25,25 @@ class AsyncParam(Arguments):
     signature: ClassVar[Signature] = Signature(
         "AsyncParam",
         {
-            "num_threads": REQUIRED, "num_batches_per_thread": REQUIRED, "max_num_requests_per_thread": 0,
+            "num_threads": 1, "num_batches_per_thread": 1, "max_num_requests_per_thread": 0,
             "io_depth": 0, "io_alignment": 0, "shuffle": False, "aligned_type": Alignment_t.Non,
             "multi_hot_reader": True, "is_dense_float": True,
         },
         speed=frozenset({"shuffle"}),
+        older={"io_block_size": "max_num_requests_per_thread"},
     )  # fmt: skip
 
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._says_type = len(args) > 7 or "multi_hot_reader" in given or "is_dense_float" in given
+
     @property
-    def has_float_dense(self) -> bool:
-        """Whether dense numbers are float32; the reader of one-hot data knows int32 alone."""
-        return bool(self.multi_hot_reader and self.is_dense_float)
+    def has_float_dense(self) -> bool | None:
+        """Whether dense numbers are float32; None before 4.3, where the file alone knows.
+
+        The reader of one-hot data, the only one before 4.3, takes int32 alone.
+        """
+        return bool(self.multi_hot_reader and self.is_dense_float) if self._says_type else None
 
 
 class DataReaderParams(Arguments):
@@ -75,6 +83,7 @@ class DataReaderSparseParam(Arguments):
     signature: ClassVar[Signature] = Signature(
         "DataReaderSparseParam",
         {"top_name": REQUIRED, "nnz_per_slot": REQUIRED, "is_fixed_length": REQUIRED, "slot_num": REQUIRED},
+        older={"sparse_name": "top_name"},
     )
     _old: ClassVar[Signature] = Signature(
         "DataReaderSparseParam",
@@ -125,6 +134,8 @@ class Input(Arguments):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
+        if isinstance(vars(self)["label_dim"], list | tuple):  # several labels by position
+            vars(self).update(label_dims=self.label_dim, label_names=self.label_name, label_dim=None, label_name=None)
         one = self.label_dim is not None and self.label_name is not None
         many = self.label_dims is not None and self.label_names is not None
         if one == many or (many and len(self.label_dims) != len(self.label_names)):
@@ -200,8 +211,13 @@ class HybridEmbeddingParam(Arguments):
         {
             "max_num_frequent_categories": 1, "max_num_infrequent_samples": -1, "p_dup_max": 0.01,
             "max_all_reduce_bandwidth": 1.3e11, "max_all_to_all_bandwidth": 1.9e11,
-            "efficiency_bandwidth_ratio": 1.0, "use_train_precompute_indices": False,
-            "use_eval_precompute_indices": False, "communication_type": CommunicationType.NVLink_SingleNode,
-            "hybrid_embedding_type": HybridEmbeddingType.Distributed,
+            "efficiency_bandwidth_ratio": 1.0, "communication_type": CommunicationType.NVLink_SingleNode,
+            "hybrid_embedding_type": HybridEmbeddingType.Distributed, "use_train_precompute_indices": False,
+            "use_eval_precompute_indices": False,
         },
     )  # fmt: skip
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        if len(args) == 10:  # 3.3 and 3.4 had the two flags in the middle
+            args = (*args[:6], *args[8:], *args[6:8])
+        super().__init__(*args, **given)

@@ -17,11 +17,12 @@ from viviane.compat.hugectr.inputs import (
     Input,
     SparseEmbedding,
 )
+from viviane.compat.hugectr.json_files import check_keys
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_layers import layer_from_json, layer_to_json
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, optimizer_to_json
 from viviane.compat.hugectr.solver import Solver
-from viviane.config.base import load_json
-from viviane.core.errors import ConfigError, suggest
+from viviane.core.errors import ConfigError
 from viviane.core.files import write_json_atomic
 
 _EMBEDDING_SPELLINGS: Final = {
@@ -30,6 +31,11 @@ _EMBEDDING_SPELLINGS: Final = {
 }
 _SIZED: Final = ("LocalizedSlotSparseEmbeddingOneHot", "HybridSparseEmbedding")
 _HYBRID: Final = tuple(HybridEmbeddingParam.signature.defaults)
+_READER: Final = ("slot_size_array", "num_samples", "eval_num_samples", "cache_eval_data", "float_label_dense",
+                  "keyset", "num_workers", "read_file_sequentially")  # fmt: skip
+_DATA: Final = (*_READER, "name", "type", "top", "format", "source", "eval_source", "check", "label", "dense", "sparse",
+                "async_param", "label_dim", "slot_num", "max_feature_num_per_sample")  # fmt: skip
+"""Keys of a Data layer; the last three are 2.0's."""
 _EMBEDDINGS: Final = tuple(member.name for member in Embedding_t)
 
 
@@ -50,7 +56,7 @@ def read_graph(file: str | Path, include_dense_network: bool) -> list[Any]:
     """Return the Input, the embeddings, and the dense layers if asked for.
 
     Raises:
-        ConfigError: the file is not such JSON, or holds an unknown key.
+        ConfigError: the file is not such JSON.
     """
     return graph_layers(load_json(file), include_dense_network, str(file))
 
@@ -58,16 +64,27 @@ def read_graph(file: str | Path, include_dense_network: bool) -> list[Any]:
 def graph_layers(content: Any, include_dense_network: bool, where: str) -> list[Any]:
     """Return the layers of a graph that was read."""
     layers = with_data_layer(content, where)
-    result: list[Any] = [input_from_json(layers[0])]
-    for one in layers[1:]:
-        kind = _EMBEDDING_SPELLINGS.get(one["type"], one["type"])
-        if kind in _EMBEDDINGS:
-            result.append(_embedding_from_json({**one, "type": kind}, layers[0]))
-        elif kind == "EmbeddingCollection":
-            result.append(collection_from_json(one))
-        elif include_dense_network:
-            result.append(layer_from_json(one))
+    result: list[Any] = []
+    for one in layers:
+        try:
+            found = _read_layer(one, layers[0], include_dense_network)
+        except KeyError as error:
+            name = one.get("name", one.get("top", ""))
+            raise ConfigError("a key is missing", where=f"{where}, layer {name!r}", value=error.args[0]) from error
+        result += [] if found is None else [found]
     return result
+
+
+def _read_layer(one: dict[str, Any], data: dict[str, Any], include_dense_network: bool) -> Any:
+    """Return the Input, the embedding or the layer of an object, None for a dense layer that is not asked for."""
+    if one is data:
+        return input_from_json(one)
+    kind = _EMBEDDING_SPELLINGS.get(one["type"], one["type"])
+    if kind in _EMBEDDINGS:
+        return _embedding_from_json({**one, "type": kind}, data)
+    if kind == "EmbeddingCollection":
+        return collection_from_json(one)
+    return layer_from_json(one) if include_dense_network else None
 
 
 def with_data_layer(content: Any, where: str) -> list[dict[str, Any]]:
@@ -92,14 +109,15 @@ def with_data_layer(content: Any, where: str) -> list[dict[str, Any]]:
 
 def input_from_json(data: dict[str, Any]) -> Input:
     """Return the Input of a Data layer."""
-    label, dense = data["label"], data.get("dense", {})
-    labels: dict[str, Any] = {"label_dim": label["label_dim"], "label_name": label["top"]}
-    if isinstance(label["top"], list):
+    check_keys(data, _DATA, "layer Data")
+    label, dense = data.get("label", {}), data.get("dense", {})
+    labels: dict[str, Any] = {"label_dim": label.get("label_dim", 1), "label_name": label.get("top", "label")}
+    if isinstance(labels["label_name"], list):
         labels = {"label_dims": label["label_dim"], "label_names": label["top"]}
     raw = str(data.get("format", "Norm")).startswith("Raw")
     sparse = [
         DataReaderSparseParam(one["top"], _nnz(one, raw), one.get("is_fixed_length", False), one["slot_num"])
-        for one in data["sparse"]
+        for one in data.get("sparse", [])
     ]
     return Input(
         dense_dim=dense.get("dense_dim", 0), dense_name=dense.get("top", "dense"),
@@ -123,9 +141,7 @@ def reader_from_json(data: dict[str, Any]) -> DataReaderParams:
     """
     check = {"Sum": Check_t.Sum}.get(data.get("check", "None"), Check_t.Non)
     kind = DataReaderType_t[data.get("format", "Norm")]
-    names = ("slot_size_array", "num_samples", "eval_num_samples", "cache_eval_data", "float_label_dense", "keyset",
-             "num_workers", "read_file_sequentially")  # fmt: skip
-    given: dict[str, Any] = {name: data[name] for name in names if name in data}
+    given: dict[str, Any] = {name: data[name] for name in _READER if name in data}
     if "async_param" in data:
         given["async_param"] = _async_param(data["async_param"])
     if "source" not in data:
@@ -192,10 +208,7 @@ def _embedding_from_json(one: dict[str, Any], data: dict[str, Any]) -> SparseEmb
         "embedding_vec_size", "combiner", "workspace_size_per_gpu_in_mb", "slot_size_array",
         "max_vocabulary_size_per_gpu", "max_vocabulary_size_global", "vocabulary_size", "load_factor",
     }  # fmt: skip
-    for key in hparam:
-        if key not in (*known, *_HYBRID):
-            raise ConfigError("unknown key", where=f"embedding {one.get('name', one['top'])!r}", value=key,
-                              fix=suggest(key, known))  # fmt: skip
+    check_keys(hparam, {*known, *_HYBRID}, f"embedding {one.get('name', one['top'])!r}")
     sizes = list(hparam.get("slot_size_array", []))
     if not sizes and one["type"] in _SIZED:
         sizes = list(data.get("slot_size_array", []))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from viviane.compat.hugectr.arguments import note
+from viviane.compat.hugectr.json_files import check_keys
 from viviane.compat.hugectr.layers import PARAMETERS, DenseLayer
-from viviane.core.errors import ConfigError, suggest
 
 _INITS: Final = {"weight_init_type": "weight_init", "bias_init_type": "bias_init"}
 _NORM: Final = {"eps": "eps", "gamma_init_type": "gamma_init", "beta_init_type": "beta_init"}
@@ -72,6 +72,8 @@ def layer_to_json(layer: DenseLayer) -> dict[str, Any]:
         result.pop("lambda")
     if layer.kind == "Reshape":
         _reshape_to_json(result)
+    if not result.get("max_sequence_len"):
+        result.pop("max_sequence_len", None)
     return result
 
 
@@ -87,19 +89,13 @@ def _reshape_to_json(result: dict[str, Any]) -> None:
 def layer_from_json(given: dict[str, Any]) -> DenseLayer:
     """Return the layer of a JSON object.
 
-    Raises:
-        ConfigError: an unknown key.
-
     Example:
         >>> layer_from_json({"type": "Dropout", "bottom": "a", "top": "b", "rate": 0.25}).dropout_rate
         0.25
     """
     data = dict(given)
-    name, kind = data.pop("name", ""), data.pop("type")
+    name, kind = data.pop("name", data.get("top", "")), data.pop("type")
     where = f"layer {name or data.get('top')!r} ({kind})"
-    if kind == "SequenceMask" and "max_sequence_len" in data:
-        length = data.pop("max_sequence_len")
-        data |= {"max_sequence_len_from": length, "max_sequence_len_to": length}
     section, inside, beside = _split(kind)
     values: dict[str, Any] = {}
     for group, names in ((data.pop(section, {}) if section else {}, inside), (data, beside)):
@@ -110,8 +106,8 @@ def layer_from_json(given: dict[str, Any]) -> DenseLayer:
                 if key in _WITHOUT_EFFECT:
                     note(kind, key)
                     continue
-                fix = suggest(key, [*back, *([section] if section else [])])
-                raise ConfigError("unknown key", where=where, value=key, fix=fix)
+                check_keys([key], [*back, *([section] if section else [])], where)
+                continue
             values[back[key]] = group[given_key]
     if isinstance(values.get("selected"), list):
         values |= {"selected": True, "selected_slots": values["selected"]}

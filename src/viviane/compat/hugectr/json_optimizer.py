@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from viviane.compat.hugectr.enums import Optimizer_t, Update_t
+from viviane.compat.hugectr.json_files import check_keys
 from viviane.compat.hugectr.solver import OptParams
 from viviane.core.errors import ConfigError, suggest
 
@@ -41,7 +42,7 @@ def optimizer_from_json(clause: dict[str, Any]) -> OptParams:
     """Return the optimizer of a clause; a learning rate in it belongs to the solver.
 
     Raises:
-        ConfigError: an unknown optimizer or key.
+        ConfigError: an unknown optimizer.
     """
     kind = _SPELLINGS.get(str(clause.get("type")), clause.get("type"))
     if kind not in _HPARAMS:
@@ -52,9 +53,7 @@ def optimizer_from_json(clause: dict[str, Any]) -> OptParams:
         name = _SPELLINGS.get(key, key)
         if name in names:
             given[name] = value
-        elif name not in (*_RATES, *_SCHEDULE, "momentum_factor", "epsilon"):
-            raise ConfigError("unknown key", where=f"optimizer {kind}", value=key,
-                              fix=suggest(key, [*names, *_RATES, *_SCHEDULE]))  # fmt: skip
+    check_keys(_section(clause), [*names, *_SPELLINGS, *_RATES, *_SCHEDULE], f"optimizer {kind}")
     update = clause.get("update_type", "Global" if clause.get("global_update") else "Local")
     if update not in Update_t.__members__:
         raise ConfigError(

@@ -34,7 +34,7 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "Reshape": ("leading_dim", "time_step", "selected", "selected_slots", "shape"),
     "Scale": ("axis", "factor"),
     "Select": ("dim", "index"),
-    "SequenceMask": ("max_sequence_len_from", "max_sequence_len_to"),
+    "SequenceMask": ("max_sequence_len_from", "max_sequence_len_to", "max_sequence_len"),
     "Slice": ("ranges",),
     "Softmax": ("factor",),
     "WeightMultiply": ("weight_dims", "weight_init_type"),
@@ -46,7 +46,7 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
 _SEVERAL_TOPS: Final = ("Slice", "FusedReshapeConcat")
 _OMITTED_AT: Final[dict[str, Any]] = {
     "time_step": 0, "selected": False, "selected_slots": [], "shape": [], "activations": [], "biases": [],
-    "target_weight_vec": [], "projection_dim": 0, "lambda": 0,
+    "target_weight_vec": [], "projection_dim": 0, "lambda": 0, "max_sequence_len": 0,
 }  # fmt: skip
 """Values that mean "not given" to HugeCTR."""
 _OUR_WORDS: Final = {"Relu": "relu", "Head": "head", "Body": "body", "Tail": "tail", "Isolated": "isolated"}
@@ -68,7 +68,7 @@ class DenseLayer(Arguments):
             "target_weight_vec": [], "use_regularizer": False, "regularizer_type": Regularizer_t.L1, "lambda": 0,
             "pos_type": FcPosition_t.Non, "act_type": Activation_t.Relu, "num_outputs": [], "use_bias": True,
             "activations": [], "biases": [], "compute_config": None, "shape": [], "dim": 0, "index": [],
-            "dense_layer_switches": None, "last_act_type": Activation_t.Relu,
+            "dense_layer_switches": None, "last_act_type": Activation_t.Relu, "max_sequence_len": 0,
         },
         speed=frozenset({"compute_config", "dense_layer_switches"}),
     )  # fmt: skip
@@ -76,6 +76,8 @@ class DenseLayer(Arguments):
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
         self.kind = plain(self.layer_type)
+        self.bottom_names: list[str] = _listed(vars(self)["bottom_names"])
+        self.top_names: list[str] = _listed(vars(self)["top_names"])
         self.given = tuple(name for name in given if name not in ("layer_type", "bottom_names", "top_names"))
         if self.kind not in LAYERS:
             raise ConfigError("no such layer", where="DenseLayer", value=self.kind, fix=suggest(self.kind, LAYERS))
@@ -101,11 +103,16 @@ class DenseLayer(Arguments):
             if name not in (*PARAMETERS.get(self.kind, ()), *self.signature.speed):
                 note(where, name)
         tops = list(self.top_names)
-        if self.kind not in _SEVERAL_TOPS:
+        if self.kind not in _SEVERAL_TOPS and not self._gives_scores:
             left_out.update(tops[1:])
             tops = tops[:1]
         bottoms = [name for name in self.bottom_names if name not in left_out]
         return Node(tops[0], self.kind, bottoms, tops, self._viviane_parameters())
+
+    @property
+    def _gives_scores(self) -> bool:
+        """Whether it is 4.2's attention, which returns bare scores and the values by head."""
+        return self.kind == "MultiHeadAttention" and len(self.bottom_names) == 3 and len(self.top_names) == 2
 
     def _viviane_parameters(self) -> dict[str, Any]:
         values = {
@@ -117,6 +124,10 @@ class DenseLayer(Arguments):
             values.pop("leading_dim", None)
         if self.kind == "Reshape" and len(values.get("shape", ())) > 1 and values["shape"][0] == -1:
             values["shape"] = values["shape"][1:]  # HugeCTR counts the batch dimension
+        if self.kind == "SequenceMask":
+            _mask_length(values, len(self.bottom_names))
+        if self._gives_scores:
+            values["scores"] = True
         if self.kind == "GRU":
             values.pop("batchsize", None)  # batches here may have any size
         if self.kind == "Scale":
@@ -134,6 +145,20 @@ class DenseLayer(Arguments):
         return values
 
 
+def _listed(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _mask_length(values: dict[str, Any], bottoms: int) -> None:
+    """Give a mask of one length, the form up to 4.3.0, its one maximum, and a mask of two lengths both."""
+    length = values.pop("max_sequence_len", None)
+    if bottoms == 1:
+        both = (values.pop("max_sequence_len_from"), values.pop("max_sequence_len_to"))
+        values["max_sequence_len"] = length or both[1]
+    elif length:
+        values |= {"max_sequence_len_from": length, "max_sequence_len_to": length}
+
+
 class GroupDenseLayer(Arguments):
     """A chain of fully connected layers with ReLU."""
 
@@ -143,6 +168,7 @@ class GroupDenseLayer(Arguments):
             "group_layer_type": REQUIRED, "bottom_name_list": REQUIRED, "top_name_list": REQUIRED,
             "num_outputs": REQUIRED, "last_act_type": Activation_t.Relu,
         },
+        older={"bottom_name": "bottom_name_list"},
     )  # fmt: skip
 
     def to_layer(self) -> DenseLayer:
@@ -156,6 +182,6 @@ class GroupDenseLayer(Arguments):
         if len(self.top_name_list) != len(self.num_outputs):
             raise ConfigError("one top for each number of outputs", where="GroupDenseLayer", value=self.top_name_list)
         return DenseLayer(
-            layer_type="GroupFusedInnerProduct", bottom_names=self.bottom_name_list[:1],
+            layer_type="GroupFusedInnerProduct", bottom_names=_listed(self.bottom_name_list)[:1],
             top_names=self.top_name_list[-1:], num_outputs=self.num_outputs, last_act_type=self.last_act_type,
         )  # fmt: skip

@@ -26,9 +26,9 @@ from viviane.compat.hugectr.processes import rows_of_all
 from viviane.compat.hugectr.reading import DataReader
 from viviane.compat.hugectr.scores import Scores
 from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
-from viviane.compat.hugectr.sources import check_local
+from viviane.compat.hugectr.sources import note_remote
 from viviane.compat.hugectr.tables import Keys
-from viviane.compat.hugectr.tensors import tensor_of
+from viviane.compat.hugectr.tensors import Gradients, are_gradients_wanted, tensor_of
 from viviane.core.errors import ConfigError, suggest
 from viviane.model import Model as VivianeModel
 from viviane.training.evaluation import evaluating
@@ -43,6 +43,7 @@ class Model(ModelFiles):
         reader_params: DataReaderParams; in the form of 3.0 the optimizer, and Input has the reader.
         opt_params: what CreateOptimizer returned.
         etc_params: what CreateETC or CreateMOS returned, see `passes`.
+        etc, mos, optimizer: what some versions call the last two.
     """
 
     def __init__(
@@ -51,13 +52,18 @@ class Model(ModelFiles):
         reader_params: DataReaderParams | OptParams | None = None,
         opt_params: OptParams | None = None,
         etc_params: EtcParams | MosParams | None = None,
+        *,
+        etc: EtcParams | None = None,
+        mos: MosParams | None = None,
+        optimizer: OptParams | None = None,
     ) -> None:
+        opt_params, etc_params = opt_params or optimizer, etc_params or etc or mos
         if isinstance(reader_params, OptParams):
             reader_params, opt_params = None, reader_params
-            for name, value in getattr(opt_params, "schedule", dict)().items():
-                setattr(solver, name, value)
+        for name, value in getattr(opt_params, "schedule", dict)().items():
+            setattr(solver, name, value)
         self.solver, self._reader_params, self.opt_params = solver, reader_params, opt_params or OptParams()
-        check_local(solver.data_source_params, "CreateSolver")
+        note_remote(solver.data_source_params, "CreateSolver")
         self.added: list[Any] = []
         self.lr = float(solver.lr)
         self._scheduler = solver.scheduler()
@@ -67,6 +73,7 @@ class Model(ModelFiles):
         self._sources: list[str] = []
         self._keysets: list[str] = []
         self._etc_params = etc_params
+        self._gradients: Gradients | None = None
         self._cache: EmbeddingTrainingCache | None = None
         self._orders: dict[str, Keys] = {}
         self._last_eval: Batch | None = None
@@ -74,7 +81,7 @@ class Model(ModelFiles):
             self._take_reader(reader_params)
 
     def _take_reader(self, params: DataReaderParams) -> None:
-        check_local(params.data_source_params, "DataReaderParams")
+        note_remote(params.data_source_params, "DataReaderParams")
         self._reader_params, self._sources, self._keysets = params, params.sources, params.keysets
 
     @property
@@ -87,6 +94,11 @@ class Model(ModelFiles):
         if self._reader_params is None:
             raise ConfigError("the model has no data", fix="give DataReaderParams to hugectr.Model")
         return self._reader_params
+
+    @property
+    def sources(self) -> list[str]:
+        """What is trained on: the reader's sources, or those of the last `set_source`."""
+        return list(self._sources)
 
     # Building ---------------------------------------------------------------------------------------------
 
@@ -128,6 +140,7 @@ class Model(ModelFiles):
             graph, self.solver, self.reader_params, self.opt_params, weights or None, self._settings
         )
         self._model.module.train()
+        self._gradients = Gradients(self._model) if are_gradients_wanted() else None
         repeat, drop = self.solver.repeat_dataset, self.solver.drop_incomplete_batch
         reader = self.reader_params
         self._train = DataReader(reader, self.columns, self.solver.batchsize, repeat=repeat, training=True,
@@ -158,7 +171,7 @@ class Model(ModelFiles):
         """Write the graph as HugeCTR's JSON."""
         json_graph.write_graph(graph_config_file, Graph.of(self.added), self.solver, self.reader_params)
 
-    def construct_from_json(self, graph_config_file: str, include_dense_network: bool) -> None:
+    def construct_from_json(self, graph_config_file: str, include_dense_network: bool = True) -> None:
         """Add what a JSON graph holds: its data and embeddings, and its dense layers if asked for."""
         for layer in json_graph.read_graph(graph_config_file, include_dense_network):
             self.add(layer)
@@ -180,7 +193,7 @@ class Model(ModelFiles):
         What is not given is as in HugeCTR: 0 epochs, 2000 iterations, 200, 1000, 10000, ""; in the form of 3.0 the
         solver has it.
         """
-        check_local(data_source_params, "fit")
+        note_remote(data_source_params, "fit")
         self.viviane  # noqa: B018 - says that compile is missing
         asked = (num_epochs, max_iter, display, eval_interval, snapshot, snapshot_prefix)
         values: list[Any] = [
@@ -239,29 +252,40 @@ class Model(ModelFiles):
         self._train.set_source()
         self._eval.set_source()
 
-    def set_source(self, source: str | list[str], *more: Any, **named: Any) -> None:
+    def set_source(self, *given: Any, **named: Any) -> None:
         """Choose what the next fit reads, where sources are read once: (source, eval_source), or with keysets between.
 
         Raises:
-            ConfigError: repeat_dataset is True.
+            ConfigError: repeat_dataset is True, or there is no source.
         """
         if self.solver.repeat_dataset:
             raise ConfigError("set_source is for repeat_dataset=False", where="set_source",
                               fix="CreateSolver(repeat_dataset=False)")  # fmt: skip
-        keysets = more[0] if len(more) > 1 else named.get("keyset", named.get("keyset_list", []))
-        self._sources = [source] if isinstance(source, str) else list(source)
-        self._keysets = [keysets] if isinstance(keysets, str) else list(keysets)
-        self.reader_params.eval_source = named.get("eval_source", more[-1] if more else self.reader_params.eval_source)
+        names = ("source", "keyset", "eval_source") if len(given) + len(named) > 2 else ("source", "eval_source")
+        older = {"source_list": "source", "keyset_list": "keyset"}
+        values = dict(zip(names, given, strict=False)) | {older.get(name, name): one for name, one in named.items()}
+        unknown = sorted({*values} - {"source", "keyset", "eval_source"})
+        if "source" not in values or unknown:
+            raise ConfigError("give source and eval_source, or source, keyset and eval_source", where="set_source",
+                              value=unknown[0] if unknown else None)  # fmt: skip
+        self._sources, self._keysets = (_listed(values.get(name, [])) for name in ("source", "keyset"))
+        self.reader_params.eval_source = values.get("eval_source", self.reader_params.eval_source)
 
     def check_out_tensor(self, tensor_name: str, tensor_type: Tensor_t) -> NDArray[np.float32]:
-        """Return a tensor of the last evaluation batch; what a loss reads is a probability already.
+        """Return a tensor of the last evaluation batch, or its gradient at the last training step.
+
+        Evaluated, what a loss reads is a probability already. Gradients are those of the mean loss, without a scaler.
 
         Raises:
-            ConfigError: nothing was evaluated yet, or a gradient is asked for.
+            ConfigError: nothing was evaluated or trained yet, or gradients were not kept.
         """
-        if tensor_type is not Tensor_t.Evaluate:
-            raise ConfigError("gradients are gone when a step is over", where="check_out_tensor", value=tensor_type,
-                              fix="ask for Tensor_t.Evaluate, or put a hook on model.viviane.module")  # fmt: skip
+        if tensor_type is Tensor_t.Train:
+            self.viviane  # noqa: B018 - says that compile is missing
+            if self._gradients is None:
+                raise ConfigError("gradients were not kept", where="check_out_tensor", value=tensor_name,
+                                  fix="name hugectr.Tensor_t.Train in the script that `viviane hugectr` runs: that "
+                                      "has them kept")  # fmt: skip
+            return self._gradients.of(tensor_name)
         if self._last_eval is None:
             raise ConfigError("nothing was evaluated yet", where="check_out_tensor", fix="call model.eval() first")
         return tensor_of(self.viviane, tensor_name, self._last_eval)
@@ -290,13 +314,13 @@ class Model(ModelFiles):
 
     # Weights ----------------------------------------------------------------------------------------------
 
-    def freeze_embedding(self, name: str | None = None) -> None:
+    def freeze_embedding(self, embedding_name: str | None = None) -> None:
         """Keep one embedding as it is, or all."""
-        self.viviane.freeze_embedding(name)
+        self.viviane.freeze_embedding(embedding_name)
 
-    def unfreeze_embedding(self, name: str | None = None) -> None:
+    def unfreeze_embedding(self, embedding_name: str | None = None) -> None:
         """Let embeddings move again."""
-        self.viviane.unfreeze_embedding(name)
+        self.viviane.unfreeze_embedding(embedding_name)
 
     def freeze_dense(self) -> None:
         """Keep all dense weights as they are."""
@@ -312,6 +336,10 @@ class Model(ModelFiles):
 
 class ModelPerfExt(Model):
     """HugeCTR 3.3's faster Model: the same here."""
+
+
+def _listed(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
 
 
 def _label_places(columns: Columns) -> dict[str, range]:

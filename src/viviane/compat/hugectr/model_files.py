@@ -14,7 +14,7 @@ from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.inputs import SparseEmbedding
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, Updates
 from viviane.compat.hugectr.processes import is_first, wait_for_all
-from viviane.compat.hugectr.sources import check_local
+from viviane.compat.hugectr.sources import check_writable, note_remote
 from viviane.core.errors import ConfigError
 from viviane.model import Model as VivianeModel
 
@@ -41,12 +41,19 @@ class ModelFiles:
     def _collections(self) -> list[EmbeddingCollectionConfig]:
         return [one for one in self.added if isinstance(one, EmbeddingCollectionConfig)]
 
-    def save_params_to_files(self, prefix: str, iter: int = 0, *more: Any) -> None:  # noqa: A002 - HugeCTR's word
+    def save_params_to_files(  # iter, and the source of data, are HugeCTR's words
+        self,
+        prefix: str,
+        iter: int = 0,  # noqa: A002
+        *more: Any,
+        data_source_params: Any = None,
+    ) -> None:
         """Write dense weights, tables and optimizer state in HugeCTR's layout.
 
         With an embedding training cache the tables go into its folders instead, and their optimizer state stays.
         """
-        _check(more, "save_params_to_files")
+        _check((*more, data_source_params), "save_params_to_files")
+        check_writable(prefix, "save_params_to_files")
         embeddings = [one for one in self.added if isinstance(one, SparseEmbedding)]
         cached = self._cache is not None and bool(self._cache.folders)
         files.save(self.viviane, self.columns, prefix, iter, with_tables=not cached)
@@ -55,27 +62,42 @@ class ModelFiles:
             self._cache.write()
         wait_for_all()
 
-    def load_dense_weights(self, dense_model_file: str, *more: Any) -> None:
+    def load_dense_weights(self, dense_model_file: str, *more: Any, data_source_params: Any = None) -> None:
         """Read dense weights that save_params_to_files, or HugeCTR, wrote."""
-        _check(more, "load_dense_weights")
+        _check((*more, data_source_params), "load_dense_weights")
         files.load_dense(self.viviane, dense_model_file)
 
-    def load_sparse_weights(self, sparse_embedding_files: Sequence[str] | Mapping[str, str], *more: Any) -> None:
+    def load_sparse_weights(
+        self,
+        sparse_embedding_files: Sequence[str] | Mapping[str, str] = (),
+        *more: Any,
+        sparse_embedding_files_map: Mapping[str, str] | None = None,
+        data_source_params: Any = None,
+    ) -> None:
         """Read tables: a folder for each embedding, in order or by name."""
-        _check(more, "load_sparse_weights")
-        self.remember_orders(files.load_sparse(self.viviane, self.columns, sparse_embedding_files))
+        _check((*more, data_source_params), "load_sparse_weights")
+        given = sparse_embedding_files_map or sparse_embedding_files
+        self.remember_orders(files.load_sparse(self.viviane, self.columns, given))
 
-    def load_dense_optimizer_states(self, dense_opt_states_file: str, *more: Any) -> None:
+    def load_dense_optimizer_states(
+        self, dense_opt_states_file: str, *more: Any, data_source_params: Any = None
+    ) -> None:
         """Read the optimizer state of dense weights."""
-        _check(more, "load_dense_optimizer_states")
+        _check((*more, data_source_params), "load_dense_optimizer_states")
         states.load_dense_states(self.viviane, dense_opt_states_file)
 
     def load_sparse_optimizer_states(
-        self, sparse_opt_states_files: Sequence[str] | Mapping[str, str], *more: Any
+        self,
+        sparse_opt_states_files: Sequence[str] | Mapping[str, str] = (),
+        *more: Any,
+        sparse_opt_states_files_map: Mapping[str, str] | None = None,
+        data_source_params: Any = None,
     ) -> None:
         """Read the optimizer state of tables, in the order of the keys that load_sparse_weights read."""
-        _check(more, "load_sparse_optimizer_states")
-        states.load_sparse_states(self.viviane, self.columns, sparse_opt_states_files, self._orders)
+        _check((*more, data_source_params), "load_sparse_optimizer_states")
+        given = sparse_opt_states_files_map or sparse_opt_states_files
+        embeddings = [one for one in self.added if isinstance(one, SparseEmbedding)]
+        states.load_sparse_states(self.viviane, self.columns, given, self._orders, embeddings)
 
     def remember_orders(self, orders: Mapping[str, Keys]) -> None:
         """Keep the order of keys in files: files of optimizer state have the same."""
@@ -89,7 +111,7 @@ class ModelFiles:
         """Read the tables of embedding collections, or those that are named."""
         collection_files.load(self.viviane, self.columns, self._collections, path, table_names)
 
-    def export_predictions(self, prediction_file: str, label_file: str) -> None:
+    def export_predictions(self, output_prediction_file_name: str, output_label_file_name: str) -> None:
         """Append predictions and labels of the last evaluation batch to text files, one number a line.
 
         Raises:
@@ -97,7 +119,8 @@ class ModelFiles:
         """
         if self._scores.last is None:
             raise ConfigError("nothing was evaluated yet", where="export_predictions", fix="call model.eval() first")
-        for file, values in zip((prediction_file, label_file), self._scores.last if is_first() else (), strict=False):
+        names = (output_prediction_file_name, output_label_file_name)
+        for file, values in zip(names, self._scores.last if is_first() else (), strict=False):
             with Path(file).open("a", encoding="utf-8") as out:
                 np.savetxt(out, values.reshape(-1), fmt="%g")
 
@@ -138,4 +161,4 @@ class ModelFiles:
 
 def _check(more: Sequence[Any], where: str) -> None:
     for one in more:
-        check_local(one, where)
+        note_remote(one, where)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import operator
 import os
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any, Final, NoReturn
+
+import numpy as np
 
 from viviane.compat.hugectr.arguments import say
+from viviane.compat.hugectr.processes import group
+from viviane.core.errors import ConfigError
+
+_OPERATIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min, "LAND": lambda a, b: bool(a and b),
+    "LOR": lambda a, b: bool(a or b),
+}  # fmt: skip
 
 
 class World:
-    """A communicator. Among several processes it knows its rank and their number; messages are for one process."""
+    """The communicator of all processes. Values that they exchange are numbers, words, lists and dictionaries."""
 
     def __init__(self) -> None:
         self.rank, self.size = (
@@ -28,37 +40,79 @@ class World:
         return self.size
 
     def Barrier(self) -> None:  # noqa: N802 - mpi4py's name
-        """Wait for nobody: training waits for all by itself."""
+        """Wait until every process is here."""
+        self.allgather(0)
 
     barrier = Barrier
 
-    def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return the value itself: each process runs the same script."""
-        return value
-
-    Bcast = bcast
-
-    def gather(self, value: Any, root: int = 0) -> list[Any]:
-        """Return a list of the value."""
-        return [value]
-
     def allgather(self, value: Any) -> list[Any]:
-        """Return a list of the value."""
-        return [value]
+        """Return the value of every process."""
+        return [value] if self.size == 1 else group().gather_data(value)
 
-    def scatter(self, values: Sequence[Any], root: int = 0) -> Any:
-        """Return this process's value."""
-        return values[self.rank]
+    def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return the value of every process to one of them, None to the others."""
+        found = self.allgather(value)
+        return found if self.rank == root else None
 
-    def allreduce(self, value: Any, op: Any = None) -> Any:
-        """Return the value."""
-        return value
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value of one process."""
+        return self.allgather(value)[root]
 
-    reduce = allreduce
+    def scatter(self, values: Sequence[Any] | None, root: int = 0) -> Any:
+        """Return this process's value of those that one process gives."""
+        return self.allgather(values)[root][self.rank]
+
+    def allreduce(self, value: Any, op: Callable[[Any, Any], Any] = operator.add) -> Any:
+        """Return the values of all processes, taken together."""
+        return functools.reduce(op, self.allgather(value))
+
+    def reduce(self, value: Any, op: Callable[[Any, Any], Any] = operator.add, root: int = 0) -> Any:
+        """Return the values of all processes, taken together, to one of them, None to the others."""
+        found = self.allreduce(value, op)
+        return found if self.rank == root else None
+
+    def Bcast(self, array: Any, root: int = 0) -> None:  # noqa: N802 - mpi4py's name
+        """Fill an array with that of one process."""
+        if self.size > 1:
+            array[...] = np.asarray(self.allgather(array.tolist())[root], array.dtype)
+
+    def Dup(self) -> World:  # noqa: N802 - mpi4py's name
+        """Return the communicator itself."""
+        return self
+
+    def Split(self, color: int = 0, key: int = 0) -> World:  # noqa: N802 - mpi4py's name
+        """Return the communicator of the processes of a colour, which is this one where there is one process.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        if self.size > 1:
+            _refuse("Split")
+        return self
+
+    def Split_type(self, split_type: int, key: int = 0) -> World:  # noqa: N802 - mpi4py's name
+        """Return the processes of this machine: all of them, where torchrun started them on one machine.
+
+        Raises:
+            ConfigError: they run on several machines.
+        """
+        if os.environ.get("LOCAL_WORLD_SIZE", str(self.size)) != str(self.size):
+            _refuse("Split_type")
+        return self
 
     def Abort(self, errorcode: int = 0) -> None:  # noqa: N802 - mpi4py's name
         """End the script."""
         raise SystemExit(errorcode)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(name)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ConfigError("the stand-in for mpi4py does not have this", where=f"MPI.COMM_WORLD.{name}",
+                      fix="install mpi4py")  # fmt: skip
 
 
 def stand_in() -> dict[str, ModuleType]:
@@ -66,8 +120,15 @@ def stand_in() -> dict[str, ModuleType]:
     if importlib.util.find_spec("mpi4py") is not None:
         return {}
     package, mpi = ModuleType("mpi4py"), ModuleType("mpi4py.MPI")
-    operations = {name: name for name in ("SUM", "MAX", "MIN", "PROD", "LAND", "LOR")}
-    vars(mpi).update(COMM_WORLD=World(), **operations, Get_processor_name=lambda: "localhost", Finalize=lambda: None)
-    vars(package).update(MPI=mpi, __path__=[])
-    say("Note: mpi4py is not installed; one process stands in")
+    world = World()
+    alone = World()
+    alone.rank, alone.size = 0, 1
+    vars(mpi).update(
+        COMM_WORLD=world, COMM_SELF=alone, COMM_TYPE_SHARED=0, Comm=World, Intracomm=World, **_OPERATIONS,
+        Get_processor_name=lambda: "localhost", Wtime=time.perf_counter, Init=lambda: None, Finalize=lambda: None,
+        Is_initialized=lambda: True, Is_finalized=lambda: False,
+    )  # fmt: skip
+    vars(package).update(MPI=mpi, rc=SimpleNamespace(initialize=True, finalize=True), __path__=[])
+    who = "one process stands in" if world.size == 1 else f"the {world.size} processes of torchrun stand in"
+    say(f"Note: mpi4py is not installed; {who}")
     return {"mpi4py": package, "mpi4py.MPI": mpi}

@@ -57,7 +57,14 @@ class MosParams(Arguments):
             "dest_sparse_models": [], "ps_types": [], "sparse_models": [], "local_paths": [], "hmem_cache_configs": [],
         },
         speed=frozenset({"use_host_memory_ps", "local_paths", "hmem_cache_configs"}),
+        older={"hcache_configs": "hmem_cache_configs"},
     )  # fmt: skip
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        if args and isinstance(args[0], list | tuple):  # 3.2.1 had CreateETC's arguments
+            names = ("ps_types", "sparse_models", "local_paths", "hmem_cache_configs")
+            args, given = (), dict(zip(names, args, strict=False)) | given
+        super().__init__(*args, **given)
 
     @property
     def folders(self) -> list[str]:

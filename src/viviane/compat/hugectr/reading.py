@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from viviane.batch import Batch
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams
 from viviane.compat.hugectr.processes import group
+from viviane.compat.hugectr.raw_files import has_float_dense, rows_to_read
+from viviane.compat.hugectr.sources import source_path
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset, Reader
 from viviane.data.formats import Format, HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat
@@ -38,20 +39,24 @@ class DataReader:
         self.params, self.columns, self.batch_size = params, columns, batch_size
         self.repeat, self.training, self.drop_last = repeat, training, drop_last
         self.source: str | None = None
+        self._path = Path()
         self._data: Dataset | None = None
         self._reader: Reader | None = None
         self._batches: Iterator[Batch] | None = None
+        self._at_end = False
+        self._max_batches: int | None = None
         _made.add(self)
         if repeat:
             self.set_source(params.sources[0] if training else params.eval_source)
 
-    def set_source(self, source: str | list[str] | None = None) -> None:
-        """Stand at the beginning of a source; without one, of the same source.
+    def set_source(self, file_name: str | list[str] | None = None) -> None:
+        """Stand at the beginning of a source; without one, or with "", of the same source.
 
         Raises:
             ConfigError: there is no source yet, or several are given.
             DataError, SchemaError: the files are not what the reader's parameters say.
         """
+        source = file_name or None
         if isinstance(source, list):
             if len(source) != 1:
                 raise ConfigError("a reader reads one source at a time", where="set_source", value=source)
@@ -59,8 +64,11 @@ class DataReader:
         if source is None and self.source is None:
             raise ConfigError("no source was set yet", where="set_source", fix="give the path of a file list")
         if source is not None and source != self.source:
-            self.source = source
-            self._data = Dataset(Path(source), self.columns.reader_schema(), format=self._format())
+            path = source_path(source, self.params.data_reader_type, training=self.training)
+            self.source, self._path = source, path
+            given = self._format()
+            self._data = Dataset(path, self.columns.reader_schema(), format=given)
+            self._max_batches = self._limit(given)
         self._batches = None
         self._begin()
 
@@ -75,6 +83,10 @@ class DataReader:
         """Say whether a source is set."""
         return self._batches is not None
 
+    def is_eof(self) -> bool:
+        """Say whether a source that is read once is at its end."""
+        return self._at_end
+
     def next_batch(self) -> Batch | None:
         """Return the next batch, or None at the end of a source that is read once.
 
@@ -87,6 +99,7 @@ class DataReader:
         if batch is None and self.repeat:
             self._begin()
             batch = next(self._batches, None)
+        self._at_end = batch is None
         return None if batch is None else self.columns.shifted(batch)
 
     def _begin(self) -> None:
@@ -96,8 +109,12 @@ class DataReader:
         drop = self.drop_last and (not self.repeat or len(self._data) >= self.batch_size)
         self.close()
         all_of_us = group()
-        self._reader = self._data.reader(self.batch_size, drop_last=drop, rank=all_of_us.rank, num_ranks=all_of_us.size)
+        self._reader = self._data.reader(
+            self.batch_size, drop_last=drop, rank=all_of_us.rank, num_ranks=all_of_us.size,
+            max_batches=self._max_batches,
+        )  # fmt: skip
         self._batches = iter(self._reader)
+        self._at_end = False
 
     def close(self) -> None:
         """Stop the threads that read ahead; the reader has no source until the next `set_source`."""
@@ -105,10 +122,17 @@ class DataReader:
             self._reader.close()
         self._reader = self._batches = None
 
+    def _limit(self, given: Format) -> int | None:
+        """Return how many whole batches of a Raw file num_samples leaves, None where all of it is read."""
+        if not isinstance(given, RawFormat | RawAsyncFormat):
+            return None
+        name = "num_samples" if self.training else "eval_num_samples"
+        size = given.record(self.columns.reader_schema()).dtype.itemsize
+        rows = rows_to_read(self._path, size, getattr(self.params, name), f"DataReaderParams, {name}")
+        return None if rows is None else max(1, rows // self.batch_size)
+
     def _format(self) -> Format:
         params, wide = self.params, self.columns.key_bytes == 8
-        rows = (params.num_samples if self.training else params.eval_num_samples) or None
-        options: dict[str, Any] = {}
         match params.data_reader_type:
             case DataReaderType_t.Norm:
                 checked = params.check_type is Check_t.Sum
@@ -119,11 +143,12 @@ class DataReader:
                 if wide:
                     raise ConfigError("Raw holds keys of 4 bytes", where="CreateSolver, i64_input_key", value=True,
                                       fix="leave it out")  # fmt: skip
-                return RawFormat(float_label_dense=params.float_label_dense, num_samples=rows)
+                return RawFormat(float_label_dense=params.float_label_dense)
             case DataReaderType_t.RawAsync:
-                if params.async_param is not None:
-                    options["is_dense_float"] = params.async_param.has_float_dense
-                return RawAsyncFormat(i64_input_key=wide, num_samples=rows, **options)
+                is_float = None if params.async_param is None else params.async_param.has_float_dense
+                if is_float is None:
+                    is_float = has_float_dense(self._path, self.columns.reader_schema(), wide=wide)
+                return RawAsyncFormat(i64_input_key=wide, is_dense_float=is_float)
         raise ConfigError("unknown reader", where="DataReaderParams, data_reader_type", value=params.data_reader_type)
 
 

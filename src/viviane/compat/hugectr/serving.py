@@ -19,13 +19,13 @@ from viviane.compat.hugectr.columns import Columns, Slot, columns_of
 from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.graph import Graph, assemble
 from viviane.compat.hugectr.inputs import DataReaderParams, Input
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import graph_layers
 from viviane.compat.hugectr.reading import DataReader
 from viviane.compat.hugectr.scores import auc
 from viviane.compat.hugectr.serving_params import InferenceParams
 from viviane.compat.hugectr.solver import OptParams
 from viviane.compat.hugectr.tensors import tensor_of
-from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, DataError
 from viviane.embedding import ConstantInit, DynamicOptions
 from viviane.model import Model, SparseEmbedding
@@ -73,10 +73,15 @@ class InferenceModel:
         slot_size_array: Sequence[int] = (),
         data_source_params: Any = None,
     ) -> NDArray[np.float32]:
-        """Return the predictions of the first batches of a source: (rows,), or (rows, labels) of several labels."""
+        """Return the predictions of the first batches of a source: (rows,), or (rows, labels) of several labels.
+
+        After the last row of a shorter source come those of its beginning, until all batches are full.
+        """
         parts = [found for found, _ in self._over(num_batches, source, data_reader_type, check_type, slot_size_array)]
         result = np.concatenate(parts)
-        return result[:, 0] if result.shape[1] == 1 else result
+        result = result[np.arange(num_batches * self.params.max_batchsize) % len(result)]
+        tensor: NDArray[np.float32] = result[:, 0] if result.shape[1] == 1 else result
+        return tensor
 
     def evaluate(
         self,
@@ -189,11 +194,15 @@ class InferenceSession(InferenceModel):
 
     def predict(self, *args: Any, **given: Any) -> Any:
         """Predict: (dense, embeddingcolumns, row_ptrs) returns a list, (num_batches, source, ...) an array."""
-        names = ("dense", "embeddingcolumns", "row_ptrs")
+        names = ("dense_feature", "embeddingcolumns", "row_ptrs", "i64_input_key")
         if isinstance(args[0] if args else given.get("num_batches"), int):
             return super().predict(*args, **given)
-        lists = dict(zip(names, args, strict=False)) | given
-        return self.predict_lists(*(lists[name] for name in names)).reshape(-1).tolist()
+        older = {"dense": names[0], "dense_features": names[0], "embedding_columns": names[1]}
+        lists = dict(zip(names, args, strict=False)) | {older.get(name, name): one for name, one in given.items()}
+        missing = [name for name in names[:3] if name not in lists]
+        if missing:
+            raise ConfigError("an argument is missing", where="InferenceSession.predict", value=missing[0])
+        return self.predict_lists(*(lists[name] for name in names[:3])).reshape(-1).tolist()
 
 
 class EmbeddingCache:

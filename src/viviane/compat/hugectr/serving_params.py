@@ -12,7 +12,7 @@ from viviane.compat.hugectr.enums import (
     EmbeddingCacheType_t,
     UpdateSourceType_t,
 )
-from viviane.config.base import load_json
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.core.errors import ConfigError
 
 _LARGEST: Final = 2**64 - 1
@@ -97,6 +97,7 @@ class InferenceParams(Arguments):
             "fuse_embedding_table": False, "use_hctr_cache_implementation": True, "thread_pool_size": 16,
             "init_ec": True, "embedding_cache_type": EmbeddingCacheType_t.Dynamic, "enable_pagelock": False,
             "fp8_quant": False, "db_type": None, "redis_ip": "", "rocksdb_path": "",
+            "cache_size_percentage_redis": 0.1,
         },
     )  # fmt: skip
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from viviane.compat.hugectr.arguments import Signature, note
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import read_graph, reader_from_json
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
 from viviane.compat.hugectr.model import Model
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, EtcParams
 from viviane.compat.hugectr.reading import DataReader
 from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
-from viviane.config.base import load_json
 from viviane.core.errors import ConfigError
 
 _OLD: Final[dict[str, Any]] = {

@@ -44,11 +44,13 @@ class Solver(Arguments):
                 "num_iterations_statistics", "scaler", "kafka_brockers", "use_embedding_collection", *_OVERLAPS,
             }
         ),
+        older={"kafka_brokers": "kafka_brockers"},
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        self.metrics_spec: dict[Any, float] = dict(vars(self)["metrics_spec"])
+        given_metrics = dict(vars(self)["metrics_spec"])
+        self.metrics_spec: dict[Any, float] = {MetricsType.__members__.get(k, k): v for k, v in given_metrics.items()}
         for metric in self.metrics_spec:
             if not isinstance(metric, MetricsType):
                 raise ConfigError("metrics_spec maps metrics to thresholds", where="CreateSolver", value=metric,

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from viviane.compat.hugectr.arguments import Arguments, Signature
-from viviane.compat.hugectr.enums import DataSourceType_t, FileSystemType_t
+from viviane.compat.hugectr.arguments import Arguments, Signature, note
+from viviane.compat.hugectr.enums import DataReaderType_t, DataSourceType_t, FileSystemType_t
 from viviane.core.errors import ConfigError, DataError
 
 _FILES: Final = ("train_source", "train_filelist", "eval_source", "eval_filelist", "dense_model", "dense_opt_states",
@@ -26,6 +26,7 @@ class DataSourceParams(Arguments):
             "namenode": "localhost",
             **{f"{side}_{name}": [] if name in _LISTS else "" for side in ("hdfs", "local") for name in _FILES},
         },
+        older={"type": "source"},
     )  # fmt: skip
 
     @property
@@ -73,16 +74,41 @@ def mounted(path: str) -> Path:
     return local
 
 
-def check_local(params: Any, where: str) -> None:
-    """Refuse a remote file system.
+def source_path(source: str, kind: DataReaderType_t, *, training: bool) -> Path:
+    """Return where a source of data is; that of a remote file system is where it is mounted.
 
     Raises:
-        ConfigError: it is one.
+        DataError: there is no such file; how it comes to be is said.
     """
+    path = mounted(source) if "://" in source else Path(source)
+    if path.exists():
+        return path
+    what = "file" if kind in (DataReaderType_t.Raw, DataReaderType_t.RawAsync) else "file list"
+    raise DataError(
+        f"no such {what} of {'training' if training else 'evaluation'} data",
+        where=f"DataReaderParams, {'source' if training else 'eval_source'} ({kind.name})",
+        value=source,
+        fix="make it first, by the preprocessing that comes with the script, by `viviane convert`, or by "
+        f"hugectr.tools.DataGenerator; the path counts from {Path.cwd()}",
+    )
+
+
+def check_writable(prefix: str, where: str) -> None:
+    """Refuse to write to a remote file system.
+
+    Raises:
+        ConfigError: the prefix is a URL.
+    """
+    if "://" in prefix:
+        raise ConfigError("remote files are not written", where=where, value=prefix,
+                          fix="mount the file system and give the path, or copy what was written")  # fmt: skip
+
+
+def note_remote(params: Any, where: str) -> None:
+    """Note a remote file system: its files are read where it is mounted, under the paths that the script has."""
     if isinstance(params, DataSourceParams) and not params.is_local and not params.use_hdfs:
-        raise ConfigError("remote files are not read", where=f"{where}, data_source_params",
-                          value=getattr(params.source, "name", params.source),
-                          fix="mount them, and give local paths")  # fmt: skip
+        note(where, f"data_source_params: files of {getattr(params.source, 'name', params.source)} are read where they "
+                    "are mounted")  # fmt: skip
 
 
 def _listed(value: Any) -> list[str]:

@@ -5,6 +5,7 @@
 <prefix><i>_opt_sparse_<iter>.model     float32: for each state the whole buffer of the table, whose first rows are
                                         those of the table's file `key`; the buffer has as many rows as
                                         workspace_size_per_gpu_in_mb holds, or as slot_size_array counts
+HugeCTR wrote float16 where it trained with use_mixed_precision; the size of a file tells which, and both are read.
 """
 
 from __future__ import annotations
@@ -72,10 +73,14 @@ def load_dense_states(model: Model, file: str | Path) -> None:
     names = () if optimizer is None else optimizer.state_names
     weights = list(dense_weights(model))
     count = sum(weight.numel() for _, weight in weights)
-    if path.stat().st_size != 4 * count * len(names):
-        raise CheckpointError("the file holds another number of states", where=str(path),
-                              value=path.stat().st_size // 4, allowed=f"{len(names)} x {count} numbers")  # fmt: skip
-    values = torch.from_numpy(np.fromfile(path, "<f4").astype(np.float32))
+    size = path.stat().st_size
+    if size not in (2 * count * len(names), 4 * count * len(names)):
+        allowed = f"{len(names)} x {count} numbers of 4 bytes, or of 2"
+        raise CheckpointError(
+            "the file holds another number of states", where=str(path), value=f"{size} bytes", allowed=allowed
+        )
+    kind_of_numbers = "<f4" if size == 4 * count * len(names) else "<f2"
+    values = torch.from_numpy(np.fromfile(path, kind_of_numbers).astype(np.float32))
     start = 0
     for name in names:
         for kind, weight in weights:
@@ -88,13 +93,18 @@ def load_dense_states(model: Model, file: str | Path) -> None:
 
 
 def load_sparse_states(
-    model: Model, columns: Columns, given: Sequence[str] | Mapping[str, str], orders: Mapping[str, Keys]
+    model: Model,
+    columns: Columns,
+    given: Sequence[str] | Mapping[str, str],
+    orders: Mapping[str, Keys],
+    embeddings: Sequence[SparseEmbedding],
 ) -> None:
     """Read the optimizer state of tables, whose weights were loaded before.
 
     Args:
         given: a file for each embedding in order, or by name.
         orders: keys of each embedding in the order of its file `key`; without it, the order of the table.
+        embeddings: as the script made them: a file of float16 is known by the buffers that they ask for.
 
     Raises:
         CheckpointError: a file is missing, or of another optimizer or size.
@@ -105,15 +115,18 @@ def load_sparse_states(
         now = read_rows(collection, slots)
         names = [name for name in _ORDER if name in now.states]
         keys = orders.get(node.name, now.keys)
-        rows, rest = divmod(path.stat().st_size, 4 * node.dim * max(len(names), 1))
+        own = next(one for one in embeddings if one.sparse_embedding_name == node.name)
+        half = 2 * node.dim * len(names) * max(_capacity(own, names), sum(own.slot_size_array))
+        width = 2 if half and path.stat().st_size == half else 4
+        rows, rest = divmod(path.stat().st_size, width * node.dim * max(len(names), 1))
         if rest or rows < len(keys) or (rows and not names):
             raise CheckpointError("the file holds another number of states", where=str(path),
-                                  value=path.stat().st_size // 4,
+                                  value=path.stat().st_size // width,
                                   allowed=f"{len(names)} x at least {len(keys)} rows of {node.dim}")  # fmt: skip
         if not names or not len(keys):
             continue
-        stored = np.memmap(path, "<f4", "r", shape=(len(names), rows, node.dim))
-        states = {name: np.array(stored[i, : len(keys)]) for i, name in enumerate(names)}
+        stored = np.memmap(path, f"<f{width}", "r", shape=(len(names), rows, node.dim))
+        states = {name: np.array(stored[i, : len(keys)], np.float32) for i, name in enumerate(names)}
         place = {int(key): i for i, key in enumerate(now.keys)}
         order = np.array([place[int(key)] for key in keys])
         merge_rows(collection, slots, TableRows(keys, now.vectors[order], None, states), str(path))

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType
 from typing import Any, Final
 
-from viviane.compat.hugectr import collection, fitting, inputs, parameter_server, passes, serving, session, tools
+from viviane.compat.hugectr import (
+    beside,
+    collection,
+    fitting,
+    inputs,
+    parameter_server,
+    passes,
+    serving,
+    session,
+    tools,
+)
 from viviane.compat.hugectr import serving_params as params
 from viviane.compat.hugectr.arguments import Arguments
 from viviane.compat.hugectr.enums import ENUMS, EmbeddingCacheType_t, exported_members
@@ -27,24 +36,6 @@ _ARGUMENTS: Final[tuple[type[Arguments], ...]] = (
     GroupDenseLayer, collection.EmbeddingTableConfig, collection.EmbeddingCollectionConfig, passes.HMemCacheConfig,
     passes.EtcParams, passes.MosParams, DataSourceParams,
 )  # fmt: skip
-
-
-_ABSENT: Final[dict[str, str]] = {
-    "hugectr2onnx": "export model.viviane.module with torch.onnx",
-    "hierarchical_parameter_server": "look keys up with hugectr.inference.HPS",
-    "hps_torch": "look keys up with hugectr.inference.HPS",
-}
-"""Packages beside HugeCTR that are not mapped, and what to do instead."""
-
-
-class AbsentModule(ModuleType):
-    """A package beside HugeCTR: whatever is asked of it is refused with what to do instead."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        fix = _ABSENT[self.__name__.partition(".")[0]]
-        raise ConfigError("a package beside HugeCTR is not mapped", where=f"{self.__name__}.{name}", fix=fix)
 
 
 class HugectrModule(ModuleType):
@@ -76,13 +67,7 @@ def modules() -> dict[str, ModuleType]:
         vars(module).update(names)
         setattr(hugectr, name, module)
         made[f"hugectr.{name}"] = module
-    for name in _ABSENT:
-        if importlib.util.find_spec(name) is None:
-            made[name] = AbsentModule(name)
-            made[name].__path__ = []
-    if "hugectr2onnx" in made:
-        made["hugectr2onnx.converter"] = AbsentModule("hugectr2onnx.converter")
-    return made
+    return {**made, **beside.packages()}
 
 
 def _training() -> dict[str, Any]:
@@ -98,6 +83,7 @@ def _training() -> dict[str, Any]:
         "OptParamsPy": OptParams,
         "LearningRateScheduler": LearningRateScheduler,
         "TrainingCallback": fitting.TrainingCallback,
+        "HMemCacheConfig": passes.HMemCacheConfig,
         "EmbeddingPlanner": collection.EmbeddingPlanner,
         "EmbeddingTablePlaceHolder": collection.EmbeddingTablePlaceHolder,
         "Session": session.Session,
@@ -117,8 +103,8 @@ def _data() -> dict[str, Any]:
 
 
 def _inference() -> dict[str, Any]:
-    names = ("DatabaseType_t", "Database_t", "DatabaseOverflowPolicy_t", "UpdateSourceType_t", "DataReaderType_t",
-             "Check_t")  # fmt: skip
+    names = ("DatabaseType_t", "Database_t", "DatabaseHashMapAlgorithm_t", "DatabaseOverflowPolicy_t",
+             "UpdateSourceType_t", "DataReaderType_t", "Check_t")  # fmt: skip
     return {
         **{kind.__name__: kind for kind in ENUMS if kind.__name__ in names},
         "EmbeddingCacheType_t": EmbeddingCacheType_t,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from viviane.compat.hugectr.columns import Columns, Slot
 from viviane.compat.hugectr.processes import rows_of_all
-from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.errors import CheckpointError
 from viviane.embedding import EmbeddingCollection, TableState
 from viviane.embedding.dynamic_content import DynamicContent
 from viviane.model import Model, SparseEmbedding
@@ -78,7 +78,7 @@ def read_rows(collection: AnyTables, slots: Sequence[Slot]) -> TableRows:
 
 def _read_dynamic(collection: AnyTables, name: str) -> TableRows:
     """Return the rows of a dynamic table; where it is spread over processes, those of all, on every process."""
-    part = next((one for one in collection.parts() if name in one.tables), None)
+    part = _part_of(collection, name)
     if isinstance(collection, EmbeddingCollection):
         content = collection.dynamic_table(name).export()
         states = {key: _array(values) for key, values in content.state.items() if values.dim() == 2}
@@ -107,7 +107,10 @@ def replace_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, 
         CheckpointError: a key lies in no slot.
     """
     if slots[0].size is None:
-        _in_one_process(collection, where).dynamic_table(slots[0].table_name).clear()
+        name = slots[0].table_name
+        part = _part_of(collection, name)
+        if part is not None:
+            part.dynamic_table(name).clear()
     merge_rows(collection, slots, rows, where)
 
 
@@ -118,7 +121,9 @@ def merge_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, wh
         CheckpointError: a key lies in no slot.
     """
     if slots[0].size is None:
-        _merge_dynamic(_in_one_process(collection, where), slots[0].table_name, rows)
+        part = _part_of(collection, slots[0].table_name)
+        if part is not None:
+            _merge_dynamic(part, slots[0].table_name, rows)
         return
     left = np.ones(len(rows.keys), bool)
     for slot in slots:
@@ -137,11 +142,9 @@ def merge_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, wh
                               fix="correct slot_size_array")  # fmt: skip
 
 
-def _in_one_process(collection: AnyTables, where: str) -> EmbeddingCollection:
-    if isinstance(collection, ShardedCollection):
-        raise ConfigError("keys without slot_size_array are not loaded into tables of several processes", where=where,
-                          fix="load them in one process, or give slot_size_array")  # fmt: skip
-    return collection
+def _part_of(collection: AnyTables, name: str) -> EmbeddingCollection | None:
+    """Return the part of this process that has a dynamic table, whole; None where another process has it."""
+    return next((one for one in collection.parts() if name in one.tables), None)
 
 
 def _merge_dynamic(collection: EmbeddingCollection, name: str, rows: TableRows) -> None:

@@ -1,13 +1,18 @@
-"""Tensors of a graph, as HugeCTR shows them."""
+"""Tensors of a graph and their gradients, as HugeCTR shows them."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from viviane.batch import Batch
 from viviane.compat.hugectr.processes import rows_of_all
-from viviane.model import DenseLayer, GraphModule, Model
+from viviane.core.errors import ConfigError, suggest
+from viviane.model import DenseLayer, GraphModule, Model, SparseEmbedding
 from viviane.training.evaluation import evaluating
 from viviane.training.precision import Precision
 
@@ -24,3 +29,63 @@ def tensor_of(model: Model, name: str, batch: Batch) -> NDArray[np.float32]:
         values = values.softmax(1) if reader == "CrossEntropyLoss" else values.sigmoid()
     result: NDArray[np.float32] = rows_of_all(values).cpu().numpy()
     return result
+
+
+_wanted = False
+
+
+def want_gradients(wanted: bool) -> None:
+    """Say whether the models that are compiled from now on keep the gradients of their tensors.
+
+    They cost memory, and layers are no longer fused, so that only scripts which ask for them pay for them.
+    """
+    global _wanted  # noqa: PLW0603 - one script runs at a time, and models are made by it
+    _wanted = wanted
+
+
+def are_gradients_wanted() -> bool:
+    """Say whether models keep the gradients of their tensors."""
+    return _wanted
+
+
+class Gradients:
+    """Keeps the gradient of every tensor of a graph at the last training step: that of the loss of the global batch.
+
+    Args:
+        model: compiled.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+        for node in model.nodes:
+            if isinstance(node, DenseLayer | SparseEmbedding):
+                part = model.module._modules.get(node.name)  # None: a loss, or nothing depends on it
+                if part is not None:
+                    part.register_forward_hook(partial(self._listen, node))
+
+    def _listen(self, node: DenseLayer | SparseEmbedding, module: Any, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        width = None
+        if isinstance(node, SparseEmbedding):
+            output, width = output.flat, node.dim
+        for name, tensor in zip(node.top, output if isinstance(output, tuple) else (output,), strict=False):
+            self._kept.pop(name, None)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._keep, name, width))
+
+    def _keep(self, name: str, width: int | None, gradient: torch.Tensor) -> None:
+        kept = gradient.detach().float().clone()
+        self._kept[name] = kept if width is None else kept.view(len(kept), -1, width)
+
+    def of(self, name: str) -> NDArray[np.float32]:
+        """Return the gradient of a tensor, (B, ...).
+
+        Raises:
+            ConfigError: no step was made yet, or no gradient reached a tensor of this name.
+        """
+        if name not in self._kept:
+            fix = suggest(name, self._kept) if self._kept else "call model.train() or model.fit() first"
+            raise ConfigError("no gradient of this tensor was kept", where="check_out_tensor", value=name, fix=fix)
+        result: NDArray[np.float32] = rows_of_all(self._kept[name]).cpu().numpy()
+        return result

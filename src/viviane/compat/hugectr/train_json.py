@@ -7,13 +7,14 @@ from typing import Any, Final
 
 from viviane.compat.hugectr.arguments import note, say
 from viviane.compat.hugectr.enums import MetricsType
+from viviane.compat.hugectr.json_files import check_keys
+from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import graph_layers, reader_from_json, with_data_layer
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
 from viviane.compat.hugectr.model import Model
 from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.solver import OptParams, Solver
-from viviane.config.base import load_json
-from viviane.core.errors import ConfigError, suggest
+from viviane.core.errors import ConfigError
 
 _SAME_NAMES: Final = (
     "batchsize",
@@ -44,6 +45,7 @@ _OTHERS: Final = ("lr_policy", "gpu", "eval_batches", "max_eval_samples", "mixed
                   "input_key_type", "auc_threshold", "export_predictions_prefix")  # fmt: skip
 _ELSE: Final = {
     "models": "it is a parameter server's; give it to hugectr.inference.HPS in a script",
+    "plan": "it is a plan of what lies where; train the file that names it as its plan_file",
     "slot_size_array": "it describes data; generate them with `viviane data generate`, or hugectr.tools.DataGenerator",
 }
 """Keys of JSON that is no graph, and what to do with it."""
@@ -56,20 +58,18 @@ def train_from_json(file: str | Path) -> Model:
     without a source in its Data layer it is only described.
 
     Raises:
-        ConfigError: there are no layers, or a key is unknown.
+        ConfigError: there are no layers.
     """
     content = load_json(file)
     if not isinstance(content, dict) or "layers" not in content:
-        keys = content if isinstance(content, dict) else {}
+        keys: Any = content if isinstance(content, dict) else {"plan": None}  # a list: a place for each GPU
         fix = next(
             (text for key, text in _ELSE.items() if key in keys), "give a file with solver, optimizer and layers"
         )
         raise ConfigError("the file has no layers to train", where=str(file), fix=fix)
-    clause = content.get("solver", {})
+    clause = {name.replace(" ", "_"): value for name, value in content.get("solver", {}).items()}
     known = (*_SAME_NAMES, *_FIT, *_OTHERS, *_WEIGHTS, *_UNUSED)
-    for key in clause:
-        if key not in known:
-            raise ConfigError("unknown key", where=f"{file}, solver", value=key, fix=suggest(key, known))
+    check_keys(clause, known, f"{file}, solver")
     optimizer = content.get("optimizer", {"type": "Adam"})
     data = with_data_layer(content, str(file))[0]
     layers = graph_layers(content, include_dense_network=True, where=str(file))

@@ -1,0 +1,131 @@
+"""Packages that stand beside HugeCTR in its scripts: answered where they are not installed, or refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+from viviane.compat.hugectr.arguments import say
+from viviane.compat.hugectr.parameter_server import HPS
+from viviane.compat.hugectr.processes import is_first
+from viviane.core.errors import ConfigError
+
+_ABSENT: Final[dict[str, str]] = {
+    "hugectr2onnx": "export model.viviane.module with torch.onnx",
+    "hierarchical_parameter_server": "look keys up with hugectr.inference.HPS",
+}
+"""Packages that are not mapped, and what to do instead."""
+
+
+class AbsentModule(ModuleType):
+    """A package that is not mapped: whatever is asked of it is refused with what to do instead."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        fix = _ABSENT[self.__name__.partition(".")[0]]
+        raise ConfigError("a package beside HugeCTR is not mapped", where=f"{self.__name__}.{name}", fix=fix)
+
+
+class LookupLayer(torch.nn.Module):
+    """hps_torch's layer: keys (...) to vectors (..., D), exact.
+
+    Args:
+        ps_config_file: the parameter server's JSON.
+        model_name: in it.
+        table_id: of the model's tables, from 0.
+        emb_vec_size: D.
+    """
+
+    def __init__(self, ps_config_file: str, model_name: str, table_id: int, emb_vec_size: int) -> None:
+        super().__init__()
+        self._server, self._place = HPS(ps_config_file), (model_name, table_id)
+        self._width = emb_vec_size
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of keys, on the device of the keys.
+
+        Raises:
+            ConfigError: the table has another width.
+        """
+        found = torch.from_numpy(self._server.lookup(keys.cpu().numpy(), *self._place))
+        if found.shape[1] != self._width:
+            raise ConfigError("the table has another width", where="hps_torch.LookupLayer, emb_vec_size",
+                              value=self._width, allowed=str(found.shape[1]))  # fmt: skip
+        return found.view(*keys.shape, self._width).to(keys.device)
+
+
+class _Logger:
+    """MLPerf's logger: a line of JSON for each event, from the first process."""
+
+    def _log(self, kind: str, key: Any = None, value: Any = None, metadata: Any = None, **more: Any) -> None:
+        if is_first():
+            entry = {"time_ms": int(time.time() * 1000), "event_type": kind, "key": key, "value": value}
+            say(f":::MLLOG {json.dumps({**entry, 'metadata': {**(metadata or {}), **more}}, default=str)}")
+
+    def event(self, *args: Any, **given: Any) -> None:
+        """Log a moment."""
+        self._log("POINT_IN_TIME", *args, **given)
+
+    def start(self, *args: Any, **given: Any) -> None:
+        """Log the beginning of a time."""
+        self._log("INTERVAL_START", *args, **given)
+
+    def end(self, *args: Any, **given: Any) -> None:
+        """Log the end of a time."""
+        self._log("INTERVAL_END", *args, **given)
+
+
+class _Constants(ModuleType):
+    """MLPerf's words: each is its own name in small letters."""
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name.lower()
+
+
+def _hps_torch() -> dict[str, ModuleType]:
+    module = ModuleType("hps_torch")
+    vars(module).update(LookupLayer=LookupLayer)
+    return {"hps_torch": module}
+
+
+def _mlperf_logging() -> dict[str, ModuleType]:
+    package, mllog = ModuleType("mlperf_logging"), ModuleType("mlperf_logging.mllog")
+    constants, logger = _Constants("mlperf_logging.mllog.constants"), _Logger()
+    vars(mllog).update(
+        constants=constants, get_mllogger=lambda: logger, config=lambda **given: None, MLLogger=_Logger, __path__=[]
+    )
+    vars(package).update(mllog=mllog, __path__=[])
+    return {one.__name__: one for one in (package, mllog, constants)}
+
+
+_ANSWERED: Final[dict[str, Callable[[], dict[str, ModuleType]]]] = {
+    "hps_torch": _hps_torch, "mlperf_logging": _mlperf_logging,
+}  # fmt: skip
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def packages() -> dict[str, ModuleType]:
+    """Return the packages that are not installed, by name: those that are answered, and those that are refused."""
+    made: dict[str, ModuleType] = {}
+    for name, make in _ANSWERED.items():
+        if not _is_installed(name):
+            made |= make()
+    for name in _ABSENT:
+        if not _is_installed(name):
+            made[name] = AbsentModule(name)
+            made[name].__path__ = []
+    if "hugectr2onnx" in made:
+        made["hugectr2onnx.converter"] = AbsentModule("hugectr2onnx.converter")
+    return made

@@ -1,0 +1,121 @@
+"""Raw files that say more than the script, and tables that are larger than the machine."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from viviane.compat.hugectr import capacity
+from viviane.compat.hugectr.reading import close_readers
+from viviane.compat.hugectr.symbols import modules
+from viviane.core.errors import ConfigError, DataError
+
+hugectr: Any = modules()["hugectr"]
+KIND, LAYER = hugectr.DataReaderType_t, hugectr.Layer_t
+COUNTS = np.array([[0, 7], [3, 0], [1, 2], [9, 1], [0, 0]])
+KEYS = np.array([[0, 1], [2, 3], [1, 0], [0, 2], [2, 1]], "<i4")
+
+
+def raw_file(dense: np.ndarray) -> str:
+    rows = b"".join(np.array([i % 2], "<i4").tobytes() + dense[i].tobytes() + KEYS[i].tobytes() for i in range(5))
+    Path("rows.bin").write_bytes(rows)
+    return "rows.bin"
+
+
+def build(source: str, num_samples: int, batch_size: int, sizes: list[int], **more: Any) -> Any:
+    solver = hugectr.CreateSolver(batchsize=batch_size, batchsize_eval=batch_size, max_eval_batches=1, lr=0.1, **more)
+    reader = hugectr.DataReaderParams(
+        KIND.RawAsync, source, eval_source=source, num_samples=num_samples, eval_num_samples=num_samples,
+        slot_size_array=sizes, async_param=hugectr.AsyncParam(32, 4, 716800, 2, 512, True, hugectr.Alignment_t.Non),
+    )  # fmt: skip
+    model = hugectr.Model(solver, reader, hugectr.CreateOptimizer(optimizer_type=hugectr.Optimizer_t.SGD))
+    model.add(hugectr.Input(1, "label", 2, "dense", [hugectr.DataReaderSparseParam("keys", 1, True, 2)]))
+    kind = hugectr.Embedding_t.LocalizedSlotSparseEmbeddingOneHot
+    model.add(hugectr.SparseEmbedding(kind, 1, 4, "sum", "table", "keys", sizes))
+    model.add(hugectr.DenseLayer(LAYER.Reshape, ["table"], ["flat"], leading_dim=8))
+    model.add(hugectr.DenseLayer(LAYER.Concat, ["flat", "dense"], ["all"]))
+    model.add(hugectr.DenseLayer(LAYER.InnerProduct, ["all"], ["logit"], num_output=1))
+    model.add(hugectr.DenseLayer(LAYER.BinaryCrossEntropyLoss, ["logit", "label"], ["loss"]))
+    model.compile()
+    return model
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    yield
+    close_readers()
+
+
+def dense_of(model: Any) -> np.ndarray:
+    model.eval()
+    return model.check_out_tensor("all", hugectr.Tensor_t.Evaluate)[:, 8:]
+
+
+def test_whole_numbers_and_floats_are_told_apart_by_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    model = build(raw_file(COUNTS.astype("<i4")), 5, 5, [3, 4])
+    np.testing.assert_allclose(dense_of(model), np.log1p(COUNTS), rtol=1e-6)  # one rounding to float32
+    assert "rows.bin holds int32" in capsys.readouterr().out
+    model = build(raw_file(COUNTS.astype("<f4")), 5, 5, [3, 4])
+    np.testing.assert_array_equal(dense_of(model), COUNTS)
+
+
+def test_num_samples_ends_a_longer_file_and_warns_of_a_shorter_one(capsys: pytest.CaptureFixture[str]) -> None:
+    source = raw_file(COUNTS.astype("<f4"))
+    model = build(source, 4, 2, [3, 4], repeat_dataset=False)
+    model.get_data_reader_eval().set_source(source)
+    seen = []
+    while model.eval():
+        seen.append(model.check_out_tensor("all", hugectr.Tensor_t.Evaluate)[:, 8:])
+    assert model.get_data_reader_eval().is_eof()
+    np.testing.assert_array_equal(np.concatenate(seen), COUNTS[:4])
+    assert "Warning" not in capsys.readouterr().out
+    build(source, 4_195_155_968, 5, [3, 4])
+    assert "rows.bin has 5 rows, fewer than 4195155968" in capsys.readouterr().out
+
+
+def test_tables_that_do_not_fit_get_their_rows_as_keys_are_met(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("viviane.compat.hugectr.graph.free_bytes", lambda device: 2**30)
+    source = raw_file(COUNTS.astype("<f4"))
+    model = build(source, 5, 5, [40_000_000, 40_000_000])  # 80 million rows of 4 float32: 1.2 GiB
+    assert "need 1.2 GiB, and 1.0 GiB of memory are free" in capsys.readouterr().out
+    for _ in range(3):
+        model.train()
+    model.save_params_to_files("large")
+    keys = np.fromfile("large0_sparse_0.model/key", "<i8")
+    assert sorted(keys.tolist()) == [0, 1, 2, *(40_000_000 + key for key in (0, 1, 2, 3))]
+    build(source, 5, 5, [40, 40])
+    assert "Warning" not in capsys.readouterr().out
+
+
+def test_remote_paths_are_read_where_they_are_mounted_and_not_written() -> None:
+    source = f"hdfs://localhost:9000{Path(raw_file(COUNTS.astype('<i4'))).resolve()}"
+    model = build(source, 5, 5, [3, 4])
+    np.testing.assert_allclose(dense_of(model), np.log1p(COUNTS), rtol=1e-6)  # one rounding to float32
+    with pytest.raises(ConfigError, match="remote files are not written"):
+        model.save_params_to_files("hdfs://localhost:9000/model")
+    with pytest.raises(DataError, match="mount the file system"):
+        build("s3://bucket/not/there", 5, 5, [3, 4])
+
+
+@pytest.mark.parametrize(("kind", "what"), [("RawAsync", "file"), ("Parquet", "file list"), ("Norm", "file list")])
+def test_a_source_that_is_not_there_is_named_with_how_it_is_made(kind: str, what: str) -> None:
+    reader = hugectr.DataReaderParams(KIND[kind], "./data/train", eval_source="./data/val")
+    model = hugectr.Model(hugectr.CreateSolver(), reader, hugectr.CreateOptimizer())
+    model.add(hugectr.Input(1, "label", 2, "dense", [hugectr.DataReaderSparseParam("keys", 1, True, 2)]))
+    table = hugectr.SparseEmbedding(hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash, 1, 4, "sum", "e", "keys")
+    model.add(table)
+    model.add(hugectr.DenseLayer(LAYER.Reshape, ["e"], ["flat"], leading_dim=8))
+    model.add(hugectr.DenseLayer(LAYER.InnerProduct, ["flat"], ["logit"], num_output=1))
+    model.add(hugectr.DenseLayer(LAYER.BinaryCrossEntropyLoss, ["logit", "label"], ["loss"]))
+    with pytest.raises(
+        DataError, match=f"(?s)no such {what} of training data.*./data/train.*DataGenerator.*{Path.cwd()}"
+    ):
+        model.compile()
+
+
+def test_free_memory_is_known_here() -> None:
+    assert (capacity.free_bytes("cpu") or 0) > 2**20
