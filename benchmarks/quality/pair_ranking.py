@@ -1,7 +1,8 @@
 """NCF and two-tower on MovieLens 1M: ranking a held-out film of each user, see `leave_one_out`.
 
 Trained for a number of epochs that the validation films chose; each epoch of NCF draws four new films that the user
-has not rated in training for each of his films, as its paper does.
+has not rated in training for each of his films, as its paper does. The user's tower reads his other films: thirty drawn
+anew for each row, without the one that is to be found, and all of them in the end.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from leave_one_out import FIRST_ID, Ids, LeaveOneOut, hit_rate, ndcg, sampled_ranks
+from numpy.typing import NDArray
 
 import viviane as vv
+from viviane.batch import Bag, Batch, Layout
 from viviane.schema import Schema
 
 NEGATIVES = 4
@@ -22,10 +26,10 @@ NCF: dict[str, Any] = {
 }  # fmt: skip
 NCF_EPOCHS, NCF_BATCH = 6, 4096
 TOWERS: dict[str, Any] = {
-    "dim": 64, "user_mlp": [64], "item_mlp": [64], "out_dim": 32, "temperature": 0.1,
+    "dim": 64, "user_mlp": [64], "item_mlp": [64], "out_dim": 64, "temperature": 0.1, "combiner": "mean",
     "init": {"type": "normal", "std": 0.1},
 }  # fmt: skip
-TOWER_EPOCHS, TOWER_BATCH = 9, 2048
+TOWER_EPOCHS, TOWER_BATCH, HISTORY = 5, 512, 30
 
 
 def _model(data: LeaveOneOut, recipe: Any, tables: vv.Adam, solver: vv.Solver) -> vv.Model:
@@ -72,16 +76,49 @@ def train_ncf(data: LeaveOneOut, seed: int, device: str = "cpu", epochs: int = N
     return model
 
 
-def train_towers(data: LeaveOneOut, seed: int, device: str = "cpu", epochs: int = TOWER_EPOCHS) -> vv.Model:
-    """Train two towers on the rated films, the batch's other films as wrong answers."""
-    rng = np.random.default_rng(seed)
-    recipe, tables = vv.zoo.TwoTower(user=["user"], item=["item"], **TOWERS), vv.Adam(lr=0.005, weight_decay=1e-5)
-    solver = _solver(TOWER_BATCH, 0.0005, 15 * (len(data.user) // TOWER_BATCH), seed, device)
-    model = _model(data, recipe, tables, solver)
-    for _ in range(epochs):
-        order = rng.permutation(len(data.user))
-        _epoch(model, data.user[order], data.item[order], np.ones(len(order)))
-    return model
+class Towers:
+    """Two towers on the rated films, the batch's other films as wrong answers."""
+
+    def __init__(self, data: LeaveOneOut, seed: int, device: str = "cpu", epochs: int = TOWER_EPOCHS) -> None:
+        self.data, self.rng = data, np.random.default_rng(seed)
+        films = data.seen.shape[1]
+        self.films = np.nonzero(data.seen)[1]  # those of user u are films[start[u] : start[u + 1]]
+        self.start = np.concatenate([[0], data.seen.sum(1).cumsum()])
+        columns = [
+            {"name": "item", "num_ids": films + FIRST_ID},
+            {"name": "history", "kind": "multi_hot", "num_ids": films + FIRST_ID},
+        ]
+        self.schema = Schema(labels=[{"name": "rated"}], categorical=columns)
+        steps = len(data.user) // TOWER_BATCH
+        self.model = vv.Model(_solver(TOWER_BATCH, 0.001, epochs * steps, seed, device), self.schema)
+        self.model.add(vv.zoo.TwoTower(user=["history"], item=["item"], **TOWERS))
+        self.model.compile(vv.Adam(), vv.Adam(lr=0.005, weight_decay=1e-5), metrics=["log_loss"])
+        with self.model.trainer.switches():
+            for _ in range(epochs):
+                order = self.rng.permutation(len(data.user))[: steps * TOWER_BATCH]
+                for rows in order.reshape(steps, TOWER_BATCH):
+                    self.model.trainer.train_step(self._batch(rows).to(self.model.trainer.device))
+
+    def _batch(self, rows: Ids) -> Batch:
+        user, item = self.data.user[rows], self.data.item[rows]
+        first, count = self.start[user, None], (self.start[user + 1] - self.start[user])[:, None]
+        drawn = self.films[first + (self.rng.random((len(rows), HISTORY)) * count).astype(np.int64)]
+        others = drawn != item[:, None]
+        bag = Bag(
+            torch.from_numpy((drawn[others] + FIRST_ID).astype(np.int32)),
+            torch.from_numpy(np.concatenate([[0], others.sum(1).cumsum()])),
+        )
+        return Batch(
+            Layout.of(self.schema), labels=torch.ones(len(rows), 1), dense=torch.empty(len(rows), 0),
+            one_hot=torch.from_numpy((item[:, None] + FIRST_ID).astype(np.int32)), bags={"history": bag},
+        )  # fmt: skip
+
+    def scores(self) -> NDArray[np.float32]:
+        """Return (users, items)."""
+        histories = [(films + FIRST_ID).astype(np.int32) for films in np.split(self.films, self.start[1:-1])]
+        users = self.model.tensor("user_vector", {"history": histories})
+        items = self.model.tensor("item_vector", _ids(item=np.arange(self.data.seen.shape[1])))
+        return users @ items.T
 
 
 def ncf_figures(model: vv.Model, data: LeaveOneOut, part: str) -> dict[str, float]:
@@ -91,9 +128,7 @@ def ncf_figures(model: vv.Model, data: LeaveOneOut, part: str) -> dict[str, floa
     return {"HR@10 of 100": hit_rate(ranks, 10), "NDCG@10 of 100": ndcg(ranks, 10)}
 
 
-def tower_figures(model: vv.Model, data: LeaveOneOut, part: str) -> dict[str, float]:
+def tower_figures(towers: Towers, part: str) -> dict[str, float]:
     """Return recall over the catalogue."""
-    users, items = (np.arange(count) for count in data.seen.shape)
-    scores = model.tensor("user_vector", _ids(user=users)) @ model.tensor("item_vector", _ids(item=items)).T
-    ranks = data.rank_in_catalogue(scores, part)
+    ranks = towers.data.rank_in_catalogue(towers.scores(), part)
     return {f"recall@{k}": hit_rate(ranks, k) for k in (10, 50, 100)}

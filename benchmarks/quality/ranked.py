@@ -25,7 +25,7 @@ def _neumf(seed: int, device: str) -> Figures:
 
 def _towers(seed: int, device: str) -> Figures:
     data = leave_one_out.load()
-    return pair_ranking.tower_figures(pair_ranking.train_towers(data, seed, device), data, "test")
+    return pair_ranking.tower_figures(pair_ranking.Towers(data, seed, device), "test")
 
 
 def _beauty(seed: int, device: str) -> Figures:

@@ -211,8 +211,9 @@ def sampled_softmax(inputs, p):
 
 
 def log_frequency(ids, w, p):
-    d = w["running_interval"]
-    found = np.vectorize(lambda one: -np.log(max(d[int(one) % p["num_buckets"]], 1.0)))(ids)
+    d, c = w["running_interval"], w["running_count"]
+    places = np.vectorize(lambda one: int(one) % p["num_buckets"])(ids)
+    found = np.log(np.where(c[places] > 0, c[places], 1.0)) - np.log(np.maximum(d[places], 1.0))
     return np.where(ids == -(2.0**63), 0.0, found)
 
 

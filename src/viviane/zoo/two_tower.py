@@ -24,8 +24,8 @@ class TwoTower(ZooModel):
         s_bj = u_b . v_j / temperature                                   the candidates j are the items of the batch
         loss = -mean_b y_b log softmax_j(s_bj - log q_j)_b
 
-    q_j, how often item j comes up, is estimated while training (`LogFrequency`), so that popular items are not pushed
-    away for being seen often. Rows of label 0 only give candidates. The prediction of a row is sigmoid(s).
+    q_j, how often item j comes up in a batch, is estimated while training (`LogFrequency`), so that popular items are
+    not pushed away for being seen often. Rows of label 0 only give candidates. The prediction of a row is sigmoid(s).
     `Model.tensor("user_vector", rows)` and "item_vector" give the vectors for retrieval.
 
     With `negatives`, a bag column of sampled items with max_length K, the batch's B K samples are candidates too, or
