@@ -19,7 +19,8 @@ import numpy as np
 keys = np.array([[0, 4], [2, 3], [1, 4], [0, 3]], "<i4")
 rows = b"".join(np.array([i % 2], "<f4").tobytes() + np.array([0.5 * i], "<f4").tobytes() + keys[i].tobytes()
                 for i in range(4))
-open("rows.bin", "wb").write(rows)
+with open("rows.bin", "wb") as file:
+    file.write(rows)
 solver = hugectr.CreateSolver(batchsize=4, batchsize_eval=4, max_eval_batches=1, lr=0.5, seed=3)
 reader = hugectr.DataReaderParams(hugectr.DataReaderType_t.Raw, "rows.bin", eval_source="rows.bin", num_samples=4,
                                   eval_num_samples=4, float_label_dense=True)

@@ -137,7 +137,7 @@ def test_one_process():
     nasty()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_train_what_one_trains(size):
     processes.run(size, everything, SOME)
 

@@ -65,6 +65,7 @@ def job(folder):
     assert not list(store.folder.glob(".step*"))
 
 
+@pytest.mark.slow
 def test_two_processes_save_while_they_train(tmp_path):
     make_data(tmp_path)
     processes.run(2, job, tmp_path)

@@ -48,7 +48,7 @@ def test_a_killed_process_ends_the_job_by_name(folder, tmp_path):
     assert code != 0
     assert re.search(
         r"rank 1 \(process \d+ on .+\) has died; it was last seen at step \d+, and rank 0 is at step 24", output
-    )
+    ), output
 
 
 @pytest.mark.slow
@@ -65,7 +65,9 @@ def test_a_stalled_process_ends_the_job_by_name(folder, tmp_path):
     began = time.monotonic()
     code, output = finish(start([folder, tmp_path / "run", "stop", 1, 9]))
     assert code != 0
-    assert re.search(r"rank 1 \(process .+\) has stalled: no sign of life for \d+ s; .* rank 0 is at step 10", output)
+    assert re.search(
+        r"rank 1 \(process .+\) has stalled: no sign of life for \d+ s; .* rank 0 is at step 10", output
+    ), output
     assert time.monotonic() - began < 60  # 6 s of silence, and the start on a busy machine
 
 

@@ -61,6 +61,7 @@ def test_killed_while_training(data, tmp_path, straight):
     assert comparable(lines) == comparable(straight[1].rows)
 
 
+@pytest.mark.slow
 def test_killed_while_saving(data, tmp_path):
     hidden = 10_000  # about 0.7 MB of weights and 1.4 MB of state, so that a save can be caught at work
     run, caught = tmp_path / "run", 0

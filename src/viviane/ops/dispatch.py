@@ -81,7 +81,7 @@ def reason(device: torch.device, operation: str | None = None) -> str:
         if device.type == "cuda":
             return "Triton, for GPUs"
         if operation is not None and not (Path(__file__).parent / operation / "cpu.py").exists():
-            return "plain torch: no kernel of ours is faster on CPUs"
+            return "torch's own operations: no kernel of ours is faster on CPUs"
         return "Numba, for CPUs"
     return f"chosen by {VARIABLE}" if _chosen.get() is None else "chosen by use_implementation"
 
