@@ -13,6 +13,7 @@ same run. Whole steps have the dense part of `dense_gpu.py` behind the lookup, a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -301,6 +302,7 @@ def main() -> int:
         if replicated or group.size == 1:
             measure_step(case, "DLRM", 1000 if group.size == 4 else 2800, arguments.profile)
         del case
+        gc.collect()  # graphs and autograd's functions refer to each other
         torch.cuda.empty_cache()
     for size, replicated, goal in ((32768, 0, 3000), (32768, 40_000, 3000), (512 * group.size, 0, 600)):
         kinds = "small ones replicated" if replicated else "all sharded"
@@ -310,6 +312,7 @@ def main() -> int:
         measure(case, speed, arguments.profile)
         measure_step(case, "DCN v2", goal, arguments.profile)
         del case
+        gc.collect()  # graphs and autograd's functions refer to each other
         torch.cuda.empty_cache()
     return 0
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,11 @@ def uniform(rows: int) -> Tensor:
     return torch.empty(rows, DIM, device="cuda").uniform_(-0.01, 0.01)
 
 
-def schema_of(rows: Sequence[int], hotness: Sequence[int]) -> vv.Schema:
+def schema_of(rows: Sequence[int], hotness: Sequence[int], fixed: bool = False) -> vv.Schema:
+    """Return the schema of so many one-hot and multi-hot columns; `fixed` says that bags have one length."""
     columns: list[dict[str, Any]] = []
     for i, (size, hot) in enumerate(zip(rows, hotness, strict=True)):
-        kind = {} if hot == 1 else {"kind": "multi_hot", "max_length": hot}
+        kind = {} if hot == 1 else {"kind": "multi_hot", "hotness" if fixed else "max_length": hot}
         columns.append({"name": f"c{i}", "num_ids": size, **kind})
     dense = [{"name": f"i{i}"} for i in range(NUM_DENSE)]
     return vv.Schema(labels=[{"name": "click"}], dense=dense, categorical=columns)
@@ -86,16 +87,26 @@ def draw(schema: vv.Schema, hotness: Sequence[int], size: int, exponent: float, 
     return Batch(Layout.of(schema), labels, dense, torch.stack(singles, 1), bags)
 
 
-def dlrm(schema: vv.Schema, graph: bool) -> vv.Model:
-    model = vv.Model(vv.Solver(lr=LR, device="cuda", precision="bf16", cuda_graph=graph), schema)
+def solver_of(graph: bool = True, **settings: Any) -> vv.Solver:
+    return vv.Solver.from_dict({"lr": LR, "device": "cuda", "precision": "bf16", "cuda_graph": graph, **settings})
+
+
+def dlrm(
+    schema: vv.Schema, graph: bool = True, statistics: Mapping[str, Any] | None = None, **settings: Any
+) -> vv.Model:
+    """Return the zoo's DLRM of MLPerf's sizes, compiled; the other settings are the solver's."""
+    model = vv.Model(solver_of(graph, **settings), schema)
     model.add(DLRM(dim=DIM, bottom_mlp=BOTTOM[:-1], top_mlp=TOP[:-1]))
-    model.compile(optimizer=vv.SGD())
+    model.compile(optimizer=vv.SGD(), statistics=statistics)
     return model
 
 
-def dcn_v2(schema: vv.Schema, rule: AnyOptimizer, tables: AnyOptimizer) -> vv.Model:
-    """DLRM-DCNv2 as MLPerf's benchmark has it."""
-    model = vv.Model(vv.Solver(lr=LR, device="cuda", precision="bf16", cuda_graph=True), schema)
+def dcn_v2(
+    schema: vv.Schema, rule: AnyOptimizer, tables: AnyOptimizer, statistics: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> vv.Model:  # fmt: skip
+    """Return DLRM-DCNv2 as MLPerf's benchmark has it, compiled; the other settings are the solver's."""
+    model = vv.Model(solver_of(**settings), schema)
     model.add(vv.Input(label="label", dense="dense", sparse="cats"))
     model.add(vv.DenseLayer("bottom", "MLP", bottom="dense", num_outputs=list(BOTTOM)))
     model.add(vv.SparseEmbedding("emb", bottom="cats", dim=DIM))
@@ -105,7 +116,7 @@ def dcn_v2(schema: vv.Schema, rule: AnyOptimizer, tables: AnyOptimizer) -> vv.Mo
     acts = ["relu"] * (len(TOP) - 1) + ["none"]
     model.add(vv.DenseLayer("top", "MLP", bottom="cross", num_outputs=list(TOP), activations=acts))
     model.add(vv.DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["top", "label"]))
-    model.compile(optimizer=rule, embedding_optimizer=tables)
+    model.compile(optimizer=rule, embedding_optimizer=tables, statistics=statistics)
     return model
 
 

@@ -19,9 +19,10 @@ from viviane.model.fusion import Step, fuse
 from viviane.model.graph import Plan
 from viviane.model.ids import Ids
 from viviane.model.nodes import DenseLayer, SparseEmbedding
-from viviane.parallel import Group, Traffic, check_plan_names, choose_plan, make_tables
+from viviane.parallel import Group, ShardedCollection, Traffic, check_plan_names, choose_plan, make_tables
 from viviane.parallel.automatic import GivenPlan, is_whole, own_kinds
 from viviane.parallel.plan import AnyTable
+from viviane.parallel.routes import AnyAsked
 
 TableMaker: TypeAlias = Callable[..., TableCollection]
 
@@ -91,6 +92,7 @@ class GraphModule(nn.Module):
         self._slots = slots
         self._outputs = tuple(slots[loss.output] for loss in plan.losses)
         self._fused = fuse(self._steps, self._outputs)
+        self._early = self._split(self._sources, self._fused)
 
     def _keep(self, name: str, module: nn.Module) -> None:
         # Not add_module: it refuses names that nn.Module uses itself, such as "type" or "train".
@@ -98,7 +100,7 @@ class GraphModule(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return what the losses read side by side: the logits, (B, L), where there is one for each label."""
-        values = self._run(batch, self._sources, self._fused)
+        values = self._run(batch, self._sources, self._early)
         logits = [values[slot] for slot in self._outputs]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
@@ -109,7 +111,7 @@ class GraphModule(nn.Module):
             ConfigError: no loss depends on a tensor of this name.
         """
         sources, steps = self._path(name)
-        result: Tensor = self._run(batch, sources, steps)[self._slots[name]]
+        result: Tensor = self._run(batch, sources, self._split(sources, steps))[self._slots[name]]
         return result
 
     def columns_of(self, name: str) -> set[str]:
@@ -128,13 +130,53 @@ class GraphModule(nn.Module):
                 steps.append(step)
         return [one for one in self._sources if wanted.intersection(one[0])], steps[::-1]
 
-    def _run(self, batch: Batch, sources: Sequence[tuple[tuple[int, ...], Source]], steps: Sequence[Step]) -> list[Any]:
+    def _split(
+        self, sources: Sequence[tuple[tuple[int, ...], Source]], steps: Sequence[Step]
+    ) -> tuple[list[Step], list[Step]]:
+        """Return the steps that need no vectors of other processes, and those that do, each in order."""
+        waiting = {slot for tops, source in sources if _is_spread(source) for slot in tops}
+        early: list[Step] = []
+        late: list[Step] = []
+        for step in steps:
+            if waiting.intersection(step[1]):
+                waiting.update(step[2])
+                late.append(step)
+            else:
+                early.append(step)
+        return early, late
+
+    def _run(
+        self,
+        batch: Batch,
+        sources: Sequence[tuple[tuple[int, ...], Source]],
+        steps: tuple[Sequence[Step], Sequence[Step]],
+    ) -> list[Any]:
+        """Begin lookups over processes, run what needs none of their vectors beside the exchange, then the rest.
+
+        Backward goes the other way: their gradients are on the wire before those of the early layers are taken.
+        """
         values: list[Any] = [None] * len(self._slots)
+        begun: list[tuple[tuple[int, ...], _Stack, AnyAsked]] = []
         for tops, source in sources:
-            _keep_results(values, tops, source(batch))
-        for layer, bottoms, tops in steps:
-            _keep_results(values, tops, layer(*[values[slot] for slot in bottoms]))
+            if isinstance(source, _Stack) and isinstance(source.collection, ShardedCollection):
+                begun.append((tops, source, source.collection.begin(batch)))
+            else:
+                _keep_results(values, tops, source(batch))
+        early, late = steps
+        _compute(values, early)
+        for tops, lookup, asked in begun:
+            _keep_results(values, tops, lookup(asked))
+        _compute(values, late)
         return values
+
+
+def _compute(values: list[Any], steps: Sequence[Step]) -> None:
+    for layer, bottoms, tops in steps:
+        _keep_results(values, tops, layer(*[values[slot] for slot in bottoms]))
+
+
+def _is_spread(source: Source) -> bool:
+    return isinstance(source, _Stack) and isinstance(source.collection, ShardedCollection)
 
 
 def _keep_results(values: list[Any], tops: tuple[int, ...], result: Any) -> None:
@@ -196,7 +238,7 @@ class _Stack:
         self.shape = shape
         self.columns = tuple(collection.features)
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch | AnyAsked) -> Tensor:
         flat: Tensor = self.collection(batch).flat
         return flat.view(flat.shape[0], *self.shape)
 
@@ -204,7 +246,7 @@ class _Stack:
 class _StackAndMask(_Stack):
     """Looks a batch up and returns (B, S, D), and the mask (B, S) as ones and zeros."""
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def __call__(self, batch: Batch | AnyAsked) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         out = self.collection(batch)
         mask = torch.cat([out.mask(name) for name in out.places], 1).to(out.flat.dtype)
         return out.flat.view(out.flat.shape[0], *self.shape), mask
