@@ -8,7 +8,7 @@ from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicTableConfig, FeatureConfig, TableConfig
 from viviane.parallel import TablePlan
-from viviane.parallel.costs import Machine, part_cost, table_loads
+from viviane.parallel.costs import Cost, Machine, joint_milliseconds, part_cost, table_loads
 from viviane.parallel.planner import Planner
 
 GPU = Machine(memory_bytes=141 * 10**9, memory_gb_per_s=3900.0, link_gb_per_s=360.0)
@@ -25,7 +25,8 @@ HOT = {f"C{i}": float(hotness) for i, hotness in enumerate(HOTNESS)}
 def test_the_tables_of_mlperf_fit_and_are_balanced(size):
     found = Planner(TABLES, FEATURES, AdaGrad(), 32768, size, GPU, hotness=HOT).best()
     assert found.fits
-    assert found.balance > 0.9
+    # One table of a hundred ids a row is half of all: cut, it costs its ids in every part, whole it is the slowest.
+    assert found.balance > (0.9 if size == 2 else 0.7)
     assert {one.table for one in found.plan.tables} == {table.name for table in TABLES}
     found.plan.check({table.name: table for table in TABLES}, size)
     # The floor: all bytes, held and moved, shared out evenly.
@@ -122,6 +123,23 @@ def test_a_table_of_many_ids_is_cut_into_few_columns():
         fixed = [TablePlan(table="a", kind="column" if count > 1 else "table", ranks=range(count))]
         other = Planner(tables, features, SGD(), 8192, 4, machine, hotness=hotness, fixed=fixed).best()
         assert found.milliseconds < other.milliseconds
+
+
+def test_processes_wait_for_the_slowest_lookup_and_for_the_one_that_sends_most():
+    reads, sends = Cost(memory=3e6, wire=1e6), Cost(memory=1e6, wire=2e6)
+    machine = Machine(10**9, memory_gb_per_s=1.0, link_gb_per_s=1.0)
+    assert joint_milliseconds([reads, sends], machine) == 3 + 2
+    assert joint_milliseconds([reads, sends], replace(machine, shares_link=True)) == 3 + 1.5
+
+
+def test_rows_and_gradients_that_fit_into_a_cache_are_read_once():
+    table, feature = TableConfig(name="t", num_rows=10, dim=4), FeatureConfig(name="f", table="t")
+    (load,) = table_loads({"t": table}, [feature], SGD(), 100, {"f": 5.0}, {})
+    # 500 even draws touch all 10 rows of 16 bytes; 100 vectors are written, and 100 gradients read for 500 ids.
+    far, near = (part_cost(load, "table", 1, 1, cache_bytes=size).memory for size in (0, 10_000))
+    assert far == pytest.approx((500 + 100 + 500) * 16 + 2 * 10 * 16)
+    assert near == pytest.approx((10 + 100 + 100) * 16 + 2 * 10 * 16)
+    assert part_cost(load, "table", 1, 1, cache_bytes=200).memory == pytest.approx(far - (500 - 10) * 16)
 
 
 def test_sums_cost_more_than_what_is_only_sent_where_the_machine_says_so():

@@ -103,7 +103,7 @@ def _train(trainer, batches):
 def what_prevents_it(folder):
     group = Group.world()
     free = fixed.fit(folder, group, "unsaid", on_gpu(epochs=1))
-    assert "bags of 'seen' have any number of ids" in free.cuda_graph
+    assert "code of your own" in free.cuda_graph  # the tests' module, without cuda_graph=True
     with pytest.raises(ConfigError, match=r"solver.cuda_graph[\s\S]*bags of 'seen'"):
         fixed.fit(folder, group, "unsaid", on_gpu(cuda_graph=True))
     trainer = fixed.make_trainer(group, on_gpu(cuda_graph=True), fixed.schema_of(HOTNESS))

@@ -118,7 +118,7 @@ def test_an_error_comes_in_place_of_its_batch(tmp_path):
     data.files[0].write_bytes(content)
     with pytest.raises(VivianeError) as wanted:
         list(data.reader(100))
-    feed, count = DeviceFeed.open(rows, 100, GPU), 0
+    feed, count = DeviceFeed.open(data, 100, GPU), 0
     batches = iter(feed)
     found: Exception | None = None
     while found is None:

@@ -33,6 +33,7 @@ class Machine:
             (2 H200, 32 MiB: a sum sends 32 MiB in 137 us, an exchange of all with all 16 MiB in 81 us). Gloo receives,
             adds and sends on in turn, and takes about twice as long for a byte as its exchange does.
         shares_link: whether all processes send through one memory, so that what counts is what they send together.
+        cache_bytes: of rows or gradients that are read again from a cache once they were read.
     """
 
     memory_bytes: int
@@ -42,6 +43,7 @@ class Machine:
     call_ms: float = 0.0
     sum_ratio: float = 1.0
     shares_link: bool = False
+    cache_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,29 @@ class Cost:
 
     def milliseconds(self, machine: Machine) -> float:
         """Return the time of an iteration, nothing overlapped."""
-        sent = self.wire + machine.sum_ratio * self.sums
-        moved = self.memory / machine.memory_gb_per_s + sent / machine.link_gb_per_s
-        return (moved + self.rows * machine.row_ns) / 1e6
+        return joint_milliseconds([self], machine)
+
+    def local_milliseconds(self, machine: Machine) -> float:
+        """Return the time of lookups and updates, without the exchange."""
+        return (self.memory / machine.memory_gb_per_s + self.rows * machine.row_ns) / 1e6
+
+
+def joint_milliseconds(costs: Sequence[Cost], machine: Machine) -> float:
+    """Return the time of an iteration of processes, of which each has one of the costs.
+
+    They wait for one another in every exchange: what counts is the slowest lookup and update, and the process that
+    sends most, which need not be the same one.
+
+    Example:
+        >>> machine = Machine(10**9, memory_gb_per_s=1.0, link_gb_per_s=1.0)
+        >>> joint_milliseconds([Cost(memory=3e6), Cost(memory=1e6, wire=2e6)], machine)
+        5.0
+    """
+    wires, sums = [one.wire for one in costs], [one.sums for one in costs]
+    if machine.shares_link:
+        wires, sums = [sum(wires) / len(costs)], [sum(sums) / len(costs)]
+    sent = max(wires) + machine.sum_ratio * max(sums)
+    return max(one.local_milliseconds(machine) for one in costs) + sent / machine.link_gb_per_s / 1e6
 
 
 def table_loads(
@@ -141,7 +163,15 @@ def table_loads(
     return loads
 
 
-def part_cost(load: TableLoad, kind: Kind, num_ranks: int, size: int, wire_bytes: int = 4, num_hot: int = 0) -> Cost:
+def part_cost(
+    load: TableLoad,
+    kind: Kind,
+    num_ranks: int,
+    size: int,
+    wire_bytes: int = 4,
+    num_hot: int = 0,
+    cache_bytes: int = 0,
+) -> Cost:
     """Return the cost of one process's part, for the owner of a "table" or any of the ranks of the others.
 
     Reading a row and writing its vector in forward; reading gradients, and reading and writing the distinct rows and
@@ -154,43 +184,50 @@ def part_cost(load: TableLoad, kind: Kind, num_ranks: int, size: int, wire_bytes
         size: n.
         wire_bytes: of a number on the wire.
         num_hot: hot rows of "hybrid".
+        cache_bytes: of the machine.
     """
+    cache = cache_bytes
     if kind == "replicated":
-        return _replicated(load, size, 1.0, load.num_rows)
+        return _replicated(load, size, 1.0, load.num_rows, cache)
     if kind == "hybrid":
         share = load.hot_share.get(num_hot, 0.0)
-        return _replicated(load, size, share, num_hot) + _shared(load, num_ranks, size, 1 - share, wire_bytes)
+        cold = _shared(load, num_ranks, size, 1 - share, wire_bytes, cache)
+        return _replicated(load, size, share, num_hot, cache) + cold
     if kind == "column":
-        whole = _owned(load, load.lookups, load.num_rows)
+        whole = _owned(load, load.lookups, load.num_rows, load.vectors, cache)
         width = load.table.dim * wire_bytes / num_ranks
         wire = (size - 1) / size * (load.lookups * _ID_BYTES + 2 * load.vectors * width)
         return Cost(load.bytes / num_ranks, whole / num_ranks, wire, load.lookups)
     if kind == "row":
-        return _shared(load, num_ranks, size, 1.0, wire_bytes)
+        return _shared(load, num_ranks, size, 1.0, wire_bytes, cache)
     wire = (size - 1) / size * (load.lookups * _ID_BYTES + 2 * load.vectors * load.table.dim * wire_bytes)
-    return Cost(load.bytes, _owned(load, load.lookups, load.num_rows), wire, load.lookups)
+    memory = _owned(load, load.lookups, load.num_rows, load.vectors, cache)
+    return Cost(load.bytes, memory, wire, load.lookups)
 
 
-def _owned(load: TableLoad, lookups: float, num_rows: float) -> float:
-    """Return the bytes that lookups and their update read and write."""
+def _owned(load: TableLoad, lookups: float, num_rows: float, vectors: float, cache: int) -> float:
+    """Return the bytes that lookups and their update read and write; what fits into a cache is read once."""
     touched = num_rows * -math.expm1(-lookups / num_rows) if num_rows else 0.0
-    gradients = 4 * load.table.dim
-    forward = lookups * load.row_bytes + load.vectors * gradients
-    return forward + lookups * gradients + 2 * touched * (load.row_bytes + load.state_bytes)
+    width = 4 * load.table.dim
+    rows = touched if touched * load.row_bytes <= cache else lookups
+    gradients = min(vectors, lookups) if vectors * width <= cache else lookups
+    forward = rows * load.row_bytes + load.vectors * width
+    return forward + gradients * width + 2 * touched * (load.row_bytes + load.state_bytes)
 
 
-def _shared(load: TableLoad, num_ranks: int, size: int, share: float, wire_bytes: int) -> Cost:
+def _shared(load: TableLoad, num_ranks: int, size: int, share: float, wire_bytes: int, cache: int) -> Cost:
     """Rows shared out: each part returns a vector for every place of the batch, zeros where it has none of its rows."""
     rows, lookups = load.num_rows / num_ranks, share * load.lookups / num_ranks
     wire = (size - 1) / size * (load.lookups * _ID_BYTES + 2 * load.vectors * load.table.dim * wire_bytes)
     # Every id goes to every part, which finds whether the row is its own.
-    return Cost(load.bytes / num_ranks, _owned(load, lookups, rows), wire, load.lookups)
+    return Cost(load.bytes / num_ranks, _owned(load, lookups, rows, load.vectors, cache), wire, load.lookups)
 
 
-def _replicated(load: TableLoad, size: int, share: float, num_rows: int) -> Cost:
+def _replicated(load: TableLoad, size: int, share: float, num_rows: int, cache: int) -> Cost:
     """Lookups at home; gradients summed over the processes as one matrix (R, D + 1)."""
     matrix = 4.0 * num_rows * (load.table.dim + 1)
     held = num_rows * (load.row_bytes + load.state_bytes)
     sums = 2 * (size - 1) / size * matrix
     own = share * load.lookups / size
-    return Cost(held, _owned(load, own, num_rows) + (3 * matrix if size > 1 else 0.0), 0.0, own, sums)
+    memory = _owned(load, own, num_rows, load.vectors / size, cache)
+    return Cost(held, memory + (3 * matrix if size > 1 else 0.0), 0.0, own, sums)

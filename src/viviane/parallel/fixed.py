@@ -19,7 +19,7 @@ from viviane.embedding.lookup import Part, hand_over, prepare
 from viviane.embedding.plan import Keys
 from viviane.ops.capture import refuse_capture
 from viviane.ops.embedding_bag import gather_rows
-from viviane.ops.wire_blocks import cut_blocks, join_blocks, pack_rows, pool_columns
+from viviane.ops.wire_blocks import cut_blocks, has_whole_rows, join_blocks, pack_rows, pool_columns
 from viviane.parallel.fixed_keys import FixedResolver
 from viviane.parallel.fixed_layout import FixedLayout, StoragePart, lay_out
 from viviane.parallel.group import Group
@@ -196,7 +196,12 @@ class FixedRoute:
 
     @torch.no_grad()
     def give_back(self, own: Sequence[Part], local: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> None:
-        """Begin to send gradients to the shards and to sum those of replicated tables; a step waits for them."""
+        """Begin to send gradients to the shards and to sum those of replicated tables; a step waits for them.
+
+        Args:
+            own, local, asked: of the lookup.
+            gradient: of the output, (B, W), of whole rows.
+        """
         group, layout, size = self.group, self.layout, self.size
         width, n = layout.widths[group.rank], group.size
         sent = torch.empty(size * sum(layout.widths), dtype=self.wire, device=gradient.device)
@@ -227,7 +232,8 @@ class FixedLookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Hand gradients to the storages that have the rows."""
         route, own, local, asked = ctx.what
-        route.give_back(own, local, asked, gradients[0].contiguous())
+        [gradient] = gradients  # of a concatenation it is columns of the whole, which need no copy
+        route.give_back(own, local, asked, gradient if has_whole_rows(gradient) else gradient.contiguous())
         return None, None, None
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import DynamicTableConfig, FeatureConfig
-from viviane.parallel.costs import Cost, Machine, TableLoad, part_cost, table_loads
+from viviane.parallel.costs import Cost, Machine, TableLoad, joint_milliseconds, part_cost, table_loads
 from viviane.parallel.plan import AnyTable, Kind, Plan, TablePlan, check_columns
 
 _EXCHANGES = 4  # sizes, ids, vectors, gradients
@@ -40,7 +40,7 @@ class Planned:
 
     @property
     def milliseconds(self) -> float:
-        """Expected time of lookups, exchange and updates in an iteration: that of the slowest process.
+        """Expected time of lookups, exchange and updates in an iteration: see `joint_milliseconds`.
 
         Ids, vectors and gradients are exchanged where a table is not on every process, and gradients of rows are summed
         where one is; each exchange waits for all processes.
@@ -48,18 +48,18 @@ class Planned:
         kinds = {one.kind for one in self.plan.tables}
         calls = _EXCHANGES * bool(kinds - {"replicated"}) + bool(kinds & {"replicated", "hybrid"})
         waits = calls * self.machine.call_ms if self.plan.world_size > 1 else 0.0
-        totals = [self.total(rank) for rank in range(self.plan.world_size)]
-        if self.machine.shares_link:
-            sent = sum(one.wire for one in totals) / len(totals)
-            summed = sum(one.sums for one in totals) / len(totals)
-            totals = [replace(one, wire=sent, sums=summed) for one in totals]
-        return waits + max(one.milliseconds(self.machine) for one in totals)
+        return waits + joint_milliseconds(self._totals, self.machine)
+
+    @property
+    def _totals(self) -> list[Cost]:
+        return [self.total(rank) for rank in range(self.plan.world_size)]
 
     @property
     def balance(self) -> float:
-        """Mean time of the processes divided by that of the slowest: 1 is even."""
-        times = [self.total(rank).milliseconds(self.machine) for rank in range(self.plan.world_size)]
-        return sum(times) / len(times) / max(times) if max(times) else 1.0
+        """Mean time of the processes divided by what all of them take together: 1 is even."""
+        times = [one.milliseconds(self.machine) for one in self._totals]
+        together = joint_milliseconds(self._totals, self.machine)
+        return sum(times) / len(times) / together if together else 1.0
 
     def words(self) -> str:
         """Say in one line which tables are where, and what is expected of it."""
@@ -177,14 +177,16 @@ class Planner:
         return Planned(plan, tuple(costs), self.machine)
 
     def _cost(self, one: TablePlan) -> Cost:
-        ranks = max(1, len(one.ranks))
-        return part_cost(self.loads[one.table], one.kind, ranks, self.world_size, self.wire_bytes, one.num_hot)
+        return self._part_cost(one.table, one.kind, max(1, len(one.ranks)), one.num_hot)
+
+    def _part_cost(self, name: str, kind: Kind, num_ranks: int, num_hot: int = 0) -> Cost:
+        cache = self.machine.cache_bytes
+        return part_cost(self.loads[name], kind, num_ranks, self.world_size, self.wire_bytes, num_hot, cache)
 
     def _first_kind(self, load: TableLoad) -> Kind:
         if isinstance(load.table, DynamicTableConfig) or self.world_size == 1:
             return "table"
-        alone = part_cost(load, "table", 1, self.world_size, self.wire_bytes)
-        copied = part_cost(load, "replicated", 1, self.world_size, self.wire_bytes)
+        alone, copied = (self._part_cost(load.table.name, kind, 1) for kind in ("table", "replicated"))
         # One process bears the first, all of them bear the second.
         cheaper = copied.milliseconds(self.machine) < alone.milliseconds(self.machine) / self.world_size
         return "replicated" if cheaper and load.bytes < 0.01 * self.machine.memory_bytes else "table"
@@ -201,16 +203,13 @@ class Planner:
         given = self.evaluate(Plan(world_size=self.world_size, tables=tuple(plans.values())))
         totals = [given.total(rank) for rank in every]
         limit = _ROOM * self.machine.memory_bytes
-        cost = {
-            name: part_cost(self.loads[name], kind, parts, self.world_size, self.wire_bytes)
-            for name, (kind, parts) in kinds.items()
-            if parts
-        }
+        cost = {name: self._part_cost(name, kind, parts) for name, (kind, parts) in kinds.items() if parts}
         for name in sorted(cost, key=lambda name: -cost[name].milliseconds(self.machine)):
 
-            def load(rank: int, own: Cost = cost[name]) -> tuple[bool, float, float, int]:
+            def load(rank: int, own: Cost = cost[name]) -> tuple[bool, float, float, float, int]:
                 after = totals[rank] + own
-                return after.held > limit, after.milliseconds(self.machine), after.held, rank
+                together = joint_milliseconds([*totals[:rank], after, *totals[rank + 1 :]], self.machine)
+                return after.held > limit, together, after.milliseconds(self.machine), after.held, rank
 
             kind, parts = kinds[name]
             ranks = tuple(sorted(sorted(every, key=load)[:parts]))
@@ -231,19 +230,12 @@ class Planner:
         return min(load.hot_share, key=lambda hot: self._time(load, "hybrid", hot))
 
     def _time(self, load: TableLoad, kind: Kind, hot: int = 0) -> float:
-        cost = part_cost(load, kind, self.world_size, self.world_size, self.wire_bytes, hot)
-        return cost.milliseconds(self.machine)
+        return self._part_cost(load.table.name, kind, self.world_size, hot).milliseconds(self.machine)
 
     def _improve(self, kinds: Mapping[str, Cut], best: Planned) -> tuple[dict[str, Cut], Planned] | None:
-        """Cut one table of the fullest, else the slowest process; None where nothing helps."""
-
-        def key(cost: Cost) -> float:
-            return cost.milliseconds(self.machine) if best.fits else cost.held
-
-        worst = max(range(self.world_size), key=lambda rank: key(best.total(rank)))
-        own = sorted(best.costs[worst], key=lambda name: -key(best.costs[worst][name]))
+        """Cut one table of the fullest, else of the slowest process or the one that sends most; None: nothing helps."""
         found: list[tuple[tuple[bool, float], dict[str, Cut], Planned]] = []
-        for name in own[:4]:
+        for name in self._heaviest(best):
             if name in kinds and name not in self.kinds and kinds[name][0] in ("table", "replicated"):
                 for cut in self._cuts(self.loads[name]):
                     changed = {**kinds, name: cut}
@@ -254,6 +246,17 @@ class Planner:
         rank, changed, planned = min(found, key=lambda one: one[0])
         helps = rank < (not best.fits, best.milliseconds) or (not best.fits and not planned.fits)
         return (changed, planned) if helps else None
+
+    def _heaviest(self, best: Planned) -> list[str]:
+        """Return the tables that weigh most where most is done, and where most is sent."""
+        keys: list[Callable[[Cost], float]] = [lambda cost: cost.held]
+        if best.fits:
+            keys = [lambda cost: cost.local_milliseconds(self.machine), lambda cost: cost.wire]
+        names: dict[str, None] = {}
+        for key in keys:
+            worst = max(range(self.world_size), key=lambda rank: key(best.total(rank)))
+            names |= dict.fromkeys(sorted(best.costs[worst], key=lambda name: -key(best.costs[worst][name]))[:4])
+        return list(names)
 
     def _cuts(self, load: TableLoad) -> list[Cut]:
         table, size = load.table, self.world_size

@@ -17,7 +17,7 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding import EmbeddingCollection, Storage
 from viviane.embedding.gradients import RowGradients
-from viviane.embedding.lookup import Part, entries_of, hand_over
+from viviane.embedding.lookup import Part, entries_of, flat_rows, hand_over
 from viviane.ops.row_update import Entries, Scratch, prepare_rows, update_rows
 from viviane.parallel.group import Group
 
@@ -105,16 +105,16 @@ class ReplicaSum:
 
         Args:
             part: what was looked up.
-            gradient: of the output, (B, W), contiguous.
+            gradient: of the output, (B, W).
         """
         if not part.tables:
             return lambda: None
         if self.group.size == 1:
             hand_over([part], gradient)
             return lambda: None
-        storage, (size, width) = self.storage, gradient.shape
+        storage, (given, width) = self.storage, flat_rows(gradient)
         rows, dim = storage.null_row, storage.dim
-        entries = replace(entries_of(part, gradient.view(-1), size, width), bound=rows + _ZERO_ROWS)
+        entries = replace(entries_of(part, given, len(gradient), width), bound=rows + _ZERO_ROWS)
         flat = torch.zeros(rows * dim + (0 if self._rests else rows + _ZERO_ROWS), device=gradient.device)
         # 0 - (-1) g: the rule of plain descent sums the gradients of equal rows.
         update_rows(flat[: rows * dim].view(rows, dim), {}, entries, SGD(), lr=-1.0, step=1, scratch=self._scratch)

@@ -1,5 +1,7 @@
 """Blocks for the wire on a GPU against plain loops in float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -58,6 +60,11 @@ def test_join_and_cut(device, dims, wire, scaled):
         there = None if factors is None else factors.to(device)
         gpu.join_blocks(taken.to(device), segments, out, there)
         gpu.cut_blocks(first.to(device), segments, sent, there)
+        wide = torch.full((size, width + 8), math.nan, device=device)  # columns of a wider matrix give the same
+        wide[:, 4 : 4 + width] = first.to(device)
+        again = torch.zeros_like(sent)
+        gpu.cut_blocks(wide[:, 4 : 4 + width], segments, again, there)
+        assert torch.equal(again, sent)
         truth, cut = first.double(), torch.zeros(count, dtype=torch.float64)
         for i, one in enumerate(segments.items):
             factor = 1.0 if factors is None else factors[:, i : i + 1].double()

@@ -157,7 +157,7 @@ def cut_blocks(gradient: Tensor, segments: Segments, out: Tensor, factors: Tenso
     """Give every source of a segment its gradient: out[source + b * width] = factors[b, s] * gradient[b, segment s].
 
     Args:
-        gradient: (B, W), contiguous.
+        gradient: (B, W), contiguous or columns of a wider one.
         segments: S of them.
         out: (N,), the blocks; of any floating type.
         factors: as in `join_blocks`.
@@ -218,8 +218,19 @@ def _module(device: torch.device) -> ModuleType:
     return load("wire_blocks", "gpu" if kernels_serve(device) else "reference")
 
 
+def has_whole_rows(matrix: Tensor) -> bool:
+    """Whether a matrix's rows are contiguous, one behind the other, with or without something between them.
+
+    Example:
+        >>> wide = torch.zeros(2, 6)
+        >>> has_whole_rows(wide[:, 1:3]), has_whole_rows(wide[:, ::2]), has_whole_rows(wide[:1].expand(2, 6))
+        (True, False, False)
+    """
+    return matrix.is_contiguous() or (matrix.stride(1) == 1 and matrix.stride(0) > matrix.shape[1])
+
+
 def _check(matrix: Tensor, segments: Segments, factors: Tensor | None) -> None:
-    if matrix.dim() != 2 or not matrix.is_contiguous():
-        raise VivianeError("the output and its gradient are contiguous matrices (B, W)", value=tuple(matrix.shape))
+    if matrix.dim() != 2 or not has_whole_rows(matrix):
+        raise VivianeError("the output and its gradient are matrices (B, W) of whole rows", value=tuple(matrix.shape))
     if factors is not None and (factors.shape != (len(matrix), len(segments.items)) or factors.dtype != torch.float32):
         raise VivianeError("factors must be float32, (B, S)", value=f"{tuple(factors.shape)} of {factors.dtype}")

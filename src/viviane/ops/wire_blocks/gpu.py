@@ -53,7 +53,7 @@ def cut_blocks(gradient: Tensor, segments: Segments, out: Tensor, factors: Tenso
 def _launch(
     kernel: object, given: Tensor, segments: Segments, factors: Tensor | None, out: Tensor, matrix: Tensor, count: int
 ) -> None:
-    size, width = matrix.shape
+    size, width = len(matrix), matrix.stride(0)
     if not size or not count:
         return
     block = power_of_two(segments.widest)
