@@ -61,7 +61,7 @@ STAGES = (
     Stage("check", "benchmarks/many_processes.py check", 60, gpus=2, ranks=True),
     Stage("recorded", "benchmarks/many_processes.py recorded", 60, gpus=2, ranks=True),
     Stage("train", "benchmarks/train_gpu.py --trace", 100),
-    Stage("train-group", "benchmarks/train_group.py --trace", 120, gpus=2, ranks=True),
+    Stage("train-group", "benchmarks/train_group.py --trace", 170, gpus=2, ranks=True),
     Stage("embedding", "benchmarks/embedding_gpu.py", 50),
     Stage("graphs", "benchmarks/embedding_graphs.py", 20),
     Stage("hash", "benchmarks/hash_gpu.py", 40),

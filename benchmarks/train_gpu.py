@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,8 +159,8 @@ def time_ms(step: Callable[[int], object], warm_ups: int = 8) -> np.ndarray:
     return np.array(found)
 
 
-def trace(step: Callable[[int], object]) -> None:
-    """Print the kernels of a step, by time."""
+def trace(step: Callable[[int], object], title: str = "", timeline: Path | None = None) -> None:
+    """Print the kernels of a step, by time; append them in order to a file: stream, start and length in us, name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for i in range(4):
             step(i)
@@ -173,6 +175,13 @@ def trace(step: Callable[[int], object]) -> None:
     )
     for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[:24]:
         print(f"  {sum(times) / 4:8.1f} us {len(times) / 4:5.1f} x  {name}", flush=True)
+    if timeline is not None:
+        with timeline.open("a", encoding="utf-8") as file:
+            for one in sorted(kernels, key=lambda kernel: kernel.time_range.start):
+                at, us = one.time_range.start - start, one.time_range.end - one.time_range.start
+                file.write(
+                    json.dumps([title, one.device_resource_id, round(at, 1), round(us, 1), one.name[:60]]) + "\n"
+                )
 
 
 def keep(case: str, metric: str, times: np.ndarray, shape: dict[str, Any], **others: Any) -> None:

@@ -6,7 +6,8 @@ The networks, tables and batches are those of train_gpu.py; every process draws 
 GPU. The plan of the tables is the one that `compile` finds from the schema and how many ids the columns have. Vectors,
 their gradients and dense gradients are exchanged in bf16. "share of one GPU's speed" is weak scaling: what one GPU
 takes for the same rows alone, timed in the same run before the processes join, divided by what the step takes of all.
---trace prints rank 0's kernels of a step and their times.
+--trace prints rank 0's kernels of a step and their times; with --timeline FILE the kernels of four steps in order go
+there, one JSON list a line.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Case:
     def shape(self) -> dict[str, Any]:
         return {"gpus": self.group.size, "global batch": self.size, "rows": sum(self.rows), "dim": DIM}
 
-    def time(self, traced: bool) -> np.ndarray:
+    def time(self, traced: bool, timeline: Path | None) -> np.ndarray:
         """Return the milliseconds of steps."""
         schema = schema_of(self.rows, self.hotness, fixed=True)
         counts = {f"c{i}": {"num_values": hot, "top_counts": []} for i, hot in enumerate(self.hotness)}
@@ -114,16 +115,16 @@ class Case:
         if self.group.rank == 0:
             print(f"{self.name}, {self.size}: {trainer.cuda_graph}", flush=True)
         if traced and self.group.rank == 0:
-            trace(run)
+            trace(run, f"{self.name}, {self.size}", timeline)
         elif traced:
             for i in range(4):
                 run(i)
             torch.cuda.synchronize()
         return times
 
-    def measure(self, traced: bool, alone: float | None) -> None:
+    def measure(self, traced: bool, timeline: Path | None, alone: float | None) -> None:
         """Record a step, and its rows a second beside one GPU's."""
-        times = self.time(traced)
+        times = self.time(traced, timeline)
         if self.group.rank:
             return
         goal, floor = GOALS.get((self.model, self.group.size, self.size), (None, None))
@@ -156,6 +157,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small sizes: shows that they run, keeps no figures")
     parser.add_argument("--only", default="", help="cases whose name has one of these texts, as 65536,dcn")
     parser.add_argument("--trace", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="with --trace: append the kernels in order")
     parser.add_argument(ALONE, action="store_true", help="print one GPU's time of a step and end")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
@@ -175,7 +177,8 @@ def main() -> int:
         alone = time_one_gpu()
     group = join_processes("cuda")
     for model, rows, exponent in wanted:
-        Case(group, model, rows, exponent).measure(chosen.trace, alone if (model, rows) == ("dlrm", weak) else None)
+        beside = alone if (model, rows) == ("dlrm", weak) else None
+        Case(group, model, rows, exponent).measure(chosen.trace, chosen.timeline, beside)
         gc.collect()
         torch.cuda.empty_cache()
         dist.barrier()

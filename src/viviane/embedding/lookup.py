@@ -111,9 +111,9 @@ class Lookup(torch.autograd.Function):
     ) -> Tensor:
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]
-        out = gather(parts, size, width, buffers)
+        # Sorting goes first: it fits beside a gather on a GPU's multiprocessors, not beside matrix products.
         prepare(parts)
-        return out
+        return gather(parts, size, width, buffers)
 
     @staticmethod
     @once_differentiable

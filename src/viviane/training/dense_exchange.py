@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from viviane.core.ranges import timed_as
+from viviane.ops.copies import copy_each
 from viviane.parallel import Group
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; below, NCCL is far from its bandwidth
@@ -51,10 +52,8 @@ class _Bucket:
 
     def complete(self) -> None:
         """Take over the gradients that are there; zeros where this process has none."""
-        there = sorted(self.filled)
-        if there:
-            gradients = [self.parameters[i].grad for i in there]
-            torch._foreach_copy_([self.views[i] for i in there], gradients)  # type: ignore[arg-type]
+        pairs = [(self.views[i], gradient) for i in self.filled if (gradient := self.parameters[i].grad) is not None]
+        copy_each([view for view, _ in pairs], [gradient for _, gradient in pairs])
         self.present.fill_(1.0)
         for i in range(len(self.parameters)):
             if i not in self.filled:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from viviane.batch import Bag, Batch
-
-_LARGE_BYTES = 1 << 18  # a launch for many tensors gives each 64 KiB to one multiprocessor, and so copies slowly
+from viviane.ops.copies import LARGE_BYTES
 
 
 def batch_shape(batch: Batch) -> Hashable:
@@ -48,7 +47,7 @@ class StaticBatch:
             weight=weight, origin="",
         )  # fmt: skip
         self._own = list(_tensors(self.batch))
-        small = [i for i, one in enumerate(self._own) if one.numel() * one.element_size() < _LARGE_BYTES]
+        small = [i for i, one in enumerate(self._own) if one.nbytes < LARGE_BYTES]
         groups: dict[torch.dtype, list[int]] = {}
         for i in small:
             groups.setdefault(self._own[i].dtype, []).append(i)
