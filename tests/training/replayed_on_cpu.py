@@ -48,7 +48,7 @@ class Recorder:
             return None, self.failure
         if self.step.mean is not None:
             self.step.mean.hold(self.verdict.controls.means)
-        static, loss = StaticBatch(batch), torch.zeros(())
+        static, loss = StaticBatch(batch, 1), torch.zeros(())
         rerun = Rerun(self.step, static, precision, self.verdict, loss)
         return Recording(rerun, static, loss, []), None
 

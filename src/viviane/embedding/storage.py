@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -217,8 +217,7 @@ class Storage(nn.Module):
     def _entries(self) -> Entries:
         """Return all entries that wait; the same tensors again for a norm and the step, whose rows are sorted once."""
         if self._all is None:
-            one, bound = self._joined(), self.null_row + _ZERO_ROWS
-            self._all = Entries(one.rows, one.gradients, one.sources, one.weights, one.aligned, bound)
+            self._all = replace(self._joined(), bound=self.null_row + _ZERO_ROWS)
         return self._all
 
     def step(

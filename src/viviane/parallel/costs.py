@@ -34,6 +34,7 @@ class Machine:
             adds and sends on in turn, and takes about twice as long for a byte as its exchange does.
         shares_link: whether all processes send through one memory, so that what counts is what they send together.
         cache_bytes: of rows or gradients that are read again from a cache once they were read.
+        width_ms: of each further width of rows on a process, which are looked up, sorted and updated apart.
     """
 
     memory_bytes: int
@@ -44,6 +45,7 @@ class Machine:
     sum_ratio: float = 1.0
     shares_link: bool = False
     cache_bytes: int = 0
+    width_ms: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ FIXED_COSTS: Final = {"cpu": (40.0, 0.5, 2.0), "cuda": (0.1, 0.03, 1.0)}
 byte that is summed costs, of one that is sent. An H200 sorts 5.2 million ids in 352 us, 0.07 ns each."""
 CACHE_BYTES: Final = {"cpu": 0, "cuda": 30_000_000}
 """By kind of device: half of the cache of an H200 (60 MB); on CPUs a row's cost beside its bytes decides."""
+WIDTH_MS: Final = {"cpu": 0.0, "cuda": 0.06}
+"""By kind of device: of a further width of rows. An H200 took 0.1 ms for a small table of its own width, its work
+included: a gather, a sort, an update in two launches and what prepares them."""
 _LINK_BYTES = 8 << 20
 _CPU_BYTES, _GPU_BYTES = 64 << 20, 1 << 30
 _REPEATS = 5
@@ -72,7 +75,9 @@ def machine_of(device: torch.device, memory: int, speed: float, link: float) -> 
     """Return a device of these speeds, with the fixed costs of its kind."""
     row_ns, call_ms, sum_ratio = FIXED_COSTS[device.type]
     shares = device.type == "cpu"
-    return Machine(memory, speed, link, row_ns, call_ms, sum_ratio, shares, CACHE_BYTES[device.type])
+    return Machine(
+        memory, speed, link, row_ns, call_ms, sum_ratio, shares, CACHE_BYTES[device.type], WIDTH_MS[device.type]
+    )
 
 
 def _exchange_gb_per_s(group: Group, device: torch.device) -> float:

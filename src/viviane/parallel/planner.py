@@ -28,11 +28,13 @@ class Planned:
         plan: where the tables are.
         costs: by process, and of each table there.
         machine: the processes' device.
+        num_widths: of rows, on the process that has most.
     """
 
     plan: Plan
     costs: tuple[Mapping[str, Cost], ...]
     machine: Machine
+    num_widths: int = 1
 
     def total(self, rank: int) -> Cost:
         """Return the cost of a process."""
@@ -48,7 +50,8 @@ class Planned:
         kinds = {one.kind for one in self.plan.tables}
         calls = _EXCHANGES * bool(kinds - {"replicated"}) + bool(kinds & {"replicated", "hybrid"})
         waits = calls * self.machine.call_ms if self.plan.world_size > 1 else 0.0
-        return waits + joint_milliseconds(self._totals, self.machine)
+        apart = max(0, self.num_widths - 1) * self.machine.width_ms
+        return waits + apart + joint_milliseconds(self._totals, self.machine)
 
     @property
     def _totals(self) -> list[Cost]:
@@ -170,11 +173,15 @@ class Planner:
     def evaluate(self, plan: Plan) -> Planned:
         """Return what a given plan costs."""
         costs: list[dict[str, Cost]] = [{} for _ in range(self.world_size)]
+        widths: list[set[tuple[float, str]]] = [set() for _ in range(self.world_size)]
         for one in plan.tables:
-            cost = self._cost(one)
+            cost, table = self._cost(one), self.loads[one.table].table
+            parts = len(one.ranks) if one.kind == "column" else 1
             for rank in one.ranks or range(self.world_size):
                 costs[rank][one.table] = cost
-        return Planned(plan, tuple(costs), self.machine)
+                if one.kind != "replicated":
+                    widths[rank].add((table.dim / parts, table.dtype))
+        return Planned(plan, tuple(costs), self.machine, max(len(some) for some in widths))
 
     def _cost(self, one: TablePlan) -> Cost:
         return self._part_cost(one.table, one.kind, max(1, len(one.ranks)), one.num_hot)

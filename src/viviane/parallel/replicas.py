@@ -125,10 +125,11 @@ class ReplicaSum:
 
         def finish() -> None:
             wait()
-            own = self._every
+            own, order = self._every, self._every if self._rests else None
             if not self._rests:
                 own = own.masked_fill(whole[rows * dim : -_ZERO_ROWS] == 0, rows)  # these are passed over
-            summed = Entries(own, whole[: rows * dim], self._sources, None, math.gcd(16, dim), rows + _ZERO_ROWS)
+            bound = rows + _ZERO_ROWS
+            summed = Entries(own, whole[: rows * dim], self._sources, None, math.gcd(16, dim), bound, order)
             storage.add_gradients(RowGradients(summed, part.tables))
             storage.is_joined = True
 

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from viviane.core.ranges import timed_as
-from viviane.ops.copies import copy_each
+from viviane.ops.copies import copy_each, copy_large
 from viviane.parallel import Group
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; below, NCCL is far from its bandwidth
+_LEAST_BUCKETS = 3  # of a small model: the last one waits for the end of backward, and should be a part of it only
+_SMALLEST_BUCKET = 1 << 20
 
 
 NUM_SIGNALS = 1
@@ -67,7 +69,7 @@ class _Bucket:
             present: for each parameter, whether a process has a gradient.
         """
         if self.wide is not None:
-            self.wide.copy_(self.numbers)
+            copy_large(self.wide, self.numbers)
         for parameter, view, is_there in zip(self.parameters, self.sums, present, strict=True):
             if is_there:
                 parameter.grad = view
@@ -103,6 +105,7 @@ class DenseExchange:
         self.signals = torch.zeros(NUM_SIGNALS, device=parameters[0].device) if parameters else torch.zeros(NUM_SIGNALS)
         self._present: dict[tuple[int, frozenset[int]], list[bool]] = {}
         waiting: list[nn.Parameter] = []
+        self._bucket_bytes = self._choose_bucket(parameters)
         for parameter in reversed(parameters):
             alike = waiting and (parameter.dtype, parameter.device) == (waiting[0].dtype, waiting[0].device)
             if waiting and (not alike or self._is_full(waiting)):
@@ -121,10 +124,17 @@ class DenseExchange:
         self._finite = torch.zeros(())
         weakref.finalize(self, _remove, self._handles)
 
+    def _choose_bucket(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the bytes at which a bucket is full."""
+        if not parameters or not parameters[0].is_cuda:
+            return _BUCKET_BYTES["cpu"]
+        return min(_BUCKET_BYTES["cuda"], max(_SMALLEST_BUCKET, self._wire_bytes(parameters) // _LEAST_BUCKETS))
+
+    def _wire_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        return sum((self.wire_dtype or one.dtype).itemsize * one.numel() for one in parameters)
+
     def _is_full(self, parameters: Sequence[nn.Parameter]) -> bool:
-        like = parameters[0]
-        size = (self.wire_dtype or like.dtype).itemsize * sum(one.numel() for one in parameters)
-        return size >= _BUCKET_BYTES.get(like.device.type, 4 << 20)
+        return self._wire_bytes(parameters) >= self._bucket_bytes
 
     def _add(self, parameters: Sequence[nn.Parameter]) -> None:
         dtype = self.wire_dtype if self.wire_dtype is not None else parameters[0].dtype

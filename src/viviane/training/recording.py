@@ -37,13 +37,14 @@ class Recorder:
 
     Args:
         step: whose parts are recorded.
-        num_slots: replays whose numbers may be on their way to the device at once.
+        num_slots: replays whose numbers and batches may be on their way to the device at once.
     """
 
     def __init__(self, step: TrainStep, num_slots: int) -> None:
         self.step = step
         groups = 0 if step.optimizer is None else len(step.optimizer.param_groups)
         means = 0 if step.mean is None else len(step.mean.numbers)
+        self._num_slots = num_slots
         self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means))
         self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
 
@@ -77,7 +78,11 @@ class Recorder:
         self, batch: Batch, precision: Precision, room: Room, kept: list[Tensor]
     ) -> tuple[Recording | None, Exception | None]:
         own = self.step
-        static, graph, pool = StaticBatch(batch), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        static, graph, pool = (
+            StaticBatch(batch, self._num_slots),
+            torch.cuda.CUDAGraph(),
+            torch.cuda.graph_pool_handle(),
+        )
         counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
         own._discard()
         gc.collect()  # a reference cycle that still holds gradients would keep its memory from the graph

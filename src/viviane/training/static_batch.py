@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from viviane.batch import Bag, Batch
-from viviane.ops.copies import LARGE_BYTES
+from viviane.ops.copies import Refill
 
 
 def batch_shape(batch: Batch) -> Hashable:
@@ -37,31 +37,21 @@ class StaticBatch:
 
     Args:
         like: a batch on the device; its numbers are copied.
+        num_slots: how many batches may be on their way at once: the one before the last `num_slots` must be there.
     """
 
-    def __init__(self, like: Batch) -> None:
+    def __init__(self, like: Batch, num_slots: int) -> None:
         bags = {name: _clone(bag) for name, bag in like.bags.items()}
         weight = None if like.weight is None else like.weight.clone()
         self.batch = replace(
             like, labels=_dense(like.labels), dense=_dense(like.dense), one_hot=_dense(like.one_hot), bags=bags,
             weight=weight, origin="",
         )  # fmt: skip
-        self._own = list(_tensors(self.batch))
-        small = [i for i, one in enumerate(self._own) if one.nbytes < LARGE_BYTES]
-        groups: dict[torch.dtype, list[int]] = {}
-        for i in small:
-            groups.setdefault(self._own[i].dtype, []).append(i)
-        self._together = [places for places in groups.values() if len(places) > 1]
-        joined = {i for places in self._together for i in places}
-        self._alone = [i for i in range(len(self._own)) if i not in joined]
+        self._refill = Refill(list(_tensors(self.batch)), num_slots)
 
     def fill(self, batch: Batch) -> None:
-        """Copy a batch of the same shape: large tensors one by one, small ones of a type in one launch."""
-        given = list(_tensors(batch))
-        for i in self._alone:
-            self._own[i].copy_(given[i])
-        for places in self._together:
-            torch._foreach_copy_([self._own[i] for i in places], [given[i] for i in places])
+        """Copy a batch of the same shape."""
+        self._refill(list(_tensors(batch)))
 
 
 def _dense(tensor: Tensor) -> Tensor:

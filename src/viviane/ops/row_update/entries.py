@@ -21,6 +21,8 @@ class Entries:
         weights: (N,), float32, or None for ones.
         aligned: a power of two that divides every number in `sources`; 4 and more let a GPU load in wide pieces.
         bound: of rows that are all 0 <= row < bound, which lets a GPU sort them by fewer bits; None: not known.
+        order: 0, 1, to N - 1, int32, on the rows' device, where the rows rise already and a GPU need not sort them;
+            None: not known.
     """
 
     rows: Tensor
@@ -29,10 +31,11 @@ class Entries:
     weights: Tensor | None = None
     aligned: int = 1
     bound: int | None = None
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
         count = len(self.rows)
-        for name, part in (("sources", self.sources), ("weights", self.weights)):
+        for name, part in (("sources", self.sources), ("weights", self.weights), ("order", self.order)):
             if part is not None and part.shape != (count,):
                 raise VivianeError(f"each entry needs one of {name}", value=f"{tuple(part.shape)} for {count} rows")
         if self.gradients.dim() != 1:

@@ -134,12 +134,14 @@ def join_rows(device: torch.device, scratch: Scratch) -> None:
 
 
 def _sorted(entries: Entries, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Take what `prepare_rows` made, or sort now.
+    """Take rows that rise already, or what `prepare_rows` made, or sort now.
 
     What it made lies in the side stream's memory. That is used again only after `wait_stream` of a later call, which
     comes after every use here.
     """
     join_rows(entries.rows.device, scratch)
+    if entries.order is not None:
+        return entries.rows, entries.order
     return sort_entries(entries.rows, scratch, entries.bound)
 
 

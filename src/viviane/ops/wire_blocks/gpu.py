@@ -22,8 +22,8 @@ from viviane.ops.wire_blocks.gpu_kernels import (
 )
 
 _TILE = 2048  # numbers of a program
-_WIDEST = 64
-_MANY = 4096  # rows, of which large programs are still enough
+_WIDEST = 128
+_TALL = 8  # rows of a program, which reads its columns' lines once: few, since one waits for the other
 _FIX = "run an iteration with such a batch before the capture"
 
 
@@ -32,12 +32,12 @@ def pack_rows(rows: Tensor, columns: Columns, out: Tensor) -> None:
     size, count = rows.shape[0], len(columns)
     if not size or not count:
         return
-    wide = min(_WIDEST, power_of_two(count))
-    tall = (1024 if size < _MANY else 4096) // wide  # a program reads the columns' lines once
+    wide = min(_WIDEST, max(32, power_of_two(count)))
     with on_device(rows):
-        pack_kernel[(ceil_div(count, wide) * ceil_div(size, tall),)](
-            rows, columns.table, out, size, count, rows.shape[1], tall=tall, wide=wide, divides=columns.divides
-        )
+        pack_kernel[(ceil_div(count, wide) * ceil_div(size, _TALL),)](
+            rows, columns.table, out, size, count, rows.shape[1], tall=_TALL, wide=wide, divides=columns.divides,
+            num_warps=wide // 32,
+        )  # fmt: skip
 
 
 def join_blocks(taken: Tensor, segments: Segments, out: Tensor, factors: Tensor | None) -> None:

@@ -10,32 +10,39 @@ import triton.language as tl
 def pack_kernel(
     rows, table, out, size, count, row_width, tall: tl.constexpr, wide: tl.constexpr, divides: tl.constexpr
 ):
-    """Map `tall` rows of `wide` columns to rows of parts, and put them into their blocks."""
+    """Map `tall` rows of `wide` columns to rows of parts, and put them into their blocks.
+
+    One row after another, a thread for each column: of a tile whose addresses are read from memory the compiler does
+    not know which way neighbours lie, and may give a warp 32 rows in place of 32 columns.
+    """
     across = tl.cdiv(count, wide)
     tile = tl.program_id(0) // across
-    b = (tile * tall + tl.arange(0, tall)).to(tl.int64)[:, None]
     k = (tl.program_id(0) - tile * across) * wide + tl.arange(0, wide)
     known = k < count
-    here = (b < size) & known[None, :]
     line = table + k * 9
-    source = tl.load(line, mask=known, other=0)[None, :]
-    start = tl.load(line + 1, mask=known, other=0)[None, :]
-    width = tl.load(line + 2, mask=known, other=0)[None, :]
-    low = tl.load(line + 3, mask=known, other=0).to(rows.dtype.element_ty)[None, :]
-    high = tl.load(line + 4, mask=known, other=0).to(rows.dtype.element_ty)[None, :]
-    base = tl.load(line + 7, mask=known, other=0)[None, :]
-    null = tl.load(line + 8, mask=known, other=0)[None, :]
-    row = tl.load(rows + b * row_width + source, mask=here, other=0)
-    inside = (row >= low) & (row < high)
-    part = tl.maximum(row, low) - low
+    source = tl.load(line, mask=known, other=0)
+    start = tl.load(line + 1, mask=known, other=0)
+    width = tl.load(line + 2, mask=known, other=0)
+    low = tl.load(line + 3, mask=known, other=0).to(rows.dtype.element_ty)
+    high = tl.load(line + 4, mask=known, other=0).to(rows.dtype.element_ty)
+    base = tl.load(line + 7, mask=known, other=0)
+    null = tl.load(line + 8, mask=known, other=0)
     if divides:
-        stride = tl.load(line + 5, mask=known, other=1).to(rows.dtype.element_ty)[None, :]
-        offset = tl.load(line + 6, mask=known, other=0).to(rows.dtype.element_ty)[None, :]
-        own = part
-        part = own // stride
-        inside &= own - part * stride == offset
-    found = tl.where(inside, part.to(tl.int64) + base, null)
-    tl.store(out + start + b * width, found.to(out.dtype.element_ty), mask=here)
+        stride = tl.load(line + 5, mask=known, other=1).to(rows.dtype.element_ty)
+        offset = tl.load(line + 6, mask=known, other=0).to(rows.dtype.element_ty)
+    first = (tile * tall + tl.zeros([wide], dtype=tl.int32)).to(tl.int64)
+    for i in tl.static_range(tall):
+        b = first + i
+        here = known & (b < size)
+        row = tl.load(rows + b * row_width + source, mask=here, other=0)
+        inside = (row >= low) & (row < high)
+        part = tl.maximum(row, low) - low
+        if divides:
+            own = part
+            part = own // stride
+            inside &= own - part * stride == offset
+        found = tl.where(inside, part.to(tl.int64) + base, null)
+        tl.store(out + start + b * width, found.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["count"])
