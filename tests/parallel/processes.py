@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from viviane.parallel import Group
+
 
 def _entry(rank, size, folder, function, arguments, backend):
     torch.set_num_threads(1)
@@ -24,7 +26,8 @@ def _entry(rank, size, folder, function, arguments, backend):
     except BaseException:
         (Path(folder) / f"error-{rank}").write_text(traceback.format_exc())
         os._exit(1)  # the others wait for this one in a collective: they are ended by the parent
-    gc.collect()  # trainers are cycles of references, and NCCL waits for the CUDA graphs that they hold
+    Group.let_go()  # NCCL waits for the CUDA graphs that trainers hold
+    gc.collect()
     dist.destroy_process_group()
 
 

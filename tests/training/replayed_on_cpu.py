@@ -32,6 +32,10 @@ class Rerun:
         for group, count in zip(groups, counts, strict=True):
             group["step"] = count
 
+    def reset(self):
+        """As of a graph: it is not replayed any more."""
+        self.replay = None
+
 
 class Recorder:
     """As `viviane.training.recording.Recorder`; `failure` is what every recording fails by."""

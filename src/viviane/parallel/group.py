@@ -36,6 +36,9 @@ def exchange_options(backend: str, timeout: timedelta | None = None) -> Any:
     return options
 
 
+_before_end: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+
 class Group:
     """Processes 0 to n - 1, of which this one is `rank`; a group of one exchanges nothing.
 
@@ -62,7 +65,6 @@ class Group:
         self._control = control or process_group
         self._beside: dist.ProcessGroup | None = None
         self._known: BaseException | None = None
-        self._before_end: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.watch = watch
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
@@ -90,23 +92,29 @@ class Group:
         """Whether it is of all processes of torch.distributed as it is initialised now."""
         return dist.is_initialized() and self._group is dist.group.WORLD
 
-    def before_end(self, let_go: Callable[[], None]) -> None:
-        """Note a method that lets go of what holds the group's connections, such as CUDA graphs with exchanges in them.
+    @staticmethod
+    def before_end(let_go: Callable[[], None]) -> None:
+        """Note a method that lets go of what holds connections of groups, such as CUDA graphs with exchanges in them.
 
         NCCL takes a connection down only when no graph holds it any more, and waits for that for ever.
 
         Args:
             let_go: a bound method; its object is not kept for it.
         """
-        self._before_end = [one for one in self._before_end if one() is not None] + [weakref.WeakMethod(let_go)]
+        own = weakref.WeakMethod(let_go)
+        _before_end[:] = [one for one in _before_end if one() is not None and one != own] + [own]
 
-    def let_go(self) -> None:
-        """Call the methods of `before_end`: to be done before `torch.distributed.destroy_process_group`."""
-        for reference in self._before_end:
+    @staticmethod
+    def let_go() -> None:
+        """Call the methods of `before_end`: to be done before `torch.distributed.destroy_process_group`.
+
+        They are those of all groups: torch takes all connections of a process down together.
+        """
+        for reference in _before_end:
             method = reference()
             if method is not None:
                 method()
-        self._before_end.clear()
+        _before_end.clear()
 
     def _for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else self._group

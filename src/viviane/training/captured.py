@@ -8,6 +8,7 @@ goes through the eager step's checks once more for a message that names what was
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -73,6 +74,7 @@ class CapturedSteps:
         """Steps that the last error took back: they were counted, and moved nothing."""
         self._graphs: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
+        self._made: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._state: Hashable = None
         self._flights: deque[_Flight] = deque()
         self._failure: str | None = None
@@ -83,7 +85,6 @@ class CapturedSteps:
         self._never = step.device.type != "cuda" or self.setting is False
         if self.reason is not None and self.setting is True:
             raise self._refusal(self.reason)
-        step.group.before_end(self.let_go)
 
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
@@ -229,12 +230,18 @@ class CapturedSteps:
         self._begin_anew()
 
     def let_go(self) -> None:
-        """Drop all graphs without a look at what they found: NCCL does not end while graphs hold its exchanges."""
-        if self._graphs and self.step.device.type == "cuda":
+        """Drop all graphs without a look at what they found: NCCL does not end while graphs hold its exchanges.
+
+        They are taken apart, too: one that a frame of an error's traceback still refers to would live on.
+        """
+        if self._made and self.step.device.type == "cuda":
             torch.cuda.synchronize(self.step.device)
         self._flights.clear()
         self._graphs.clear()
         self._seen.clear()
+        for graph in list(self._made):
+            graph.reset()
+        self._made.clear()
 
     def _begin_anew(self) -> None:
         self._graphs.clear()
@@ -287,6 +294,8 @@ class CapturedSteps:
         assert made is not None
         self._state = self._captured_state()
         self._graphs[key] = made
+        self._made.add(made.graph)
+        self.step.group.before_end(self.let_go)
         self.num_recorded += 1
         _log.info("recorded the training step in a CUDA graph: %d rows, %s", batch.size, precision.name)
         return made
