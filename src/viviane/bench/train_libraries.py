@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -123,6 +124,7 @@ def _own_from_files(training: Training) -> Step:
 
 
 def _endless(feed: DeviceFeed) -> Iterator[Batch]:
+    feed.read_on(sys.maxsize)
     while True:
         yield from feed
 
