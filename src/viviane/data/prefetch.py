@@ -31,6 +31,7 @@ from viviane.data.storage import Storage
 
 _THREAD_NAME = "viviane-reader"
 _RUN_ROWS = 16_384  # rows of a task at least: handing one to a thread costs as much as copying 10,000 rows
+_RUN_ROWS_FOR_GPU = 65_536  # each task takes the interpreter's lock from the thread that launches kernels
 Ready = tuple[View, NDArray[np.int64] | None]
 Made = tuple[Slab, list[Window]] | Exception
 
@@ -120,13 +121,15 @@ class Prefetcher:
         # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
         # For a GPU threads do it all the same: the consumer has kernels to launch.
         self._inline = storage.mapped and not plan.shuffled and not buffers.pin_memory
-        self._run = 1 if self._inline else max(1, _RUN_ROWS // batch_size)
+        run_rows = _RUN_ROWS_FOR_GPU if buffers.pin_memory else _RUN_ROWS
+        self._run = 1 if self._inline else max(1, run_rows // batch_size)
+        self._next_run = 1 if before is None else self._run  # the first batch is waited for: runs begin small
         # page-locked memory is dear
         self._depth = reading.num_threads + 2 if buffers.pin_memory else 2 * reading.num_threads
         self._loading: dict[int, _Loading] = {}
         self._tasks: deque[Future[list[Made]] | Callable[[], list[Made]]] = deque()
         self._made: deque[Made] = deque()
-        self._pending = deque(self._due_tasks(first_row, 0 if before is None else before._rows_of_last_window()))
+        self._pending = deque(self._due_tasks(first_row, before))
         self._pool: ThreadPoolExecutor = (
             ThreadPoolExecutor(reading.num_threads, _THREAD_NAME) if before is None else before._pool
         )
@@ -138,11 +141,14 @@ class Prefetcher:
         [(window, _, _)] = self._plan.pieces(last_row - 1, last_row)
         return window.num_rows
 
-    def _due_tasks(self, first_row: int, rows_before: int) -> Iterator[tuple[int, Window, int]]:
+    def _due_tasks(self, first_row: int, epoch_before: Prefetcher | None) -> Iterator[tuple[int, Window, int]]:
         """Yield (row at which to hand in, window, part): a window's parts are spread over the one before it."""
         last_row = self._reading.last_row
         if first_row >= last_row:
             return
+        rows_before, soonest = 0, first_row + self._depth * self._run * self._reading.batch_size
+        if epoch_before is not None:
+            rows_before, soonest = epoch_before._rows_of_last_window(), -last_row
         first = self._plan.pieces(first_row, first_row + 1)[0][0].number
         for window in self._plan.windows[first:]:
             if window.start >= last_row:
@@ -154,7 +160,9 @@ class Prefetcher:
             ahead = max(before, (self._reading.num_threads + 1) * largest)
             count = len(window.groups)
             for part in range(count):
-                yield window.start - ahead * (count - part) // count, window, part
+                due = window.start - ahead * (count - part) // count
+                # Where the consumer waits for the first batch, later windows stand behind it in the pool.
+                yield due if window.number == first else max(due, soonest), window, part
 
     def _wanted(self, window: Window) -> bool:
         """Say whether a window holds rows to be read: with shares, it may hold other ranks' rows alone."""
@@ -195,7 +203,8 @@ class Prefetcher:
     def _hand_in_run(self) -> Future[list[Made]] | Callable[[], list[Made]]:
         """Hand in one task for a run of batches; return it, or what does it."""
         asked: list[Asked] = []
-        for start, stop in self._ranges[self._next : self._next + self._run]:
+        count, self._next_run = self._next_run, min(2 * self._next_run, self._run)
+        for start, stop in self._ranges[self._next : self._next + count]:
             pieces = self._plan.pieces(start, stop)
             if pieces:  # a share may have no rows
                 last = pieces[-1][0].number
