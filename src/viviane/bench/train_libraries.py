@@ -68,7 +68,7 @@ class Training:
     def write(self, folder: Path, batches: int = 8 * NUM_BATCHES) -> Dataset:
         """Write rows for so many batches, or 2 million rows: the same drawn ones again and again.
 
-        Each epoch begins with a wait for its first windows of rows, so it should have many batches.
+        The first epoch begins with a wait for its first window of rows, so there should be many batches.
         """
         samples, drawn = self.samples, self.batch * NUM_BATCHES
         columns = columns_of(samples.schema, samples.batch(drawn))
