@@ -1,6 +1,7 @@
 """From the reader to the device: position, errors and bits are those of the batches that were handed out."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from viviane.config import Solver
 from viviane.core.errors import VivianeError
 from viviane.data import Dataset, write_dataset
 from viviane.data.buffers import Piece
-from viviane.training.feed import DeviceFeed
+from viviane.training.feed import DeviceFeed, _Waiting
 
 CPU = torch.device("cpu")
 BATCHES = 10  # of 64 rows
@@ -51,6 +52,42 @@ def test_epochs_that_are_read_on_have_the_same_batches_and_states(train: Dataset
             for one, other in zip(feed, reader, strict=True):
                 assert torch.equal(one.one_hot, other.one_hot)
                 assert feed.state() == reader.state()
+    assert reader_threads() == 0
+
+
+class NoCopies:
+    """Hands batches on as they are, as the copies to a GPU do later."""
+
+    def start(self, batch: Batch, place: tuple[int, int]) -> _Waiting:
+        return _Waiting(batch, place)
+
+    def finish(self, waiting: _Waiting) -> None:
+        pass
+
+
+@pytest.mark.parametrize("leave", [3, 8, 9, 10, 13])
+def test_leaving_loses_nothing_whatever_was_taken_ahead(train: Dataset, leave: int) -> None:
+    options = {"shuffle": True, "seed": 3}
+    feed, reader = DeviceFeed.open(train, 64, CPU, until_epoch=3, **options), train.reader(64, **options)
+    feed._copies = NoCopies()
+    wanted = [(batch, reader.state()) for _ in range(3) for batch in reader]
+    count = 0
+
+    def take(most: int) -> None:
+        nonlocal count
+        for batch in feed:
+            assert torch.equal(batch.one_hot, wanted[count][0].one_hot)
+            assert feed.state() == wanted[count][1]
+            count += 1
+            time.sleep(0.002)  # the reader gets ahead, over the end of the epoch
+            if count == most:
+                return
+
+    with feed:
+        while count < leave:
+            take(leave)
+        while count < len(wanted):
+            take(len(wanted) + 1)
     assert reader_threads() == 0
 
 
