@@ -4,6 +4,9 @@ python benchmarks/reader.py [--small]
 
 The data set has the Criteo layout (1 label, 13 dense and 26 one-hot columns) and is read from the page cache:
 it is read once before measuring. Each case takes whole epochs and touches every batch's shape only.
+
+Short epochs, in Viviane's format: what passes between the last batch of one and the first of the next, for a consumer
+that takes its time for each batch, and rows a second over many of them for one that does not.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from record import record
-from viviane.data import Dataset
+from viviane.data import Dataset, Reader, convert
 from viviane.data.synthetic import SyntheticConfig, generate
 
 # Five times the fastest model seen on 2 cores: Wide & Deep of dim 4 with one layer of 32, 0.80 M samples/s.
 GOAL_MILLION_ROWS = 4.0
 PEER = "DataLoader over pyarrow.dataset.to_batches"
+SHORT = 16  # batches
 
 
 class ArrowBatches(IterableDataset):  # type: ignore[type-arg]
@@ -70,6 +74,49 @@ def main() -> None:
             for batch_size in (2048, 16384):
                 for shuffle in (False, True):
                     measure(data, batch_size, shuffle, threads, repeats)
+        for batch_size, step_s in ((8192, 1.5e-3), (65_536, 10e-3)):
+            rows = batch_size * SHORT
+            generate(SyntheticConfig(rows=rows), Path(folder) / f"rows-{rows}")
+            data = convert(Dataset(Path(folder) / f"rows-{rows}"), Path(folder) / f"short-{rows}", "viviane")
+            data.check()
+            short_epochs(data, batch_size, step_s, 3 if small else 20)
+
+
+def short_epochs(data: Dataset, batch_size: int, step_s: float, epochs: int) -> None:
+    """Take shuffled epochs of 16 batches, each by itself and read on, in turn."""
+    pauses: dict[str, list[float]] = {"each by itself": [], "read on": []}
+    rates: dict[str, list[float]] = {name: [] for name in pauses}
+    for _ in range(3):
+        for name in pauses:
+            until = epochs if name == "read on" else 0
+            with data.reader(batch_size, shuffle=True, until_epoch=until) as reader:
+                pauses[name] += pauses_between(reader, epochs, step_s)
+            with data.reader(batch_size, shuffle=True, until_epoch=until) as reader:
+                rates[name] += speeds(lambda: sum(len(batch) for _ in range(epochs) for batch in reader), 1)
+    shape = {"rows": data.num_rows, "dense": 13, "one_hot": 26, "batch_size": batch_size, "threads": 2}
+    for name, found in pauses.items():
+        case = f"criteo layout, {SHORT} batches of {batch_size} an epoch, shuffled, {name}"
+        low, high = np.percentile(found, [20, 80])
+        record(
+            bench="reader", case=case, metric=f"last batch to first, {step_s * 1e3:g} ms a step",
+            value=float(np.median(found)), unit="ms", better="lower", spread=(float(low), float(high)), shape=shape,
+        )  # fmt: skip
+        record(
+            bench="reader", case=case, metric="speed", value=float(np.median(rates[name])), unit="M rows/s",
+            better="higher", spread=(min(rates[name]), max(rates[name])), shape=shape,
+        )  # fmt: skip
+
+
+def pauses_between(reader: Reader, epochs: int, step_s: float) -> list[float]:
+    """Return the milliseconds that the first batch of each epoch but the first is waited for."""
+    found = []
+    for epoch in range(epochs):
+        start = time.perf_counter()
+        for number, _ in enumerate(reader):
+            if number == 0 and epoch:
+                found.append((time.perf_counter() - start) * 1e3)
+            time.sleep(step_s)
+    return found
 
 
 def measure(data: Dataset, batch_size: int, shuffle: bool, threads: int, repeats: int) -> None:

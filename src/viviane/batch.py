@@ -202,9 +202,17 @@ class Batch:
         first = piece.data_ptr()
         there = piece.to(device, non_blocking=non_blocking)
 
+        size = there.shape[0]
+        typed: dict[torch.dtype, Tensor] = {}
+
         def move(part: Tensor) -> Tensor:
+            each = part.element_size()
+            whole = typed.get(part.dtype)
+            if whole is None:
+                whole = there[: size // each * each] if size % each else there
+                whole = typed[part.dtype] = whole.view(part.dtype)
             start = part.data_ptr() - first if part.numel() else 0
-            return there[start : start + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+            return whole.as_strided(part.shape, part.stride(), start // each)
 
         return self._map(lambda one: _map_bag(one, move) if isinstance(one, Bag) else move(one))
 
@@ -266,19 +274,21 @@ def _piece(parts: list[Tensor]) -> Tensor | None:
     if len(parts) < 2 or parts[0].device.type != "cpu":
         return None
     storage = parts[0].untyped_storage()
-    first, num_bytes = min(part.data_ptr() for part in parts), 0
+    base = storage.data_ptr()
+    starts = [part.data_ptr() for part in parts]
+    first, num_bytes = min(starts), 0
     last = first
-    for part in parts:
-        start, size = part.data_ptr(), part.numel() * part.element_size()
+    for part, start in zip(parts, starts, strict=True):
+        size = part.nbytes
         if (start - first) % _ALIGNED or not part.is_contiguous():
             return None
-        if part.untyped_storage().data_ptr() != storage.data_ptr():
+        if part.untyped_storage().data_ptr() != base:
             return None
         num_bytes += -(-size // _ALIGNED) * _ALIGNED
         last = max(last, start + size)
     if last - first > num_bytes:
         return None  # something else lies between them
-    place, size = first - storage.data_ptr(), last - first
+    place, size = first - base, last - first
     return torch.empty(0, dtype=torch.uint8).set_(storage, place, (size,), (1,))
 
 

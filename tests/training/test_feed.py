@@ -1,18 +1,25 @@
 """From the reader to the device: position, errors and bits are those of the batches that were handed out."""
 
 import threading
+import time
 
 import pytest
 import torch
-from click_model import SCHEMA, columns
+from click_model import SCHEMA, columns, make_trainer
 
 from viviane.batch import Batch
+from viviane.config import Solver
 from viviane.core.errors import VivianeError
 from viviane.data import Dataset, write_dataset
 from viviane.data.buffers import Piece
-from viviane.training.feed import DeviceFeed
+from viviane.training.feed import DeviceFeed, _Waiting
 
 CPU = torch.device("cpu")
+BATCHES = 10  # of 64 rows
+
+
+def reader_threads() -> int:
+    return sum(one.name.startswith("viviane-reader") for one in threading.enumerate())
 
 
 def test_on_a_cpu_batches_are_those_of_the_reader(train: Dataset) -> None:
@@ -32,6 +39,86 @@ def test_state_is_that_of_the_batches_that_were_handed_out(train: Dataset) -> No
         assert feed.state() == reader.state()
     assert feed.state() == reader.state()
     assert feed.epoch == 1
+
+
+@pytest.mark.parametrize("until_epoch", [0, 2, 5])
+def test_epochs_that_are_read_on_have_the_same_batches_and_states(train: Dataset, until_epoch: int) -> None:
+    options = {"shuffle": True, "seed": 3}
+    feed, reader = DeviceFeed.open(train, 64, CPU, **options), train.reader(64, **options)
+    feed.read_on(until_epoch)
+    with feed:
+        for epoch in range(3):
+            assert (feed.epoch, reader_threads() > 0) == (epoch, 0 < epoch < until_epoch)
+            for one, other in zip(feed, reader, strict=True):
+                assert torch.equal(one.one_hot, other.one_hot)
+                assert feed.state() == reader.state()
+    assert reader_threads() == 0
+
+
+class NoCopies:
+    """Hands batches on as they are, as the copies to a GPU do later."""
+
+    def start(self, batch: Batch, place: tuple[int, int]) -> _Waiting:
+        return _Waiting(batch, place)
+
+    def finish(self, waiting: _Waiting) -> None:
+        pass
+
+
+@pytest.mark.parametrize("leave", [3, 8, 9, 10, 13])
+def test_leaving_loses_nothing_whatever_was_taken_ahead(train: Dataset, leave: int) -> None:
+    options = {"shuffle": True, "seed": 3}
+    feed, reader = DeviceFeed.open(train, 64, CPU, until_epoch=3, **options), train.reader(64, **options)
+    feed._copies = NoCopies()
+    wanted = [(batch, reader.state()) for _ in range(3) for batch in reader]
+    count = 0
+
+    def take(most: int) -> None:
+        nonlocal count
+        for batch in feed:
+            assert torch.equal(batch.one_hot, wanted[count][0].one_hot)
+            assert feed.state() == wanted[count][1]
+            count += 1
+            time.sleep(0.002)  # the reader gets ahead, over the end of the epoch
+            if count == most:
+                return
+
+    with feed:
+        while count < leave:
+            take(leave)
+        while count < len(wanted):
+            take(len(wanted) + 1)
+    assert reader_threads() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "epochs"),
+    [
+        ({"epochs": 3}, 3),
+        ({"epochs": 9, "max_steps": 2 * BATCHES}, 2),
+        ({"epochs": 9, "max_steps": 2 * BATCHES + 1}, 3),
+        ({"epochs": 1, "max_steps": 2 * BATCHES + 1}, 1),
+    ],
+)
+def test_fit_reads_the_epochs_that_it_trains_on(train, monkeypatch, settings, epochs) -> None:
+    decoded = []
+    decode = train.storage.decode
+    monkeypatch.setattr(train.storage, "decode", lambda group, *rest: (decoded.append(group), decode(group, *rest))[1])
+    trainer = make_trainer(Solver(batch_size=64, device="cpu", **settings))
+    trainer.fit(train)
+    assert trainer.step == min(settings["epochs"] * BATCHES, settings.get("max_steps", 1 << 30))
+    assert len(decoded) == epochs * len(train.groups)
+    assert reader_threads() == 0
+
+
+def test_fit_goes_on_in_a_second_call_and_reads_nothing_twice(train, monkeypatch) -> None:
+    decoded = []
+    decode = train.storage.decode
+    monkeypatch.setattr(train.storage, "decode", lambda group, *rest: (decoded.append(group), decode(group, *rest))[1])
+    trainer = make_trainer(Solver(batch_size=64, device="cpu", epochs=2))
+    for count in (1, 2):
+        trainer.fit(train)
+        assert (trainer.epoch, len(decoded)) == (2 * count, 2 * count * len(train.groups))
 
 
 def test_a_saved_position_continues_with_the_next_batch(train: Dataset) -> None:
@@ -54,7 +141,7 @@ def test_an_error_comes_with_its_words_and_threads_end(train: Dataset, tmp_path)
     feed = DeviceFeed.open(data, 50, CPU)
     with pytest.raises(VivianeError, match="part-00000"), feed:
         list(feed)
-    assert not [one for one in threading.enumerate() if one.name.startswith("viviane-reader")]
+    assert reader_threads() == 0
 
 
 def piece_of(batch: Batch) -> Batch:

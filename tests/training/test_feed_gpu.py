@@ -26,10 +26,12 @@ def equal(there, here) -> bool:
     return all(torch.equal(one.cpu(), other) for one, other in zip(there.tensors(), here.tensors(), strict=True))
 
 
+@pytest.mark.parametrize("until_epoch", [0, 3])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_three_epochs_have_the_bits_of_the_reader(rows, shuffle):
+def test_three_epochs_have_the_bits_of_the_reader(rows, shuffle, until_epoch):
     options = {"shuffle": shuffle, "seed": 4, "shuffle_rows": 3000}
     feed, reader = DeviceFeed.open(rows, 768, GPU, **options), rows.reader(768, **options)
+    feed.read_on(until_epoch)
     for epoch in range(3):
         count = 0
         for there, here in zip(feed, reader, strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +68,7 @@ class Training:
     def write(self, folder: Path, batches: int = 8 * NUM_BATCHES) -> Dataset:
         """Write rows for so many batches, or 2 million rows: the same drawn ones again and again.
 
-        Each epoch begins with a wait for its first windows of rows, so it should have many batches.
+        The first epoch begins with a wait for its first window of rows, so there should be many batches.
         """
         samples, drawn = self.samples, self.batch * NUM_BATCHES
         columns = columns_of(samples.schema, samples.batch(drawn))
@@ -123,6 +124,7 @@ def _own_from_files(training: Training) -> Step:
 
 
 def _endless(feed: DeviceFeed) -> Iterator[Batch]:
+    feed.read_on(sys.maxsize)
     while True:
         yield from feed
 

@@ -120,14 +120,19 @@ class Piece:
         size = sum(_rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in forms)
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
         self._array = self._bytes.numpy()
+        self._typed: dict[torch.dtype, Tensor] = {}
         self._used = 0
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
-        """Return the next tensor, a part of torch's own storage, and its array."""
+        """Return the next tensor, of one or two dimensions, a part of torch's own storage; and its array."""
         size = math.prod(shape) * dtype.itemsize
         start, self._used = self._used, self._used + _rounded(size)
         array: NDArray[Any] = np.ndarray(shape, _ARRAY_TYPES[dtype], self._array, start)
-        return self._bytes[start : start + size].view(dtype).view(shape), array
+        whole = self._typed.get(dtype)
+        if whole is None:
+            whole = self._typed[dtype] = self._bytes.view(dtype)
+        strides = (1,) if len(shape) == 1 else (max(1, shape[1]), 1)
+        return whole.as_strided(shape, strides, start // dtype.itemsize), array
 
 
 def _rounded(size: int) -> int:

@@ -151,6 +151,7 @@ class Dataset:
         rank: int = 0,
         num_ranks: int = 1,
         pin_memory: bool = False,
+        until_epoch: int = 0,
     ) -> Reader:
         """Return a reader of this data set's batches; see Reader for the arguments."""
         return Reader(
@@ -166,6 +167,7 @@ class Dataset:
             rank=rank,
             num_ranks=num_ranks,
             pin_memory=pin_memory,
+            until_epoch=until_epoch,
         )
 
 

@@ -4,6 +4,9 @@ A pool runs two kinds of tasks in the order in which they are handed in: decode 
 window's block, and take one batch's rows out of blocks. Tasks are handed in by the consuming thread, as a
 function of how many rows it has taken, so that no thread ever waits for room in a queue: nothing can hang
 when the iterator is dropped. A batch task may wait for decode tasks, which always stand before it.
+
+Where it is known that another epoch follows, its windows and batches are handed in as if they were more rows of this
+one, so that no epoch but the first begins with a wait.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,6 +31,7 @@ from viviane.data.storage import Storage
 
 _THREAD_NAME = "viviane-reader"
 _RUN_ROWS = 16_384  # rows of a task at least: handing one to a thread costs as much as copying 10,000 rows
+_RUN_ROWS_FOR_GPU = 65_536  # each task takes the interpreter's lock from the thread that launches kernels
 Ready = tuple[View, NDArray[np.int64] | None]
 Made = tuple[Slab, list[Window]] | Exception
 
@@ -64,70 +69,100 @@ class _Loading:
 Asked = list[tuple[tuple[Window, int, int], _Loading]]
 
 
-class Prefetcher:
-    """Yields the rows [first_row, last_row) of a plan's stream in slabs of batch_size rows.
+@dataclass(frozen=True)
+class Reading:
+    """What is the same in every epoch of a reader.
 
     Args:
-        plan: the epoch's order.
         storage: where the row groups stand.
-        batch_size, first_row, last_row: which rows.
+        batch_size: rows of a batch, over all ranks.
+        last_row: rows of an epoch, from the first on, that are read.
         share: (r, n): of every batch of B rows, take the rows B r // n to B (r + 1) // n alone.
         buffers: memory of the batches.
         windows: memory of the windows.
         num_threads: size of the pool.
     """
 
-    def __init__(
-        self,
-        plan: EpochPlan,
-        storage: Storage,
-        *,
-        batch_size: int,
-        first_row: int,
-        last_row: int,
-        share: tuple[int, int],
-        buffers: Buffers,
-        windows: Buffers,
-        num_threads: int,
-    ) -> None:
+    storage: Storage
+    batch_size: int
+    last_row: int
+    share: tuple[int, int]
+    buffers: Buffers
+    windows: Buffers
+    num_threads: int
+
+
+class Prefetcher:
+    """Yields the rows [first_row, last_row) of a plan's stream in slabs of batch_size rows.
+
+    Args:
+        plan: the epoch's order.
+        reading: what is read, and with what.
+        first_row: where to begin.
+        before: the epoch before this one, which is still being read; its threads serve both.
+
+    Attributes:
+        follow: makes the plan of the epoch after this one; None: nothing of it is read.
+        following: that epoch, begun; whoever iterated to the end takes it over, or closes it.
+    """
+
+    def __init__(self, plan: EpochPlan, reading: Reading, first_row: int = 0, before: Prefetcher | None = None) -> None:
         self._plan = plan
-        self._storage = storage
-        self._buffers, self._windows = buffers, windows
-        rank, ranks = share
+        self._reading = reading
+        storage, buffers, batch_size = reading.storage, reading.buffers, reading.batch_size
+        rank, ranks = reading.share
         self._ranges = [
             (start + (stop - start) * rank // ranks, start + (stop - start) * (rank + 1) // ranks)
-            for start in range(first_row, last_row, batch_size)
-            for stop in [min(start + batch_size, last_row)]
+            for start in range(first_row, reading.last_row, batch_size)
+            for stop in [min(start + batch_size, reading.last_row)]
         ]
         self._next = 0
         self._shape = BatchShape.of(storage.schema)
         # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
         # For a GPU threads do it all the same: the consumer has kernels to launch.
         self._inline = storage.mapped and not plan.shuffled and not buffers.pin_memory
-        self._run = 1 if self._inline else max(1, _RUN_ROWS // batch_size)
-        self._depth = num_threads + 2 if buffers.pin_memory else 2 * num_threads  # page-locked memory is dear
+        run_rows = _RUN_ROWS_FOR_GPU if buffers.pin_memory else _RUN_ROWS
+        self._run = 1 if self._inline else max(1, run_rows // batch_size)
+        self._next_run = 1 if before is None else self._run  # the first batch is waited for: runs begin small
+        # page-locked memory is dear
+        self._depth = reading.num_threads + 2 if buffers.pin_memory else 2 * reading.num_threads
         self._loading: dict[int, _Loading] = {}
         self._tasks: deque[Future[list[Made]] | Callable[[], list[Made]]] = deque()
         self._made: deque[Made] = deque()
-        self._pending = deque(self._due_tasks(first_row, last_row, num_threads))
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
+        self._pending = deque(self._due_tasks(first_row, before))
+        self._pool: ThreadPoolExecutor = (
+            ThreadPoolExecutor(reading.num_threads, _THREAD_NAME) if before is None else before._pool
+        )
+        self.follow: Callable[[], EpochPlan] | None = None
+        self.following: Prefetcher | None = None
 
-    def _due_tasks(self, first_row: int, last_row: int, num_threads: int) -> Iterator[tuple[int, Window, int]]:
+    def _rows_of_last_window(self) -> int:
+        last_row = self._reading.last_row
+        [(window, _, _)] = self._plan.pieces(last_row - 1, last_row)
+        return window.num_rows
+
+    def _due_tasks(self, first_row: int, epoch_before: Prefetcher | None) -> Iterator[tuple[int, Window, int]]:
         """Yield (row at which to hand in, window, part): a window's parts are spread over the one before it."""
+        last_row = self._reading.last_row
         if first_row >= last_row:
             return
+        rows_before, soonest = 0, first_row + self._depth * self._run * self._reading.batch_size
+        if epoch_before is not None:
+            rows_before, soonest = epoch_before._rows_of_last_window(), -last_row
         first = self._plan.pieces(first_row, first_row + 1)[0][0].number
         for window in self._plan.windows[first:]:
             if window.start >= last_row:
                 return
             if not self._wanted(window):
                 continue
-            before = self._plan.windows[max(0, window.number - 1)].num_rows
+            before = self._plan.windows[window.number - 1].num_rows if window.number else rows_before
             largest = max(group.num_rows for group in window.groups)
-            ahead = max(before, (num_threads + 1) * largest)
+            ahead = max(before, (self._reading.num_threads + 1) * largest)
             count = len(window.groups)
             for part in range(count):
-                yield window.start - ahead * (count - part) // count, window, part
+                due = window.start - ahead * (count - part) // count
+                # Where the consumer waits for the first batch, later windows stand behind it in the pool.
+                yield due if window.number == first else max(due, soonest), window, part
 
     def _wanted(self, window: Window) -> bool:
         """Say whether a window holds rows to be read: with shares, it may hold other ranks' rows alone."""
@@ -138,22 +173,23 @@ class Prefetcher:
         )
 
     def _block(self, window: Window) -> Block:
-        return Block(self._storage.schema, window.num_rows, len(window.groups), self._windows)
+        return Block(self._reading.storage.schema, window.num_rows, len(window.groups), self._reading.windows)
 
     def _hand_in_next(self) -> None:
         _, window, part = self._pending.popleft()
+        storage = self._reading.storage
         loading = self._loading.get(window.number)
-        as_it_stands = self._storage.mapped and len(window.groups) == 1
+        as_it_stands = storage.mapped and len(window.groups) == 1
         if loading is None:
             block = None if as_it_stands else self._block(window)
             loading = self._loading[window.number] = _Loading(block)
             loading.order = self._pool.submit(self._plan.permutation, window)
         if as_it_stands:
-            loading.mapped = self._pool.submit(self._storage.view, window.groups[part])
+            loading.mapped = self._pool.submit(storage.view, window.groups[part])
             return
         assert loading.block is not None
         start = sum(group.num_rows for group in window.groups[:part])
-        decode = timed_as("decode")(self._storage.decode)
+        decode = timed_as("decode")(storage.decode)
         loading.decodes.append(self._pool.submit(decode, window.groups[part], loading.block, start, part))
 
     @property
@@ -167,7 +203,8 @@ class Prefetcher:
     def _hand_in_run(self) -> Future[list[Made]] | Callable[[], list[Made]]:
         """Hand in one task for a run of batches; return it, or what does it."""
         asked: list[Asked] = []
-        for start, stop in self._ranges[self._next : self._next + self._run]:
+        count, self._next_run = self._next_run, min(2 * self._next_run, self._run)
+        for start, stop in self._ranges[self._next : self._next + count]:
             pieces = self._plan.pieces(start, stop)
             if pieces:  # a share may have no rows
                 last = pieces[-1][0].number
@@ -177,20 +214,41 @@ class Prefetcher:
                     del self._loading[number]  # freed as soon as the tasks that use it are done
             asked.append([(piece, self._loading[piece[0].number]) for piece in pieces])
         self._next += len(asked)
+        if self._next == len(self._ranges):
+            self._loading.clear()
         if self._inline:
-            return partial(_assemble, self._shape, asked, self._buffers)
-        return self._pool.submit(_assemble, self._shape, asked, self._buffers)
+            return partial(_assemble, self._shape, asked, self._reading.buffers)
+        return self._pool.submit(_assemble, self._shape, asked, self._reading.buffers)
+
+    def _hand_in_until(self, row: int) -> None:
+        while self._pending and self._pending[0][0] <= row:
+            self._hand_in_next()
+
+    def _fill(self, room: int) -> None:
+        """Hand in what is due until there are `room` tasks for batches, or the epoch has no more."""
+        while self._next < len(self._ranges) and len(self._tasks) < room:
+            self._hand_in_until(self._ranges[self._next][0])
+            self._tasks.append(self._hand_in_run())
+
+    def _read_on(self) -> None:
+        """Hand in what is due of the epoch after this one, whose rows count on from this one's."""
+        if self._pending or self.follow is None:
+            return
+        if self.following is None:
+            self.following = Prefetcher(self.follow(), self._reading, before=self)
+        if self._next < len(self._ranges):
+            self.following._hand_in_until(self._ranges[self._next][0] - self._reading.last_row)
+        else:
+            self.following._fill(self._depth - len(self._tasks))
 
     def __iter__(self) -> Iterator[tuple[Slab, list[Window]]]:
         """Yield slabs with the windows that their rows come from."""
         tasks, made = self._tasks, self._made
+        ended = False
         try:
             while tasks or self._next < len(self._ranges):
-                while self._next < len(self._ranges) and len(tasks) < self._depth:
-                    row = self._ranges[self._next][0]
-                    while self._pending and self._pending[0][0] <= row:
-                        self._hand_in_next()
-                    tasks.append(self._hand_in_run())
+                self._fill(self._depth)
+                self._read_on()
                 task = tasks.popleft()
                 made.extend(task.result() if isinstance(task, Future) else task())
                 while made:
@@ -198,10 +256,16 @@ class Prefetcher:
                     if isinstance(one, Exception):
                         raise one
                     yield one
+            ended = True
         finally:
-            # the garbage collector may close a forgotten iterator in one of our own threads: it cannot join itself
-            own = threading.current_thread().name.startswith(_THREAD_NAME)
-            self._pool.shutdown(wait=not own, cancel_futures=True)
+            if not ended or self.following is None:
+                self.close()
+
+    def close(self) -> None:
+        """Stop the threads; what was handed in is forgotten."""
+        # the garbage collector may close a forgotten iterator in one of our own threads: it cannot join itself
+        own = threading.current_thread().name.startswith(_THREAD_NAME)
+        self._pool.shutdown(wait=not own, cancel_futures=True)
 
 
 @timed_as("assemble")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -14,7 +15,7 @@ from viviane.batch import Batch, Layout
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.data.buffers import Buffers
 from viviane.data.plan import EpochPlan, Window
-from viviane.data.prefetch import Prefetcher
+from viviane.data.prefetch import Prefetcher, Reading
 
 if TYPE_CHECKING:
     from viviane.data.dataset import Dataset
@@ -48,6 +49,9 @@ class Reader:
         pin_memory: deliver batches in page-locked memory, from which a GPU reads on its own, each in one piece, which
             `Batch.to` moves in one copy. The memory of a batch is used again once nobody refers to it and its copies
             are done.
+        until_epoch: epochs before this one are read one after another: while one ends, rows of the next are decoded
+            already, so that it begins without a wait; close the reader if it does not come to that. By default
+            nothing is read beyond an epoch's end. The attribute may be set anew; it counts when an epoch begins.
 
     Raises:
         ConfigError: a number is out of range.
@@ -82,6 +86,7 @@ class Reader:
         rank: int = 0,
         num_ranks: int = 1,
         pin_memory: bool = False,
+        until_epoch: int = 0,
     ) -> None:
         at_least_one = {
             "batch_size": batch_size, "num_threads": num_threads, "shuffle_rows": shuffle_rows, "num_ranks": num_ranks,
@@ -106,6 +111,7 @@ class Reader:
         self.shuffle_rows = shuffle_rows
         self.max_batches = max_batches
         self.rank, self.num_ranks = rank, num_ranks
+        self.until_epoch = until_epoch
         self.rows_each = 1
         """Rows that a batch holds for each row of the data set."""
         self._buffers, self._windows = Buffers(pin_memory), Buffers(kept_bytes=_KEPT_WINDOWS)
@@ -114,6 +120,7 @@ class Reader:
         self._layout = Layout.of(dataset.schema)
         self._active: weakref.ref[Generator[Batch, None, None]] | None = None
         self._prefetcher: Prefetcher | None = None
+        self._ahead: Prefetcher | None = None  # the epoch that begins, where the one before it has begun it
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
@@ -150,36 +157,42 @@ class Reader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue at the current position; an iterator made before is closed."""
-        self.close()
+        self._stop()
         batches = self._batches()
         self._active = weakref.ref(batches)
         return batches
 
     def _batches(self) -> Generator[Batch, None, None]:
-        dataset = self.dataset
-        plan = EpochPlan(dataset.groups, self.shuffle_rows if self.shuffle else None, self.seed, self._epoch)
-        prefetcher = Prefetcher(
-            plan,
-            dataset.storage,
-            share=(self.rank, self.num_ranks),
-            buffers=self._buffers,
-            windows=self._windows,
-            batch_size=self.batch_size,
-            first_row=min(self._delivered * self.batch_size, plan.num_rows),
-            last_row=min(len(self) * self.batch_size, plan.num_rows),
-            num_threads=self.num_threads,
-        )
-        self._prefetcher = prefetcher
+        prefetcher = self._prefetcher = self._begin()
         with closing(iter(prefetcher)) as slabs:  # type: ignore[type-var]
-            place, source, known = f"{dataset.path}, epoch {self._epoch}, batch", "", None
+            place, source, known = f"{self.dataset.path}, epoch {self._epoch}, batch", "", None
             for slab, windows in slabs:
                 if windows != known:
                     source, known = self._source(windows), windows
                 origin = f"{place} {self._delivered} (from {source})"
                 self._delivered += 1
                 yield slab.batch(self._layout, origin)
-        self._prefetcher = None
+        self._prefetcher, self._ahead = None, prefetcher.following
         self._epoch, self._delivered = self._epoch + 1, 0
+
+    def _begin(self) -> Prefetcher:
+        """Take over what is read of the epoch already, or begin to read it from the current position on."""
+        dataset, epoch = self.dataset, self._epoch
+        plan_of = partial(EpochPlan, dataset.groups, self.shuffle_rows if self.shuffle else None, self.seed)
+        begun, self._ahead = self._ahead, None
+        if begun is None:
+            reading = Reading(
+                storage=dataset.storage,
+                batch_size=self.batch_size,
+                last_row=min(len(self) * self.batch_size, dataset.num_rows),
+                share=(self.rank, self.num_ranks),
+                buffers=self._buffers,
+                windows=self._windows,
+                num_threads=self.num_threads,
+            )
+            begun = Prefetcher(plan_of(epoch), reading, min(self._delivered * self.batch_size, dataset.num_rows))
+        begun.follow = partial(plan_of, epoch + 1) if epoch + 1 < self.until_epoch else None
+        return begun
 
     def _source(self, windows: list[Window]) -> str:
         groups = [group for window in windows for group in window.groups]
@@ -231,7 +244,14 @@ class Reader:
         self._epoch, self._delivered = epoch, batches
 
     def close(self) -> None:
-        """Stop the threads of a running iteration; the position stays."""
+        """Stop the threads, those that read the next epoch's rows too; the position stays."""
+        self._stop()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _stop(self) -> None:
+        """End a running iteration."""
         batches = self._active() if self._active is not None else None
         if batches is not None:
             batches.close()

@@ -125,11 +125,20 @@ class DeviceFeed:
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue at the current position."""
-        self.close()
-        return self._at_once() if self._copies is None else self._copied_ahead(self._copies)
-
-    def _at_once(self) -> Iterator[Batch]:
+        if self._waiting:
+            self.close()
         batches = iter(self.reader)
+        return self._at_once(batches) if self._copies is None else self._copied_ahead(batches, self._copies)
+
+    def read_on(self, until_epoch: int) -> None:
+        """Have epochs before this one read one after another, without a wait between; see `Reader`'s until_epoch.
+
+        It counts when an epoch begins. A stream has no epochs to read on to.
+        """
+        if isinstance(self.reader, Reader):
+            self.reader.until_epoch = until_epoch
+
+    def _at_once(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             with time_range("read"):
                 batch = next(batches, None)
@@ -138,8 +147,8 @@ class DeviceFeed:
                 return
             yield batch
 
-    def _copied_ahead(self, copies: _Copies) -> Iterator[Batch]:
-        batches, waiting = iter(self.reader), self._waiting
+    def _copied_ahead(self, batches: Iterator[Batch], copies: _Copies) -> Iterator[Batch]:
+        waiting = self._waiting
         ended = False
         while True:
             # Only the first is waited for: what the reader has not got yet would hold up a step that is ready.

@@ -208,6 +208,8 @@ class FitLoop:
                 self.stopped = callback.reason
         self.stopped = self._agreed(self.stopped)
         last_epoch = self.first_epoch + self.solver.epochs
+        steps = self._last_step() - self.first_step
+        self.reader.read_on(self.first_epoch + -(-steps // self._epoch_length()))
         while not self.stopped and self.reader.epoch < last_epoch:
             if self.trainer.step >= self._last_step() and self.solver.max_steps is not None:
                 self.stopped = "max_steps"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ def record_trace(trainer: Trainer, data: Dataset, folder: str | Path, steps: int
 
 
 def _endless(feed: DeviceFeed) -> Iterator[Batch]:
+    feed.read_on(sys.maxsize)
     while True:
         yield from feed
 
