@@ -1,12 +1,17 @@
 """Which row goes to which part, and that learning sees the training part alone."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from raw_files import clicks, config, read, text
 
 from viviane.core.errors import ConfigError, DataError
-from viviane.etl import EtlConfig, run
+from viviane.etl import EtlConfig, pipeline, run, stage
+from viviane.etl.engine import DuckDbEngine
 from viviane.etl.splits import parse_split
 
 
@@ -103,3 +108,35 @@ def test_a_split_needs_a_column_of_the_input(tmp_path: Path) -> None:
         run(clicks(), raw, tmp_path / "out", split="hash:user:train=0.5,test=0.5")
     with pytest.raises(ConfigError, match="type int or timestamp"):
         run(clicks(), raw, tmp_path / "out", split="time:item:train=0.5,test=0.5")
+
+
+def test_filters_where_several_threads_divide_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, blocks = pipeline._Run.__init__, stage.text_blocks
+
+    def small(self: Any, *args: Any) -> None:
+        first(self, *args)
+        self.shard_bytes = 20_000
+
+    monkeypatch.setattr(pipeline._Run, "__init__", small)
+    monkeypatch.setattr(stage, "text_blocks", lambda *args, **rest: blocks(*args, **rest, block_bytes=5_000))
+    raw = users(tmp_path / "raw.csv", list(range(20_000)))
+    settings = timed().to_dict() | {"filters": [{"column": "ts", "keep": "<", "value": 19_000}]}
+    summary = run(EtlConfig.from_dict(settings), raw, tmp_path / "out", split="time:ts:test@15000", threads=4)
+    assert (summary.rows, summary.filtered) == ({"train": 15_000, "test": 4_000}, 1_000)
+    assert read(tmp_path / "out/test")["ts"] == list(range(15_000, 19_000))
+
+
+def test_threads_may_share_an_engine() -> None:
+    engine = DuckDbEngine()
+
+    def twice(number: int) -> list[int]:
+        table = pa.table({"x": np.full(5_000, number, np.int64)})
+        return list(set(engine.evaluate(table, doubled).column("y").to_pylist()))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(twice, range(200))) == [[2 * number] for number in range(200)]
+    engine.close()
+
+
+def doubled(table: Any) -> dict[str, Any]:
+    return {"y": table.x * 2}

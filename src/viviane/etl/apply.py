@@ -164,8 +164,7 @@ class Applier:
         return pc.fill_null(raw_ids(values, self._evaluate), encoding.missing or 0)
 
     def _evaluate(self, table: pa.Table, build: Build) -> pa.Table:
-        with self._lock:
-            return self.engine.evaluate(table, build)
+        return self.engine.evaluate(table, build)
 
     def _lookup(self, table: str) -> Lookup:
         with self._lock:

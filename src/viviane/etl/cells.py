@@ -26,9 +26,10 @@ _WANTED: Final = {
     "hex": "1 to 16 hexadecimal digits",
     "timestamp": "a date and time such as 2014-05-31 23:59:59",
 }
-_NIBBLE: Final = np.full(256, 255, np.uint8)
-for _value, _digit in enumerate("0123456789abcdef"):
-    _NIBBLE[ord(_digit)] = _NIBBLE[ord(_digit.upper())] = _value
+_LOW_HALF, _LETTER, _ZERO, _SIX, _SIXTEEN = (  # the same byte eight times, for a text of eight digits as one word
+    np.uint64(byte * 0x0101010101010101) for byte in (0x0F, 0x40, ord("0"), 6, 16)
+)
+_TO_LETTER: Final = np.uint64(ord("a") - ord("9") - 1)
 
 
 @dataclass(frozen=True)
@@ -150,14 +151,17 @@ def _eight_digits(array: Any) -> Any:
         return None
     offsets = np.frombuffer(offset_buffer, np.int32)[array.offset : array.offset + len(array) + 1]
     present = np.diff(offsets) == 8
-    data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
+    num_bytes = int(offsets[-1] - offsets[0])
     num_present = int(np.count_nonzero(present))
-    if num_present != len(array) - array.null_count or len(data) != 8 * num_present:
+    if num_present != len(array) - array.null_count or num_bytes != 8 * num_present:
         return None
-    digits = _NIBBLE[data]
-    if digits.size and digits.max() > 15:
+    text = np.frombuffer(data_buffer, np.uint64, num_present, int(offsets[0]))
+    digits = ((text & _LOW_HALF) + ((text & _LETTER) >> np.uint64(6)) * np.uint64(9)) & _LOW_HALF
+    # Whatever the text was, digits is 0 to 15 in each byte: written out again, it is the text only if that was digits.
+    above_nine = ((digits + _SIX) & _SIXTEEN) >> np.uint64(4)
+    if not np.array_equal(digits + _ZERO + above_nine * _TO_LETTER, text | above_nine << np.uint64(5)):
         return None
-    word = digits.view(np.uint64).byteswap()  # 0x0h0g0f0e0d0c0b0a read as big-endian: the first digit is the highest
+    word = digits.byteswap()  # 0x0h0g0f0e0d0c0b0a read as big-endian: the first digit is the highest
     word = (word | (word >> np.uint64(4))) & np.uint64(0x00FF00FF00FF00FF)
     word = (word | (word >> np.uint64(8))) & np.uint64(0x0000FFFF0000FFFF)
     word = (word | (word >> np.uint64(16))) & np.uint64(0xFFFFFFFF)

@@ -7,9 +7,12 @@ counts and looks values up on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -41,6 +44,15 @@ class Engine(Protocol):
     def open(self, files: Sequence[Path], schema: pa.Schema) -> Any:
         """Return an ibis table over Parquet files of one schema, in their order."""
 
+    def pick(self, rows: Any, names: Sequence[str], place: int = 0) -> Any:
+        """Return an ibis table of some columns of another as value0, value1, ..., the same for all of the same types.
+
+        Queries over such tables differ in nothing, so that an engine plans them once for many columns.
+
+        Args:
+            place: tables of different places may be at work together; a place holds the last one that was picked.
+        """
+
     def project(self, rows: Any, build: Build) -> Any:
         """Return an ibis table of columns computed from each row of another; same bits on every engine."""
 
@@ -68,7 +80,7 @@ class Engine(Protocol):
         """Return what finds places among an Arrow array of distinct values; several threads may call it."""
 
     def evaluate(self, table: pa.Table, build: Build) -> pa.Table:
-        """Compute columns from a table in memory, row by row, keeping the order of rows."""
+        """Compute columns from a table in memory, row by row, keeping their order; several threads may call it."""
 
     def close(self) -> None:
         """Release what it holds."""
@@ -95,6 +107,26 @@ def counted(values: Any, *, by_value: bool, min_count: int, max_values: int | No
     return counts if max_values is None else counts.limit(max_values)
 
 
+@cache
+def _loading_ibis() -> Thread:
+    """Begin to load ibis and its compiler, once; it takes longer than reading a small input, so both go on together."""
+    if importlib.util.find_spec("ibis") is None:  # say so before the long work begins
+        require("ibis", extra="etl", purpose="feature engineering")
+    thread = Thread(target=_load_ibis, name="loading ibis")
+    thread.start()
+    return thread
+
+
+def _load_ibis() -> None:
+    with suppress(Exception):  # who needs it meets the error again
+        ibis = importlib.import_module("ibis")
+        ibis.to_sql(ibis.table({"x": "int64"}, name="t"), dialect="duckdb")
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
 def _index_in(known: Any, values: Any) -> NDArray[np.integer[Any]]:
     places: NDArray[np.int32] = pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy(zero_copy_only=False)
     return places
@@ -113,7 +145,7 @@ class DuckDbEngine:
         self, *, memory_limit_bytes: int = 1 << 30, threads: int = 1, spill_folder: Path | None = None
     ) -> None:
         duckdb = require("duckdb", extra="etl", purpose="feature engineering")
-        self._ibis = require("ibis", extra="etl", purpose="feature engineering")
+        _loading_ibis()
         self._error = duckdb.Error
         self.memory_limit_bytes, self.threads = memory_limit_bytes, threads
         settings = {
@@ -126,6 +158,13 @@ class DuckDbEngine:
         self._connection = duckdb.connect(":memory:", config={**settings, "python_enable_replacements": "false"})
         self._connection.execute("SET enable_progress_bar = false")
         self._plans: dict[Any, str] = {}
+        self._texts: dict[Any, str] = {}
+        self._one_at_a_time = Lock()
+
+    @property
+    def _ibis(self) -> Any:
+        _loading_ibis().join()
+        return require("ibis", extra="etl", purpose="feature engineering")
 
     def open(self, files: Sequence[Path], schema: pa.Schema) -> Any:
         """Return an ibis table over Parquet files of one schema."""
@@ -133,13 +172,29 @@ class DuckDbEngine:
         self._sql(f"CREATE OR REPLACE VIEW staged AS SELECT * FROM read_parquet([{names}])")
         return self._ibis.table(ibis_schema(schema), name="staged")
 
+    @contextmanager
+    def held(self, table: pa.Table) -> Iterator[Any]:
+        """Make rows in memory an ibis table, for as long as the block runs."""
+        self._connection.register("held", table)
+        try:
+            yield self._ibis.table(ibis_schema(table.schema), name="held")
+        finally:
+            self._connection.unregister("held")
+
+    def pick(self, rows: Any, names: Sequence[str], place: int = 0) -> Any:
+        """Return an ibis table of some columns of another, which is a view in DuckDB."""
+        kinds, view = rows.schema(), f"picked{place}"
+        columns = ", ".join(f"{_quoted(name)} AS value{i}" for i, name in enumerate(names))
+        self._sql(f"CREATE OR REPLACE TEMP VIEW {view} AS SELECT {columns} FROM ({self._text(rows)})")
+        return self._ibis.table({f"value{i}": kinds[name] for i, name in enumerate(names)}, name=view)
+
     def project(self, rows: Any, build: Build) -> Any:
         """Return an ibis table of columns computed from each row of another."""
         return rows.select(**build(rows))
 
     def run(self, expression: Any, *, in_order: bool = False) -> pa.Table:
         """Run an ibis expression; in order means on one thread, which reads the files from front to back."""
-        sql = str(self._ibis.to_sql(expression, dialect="duckdb"))
+        sql = self._text(expression)
         if not in_order:
             return self._query(sql)
         self._sql("SET threads = 1")
@@ -160,7 +215,7 @@ class DuckDbEngine:
 
     def write(self, expression: Any, file: Path) -> None:
         """Run an ibis expression into a Parquet file; the insertion order is that of ORDER BY."""
-        sql = str(self._ibis.to_sql(expression, dialect="duckdb"))
+        sql = self._text(expression)
         place = str(file).replace("'", "''")
         self._sql(f"COPY ({sql}) TO '{place}' (FORMAT parquet, COMPRESSION lz4)")
 
@@ -170,17 +225,24 @@ class DuckDbEngine:
         sql = self._plans.get(key)
         if sql is None:
             rows = self._ibis.table(ibis_schema(table.schema), name="rows")
-            sql = str(self._ibis.to_sql(rows.select(**build(rows)), dialect="duckdb"))
-            self._plans[key] = sql
-        self._connection.register("rows", table)
-        try:
-            return self._query(sql)
-        finally:
-            self._connection.unregister("rows")
+            sql = self._plans[key] = self._text(rows.select(**build(rows)))
+        with self._one_at_a_time:  # the connection is one, and so is the name
+            self._connection.register("rows", table)
+            try:
+                return self._query(sql)
+            finally:
+                self._connection.unregister("rows")
 
     def close(self) -> None:
         """Release memory and spill files."""
         self._connection.close()
+
+    def _text(self, expression: Any) -> str:
+        """An ibis expression as SQL: put into words once, however often an equal one is built."""
+        key = expression.op()
+        if key not in self._texts:
+            self._texts[key] = str(self._ibis.to_sql(expression, dialect="duckdb"))
+        return self._texts[key]
 
     def _query(self, sql: str) -> pa.Table:
         try:

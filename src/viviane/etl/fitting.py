@@ -27,12 +27,20 @@ class Fitter:
         rows: an ibis table of the training rows.
         folder: finished vocabularies are kept here, so that an interrupted run goes on.
         progress: called with the number of columns done.
+        counted: the same rows as `rows`, where they are soonest read; used where their order does not matter.
     """
 
     def __init__(
-        self, config: EtlConfig, rows: Any, engine: Engine, folder: Path, progress: Callable[[int], None]
+        self,
+        config: EtlConfig,
+        rows: Any,
+        engine: Engine,
+        folder: Path,
+        progress: Callable[[int], None],
+        counted: Any = None,
     ) -> None:
         self.config, self.rows, self.engine, self.folder, self.progress = config, rows, engine, folder, progress
+        self.counted = rows if counted is None else counted
 
     def run(self) -> Learned:
         """Learn everything.
@@ -122,8 +130,9 @@ class Fitter:
     def _values(self, specs: Sequence[CategoricalSpec], states: dict[str, dict[int, State]]) -> Any:
         """One ibis column `value` with the values of all columns of a vocabulary."""
         parts = []
-        for spec in specs:
-            rows = exploded(self.rows, spec.sources)
+        for place, spec in enumerate(specs):
+            rows = self.engine.pick(self.counted, spec.sources, place)
+            rows = exploded(rows, rows.columns)
             parts.append(self.engine.project(rows, partial(_valued, spec, states.get(spec.name, {}))))
         total = parts[0]
         for part in parts[1:]:
@@ -135,13 +144,14 @@ class Fitter:
     ) -> Vocabulary:
         """Values by falling count, ties by value."""
         file = self.folder / f"{list(self.config.categorical).index(specs[0]):05}.parquet"
-        if not file.exists():
+        if file.exists():
+            table = pq.read_table(file)
+        else:
             values = self._values(specs, states)
-            counts = self.engine.count(values, min_count=encoding.min_count, max_values=encoding.max_values or None)
+            table = self.engine.count(values, min_count=encoding.min_count, max_values=encoding.max_values or None)
             half = file.with_suffix(".tmp")
-            pq.write_table(counts, half)
+            pq.write_table(table, half)
             half.replace(file)
-        table = pq.read_table(file)
         values, count = (_one(table.column(name)) for name in ("value", "count"))
         return Vocabulary(values, count.cast(pa.int64()))
 
@@ -197,7 +207,7 @@ def _chained(spec: _Spec, at: int, state: dict[int, State], rows: Any) -> dict[s
 
 
 def _valued(spec: CategoricalSpec, state: dict[int, State], rows: Any) -> dict[str, Any]:
-    return {"value": value_of(spec, [rows[name] for name in spec.sources], state)}
+    return {"value": value_of(spec, [rows[name] for name in rows.columns], state)}
 
 
 def _source(spec: _Spec) -> str:

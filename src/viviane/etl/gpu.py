@@ -66,7 +66,7 @@ class GpuEngine(DuckDbEngine):
         if not _is_key(values.schema().to_pyarrow().field("value").type):
             return super().count(values, by_value=by_value, min_count=min_count, max_values=max_values)
         with _memory():
-            counts, kind = self._counted(str(self._ibis.to_sql(values, dialect="duckdb")))
+            counts, kind = self._counted(self._text(values))
             counts = counts.at_least(min_count)
             if counts.texts is None:
                 counts = counts.ordered(by_value=by_value, unsigned=pa.types.is_uint64(kind))

@@ -63,10 +63,10 @@ class Partition:
         """Position of the part named train, else of the first."""
         return self.names.index("train") if "train" in self.names else 0
 
-    def training_rows(self) -> Any:
-        """The rows of the training part, as an ibis table."""
+    def training_rows(self, rows: Any = None) -> Any:
+        """The rows of the training part, as an ibis table; of `rows`, if all the rows are in another one."""
         part = self.training_part
-        rows = self.rows
+        rows = self.rows if rows is None else rows
         if self.split is not None:
             if part > 0:
                 rows = rows.filter(rows[KEY] >= self.borders[part - 1])
@@ -107,9 +107,10 @@ class Partition:
         for part in range(len(self.names)):
             inside = places == part
             num_inside = int(np.count_nonzero(inside))
-            # A shard often lies in one part: it is then handed on as it is, not copied.
-            whole = num_inside in (0, len(places))
-            parts.append(staged.slice(0, num_inside) if whole else staged.filter(pa.array(inside)))
+            first = int(inside.argmax()) if num_inside else 0
+            # Neighbouring rows, as where a shard lies in one part, are handed on as they are, not copied.
+            together = bool(inside[first : first + num_inside].all())
+            parts.append(staged.slice(first, num_inside) if together else staged.filter(pa.array(inside)))
         return parts
 
     def _places(self, staged: pa.Table) -> NDArray[np.int64]:

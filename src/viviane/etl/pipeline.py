@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -128,6 +128,7 @@ def run_job(
             stager = Stager(
                 config, files, work / "staged", run.chosen,
                 split=split, on_bad_row=on_bad_row, threads=run.parse_threads, shard_bytes=run.shard_bytes,
+                hold_bytes=0 if engine == "spark" else run.hold_bytes,  # Spark's workers read files
                 labels=labels if isinstance(what, Learned) else True, learning=isinstance(what, EtlConfig),
                 progress=lambda rows: progress("read", rows, 0),
             )  # fmt: skip
@@ -197,6 +198,8 @@ class _Run:
         if listed := sum(one.last for one in config.derived if isinstance(one, History)):
             # A row's lists come to weigh more than the row: keep what is held of a shard as it was.
             self.shard_bytes = max(1 << 20, self.shard_bytes // (1 + listed // 4))
+        # A small input is not read back: what is held comes to no more than the shards that writing has under way.
+        self.hold_bytes = 0 if config.derived else 3 * self.shard_bytes
         self.parse_threads = max(1, min(threads, limit_bytes >> 27))  # each holds a few blocks of text
         self.seconds: dict[str, float] = {}
         self.make: Callable[..., Engine]
@@ -226,17 +229,20 @@ class _Run:
             known = self.what.groups if isinstance(self.what, Learned) else None
             full, groups = derive(self.config, partition, self.chosen, shards, work / "derived", known, self.progress)
         with self._timed("learn"):
-            learned = self._learn(partition, groups, work)
+            learned = self._learn(partition, groups, full, stager.held, work)
         with self._timed("write"):
             (work / "out").mkdir(exist_ok=True)
             file = work / "out" / ETL_FILE
-            save_learned(learned, file)
+            if isinstance(self.what, Learned):
+                save_learned(learned, file)
+            else:
+                write_bytes_atomic(file, (work / ETL_FILE).read_bytes())
             if isinstance(self.chosen, SparkEngine):
                 written, num_cut = write_files(
                     self.chosen, learned, file, partition, full, work / "out", self.progress
                 )  # fmt: skip
             else:
-                written, num_cut = self._write(learned, partition, full, work / "out")
+                written, num_cut = self._write(learned, partition, full, stager.held, work / "out")
             paths = [str(one.path) for one in stager.sources]
             for name, (folder, statistics) in written.items():
                 self._complete(folder, statistics, learned, work / "out", name, paths)
@@ -256,20 +262,39 @@ class _Run:
         write_json_atomic(work / "out" / SUMMARY_FILE, {"job": job, **asdict(summary)})
         return Summary(**{**asdict(summary), "seconds": self.seconds})
 
-    def _learn(self, partition: Partition, groups: Mapping[str, Groups], work: Path) -> Learned:
+    def _learn(
+        self,
+        partition: Partition,
+        groups: Mapping[str, Groups],
+        shards: list[Shard],
+        held: Mapping[Path, pa.Table],
+        work: Path,
+    ) -> Learned:
         if isinstance(self.what, Learned):
             return self.what
         file = work / ETL_FILE
         if not file.exists():
             total = len({spec.table for spec in self.config.categorical})
             done = lambda count: self.progress("learn", count, total)  # noqa: E731
-            fitter = Fitter(self.config, partition.training_rows(), self.chosen, work / "learned", done)
             settled = settle_hotness(self.config, partition.written_rows(), self.chosen)
-            save_learned(replace(fitter.run(), config=settled, groups=groups), file)
+            with self._counted(partition, shards, held) as counted:
+                rows = partition.training_rows()
+                fitted = Fitter(self.config, rows, self.chosen, work / "learned", done, counted).run()
+            save_learned(replace(fitted, config=settled, groups=groups), file)
         return load_learned(file)
 
+    @contextmanager
+    def _counted(self, partition: Partition, shards: list[Shard], held: Mapping[Path, pa.Table]) -> Iterator[Any]:
+        """The training rows from memory, where all are held: sums of floats are not to be taken of them, whose bits
+        may depend on how an engine cuts rows into pieces."""
+        if not isinstance(self.chosen, DuckDbEngine) or not all(shard.file in held for shard in shards):
+            yield partition.training_rows()
+            return
+        with self.chosen.held(pa.concat_tables([held[shard.file] for shard in shards])) as rows:
+            yield partition.training_rows(rows)
+
     def _write(
-        self, learned: Learned, partition: Partition, shards: list[Shard], folder: Path
+        self, learned: Learned, partition: Partition, shards: list[Shard], held: dict[Path, pa.Table], folder: Path
     ) -> tuple[dict[str, tuple[Path, Statistics]], dict[str, int]]:
         """Apply to each shard that is not wholly in finished files, and write its rows to their parts."""
         writers = {name: PartWriter(folder / name, learned.schema) for name in partition.names}
@@ -278,7 +303,8 @@ class _Run:
         todo = [n for n in range(len(shards)) if (partition.starts[n] + partition.counts[n] > done).any()]
 
         def transform(number: int) -> tuple[int, list[pa.Table]]:
-            staged = pq.ParquetFile(shards[number].file).read(use_threads=False)
+            file = shards[number].file
+            staged = held.pop(file) if file in held else pq.ParquetFile(file).read(use_threads=False)
             return number, [applier.table(part) for part in partition.parts_of(staged)]
 
         try:

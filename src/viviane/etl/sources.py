@@ -99,15 +99,15 @@ def text_blocks(
         try:
             file.seek(skip_bytes)
             while piece := file.read(block_bytes):
-                rest += piece
-                cut = rest.rfind(b"\n") + 1
+                cut = piece.rfind(b"\n") + 1
                 if cut == 0:
+                    rest += piece
                     if len(rest) > _LONGEST_LINE_BYTES:
                         raise DataError("a line does not end", where=f"{source.path}, line {line}")
                     continue
                 if waiting is not None:
                     yield waiting
-                data, rest = rest[:cut], rest[cut:]
+                data, rest = b"".join((rest, memoryview(piece)[:cut])), piece[cut:]
                 waiting = TextBlock(data, line, data.count(b"\n"))
                 line += waiting.num_lines
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -71,6 +71,10 @@ class SparkEngine:
         )
         return self._local.open(files, schema)
 
+    def pick(self, rows: Any, names: Sequence[str], place: int = 0) -> Any:
+        """Return an ibis table of some columns of another."""
+        return rows.select(**{f"value{i}": rows[name] for i, name in enumerate(names)})
+
     def project(self, rows: Any, build: Build) -> Any:
         """Return an ibis table of columns that DuckDB computes from each row, in Spark's workers."""
         types = require("pyspark.sql.pandas.types", extra="spark", purpose="feature engineering with Spark")

@@ -72,6 +72,7 @@ class Stager:
         learning: derived columns will be learned from these rows, so they get their folds.
         numbered: keep the number of each row; needed where rows look at earlier ones.
         shard_bytes: size of a shard in memory.
+        hold_bytes: `held` keeps the shards that this run wrote, unless they are larger than that together.
         progress: called with the number of rows after each shard.
     """
 
@@ -89,10 +90,13 @@ class Stager:
         numbered: bool = False,
         threads: int = 1,
         shard_bytes: int = 64 << 20,
+        hold_bytes: int = 0,
         progress: Callable[[int], None] = lambda rows: None,
     ) -> None:
         self.config, self.sources, self.folder, self.engine, self.split = config, sources, folder, engine, split
         self.on_bad_row, self.threads, self.shard_bytes, self.progress = on_bad_row, threads, shard_bytes, progress
+        self.hold_bytes = hold_bytes
+        self.held: dict[Path, pa.Table] = {}
         self.split_column = split.column if isinstance(split, (HashSplit, TimeSplit)) else None
         self.learning = learning
         self.numbered = numbered or any(isinstance(one, EARLIER) for one in config.derived)
@@ -229,13 +233,27 @@ class Stager:
             table = table.append_column(KEY, key)
         table = self._derived(table, first_row)
         shard = Shard(self.folder / f"shard-{number:05}.parquet", table.num_rows, len(rejects), after)
-        pq.write_table(table, shard.file, compression="lz4", row_group_size=131_072)
+        self._save(shard, table)
         lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in rejects)
         write_bytes_atomic(shard.rejects, lines.encode())
         size = shard.file.stat().st_size
         note = {"rows": shard.num_rows, "rejected": shard.num_rejected, "bytes": size, "after": after}
         write_json_atomic(shard.file.with_suffix(".json"), note)
         return shard
+
+    def _save(self, shard: Shard, table: pa.Table) -> None:
+        """Write a shard, and hold it as long as all of them fit; what is held is hardly read, so quickly written."""
+        self.hold_bytes -= table.nbytes
+        small = self.hold_bytes >= 0
+        # Rows are looked for by their part only: statistics of other columns would be read by nobody.
+        pq.write_table(
+            table, shard.file, compression="none" if small else "lz4", use_dictionary=not small,
+            row_group_size=131_072, write_statistics=[KEY] if KEY in table.column_names else False,
+        )  # fmt: skip
+        if small:
+            self.held[shard.file] = table.cast(pq.read_schema(shard.file))  # as it is read, down to names in lists
+        else:
+            self.held.clear()
 
     def _derived(self, table: pa.Table, first_row: int) -> pa.Table:
         """Append what later steps derive columns from, and the columns that need one row only."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import csv
-import io
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +17,7 @@ from viviane.etl.config import Input, InputColumn
 from viviane.etl.sources import Source, TextBlock, text_blocks
 
 _BOM: Final = b"\xef\xbb\xbf"
+_PIECE_BYTES: Final = 1 << 20  # parsed at once where a block need not be: what is at work stays in the cache
 _UNIT: Final = b"\x1f"  # stands for a delimiter of several characters while a block is parsed
 
 
@@ -131,15 +131,17 @@ def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
     """Parse with types at once; None when any row is out of the ordinary.
 
     Empty lines are skipped by the parser and a quote left open joins lines, so as many rows as lines prove that
-    there is neither.
+    there is neither. That holds of a block parsed as a whole: in pieces, a quote left open could end with its piece.
     """
+    quote = layout.input.quote
+    whole = quote is not None and quote.encode() in data
     types: dict[str, pa.DataType] = {
         column.name: SCALARS["string"] if column.is_list or column.type == "hex" else SCALARS[column.type]
         for column in layout.wanted
     }
     refused: list[Any] = []
     try:
-        raw = _read_csv(data, layout, types, refused)
+        raw = _read_csv(data, layout, types, refused, len(data) if whole else _PIECE_BYTES)
     except pa.ArrowInvalid:
         return None
     if refused or raw.num_rows != len(lines):
@@ -159,7 +161,7 @@ def _parse_slow(
         unparsed = unparsed + open_quotes
     refused: list[Any] = []
     types: dict[str, pa.DataType] = {column.name: pa.binary() for column in layout.wanted}
-    raw = _read_csv(data, layout, types, refused) if data else _empty(layout)
+    raw = _read_csv(data, layout, types, refused, len(data)) if data else _empty(layout)
     width = len(layout.names)
     for row in refused:
         problem = f"{row.actual_columns} columns instead of {width}"
@@ -200,14 +202,16 @@ def _empty(layout: TextLayout) -> pa.Table:
     return pa.table({column.name: pa.array([], pa.binary()) for column in layout.wanted})
 
 
-def _read_csv(data: bytes, layout: TextLayout, types: dict[str, pa.DataType], refused: list[Any]) -> pa.Table:
+def _read_csv(
+    data: bytes, layout: TextLayout, types: dict[str, pa.DataType], refused: list[Any], piece_bytes: int
+) -> pa.Table:
     def refuse(row: Any) -> Literal["skip"]:
         refused.append(row)
         return "skip"
 
     return pa_csv.read_csv(
-        io.BytesIO(data),
-        pa_csv.ReadOptions(use_threads=False, column_names=list(layout.names), block_size=max(len(data), 1)),
+        cast(Any, pa.BufferReader(data)),  # no copy; the stubs know files only
+        pa_csv.ReadOptions(use_threads=False, column_names=list(layout.names), block_size=max(piece_bytes, 1)),
         pa_csv.ParseOptions(
             delimiter=layout.delimiter,
             quote_char=layout.input.quote or False,
