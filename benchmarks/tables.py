@@ -105,7 +105,9 @@ def headlines(benches: dict[str, list[Figure]]) -> str:
         _, _, value, goal, _, peer, published = row(figure)
         name = one["bench"]
         command = "make quality" if name == "quality" else f"make bench, {name}.py"
-        machine = figure["machine"].rsplit(", ", 1)[1] if "NVIDIA" in figure["machine"] else figure["machine"]
+        machine = figure["machine"]
+        if "NVIDIA" in machine:
+            machine, command = machine.rsplit(", ", 1)[1], f"make gpu, {name}.py"
         lines.append([one["what"], value, goal, peer, published, f"{machine}; {command}"])
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 

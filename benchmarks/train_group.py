@@ -29,7 +29,7 @@ import torch.distributed as dist
 import viviane as vv
 from embedding_gpu import CAP, CRITEO, DIM, MLPERF_HOTNESS, MLPERF_ROWS, SMALL
 from record import record
-from train_gpu import NUM_BATCHES, dcn_v2, dlrm, draw, schema_of, time_ms, trace
+from train_gpu import DCN_PUBLISHED, DLRM_PUBLISHED, NUM_BATCHES, dcn_v2, dlrm, draw, schema_of, time_ms, trace
 from viviane.config.optimizers import AnyOptimizer
 from viviane.parallel import Group, join_processes
 
@@ -39,6 +39,7 @@ TORCHREC = {
     ("dlrm", 4, 65_536): "TorchRec 1.6.1, 4 H200, another run: 7.05 ms",
     ("dcn", 4, 32_768): "TorchRec 1.6.1, 4 H200, another run: 9.46 ms; HugeCTR's best published, 4 H200 NVL: 3.96 ms",
 }
+PUBLISHED = {"dlrm": DLRM_PUBLISHED, "dcn": DCN_PUBLISHED}
 GOALS = {
     ("dlrm", 4, 65_536): (1.0, 0.59),
     ("dcn", 4, 32_768): (3.0, 1.96),
@@ -132,7 +133,9 @@ class Case:
         record(
             bench="train_group", case=self.name, metric="step in a CUDA graph", value=median, unit="ms", better="lower",
             spread=(low, high), shape=self.shape, goal=goal, floor=None if self.exponent else floor,
-            peer_published=TORCHREC.get((self.model, self.group.size, self.size)),
+            peer_published="; ".join(
+                filter(None, [TORCHREC.get((self.model, self.group.size, self.size)), PUBLISHED[self.model]])
+            ),
         )  # fmt: skip
         print(f"    {self.size / median / 1e3:.2f} M samples/s", flush=True)
         if alone is not None:

@@ -93,11 +93,14 @@ def test_a_cpu_says_why_it_records_nothing():
 
 
 @gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"precision": "bf16"}, {"precision": "tf32"}, {"precision": "fp16", "loss_scale": 1024.0}],
+    ids=lambda one: one.get("precision", "fp32"),
+)
 @pytest.mark.parametrize("name", RULES)
-def test_replays_give_the_bits_of_eager_steps(name, precision):
-    eager = trainer_of(False, RULES[name], precision=precision)
-    recorded = trainer_of(True, RULES[name], precision=precision)
+def test_replays_give_the_bits_of_eager_steps(name, settings):
+    eager, recorded = (trainer_of(graph, RULES[name], **settings) for graph in (False, True))
     losses = []
     for trainer in (eager, recorded):  # one after the other: dropout draws from one generator
         losses.append(train(trainer, range(20)))

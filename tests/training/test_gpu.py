@@ -32,7 +32,7 @@ def test_losses_are_those_of_the_cpu():
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "auto"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "auto"])
 def test_a_run_repeats_and_resumes_to_the_bit(train, valid, tmp_path, precision):
     settings = LONG.model_copy(update={"device": "cuda", "precision": precision})
     first = make_trainer(settings, run_folder=tmp_path / "a")

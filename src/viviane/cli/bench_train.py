@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from viviane.bench.train import TrainComparison, TrainFigure
     from viviane.bench.train_libraries import Training
 
-_PRECISIONS = ("fp32", "bf16")
+_PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,12 @@ class Solver(Settings):
     restore_best: bool = False
     """At the end of fit, go back to the weights of the best evaluation; each better one writes a checkpoint."""
 
-    precision: Literal["fp32", "bf16", "auto"] = "fp32"
-    """Precision of dense layers; "auto" times both on the first batches and keeps the faster."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
+    """Precision of dense layers: "tf32", on GPUs, rounds what float32 products read; "bf16" and "fp16" compute in 16
+    bits; "auto" times fp32 and bf16 on the first batches and keeps the faster."""
+    loss_scale: float | Literal["dynamic"] = "dynamic"
+    """Of fp16: what the loss is multiplied by before backward, such as 1024; "dynamic" begins at 65536, halves it where
+    gradients overflow, in a step that then moves nothing, and doubles it after 2000 steps without."""
     clip_grad_norm: float | None = Field(default=None, gt=0)
     """Scale gradients, dense and embedding together, so that their joint L2 norm stays below this."""
     class_weights: tuple[float, float] | None = None
@@ -122,4 +126,9 @@ class Solver(Settings):
             raise ValueError("class_weights must not be negative")
         if self.end_lr > self.lr:
             raise ValueError(f"end_lr ({self.end_lr}) must not exceed lr ({self.lr})")
+        if self.loss_scale != "dynamic":
+            if not 0 < self.loss_scale < float("inf"):
+                raise ValueError(f"loss_scale must be 'dynamic' or a positive number, not {self.loss_scale}")
+            if self.precision != "fp16":
+                raise ValueError(f"loss_scale is for precision 'fp16' alone, and precision is {self.precision!r}")
         return self

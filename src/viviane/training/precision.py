@@ -1,9 +1,9 @@
-"""fp32 or bf16 for the dense layers, and the choice between them by the clock."""
+"""What dense layers compute in, and the choice between fp32 and bf16 by the clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from viviane.batch import Batch
+from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
 from viviane.training.dense_state import collections_of, dense_buffers
 from viviane.training.random_state import random_state, restore_random_state
 
 _log = get_logger("training.precision")
 _NAMES: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _REPEATS = 3
 
 
@@ -25,19 +27,54 @@ _REPEATS = 3
 class Precision:
     """What dense layers compute in. Weights, optimizer state, embedding rows and the loss stay float32.
 
+    "tf32" rounds what float32 products read to 10 bits behind the point, "bf16" and "fp16" are torch's autocast.
+
     Example:
         >>> with Precision("bf16").context(torch.device("cpu")):
         ...     torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype
         torch.bfloat16
     """
 
-    name: Literal["fp32", "bf16"]
+    name: Literal["fp32", "tf32", "bf16", "fp16"]
 
     def context(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context for a forward pass."""
-        if self.name == "fp32":
-            return nullcontext()
-        return torch.autocast(device.type, dtype=torch.bfloat16)
+        if self.name in _AUTOCAST:
+            return torch.autocast(device.type, dtype=_AUTOCAST[self.name])
+        return self.products()
+
+    def products(self) -> AbstractContextManager[object]:
+        """Return the context for a whole step: of its products in float32, forward and backward."""
+        return _tf32() if self.name == "tf32" else nullcontext()
+
+    def check(self, device: torch.device) -> None:
+        """Refuse what a device does not have.
+
+        Raises:
+            ConfigError: "tf32" without a GPU of compute capability 8.0 or more.
+        """
+        if self.name != "tf32":
+            return
+        found = f"on {device}"
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability >= (8, 0):
+                return
+            found = f"on a GPU of compute capability {capability[0]}.{capability[1]}"
+        raise ConfigError(
+            "TF32 is a mode of GPUs of compute capability 8.0 and more", where="solver.precision", value=found,
+            allowed="fp32, bf16, fp16, auto", fix="set precision='bf16', or 'fp32'",
+        )  # fmt: skip
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def choose_precision(

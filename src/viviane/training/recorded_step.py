@@ -92,7 +92,7 @@ def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Ve
     judge(None if guard is None else mean, verdict.status, gate)
     if guard is not None:
         guard.restore_buffers_unless(gate)
-    scale = step._clip_scale()
+    scale = step._unscaled(step._clip_scale())
     if step.optimizer is not None:
         step._scale_gradients(scale)
         step.optimizer.step()

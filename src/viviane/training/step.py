@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
-from viviane.core.errors import ConfigError, ProcessError, VivianeError
+from viviane.core.errors import ConfigError, NumericsError, ProcessError, VivianeError
 from viviane.core.locations import AnyPath
 from viviane.core.ranges import time_range, timed_as
 from viviane.ops.dense_update import reason as dense_reason
@@ -25,6 +26,7 @@ from viviane.training.dense_exchange import DenseExchange
 from viviane.training.dense_state import collections_of, dense_parameters
 from viviane.training.group_guard import GroupGuard
 from viviane.training.guard import NanGuard
+from viviane.training.loss_scale import LossScale
 from viviane.training.objective import Objective
 from viviane.training.place import Progress
 from viviane.training.precision import Precision
@@ -83,6 +85,9 @@ class TrainStep:
             self.optimizer.mover = DeviceMover()
         if self.group.size > 1:
             self._join()
+        if solver.precision != "auto":
+            Precision(solver.precision).check(device)
+        self.loss_scale = LossScale(solver.loss_scale) if solver.precision == "fp16" else None
         self.stages = StageTimes()
         self.mean: WeightMean | None = None
         for collection in self.collections.values():
@@ -115,6 +120,10 @@ class TrainStep:
             NumericsError: NaN or infinite input, loss or gradients; no weight has been changed.
             KeyRangeError: a key out of range; no weight has been changed.
         """
+        with precision.products():
+            return self._train(batch, step, precision, lr)
+
+    def _train(self, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor:
         times, start = self.stages, perf_counter()
         self.group.at_step(step)
         try:
@@ -133,15 +142,16 @@ class TrainStep:
             middle = perf_counter()
             mean = self._backward(loss)
             end = perf_counter()
+            if self._overflows(loss, batch, step):
+                self._take_back()
+                return mean
             if self.guard is not None:
                 self.guard.check_gradients(loss, batch, step)
             for collection in self.collections.values():
                 collection.check()
             scale = self._clip_scale()
         except BaseException as error:
-            self._discard()
-            if self.guard is not None:
-                self.guard.restore_buffers()
+            self._take_back()
             self.group.report(error)
             raise
         self._update(scale, step, lr)
@@ -193,15 +203,49 @@ class TrainStep:
     @timed_as("backward")
     def _backward(self, loss: Tensor) -> Tensor:
         """Run backward, sum dense gradients over the processes, and return the loss of the global batch, detached."""
+        scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
         if self.together is None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            scaled.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         self.exchange.begin(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        scaled.backward()  # type: ignore[no-untyped-call]
         mean, sums = self.exchange.finish()
         if isinstance(self.guard, GroupGuard):
             self.guard.local_sums = sums
         return mean
+
+    def _overflows(self, loss: Tensor, batch: Batch, step: int) -> bool:
+        """Whether gradients are not finite in float16, on any process; a loss that is not finite is the guard's."""
+        if self.loss_scale is None:
+            return False
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        is_bad = bool(gradients) and not bool(torch.stack([torch.isfinite(one).all() for one in gradients]).all())
+        is_bad = is_bad or any(one.nonfinite_gradients() for one in self.collections.values())
+        has_loss = bool(torch.isfinite(loss.detach()))
+        every = self.group.gather_numbers([int(is_bad), int(has_loss)])
+        if not any(one[0] for one in every):
+            self.loss_scale.hold()
+            return False
+        if self.guard is not None and not all(one[1] for one in every):
+            return False
+        try:
+            self.loss_scale.overflow(f"step {step}, {batch.origin}")
+        except NumericsError as error:  # raised in all processes
+            raise self.group.all_know(error) from None
+        return True
+
+    def _unscaled(self, scale: float | Tensor) -> float | Tensor:
+        """Return what gradients are multiplied by where this is what they would be without a loss scale."""
+        return scale if self.loss_scale is None else scale / self.loss_scale.value
+
+    def scaling(self) -> dict[str, list[float]]:
+        """Return what a checkpoint keeps of the loss scale: {"loss_scale": ...} in fp16."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+
+    def take_scaling(self, values: Mapping[str, Any]) -> None:
+        """Go on with the loss scale of a checkpoint, where it has one."""
+        if self.loss_scale is not None:
+            self.loss_scale.restore(values.get("loss_scale"))
 
     def forward_backward(self, batch: Batch, precision: Precision) -> None:
         """Run forward and backward and leave the gradients; for timing."""
@@ -244,7 +288,7 @@ class TrainStep:
         squares = [one.grad_norm_squared().double() for one in self.collections.values()]
         if gradients:
             squares.append(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
-        norm = torch.stack(squares).sum().sqrt()
+        norm = torch.stack(squares).sum().sqrt() / (1.0 if self.loss_scale is None else self.loss_scale.value)
         scale = (limit / norm).clamp(max=1.0).to(torch.float32)
         return float(scale) if self.device.type == "cpu" else scale  # a GPU is not made to wait for the number
 
@@ -252,6 +296,7 @@ class TrainStep:
     def _update(self, scale: float | Tensor, step: int, lr: float | None) -> None:
         rate = self.schedule.lr(step) if lr is None else lr
         factor = rate / self.solver.lr
+        scale = self._unscaled(scale)
         if self.solver.ema_decay is not None and self.mean is None:
             self.mean = WeightMean(self.module, self.solver.ema_decay)
         if self.mean is not None:
@@ -287,13 +332,12 @@ class TrainStep:
             self._begin(batch, step)
             loss = self._forward(batch, precision)
             self._backward(loss)
+            self._overflows(loss, batch, step)
             if self.guard is not None:
                 self.guard.check_gradients(loss, batch, step)
             self._check_keys()
         finally:
-            self._discard()
-            if self.guard is not None:
-                self.guard.restore_buffers()
+            self._take_back()
 
     def _check_keys(self) -> None:
         """Raise what any process found among its keys: all of them come here, for a step that all have refused."""
@@ -313,6 +357,12 @@ class TrainStep:
     def _drop_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def _take_back(self) -> None:
+        """Undo a step that moves nothing: drop its gradients, and what forward did to batch statistics."""
+        self._discard()
+        if self.guard is not None:
+            self.guard.restore_buffers()
 
     def _discard(self) -> None:
         if self.together is not None:

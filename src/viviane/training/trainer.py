@@ -335,7 +335,8 @@ class Trainer:
         arrays, values = group_random_state(self.device, self.group)
         precision = None if self.precision is None else self.precision.name
         rows = [finite_or_none(row) for row in self.history.rows]
-        place = Progress(self.step, self.epoch, {"precision": precision, "random": values}, arrays, rows)
+        values = {"precision": precision, "random": values, **self.stepper.scaling()}
+        place = Progress(self.step, self.epoch, values, arrays, rows)
         if self.stepper.mean is not None:
             place.tensors |= self.stepper.mean.tensors()
             place.values["mean_steps"] = self.stepper.mean.num_steps
@@ -351,6 +352,7 @@ class Trainer:
         if place.tensors:
             random = place.values["random"]
             restore_group_random_state(place.tensors, random, self.device, self.group, self.solver.seed, self.step)
+        self.stepper.take_scaling(place.values)
         self.take_mean(place)
 
     def take_mean(self, place: Progress) -> None:
