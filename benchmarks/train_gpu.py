@@ -217,6 +217,19 @@ def measure_dlrm(size: int, exponent: float, goal: float | None, floor: float | 
     torch.cuda.empty_cache()
 
 
+def measure_precision(size: int, exponent: float, settings: dict[str, Any]) -> None:
+    """Record DLRM's step in another precision, in a CUDA graph."""
+    rows = [min(one, CAP) for one in CRITEO]
+    size = min(size, 512) if SMALL else size
+    schema = schema_of(rows, [1] * len(rows))
+    batches = [draw(schema, [1] * len(rows), size, exponent, seed) for seed in range(NUM_BATCHES)]
+    trainer = dlrm(schema, **settings).trainer
+    times = time_ms(lambda i: trainer.train_step(batches[i % NUM_BATCHES]))
+    print("   ", trainer.cuda_graph)
+    case = f"one-hot DLRM, SGD, {settings['precision']}, power law {exponent}"
+    keep(case, "step in a CUDA graph", times, {"batch": size, "rows": sum(rows), "dim": DIM})
+
+
 def measure_dcn(size: int, exponent: float, goal: float | None, traced: bool) -> None:
     rows = [min(one, CAP) if SMALL else one for one in MLPERF_ROWS]
     size = min(size, 128) if SMALL else size
@@ -257,6 +270,8 @@ def main() -> int:
             cases[f"dlrm {size} {exponent}"] = lambda s=size, e=exponent, g=goal, f=floor: measure_dlrm(
                 s, e, g, f, chosen.trace
             )
+    for settings in ({"precision": "fp32"}, {"precision": "tf32"}, {"precision": "fp16", "loss_scale": 1024.0}):
+        cases[f"precision {settings['precision']}"] = lambda own=settings: measure_precision(65536, 1.1, own)
     for exponent in (0.0, 1.05):
         cases[f"dcn 16384 {exponent}"] = lambda e=exponent: measure_dcn(16384, e, 4.6, chosen.trace)
     for part in chosen.only.split(","):
