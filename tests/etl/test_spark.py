@@ -12,7 +12,10 @@ from raw_files import config, data_bytes, text
 from viviane.core.errors import ConfigError, DataError
 from viviane.etl import EtlConfig, FittedEtl, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning"),
+]
 COLUMNS: list[dict[str, Any]] = [
     {"name": "y", "type": "int"},
     {"name": "user"},
