@@ -111,9 +111,9 @@ class Lookup(torch.autograd.Function):
     ) -> Tensor:
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]
-        # Sorting goes first: it fits beside a gather on a GPU's multiprocessors, not beside matrix products.
+        out = gather(parts, size, width, buffers)
         prepare(parts)
-        return gather(parts, size, width, buffers)
+        return out
 
     @staticmethod
     @once_differentiable

@@ -102,11 +102,10 @@ def _lookup(anchor: Tensor | None, tensors: list[Tensor], collection: int, spec:
     _check_not_captured()
     own, known = _COLLECTIONS[collection], parse_spec(spec)
     size, parts, masks = own._resolve(known.batch(tensors), known.training)
-    if known.training:
-        prepare(parts)
     out = [gather(parts, size, own.width, own._memory)]  # of the type that was traced
     out += [masks[name] for name, _ in known.masks]
     if known.training:
+        prepare(parts)
         out.append(_ticket(_Open(parts, own._memory)))
     return out
 
