@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class GraphModule(nn.Module):
         self._slots = slots
         self._outputs = tuple(slots[loss.output] for loss in plan.losses)
         self._fused = fuse(self._steps, self._outputs)
-        self._early = self._split(self._sources, self._fused)
+        self._in_turn = self._split(self._sources, self._fused)
 
     def _keep(self, name: str, module: nn.Module) -> None:
         # Not add_module: it refuses names that nn.Module uses itself, such as "type" or "train".
@@ -100,7 +100,7 @@ class GraphModule(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return what the losses read side by side: the logits, (B, L), where there is one for each label."""
-        values = self._run(batch, self._sources, self._early)
+        values = self._run(batch, self._sources, self._in_turn)
         logits = [values[slot] for slot in self._outputs]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
@@ -156,10 +156,10 @@ class GraphModule(nn.Module):
         Backward goes the other way: their gradients are on the wire before those of the early layers are taken.
         """
         values: list[Any] = [None] * len(self._slots)
-        begun: list[tuple[tuple[int, ...], _Stack, AnyAsked]] = []
+        begun: list[tuple[tuple[int, ...], _Stack, Batch | AnyAsked]] = []
         for tops, source in sources:
-            if isinstance(source, _Stack) and isinstance(source.collection, ShardedCollection):
-                begun.append((tops, source, source.collection.begin(batch)))
+            if _is_spread(source):
+                begun.append((tops, source, source.begin(batch)))
             else:
                 _keep_results(values, tops, source(batch))
         early, late = steps
@@ -175,7 +175,8 @@ def _compute(values: list[Any], steps: Sequence[Step]) -> None:
         _keep_results(values, tops, layer(*[values[slot] for slot in bottoms]))
 
 
-def _is_spread(source: Source) -> bool:
+def _is_spread(source: Source) -> TypeGuard[_Stack]:
+    """Whether a source looks tables up that other processes have parts of, and so has to wait for them."""
     return isinstance(source, _Stack) and isinstance(source.collection, ShardedCollection)
 
 
@@ -237,6 +238,10 @@ class _Stack:
         self.collection = collection
         self.shape = shape
         self.columns = tuple(collection.features)
+
+    def begin(self, batch: Batch) -> Batch | AnyAsked:
+        """Begin a lookup over processes; what is returned is called with in the batch's place."""
+        return self.collection.begin(batch) if isinstance(self.collection, ShardedCollection) else batch
 
     def __call__(self, batch: Batch | AnyAsked) -> Tensor:
         flat: Tensor = self.collection(batch).flat
