@@ -78,11 +78,8 @@ class Recorder:
         self, batch: Batch, precision: Precision, room: Room, kept: list[Tensor]
     ) -> tuple[Recording | None, Exception | None]:
         own = self.step
-        static, graph, pool = (
-            StaticBatch(batch, self._num_slots),
-            torch.cuda.CUDAGraph(),
-            torch.cuda.graph_pool_handle(),
-        )
+        static = StaticBatch(batch, self._num_slots)
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
         own._discard()
         gc.collect()  # a reference cycle that still holds gradients would keep its memory from the graph

@@ -332,10 +332,10 @@ class Trainer:
     def place(self) -> Progress:
         """Return where training stands: counts, precision, every process's random generators, history."""
         self.settle()
-        arrays, values = group_random_state(self.device, self.group)
+        arrays, random = group_random_state(self.device, self.group)
         precision = None if self.precision is None else self.precision.name
         rows = [finite_or_none(row) for row in self.history.rows]
-        values = {"precision": precision, "random": values, **self.stepper.scaling()}
+        values = {"precision": precision, "random": random, **self.stepper.scaling()}
         place = Progress(self.step, self.epoch, values, arrays, rows)
         if self.stepper.mean is not None:
             place.tensors |= self.stepper.mean.tensors()
