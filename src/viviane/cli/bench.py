@@ -41,7 +41,7 @@ def command(
     ] = None,
     model: Annotated[str, typer.Option(help="train: a model of the zoo.")] = "dlrm",
     num_dense: Annotated[int, typer.Option(min=1, help="train: dense columns.")] = 13,
-    precision: Annotated[str, typer.Option(help="train: of the dense layers: fp32, bf16.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="train: of the dense layers: fp32, bf16, fp16.")] = "fp32",
     ids: Annotated[str, typer.Option(help="How ids are drawn: power-law or uniform.")] = "power-law",
     exponent: Annotated[float, typer.Option(help="Of the power law.")] = 1.1,
     peers: Annotated[str, typer.Option(help=_PEERS)] = "auto",
