@@ -1,11 +1,12 @@
 """Training DLRM and DLRM-DCNv2 over several GPUs through `Model`, each step one CUDA graph on every GPU.
 
-    torchrun --nproc-per-node 4 benchmarks/train_group.py [--small] [--only TEXT,TEXT] [--trace]
+    torchrun --nproc-per-node 4 benchmarks/train_group.py [--small] [--only TEXT,TEXT] [--trace] [--nccl]
 
 The networks, tables and batches are those of train_gpu.py; every process draws its share of the global batch on its
 GPU. The plan of the tables is the one that `compile` finds from the schema and how many ids the columns have. Vectors,
 their gradients and dense gradients are exchanged in bf16. "share of one GPU's speed" is weak scaling: what one GPU
 takes for the same rows alone, timed in the same run before the processes join, divided by what the step takes of all.
+--nccl leaves the exchange to NCCL, where steps otherwise write into the memory of the other GPUs.
 --trace prints rank 0's kernels of a step and their times; with --timeline FILE the kernels of four steps in order go
 there, one JSON list a line.
 """
@@ -81,16 +82,18 @@ class Case:
         model: "dlrm" or "dcn".
         size: rows of the global batch.
         exponent: of the power law of ids; 0: uniform.
+        nccl: whether to exchange over NCCL.
     """
 
-    def __init__(self, group: Group, model: str, size: int, exponent: float) -> None:
+    def __init__(self, group: Group, model: str, size: int, exponent: float, *, nccl: bool) -> None:
+        self.peer_memory = False if nccl else "auto"
         self.group, self.model, self.size, self.exponent = group, model, size, exponent
         one_hot = model == "dlrm"
         self.rows = [min(one, CAP) if one_hot or SMALL else one for one in (CRITEO if one_hot else MLPERF_ROWS)]
         self.hotness = [1] * len(self.rows) if one_hot else list(MLPERF_HOTNESS)
         law_name = f"power law {exponent}" if exponent else "uniform"
         kind = "one-hot DLRM, SGD" if one_hot else "DLRM-DCNv2, AdaGrad"
-        self.name = f"{kind}, bf16, {law_name}"
+        self.name = f"{kind}, bf16, {law_name}{', over NCCL' if nccl else ''}"
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class Case:
         build: Callable[..., vv.Model] = dlrm if self.model == "dlrm" else dcn_v2
         rules: Sequence[AnyOptimizer] = () if self.model == "dlrm" else (vv.AdaGrad(), vv.AdaGrad())
         given = {"statistics": {"rows": 1, "columns": counts}, **spread_settings(self.size)}
+        given["peer_memory"] = self.peer_memory
         trainer = build(schema, *rules, **given).trainer
         seeds = [1000 * self.group.rank + i for i in range(NUM_BATCHES)]
         share = self.size // self.group.size
@@ -160,6 +164,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small sizes: shows that they run, keeps no figures")
     parser.add_argument("--only", default="", help="cases whose name has one of these texts, as 65536,dcn")
     parser.add_argument("--trace", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--nccl", action="store_true", help="exchange over NCCL")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="with --trace: append the kernels in order")
     parser.add_argument(ALONE, action="store_true", help="print one GPU's time of a step and end")
     chosen = parser.parse_args()
@@ -181,7 +186,7 @@ def main() -> int:
     group = join_processes("cuda")
     for model, rows, exponent in wanted:
         beside = alone if (model, rows) == ("dlrm", weak) else None
-        Case(group, model, rows, exponent).measure(chosen.trace, chosen.timeline, beside)
+        Case(group, model, rows, exponent, nccl=chosen.nccl).measure(chosen.trace, chosen.timeline, beside)
         gc.collect()
         torch.cuda.empty_cache()
         dist.barrier()

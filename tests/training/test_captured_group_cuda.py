@@ -50,12 +50,21 @@ def recorded_equals_eager(folder):
         assert recorded.cuda_graph == "replayed: 1 shape(s) recorded, 31 steps replayed"
         assert eager.cuda_graph == "eager: solver.cuda_graph is False"
         assert fixed.differing(recorded, eager) == [], changes
+        over_nccl = fixed.fit(folder, group, "said", on_gpu(**same, cuda_graph=True, peer_memory=False), **options)
+        assert fixed.differing(recorded, over_nccl) == [], changes
+        assert [goes_through_peers(one) for one in (recorded, over_nccl, eager)] == [True, False, False]
         losses = [[row["loss"] for row in one.history.rows] for one in (recorded, eager)]
         assert losses[0] == losses[1]
     plain = on_gpu(eval_every=7, cuda_graph=False)
     truth = fixed.fit(folder, Group(), "said", plain)
     recorded = fixed.fit(folder, group, "said", on_gpu(eval_every=7, cuda_graph=True))
     fixed.close(fixed.tensors_of(recorded), fixed.tensors_of(truth))
+
+
+def goes_through_peers(trainer):
+    """Whether a lookup was recorded that writes into the memory of the other GPUs."""
+    [emb] = trainer.stepper.collections.values()
+    return any(route.peers is not None and route.peers.is_taken for route in emb.routes.fixed.values())
 
 
 def requests_and_resumes(folder, run):

@@ -102,6 +102,10 @@ class Solver(Settings):
     """Whether the processes of a fit take sizes of whole batches for known and do not tell each other: "auto" on GPUs,
     where batch_size divides by the processes and bags have one number of ids; True on CPUs too, where sums are then
     rounded otherwise, and what prevents it is refused; False never, so that a group records no step in a CUDA graph."""
+    peer_memory: bool | Literal["auto"] = "auto"
+    """Whether recorded steps write ids, vectors and gradients straight into the memory of the other GPUs: "auto" does
+    where all processes are on one machine and their GPUs reach each other; True refuses what prevents it; False leaves
+    the exchange to NCCL. Weights are the same."""
     deduplicate_ids: bool = False
     """Whether processes send each distinct row of a batch once, and pool vectors at home: less on the wire where ids
     repeat or bags are short, but a sort of the ids in each step, and sizes are always exchanged."""

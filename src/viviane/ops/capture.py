@@ -41,7 +41,9 @@ _read: dict[torch.device, list[Tensor]] = {}
 
 
 @contextmanager
-def branch(device: torch.device, name: str, reads: Sequence[Tensor] = ()) -> Iterator[Callable[[], None]]:
+def branch(
+    device: torch.device, name: str, reads: Sequence[Tensor] = (), *, is_open: bool = False
+) -> Iterator[Callable[[], None]]:
     """Record a block beside what the current stream records after it; gives what lets the current stream wait for it.
 
     Autograd runs the backward of the block there too; `join_branches` brings all of it back. While no graph is recorded
@@ -52,6 +54,7 @@ def branch(device: torch.device, name: str, reads: Sequence[Tensor] = ()) -> Ite
         name: blocks of one name follow one another.
         reads: tensors of the current stream that the block reads. They are kept until `join_branches`: of one that was
             let go, the current stream would write to the memory while the block reads it, in every replay.
+        is_open: `join_branches` does not wait for the block; who began it does, and keeps what it reads until then.
 
     Example:
         >>> with branch(torch.device("cpu"), "lookup") as join:
@@ -63,7 +66,8 @@ def branch(device: torch.device, name: str, reads: Sequence[Tensor] = ()) -> Ite
         return
     main, side = torch.cuda.current_stream(device), _stream(device, name)
     side.wait_stream(main)
-    _branches.setdefault(device, set()).add(side)
+    if not is_open:
+        _branches.setdefault(device, set()).add(side)
     _read.setdefault(device, []).extend(reads)
     done: list[torch.cuda.Event] = []
 

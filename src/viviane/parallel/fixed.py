@@ -22,7 +22,9 @@ from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import cut_blocks, has_whole_rows, join_blocks, pack_rows, pool_columns
 from viviane.parallel.fixed_keys import FixedResolver
 from viviane.parallel.fixed_layout import FixedLayout, StoragePart, lay_out
+from viviane.parallel.fixed_peers import PeerExchange, Regions
 from viviane.parallel.group import Group
+from viviane.parallel.peers import open_peer_memory
 from viviane.parallel.replicas import ReplicaSum
 from viviane.parallel.route import take_over
 
@@ -32,11 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Begun:
-    """A lookup under way: its parts, what waits for the vectors of the others, and the output, not yet whole."""
+    """A lookup under way.
+
+    Args:
+        own, local: its parts.
+        taken: waits for the vectors of the others and returns them; None: they are in the output.
+        out: the output, not yet whole.
+    """
 
     own: list[Part]
     local: list[Part]
-    taken: Callable[[], Tensor]
+    taken: Callable[[], Tensor | None]
     out: Tensor
 
 
@@ -46,17 +54,18 @@ class FixedAsked:
 
     Args:
         route: the way of this kind of batch.
-        asked: (G, C_r), rows of this process's storages.
+        asked: rows of this process's storages, (G, C) for each.
         local: rows of replicated tables, (B, C) for each storage.
         factors: (B, S), or None: what segments of the output are multiplied by.
         weights: for each local storage, (B, C), or None.
         masks: of "concat" features.
         ready: of the stream that made it; None: the current one.
         begun: a lookup that is under way.
+        peers: what it was sent through; None: the group.
     """
 
     route: FixedRoute
-    asked: Tensor
+    asked: tuple[Tensor, ...]
     local: tuple[Tensor, ...]
     factors: Tensor | None
     weights: tuple[Tensor | None, ...]
@@ -64,10 +73,11 @@ class FixedAsked:
 
     ready: torch.cuda.Event | None = None
     begun: Begun | None = None
+    peers: PeerExchange | None = None
 
     def take(self, device: torch.device) -> None:
         """Let the current stream wait for what another one made, and hold it for this one."""
-        some = [self.asked, *self.local, self.factors, *self.weights, *self.masks.values()]
+        some = [*self.asked, *self.local, self.factors, *self.weights, *self.masks.values()]
         take_over(self.ready, [one for one in some if one is not None], device)
         self.ready = None
 
@@ -94,13 +104,47 @@ class FixedRoute:
         )
         self._sums = [ReplicaSum(one.storage, self.group, self.wire) for one in self.layout.local]
         self._sharded = sharded
+        self._kind = torch.int32
+        self._has_factors = False
+        self.peers: PeerExchange | None = None
+        """Through which recorded batches are exchanged; see `open_peers`."""
+
+    def open_peers(self) -> str | None:
+        """Let recorded batches be exchanged through memory that all processes write to; returns why not.
+
+        All processes call it together, after a batch.
+        """
+        if self.peers is not None:
+            return None
+        group, device, width = self.group, self._sharded.device, self._sharded.width
+        regions = Regions.of(self.layout, group.size, self.size, width, self.wire)
+        memory, reason = open_peer_memory(regions.size, group, device)
+        if memory is None:
+            return reason
+        peers = PeerExchange(
+            memory, regions, self.layout, group.rank, self.size, width, self.wire, is_multiplied=self._has_factors
+        )
+        columns = sum(len(span) for span in self.resolve.columns.values())
+        factors = torch.ones(self.size, len(self.layout.segments.items), device=device) if self._has_factors else None
+        peers.rehearse(columns, self._kind, factors)
+        self.peers = peers
+        return None
 
     # Ids ----------------------------------------------------------------------------------------------------
 
     def ask(self, keys: Keys) -> FixedAsked:
         """Resolve this process's keys, and exchange ids."""
+        peers = self._take_peers()
+        if peers is not None:
+            with peers.beside("exchange", _tensors_of(keys)):
+                found = self.resolve(keys)
+                factors, weights = self._factors(found.shares)
+                peers.send_ids(found.rows)
+            return FixedAsked(self, peers.ids, peers.local_ids, factors, weights, found.masks, peers=peers)
         layout, size, n = self.layout, self.size, self.group.size
         found = self.resolve(keys)
+        factors, weights = self._factors(found.shares)
+        self._kind, self._has_factors = found.rows.dtype, factors is not None
         blocks = torch.empty(size * sum(layout.counts), dtype=layout.dtype, device=found.rows.device)
         pack_rows(found.rows, layout.columns, blocks)
         sent = size * sum(layout.counts[:n])
@@ -109,9 +153,16 @@ class FixedRoute:
             blocks[:sent], [size * count for count in layout.counts[:n]], [size * mine] * n
         )
         local = torch.split(blocks[sent:], [size * count for count in layout.counts[n:]])
-        factors, weights = self._factors(found.shares)
-        asked = taken().view(n * size, mine)
+        asked = self._split(taken().view(n * size, mine))
         return FixedAsked(self, asked, tuple(one.view(size, -1) for one in local), factors, weights, found.masks)
+
+    def _take_peers(self) -> PeerExchange | None:
+        """Return what a batch that is recorded is sent through: one of a recording, since its memory is there once."""
+        peers = self.peers
+        if peers is None or peers.is_taken or not self._sharded.routes.uses_peers:
+            return None
+        peers.is_taken = True
+        return peers
 
     def _factors(self, shares: Mapping[str, Tensor]) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
         """Return what sums are multiplied by to become means."""
@@ -131,24 +182,32 @@ class FixedRoute:
 
     def begin(self, asked: FixedAsked, *, training: bool) -> None:
         """Look up what all processes ask, and begin to send it back; what this batch asks of its own process too."""
-        if asked.begun is None:
-            own = self._parts(self.layout.own, self._split(asked.asked), [None] * len(self.layout.own))
-            local = self._parts(self.layout.local, asked.local, asked.weights)
-            asked.begun = self._begin(own, local, asked, training)
+        if asked.begun is not None:
+            return
+        if asked.peers is None:
+            asked.begun = self._begin(*self._all_parts(asked), asked, training)
+            return
+        with asked.peers.beside("exchange") as join:
+            asked.begun = self._begin_through(asked.peers, *self._all_parts(asked), training, join)
 
     def look_up(self, asked: FixedAsked, *, training: bool) -> Tensor:
         """Return the output, (B, W); in training one whose gradient moves the tables."""
         self.begin(asked, training=training)
         if not training:
             return self.join(asked)
-        anchor = torch.empty(0, device=asked.asked.device, requires_grad=True)
+        anchor = torch.empty(0, device=self._sharded.device, requires_grad=True)
         out: Tensor = FixedLookup.apply(anchor, self, asked)  # type: ignore[no-untyped-call]
         return out
 
-    def _split(self, asked: Tensor) -> list[Tensor]:
+    def _all_parts(self, asked: FixedAsked) -> tuple[list[Part], list[Part]]:
+        """Return what is looked up in this process's shards, and in replicated tables."""
+        own = self._parts(self.layout.own, asked.asked, [None] * len(self.layout.own))
+        return own, self._parts(self.layout.local, asked.local, asked.weights)
+
+    def _split(self, asked: Tensor) -> tuple[Tensor, ...]:
         if len(self.layout.own) == 1:
-            return [asked]
-        return [asked[:, part.first : part.stop].contiguous() for part in self.layout.own]
+            return (asked,)
+        return tuple(asked[:, part.first : part.stop].contiguous() for part in self.layout.own)
 
     def _parts(
         self, parts: Sequence[StoragePart], rows: Sequence[Tensor], weights: Sequence[Tensor | None]
@@ -163,7 +222,7 @@ class FixedRoute:
     def _begin(self, own: list[Part], local: list[Part], asked: FixedAsked, training: bool) -> Begun:
         group, layout, size = self.group, self.layout, self.size
         width, n = layout.widths[group.rank], group.size
-        device = asked.asked.device
+        device = self._sharded.device
         vectors = torch.empty(n * size, width, dtype=self.wire, device=device)
         for part, shape in zip(own, layout.own, strict=True):
             _gather(part, shape, vectors)
@@ -179,11 +238,37 @@ class FixedRoute:
         return Begun(own, local, taken, out)
 
     @torch.no_grad()
+    def _begin_through(
+        self, peers: PeerExchange, own: list[Part], local: list[Part], training: bool, join: Callable[[], None]
+    ) -> Begun:
+        """Begin a lookup whose vectors are written to the processes that asked."""
+        device, dtype = peers.device, self._dtype(peers.device)
+        whole = peers.is_whole and dtype == self.wire
+        with peers.beside("vectors", is_open=True) as arrived:
+            peers.send_vectors([part.rows for part in own], whole=whole)
+        out = peers.output() if whole else torch.empty(self.size, self._sharded.width, dtype=dtype, device=device)
+        if training:
+            prepare(own)
+            for part, one in zip(local, self._sums, strict=True):
+                one.prepare(part)
+        for part, shape in zip(local, self.layout.local, strict=True):
+            _gather(part, shape, out)
+
+        def taken() -> Tensor | None:
+            join()
+            arrived()
+            return None if whole else peers.blocks
+
+        return Begun(own, local, taken, out)
+
+    @torch.no_grad()
     def join(self, asked: FixedAsked) -> Tensor:
         """Put the output together."""
         assert asked.begun is not None
         begun = asked.begun
-        join_blocks(begun.taken(), self.layout.segments, begun.out, asked.factors)
+        taken = begun.taken()
+        if taken is not None:
+            join_blocks(taken, self.layout.segments, begun.out, asked.factors)
         asked.begun = None
         return begun.out
 
@@ -202,6 +287,12 @@ class FixedRoute:
             own, local, asked: of the lookup.
             gradient: of the output, (B, W), of whole rows.
         """
+        give = self._give if asked.peers is None else self._give_through
+        finish = give(own, asked, gradient)
+        self._sharded.wait_for(finish, [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)])
+
+    def _give(self, own: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> Callable[[], None]:
+        """Begin to send gradients to the shards; the function that is returned waits for those that come."""
         group, layout, size = self.group, self.layout, self.size
         width, n = layout.widths[group.rank], group.size
         sent = torch.empty(size * sum(layout.widths), dtype=self.wire, device=gradient.device)
@@ -214,7 +305,22 @@ class FixedRoute:
             if own:
                 hand_over(own, found.view(n * size, width))
 
-        self._sharded.wait_for(finish, [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)])
+        return finish
+
+    def _give_through(self, own: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> Callable[[], None]:
+        """Do so by writing to the memory of the shards' processes."""
+        peers, reads = asked.peers, [gradient, asked.factors]
+        assert peers is not None
+        with peers.beside("gradients", is_open=True) as join:
+            peers.send_gradients(gradient, asked.factors)
+
+        def finish() -> None:
+            join()
+            reads.clear()
+            if own:
+                hand_over(own, peers.gradients)
+
+        return finish
 
 
 class FixedLookup(torch.autograd.Function):
@@ -235,6 +341,10 @@ class FixedLookup(torch.autograd.Function):
         [gradient] = gradients  # of a concatenation it is columns of the whole, which need no copy
         route.give_back(own, local, asked, gradient if has_whole_rows(gradient) else gradient.contiguous())
         return None, None, None
+
+
+def _tensors_of(keys: Keys) -> list[Tensor]:
+    return [keys.one_hot, *(one for bag in keys.bags.values() for one in (bag.values, bag.offsets))]
 
 
 def _gather(part: Part, shape: StoragePart, out: Tensor) -> None:

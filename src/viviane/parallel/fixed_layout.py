@@ -61,9 +61,11 @@ class FixedLayout:
         counts: C_r of every process, then of every local storage.
         widths: W_r of every process.
         columns: how rows of whole tables go into the blocks of ids.
+        parts: of every process, how many columns of its block each of its storages has.
         segments: how blocks of vectors become the output.
         owners: for each segment, its feature.
         own: storages of this process's shards.
+        whole: the same, with vectors at their place in the output of the process that asked.
         local: storages of replicated tables; their vectors go straight into the output.
         dtype: of ids on the wire.
     """
@@ -71,9 +73,11 @@ class FixedLayout:
     counts: tuple[int, ...]
     widths: tuple[int, ...]
     columns: Columns
+    parts: tuple[tuple[int, ...], ...]
     segments: Segments
     owners: tuple[str, ...]
     own: tuple[StoragePart, ...]
+    whole: tuple[StoragePart, ...]
     local: tuple[StoragePart, ...]
     dtype: torch.dtype
 
@@ -114,25 +118,30 @@ def lay_out(
     lines: list[list[int]] = []
     counts: list[int] = []
     mine: tuple[StoragePart, ...] = ()
+    whole: tuple[StoragePart, ...] = ()
+    lengths: list[tuple[int, ...]] = []
     for rank in range(group.size):
         parts = _block(lines, size * sum(counts), by_rank[rank], where[rank], ids)
         counts.append(parts[-1][2] if parts else 0)
+        lengths.append(tuple(stop - first for _, first, stop in parts))
         if rank == group.rank and own is not None:
-            mine = tuple(_part(own, by_rank[rank], where[rank], one, ids, _starts(by_rank[rank])) for one in parts)
+            asked, places = by_rank[rank], where[rank]
+            mine = tuple(_part(own, asked, places, one, ids, _starts(asked)) for one in parts)
+            whole = tuple(_part(own, asked, places, one, ids, [piece.column for piece in asked]) for one in parts)
     local = []
     for number in sorted({one.storage for one in at_home}):
         chosen = [i for i, one in enumerate(at_home) if one.storage == number]
-        some, places = [here[i] for i in chosen], [at_home[i] for i in chosen]
-        parts = _block(lines, size * sum(counts), some, places, ids)
+        some, homes_of = [here[i] for i in chosen], [at_home[i] for i in chosen]
+        parts = _block(lines, size * sum(counts), some, homes_of, ids)
         counts.append(parts[-1][2])
         assert replicas is not None
-        local.append(_part(replicas, some, places, parts[0], ids, [piece.column for piece in some]))
+        local.append(_part(replicas, some, homes_of, parts[0], ids, [piece.column for piece in some]))
     widths = [sum(piece.shard.dim for piece in one) for one in by_rank]
     items, owners = _segments(by_rank, widths, size, {piece.column for piece in here})
     biggest = max([one.null_row for every in [*where, at_home] for one in every], default=0)
     return FixedLayout(
-        tuple(counts), tuple(widths), Columns(lines, device), Segments(items, device), owners, mine, tuple(local),
-        torch.int32 if biggest + 2 < 2**31 else torch.int64,
+        tuple(counts), tuple(widths), Columns(lines, device), tuple(lengths), Segments(items, device), owners, mine,
+        whole, tuple(local), torch.int32 if biggest + 2 < 2**31 else torch.int64,
     )  # fmt: skip
 
 

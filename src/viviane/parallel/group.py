@@ -116,6 +116,11 @@ class Group:
                 method()
         _before_end.clear()
 
+    @property
+    def device_group(self) -> dist.ProcessGroup | None:
+        """The group of torch.distributed for tensors on the device; None in a process alone."""
+        return self._group
+
     def _for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else self._group
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
@@ -35,7 +36,10 @@ class Routes:
         varying: by names of one-hot columns: sizes are exchanged.
         fixed: by names of one-hot columns, hotness and rows: sizes are known beforehand.
         distinct: by names of one-hot columns: rows travel once.
+        uses_peers: whether what is recorded now goes through memory that all processes write to.
     """
+
+    uses_peers = False
 
     def __init__(self, sharded: ShardedCollection, row_dtype: torch.dtype) -> None:
         self._sharded, self._row_dtype = sharded, row_dtype
@@ -54,6 +58,26 @@ class Routes:
         size = sharded.batch_size if sharded.training else None
         fixed = None if size is None else self._fixed_route(keys, size)
         return self._ask_varying(keys, size) if fixed is None else fixed.ask(keys)
+
+    def open_peers(self) -> str | None:
+        """Let recorded batches of the present size be exchanged through the GPUs' memory; returns why not, or None."""
+        routes = [route for route in self.fixed.values() if route.size == self._sharded.batch_size]
+        if not routes:
+            return "no batch of this size has been looked up so far"
+        reasons = [route.open_peers() for route in routes]
+        return next((one for one in reasons if one is not None), None)
+
+    @contextmanager
+    def through_peers(self) -> Iterator[None]:
+        """Exchange what is recorded in a block so, where `open_peers` has opened the way."""
+        for route in self.fixed.values():
+            if route.peers is not None:
+                route.peers.is_taken = False
+        self.uses_peers = True
+        try:
+            yield
+        finally:
+            self.uses_peers = False
 
     def _ask_varying(self, keys: Keys, size: int | None) -> Asked:
         sharded, route = self._sharded, self._route(keys.one_hot_names)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor
 
 from viviane.batch import Batch
+from viviane.core.errors import ConfigError
+from viviane.core.logging import get_logger
 from viviane.ops.capture import forget_branches
 from viviane.ops.dense_update import Room
+from viviane.parallel import ShardedCollection
 from viviane.training.controls import Controls, DeviceMover
 from viviane.training.precision import Precision
 from viviane.training.recorded_step import Verdict, record_step
@@ -20,6 +24,8 @@ from viviane.training.static_batch import StaticBatch
 
 if TYPE_CHECKING:
     from viviane.training.step import TrainStep
+
+_log = get_logger("training.recording")
 
 
 @dataclass
@@ -65,6 +71,7 @@ class Recorder:
             kept = [*mover.reserve(optimizer), room.reserve(list(own.parameters.values()))]
         if own.together is not None:  # NCCL makes its connections for sums now, not in the recording
             own.group.all_reduce(torch.zeros_like(self.verdict.status[:1]))
+            self._open_peers()
         made, failure = self._capture(batch, precision, room, kept)
         if made is None:
             self._put_in_order()
@@ -86,6 +93,7 @@ class Recorder:
         try:
             # The outer context: where a capture breaks off, torch's own leaves its stream the current one.
             with (
+                self._through_peers(),
                 torch.cuda.stream(torch.cuda.current_stream(own.device)),
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
@@ -102,6 +110,33 @@ class Recorder:
                 for group, count in zip(own.optimizer.param_groups, counts, strict=True):
                     group["step"] = count
         return Recording(graph, static, loss, kept), None
+
+    def _sharded(self) -> list[ShardedCollection]:
+        return [one for one in self.step.collections.values() if isinstance(one, ShardedCollection)]
+
+    def _open_peers(self) -> None:
+        """Let lookups write into the memory of the other GPUs, where the solver wants it and they reach it."""
+        setting = self.step.solver.peer_memory
+        if setting is False:
+            return
+        for collection in self._sharded():
+            reason = collection.routes.open_peers()
+            if reason is None:
+                _log.info("recorded lookups write into the memory of the other GPUs")
+                continue
+            if setting is True:
+                raise self.step.group.all_know(ConfigError(
+                    "lookups cannot write into the memory of the other GPUs", where="solver.peer_memory",
+                    value=reason, fix="set peer_memory='auto', which takes NCCL then, or change what prevents it",
+                ))  # fmt: skip
+            _log.info("recorded lookups are exchanged over NCCL: %s", reason)
+
+    @contextmanager
+    def _through_peers(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for collection in self._sharded():
+                stack.enter_context(collection.routes.through_peers())
+            yield
 
     def _put_in_order(self) -> None:
         """Let training go on after a capture that broke off."""

@@ -42,6 +42,18 @@ def test_rows_are_copied_to_their_columns_and_nowhere_else(device, dim, regular)
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("dim", [3, 128])
+def test_few_programs_copy_the_same(device, dim):
+    """Each of them takes one tile after another; the last one is not whole."""
+    storage, rows = table(device, 50, dim), ids(device, (301, 3), 50)
+    out = poisoned(device, 301, 3 * dim)
+    expected = out.clone()
+    columns = (0, dim, 2 * dim)
+    gpu.gather_rows(storage, rows, out, columns, factors(device, (301, 3)), aside=True)
+    reference.gather_rows(storage, rows, expected, columns, factors(device, (301, 3)))
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_types_and_weights(device, dtype, out_dtype):

@@ -65,6 +65,9 @@ def test_join_and_cut(device, dims, wire, scaled):
         again = torch.zeros_like(sent)
         gpu.cut_blocks(wide[:, 4 : 4 + width], segments, again, there)
         assert torch.equal(again, sent)
+        few = torch.zeros_like(sent)
+        gpu.cut_blocks(first.to(device), segments, few, there, aside=True)
+        assert torch.equal(few, sent)
         truth, cut = first.double(), torch.zeros(count, dtype=torch.float64)
         for i, one in enumerate(segments.items):
             factor = 1.0 if factors is None else factors[:, i : i + 1].double()

@@ -23,7 +23,13 @@ __all__ = ["entry_bags", "gather_rows", "mean_weights", "pool_rows"]
 
 
 def gather_rows(
-    storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None = None
+    storage: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    columns: Sequence[int],
+    weights: Tensor | None = None,
+    *,
+    aside: bool = False,
 ) -> None:
     """Copy one row for each feature of each sample: out[b, columns[f] : + D] = weights[b, f] * storage[rows[b, f]].
 
@@ -35,6 +41,7 @@ def gather_rows(
         out: (B, W), contiguous.
         columns: F columns of `out`, each followed by room for D.
         weights: (B, F), float32, or None for ones.
+        aside: leave most of a GPU to other kernels: for an `out` behind a link, which is slower than the memory.
 
     Example:
         >>> out = torch.zeros(1, 6)
@@ -44,7 +51,8 @@ def gather_rows(
     """
     _check("rows", rows, (out.shape[0], len(columns)))
     _check_call(storage, rows, out, columns, weights)
-    implementation("embedding_bag", storage.device).gather_rows(storage, rows, out, tuple(columns), weights)
+    module = implementation("embedding_bag", storage.device)
+    module.gather_rows(storage, rows, out, tuple(columns), weights, aside=aside)
 
 
 def pool_rows(

@@ -30,7 +30,9 @@ _STREAMED_BYTES: Final = 16 << 20
 _BLOCKS_PER_THREAD = 4
 
 
-def gather_rows(storage: Tensor, rows: Tensor, out: Tensor, columns: tuple[int, ...], weights: Tensor | None) -> None:
+def gather_rows(
+    storage: Tensor, rows: Tensor, out: Tensor, columns: tuple[int, ...], weights: Tensor | None, *, aside: bool = False
+) -> None:
     """out[b, columns[f] : + D] = weights[b, f] * storage[rows[b, f]]."""
     size, dim = out.shape[0], storage.shape[1]
     if not rows.numel() or not dim:

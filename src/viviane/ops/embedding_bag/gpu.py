@@ -7,7 +7,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from viviane.ops.embedding_bag.gpu_kernels import gather_kernel, pool_kernel
-from viviane.ops.triton_parts.launch import WARP, ceil_div, find_columns, on_device, power_of_two, warps_for
+from viviane.ops.triton_parts.launch import (
+    WARP,
+    ceil_div,
+    few_programs,
+    find_columns,
+    on_device,
+    power_of_two,
+    warps_for,
+)
 
 _LONG_BAGS = 16
 _SHORT_BAGS = 2
@@ -42,6 +50,17 @@ def gather_shape(dim: int, item_bytes: int) -> GatherShape:
     return GatherShape(max(1, min(256, together)), warps, "evict_last")
 
 
+def aside_shape(dim: int, item_bytes: int) -> GatherShape:
+    """Choose the shape of a lookup of few programs: each has four times as many warps and rows on their way.
+
+    Example:
+        >>> aside_shape(128, 4)
+        GatherShape(rows=16, warps=4, keep='evict_last')
+    """
+    usual = gather_shape(dim, item_bytes)
+    return GatherShape(min(256, 4 * usual.rows), min(8, 4 * usual.warps), usual.keep)
+
+
 def pool_shape(dim: int, mean_length: float) -> PoolShape:
     """Choose the pooling's shape: 32 numbers a thread in flight, spread over bags or along them by their length.
 
@@ -56,17 +75,26 @@ def pool_shape(dim: int, mean_length: float) -> PoolShape:
     return PoolShape(together // ahead, ahead, warps)
 
 
-def gather_rows(storage: Tensor, rows: Tensor, out: Tensor, columns: tuple[int, ...], weights: Tensor | None) -> None:
+def gather_rows(
+    storage: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    columns: tuple[int, ...],
+    weights: Tensor | None,
+    *,
+    aside: bool = False,
+) -> None:
     """out[b, columns[f] : + D] = weights[b, f] * storage[rows[b, f]]."""
     dim, width = storage.shape[1], out.shape[1]
     if not rows.numel() or not dim:
         return
-    shape = gather_shape(dim, storage.element_size())
+    shape = aside_shape(dim, storage.element_size()) if aside else gather_shape(dim, storage.element_size())
     places = find_columns(columns, width, out.device)
+    programs = ceil_div(rows.numel(), shape.rows)
     with on_device(storage):
-        gather_kernel[(ceil_div(rows.numel(), shape.rows),)](
+        gather_kernel[(min(programs, few_programs(out.device)) if aside else programs,)](
             storage, rows, weights, places.places, out, rows.numel(), len(columns), width, places.first, places.step,
-            dim=dim, block=power_of_two(dim), aligned=places.aligned, num_rows=shape.rows, keep=shape.keep,
+            dim=dim, block=power_of_two(dim), aligned=places.aligned, num_rows=shape.rows, keep=shape.keep, aside=aside,
             num_warps=shape.warps,
         )  # fmt: skip
 

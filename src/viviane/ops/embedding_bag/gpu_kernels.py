@@ -20,26 +20,11 @@ def place_of(b, f, columns, width, first_column, step, aligned: tl.constexpr):
     return tl.multiple_of(place, [aligned])
 
 
-@triton.jit(do_not_specialize=["count", "features"])
-def gather_kernel(
-    storage,
-    rows,
-    weights,
-    columns,
-    out,
-    count,
-    features,
-    width,
-    first_column,
-    step,
-    dim: tl.constexpr,
-    block: tl.constexpr,
-    aligned: tl.constexpr,
-    num_rows: tl.constexpr,
-    keep: tl.constexpr,
-):
-    """Copy `num_rows` rows to their places."""
-    n = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+@triton.jit
+def _gather_tile(
+    n, storage, rows, weights, columns, out, count, features, width, first_column, step,
+    dim: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr, keep: tl.constexpr,
+):  # fmt: skip
     cols = tl.arange(0, block)[None, :]
     inside = n < count
     row = tl.load(rows + n, mask=inside, other=0).to(tl.int64)
@@ -53,6 +38,28 @@ def gather_kernel(
     # The output is read by another kernel at the earliest: it shall not push rows out of the cache.
     target = out + place[:, None] + cols
     tl.store(target, vectors.to(out.dtype.element_ty), mask=here, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["count", "features"])
+def gather_kernel(
+    storage, rows, weights, columns, out, count, features, width, first_column, step,
+    dim: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr, num_rows: tl.constexpr, keep: tl.constexpr,
+    aside: tl.constexpr,
+):  # fmt: skip
+    """Copy `num_rows` rows to their places; aside: so many at a time, until all are copied."""
+    first = tl.program_id(0) * num_rows
+    n = tl.arange(0, num_rows)
+    if aside:
+        for start in range(first, count, tl.num_programs(0) * num_rows):
+            _gather_tile(
+                start + n, storage, rows, weights, columns, out, count, features, width, first_column, step,
+                dim, block, aligned, keep,
+            )  # fmt: skip
+    else:
+        _gather_tile(
+            first + n, storage, rows, weights, columns, out, count, features, width, first_column, step,
+            dim, block, aligned, keep,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "size"])

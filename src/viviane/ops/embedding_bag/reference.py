@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 
-def gather_rows(storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None) -> None:
+def gather_rows(
+    storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None, *, aside: bool = False
+) -> None:
     """out[b, columns[f] : + D] = weights[b, f] * storage[rows[b, f]]."""
     dim = storage.shape[1]
     for f, column in enumerate(columns):

@@ -14,6 +14,7 @@ from torch import Tensor
 from viviane.ops.capture import refuse_capture
 
 WARP = 32
+_LINK_PROGRAMS = 2  # on each multiprocessor
 _ALIGNED = 16  # elements; kernels profit from no more
 
 
@@ -58,6 +59,20 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
         ...     pass
     """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@cache
+def few_programs(device: torch.device) -> int:
+    """Return how many programs write over a link beside other kernels: two for each multiprocessor.
+
+    More would wait for the link in places that the others could use; they keep some 400 GB/s on their way.
+
+    Example:
+        >>> few_programs(torch.device("cpu"))
+        4
+    """
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return _LINK_PROGRAMS * count
 
 
 def power_of_two(count: int) -> int:

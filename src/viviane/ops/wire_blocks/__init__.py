@@ -153,7 +153,9 @@ def join_blocks(taken: Tensor, segments: Segments, out: Tensor, factors: Tensor 
     _module(out.device).join_blocks(taken, segments, out, factors)
 
 
-def cut_blocks(gradient: Tensor, segments: Segments, out: Tensor, factors: Tensor | None = None) -> None:
+def cut_blocks(
+    gradient: Tensor, segments: Segments, out: Tensor, factors: Tensor | None = None, *, aside: bool = False
+) -> None:
     """Give every source of a segment its gradient: out[source + b * width] = factors[b, s] * gradient[b, segment s].
 
     Args:
@@ -161,6 +163,7 @@ def cut_blocks(gradient: Tensor, segments: Segments, out: Tensor, factors: Tenso
         segments: S of them.
         out: (N,), the blocks; of any floating type.
         factors: as in `join_blocks`.
+        aside: leave most of a GPU to other kernels: for an `out` behind a link, which is slower than the memory.
 
     Example:
         >>> out = torch.zeros(4)
@@ -170,7 +173,7 @@ def cut_blocks(gradient: Tensor, segments: Segments, out: Tensor, factors: Tenso
         [2.0, 3.0, 5.0, 6.0]
     """
     _check(gradient, segments, factors)
-    _module(gradient.device).cut_blocks(gradient, segments, out, factors)
+    _module(gradient.device).cut_blocks(gradient, segments, out, factors, aside=aside)
 
 
 def first_difference(found: Tensor, truth: Tensor) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from viviane.ops.capture import refuse_capture
 from viviane.ops.embedding_bag.gpu import pool_shape
-from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
+from viviane.ops.triton_parts.launch import ceil_div, few_programs, on_device, power_of_two
 from viviane.ops.wire_blocks import Columns, PooledPiece, Segments
 from viviane.ops.wire_blocks.gpu_kernels import (
     cut_kernel,
@@ -42,28 +43,41 @@ def pack_rows(rows: Tensor, columns: Columns, out: Tensor) -> None:
 
 def join_blocks(taken: Tensor, segments: Segments, out: Tensor, factors: Tensor | None) -> None:
     """out[b, segment s] = [out +] factors[b, s] * sum over its sources."""
-    _launch(join_kernel, taken, segments, factors, out, out, len(segments.items))
+    count, shape = len(segments.items), _shape(segments, out)
+    if len(out) and count:
+        with on_device(out):
+            join_kernel[(count * ceil_div(len(out), shape.rows),)](
+                taken, segments.lines, segments.sources, factors, out, len(out), count, segments.num_sources,
+                shape.width, block=shape.block, num_rows=shape.rows, aligned=shape.aligned,
+            )  # fmt: skip
 
 
-def cut_blocks(gradient: Tensor, segments: Segments, out: Tensor, factors: Tensor | None) -> None:
-    """out[source + b * width] = factors[b, s] * gradient[b, segment s]."""
-    _launch(cut_kernel, gradient, segments, factors, out, gradient, segments.num_sources)
-
-
-def _launch(
-    kernel: object, given: Tensor, segments: Segments, factors: Tensor | None, out: Tensor, matrix: Tensor, count: int
+def cut_blocks(
+    gradient: Tensor, segments: Segments, out: Tensor, factors: Tensor | None, *, aside: bool = False
 ) -> None:
-    size, width = len(matrix), matrix.stride(0)
-    if not size or not count:
-        return
-    block = power_of_two(segments.widest)
-    tall = max(1, min(64, _TILE // block))
-    with on_device(matrix):
-        kernel[(count * ceil_div(size, tall),)](  # type: ignore[index]
-            given, segments.lines, segments.sources, factors, out, size, len(segments.items),
-            segments.num_sources, width, block=block,
-            num_rows=tall, aligned=math.gcd(segments.aligned, width),
-        )  # fmt: skip
+    """out[source + b * width] = factors[b, s] * gradient[b, segment s]."""
+    count, shape = segments.num_sources, _shape(segments, gradient)
+    programs = count * ceil_div(len(gradient), shape.rows)
+    if programs:
+        with on_device(gradient):
+            cut_kernel[(min(programs, few_programs(gradient.device)) if aside else programs,)](
+                gradient, segments.lines, segments.sources, factors, out, len(gradient), len(segments.items), count,
+                shape.width, block=shape.block, num_rows=shape.rows, aligned=shape.aligned, aside=aside,
+            )  # fmt: skip
+
+
+class _Shape(NamedTuple):
+    """Rows and columns of a program's tile, how far the matrix's rows are apart, and what divides all places."""
+
+    rows: int
+    block: int
+    width: int
+    aligned: int
+
+
+def _shape(segments: Segments, matrix: Tensor) -> _Shape:
+    block, width = power_of_two(segments.widest), matrix.stride(0)
+    return _Shape(max(1, min(64, _TILE // block)), block, width, math.gcd(segments.aligned, width))
 
 
 def first_difference(found: Tensor, truth: Tensor) -> Tensor:

@@ -109,24 +109,11 @@ def join_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["size", "num_segments", "num_sources", "width"])
-def cut_kernel(
-    gradient,
-    lines,
-    sources,
-    factors,
-    out,
-    size,
-    num_segments,
-    num_sources,
-    width,
-    block: tl.constexpr,
-    num_rows: tl.constexpr,
-    aligned: tl.constexpr,
-):
-    """Copy one segment's gradient to one of its sources for `num_rows` rows."""
-    tile = tl.program_id(0) // num_sources  # neighbours in memory run side by side
-    i = tl.program_id(0) - tile * num_sources
+@triton.jit
+def _cut_tile(
+    tile, i, gradient, lines, sources, factors, out, size, num_segments, width,
+    block: tl.constexpr, num_rows: tl.constexpr, aligned: tl.constexpr,
+):  # fmt: skip
     start = tl.load(sources + i * 3)
     step = tl.load(sources + i * 3 + 1)
     s = tl.load(sources + i * 3 + 2)
@@ -142,6 +129,30 @@ def cut_kernel(
         part *= tl.load(factors + b * num_segments + s, mask=b < size, other=0.0)[:, None]
     target = tl.multiple_of(start + b * step, [aligned])
     tl.store(out + target[:, None] + cols[None, :], part.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["size", "num_segments", "num_sources", "width"])
+def cut_kernel(
+    gradient, lines, sources, factors, out, size, num_segments, num_sources, width,
+    block: tl.constexpr, num_rows: tl.constexpr, aligned: tl.constexpr, aside: tl.constexpr,
+):  # fmt: skip
+    """Copy one segment's gradient to one of its sources for `num_rows` rows; aside: one after another, until all are.
+
+    Neighbours in memory run side by side.
+    """
+    if aside:
+        for k in range(tl.program_id(0), tl.cdiv(size, num_rows) * num_sources, tl.num_programs(0)):
+            tile = k // num_sources
+            _cut_tile(
+                tile, k - tile * num_sources, gradient, lines, sources, factors, out, size, num_segments, width,
+                block, num_rows, aligned,
+            )  # fmt: skip
+    else:
+        tile = tl.program_id(0) // num_sources
+        _cut_tile(
+            tile, tl.program_id(0) - tile * num_sources, gradient, lines, sources, factors, out, size, num_segments,
+            width, block, num_rows, aligned,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["size", "num_pieces", "row_width", "width"])

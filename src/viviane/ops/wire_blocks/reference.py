@@ -37,7 +37,9 @@ def join_blocks(taken: Tensor, segments: Segments, out: Tensor, factors: Tensor 
         target.copy_(target.float() + total if segment.adds else total)
 
 
-def cut_blocks(gradient: Tensor, segments: Segments, out: Tensor, factors: Tensor | None) -> None:
+def cut_blocks(
+    gradient: Tensor, segments: Segments, out: Tensor, factors: Tensor | None, *, aside: bool = False
+) -> None:
     """out[source + b * width] = factors[b, s] * gradient[b, segment s]."""
     size = gradient.shape[0]
     for i, segment in enumerate(segments.items):

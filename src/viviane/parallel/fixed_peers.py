@@ -1,0 +1,223 @@
+"""The exchange of batches of fixed shapes through memory that all processes write to.
+
+The kernels of `viviane.parallel.fixed` write blocks where the process that needs them reads them: ids into the memory
+of the rows' owners, vectors into that of the process whose batch asked, gradients into that of the owners again. Where
+every column of the output comes from one process and is not multiplied, vectors go to their place in the output itself.
+
+Nobody writes what another still reads: before ids are written all processes meet (they are through with the step before
+this one then), and each of the three kinds of memory is written only after the one before it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from viviane.ops.capture import branch
+from viviane.ops.embedding_bag import gather_rows
+from viviane.ops.wire_blocks import Columns, Segment, Segments, Source, cut_blocks, pack_rows, pool_columns
+from viviane.parallel.fixed_layout import FixedLayout
+from viviane.parallel.peers import SharedMemory, rounded
+
+SMALL_BYTES = 8 << 20
+"""Below, what a process sends is there in some 25 us; each branch of a graph costs microseconds to begin and join."""
+_THROUGH, _IDS, _VECTORS, _GRADIENTS = range(4)  # meetings
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Where ids, vectors and gradients begin in every process's piece, in bytes, and how long a piece is."""
+
+    ids: int
+    vectors: int
+    gradients: int
+    size: int
+
+    @classmethod
+    def of(cls, layout: FixedLayout, num_ranks: int, size: int, width: int, wire: torch.dtype) -> Regions:
+        """Lay out the memory of a kind of batch.
+
+        Args:
+            layout: of the batch.
+            num_ranks: n.
+            size: B.
+            width: W.
+            wire: type of vectors and gradients.
+        """
+        ids = size * (num_ranks * max(layout.counts[:num_ranks]) + sum(layout.counts[num_ranks:]))
+        vectors = rounded(ids * layout.dtype.itemsize)
+        gradients = vectors + rounded(size * max(width, sum(layout.widths)) * wire.itemsize)
+        end = gradients + rounded(num_ranks * size * max(layout.widths) * wire.itemsize)
+        return cls(0, vectors, gradients, end)
+
+
+class PeerExchange:
+    """Sends what a kind of batch exchanges, by writing it where it is read.
+
+    Args:
+        memory: as long as `regions` says.
+        regions: of the layout.
+        layout: of the batch.
+        rank: of this process.
+        size: B.
+        width: W.
+        wire: type of vectors and gradients.
+        is_multiplied: whether sums become means, so that the output is more than what was looked up.
+
+    Attributes:
+        is_whole: whether vectors can be written to their place in the output.
+        is_small: whether so little is sent that work beside it would win less than it takes to begin.
+        is_taken: whether a lookup that is being recorded uses it.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        regions: Regions,
+        layout: FixedLayout,
+        rank: int,
+        size: int,
+        width: int,
+        wire: torch.dtype,
+        *,
+        is_multiplied: bool,
+    ) -> None:
+        self.memory, self.layout, self.size, self.wire = memory, layout, size, wire
+        self.rank, self.num_ranks = rank, len(layout.widths)
+        self.is_whole = not is_multiplied and all(len(one.sources) == 1 and not one.adds for one in _items(layout))
+        self.is_small = size * (self.num_ranks - 1) * max(layout.widths) * wire.itemsize < SMALL_BYTES
+        self.is_taken = False
+        n, counts, widths = self.num_ranks, layout.counts, layout.widths
+        self.device = memory.base(wire).device
+        self._columns = Columns(self._lines(regions), self.device)
+        self._segments = Segments(self._cuts(regions), self.device)
+        self.ids = self._matrices(regions.ids, n * size, layout.parts[rank])
+        after = regions.ids + n * size * max(counts[:n]) * layout.dtype.itemsize
+        self.local_ids = self._matrices(after, size, counts[n:])
+        self.blocks = memory.part(rank, regions.vectors, (size * sum(widths),), wire)
+        self.gradients = memory.part(rank, regions.gradients, (n * size, widths[rank]), wire)
+        before = size * sum(widths[:rank]) * wire.itemsize
+        ranks = range(n)
+        self._start, self._width = regions.vectors, width
+        self._outputs = [self._output(q) for q in ranks]
+        self._theirs = [memory.part(q, regions.vectors + before, (size, widths[rank]), wire) for q in ranks]
+
+    def beside(
+        self, name: str, reads: Sequence[Tensor] = (), *, is_open: bool = False
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """Record a block beside what comes after it, see `branch`; in line with it where little is sent."""
+        return nullcontext(_nothing) if self.is_small else branch(self.device, name, reads, is_open=is_open)
+
+    def _matrices(self, start: int, size: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return matrices (size, C) of ids, one after another in this process's piece."""
+        kind, found = self.layout.dtype, []
+        for count in counts:
+            found.append(self.memory.part(self.rank, start, (size, count), kind))
+            start += size * count * kind.itemsize
+        return tuple(found)
+
+    def output(self) -> Tensor:
+        """Return the output, (B, W), where `is_whole`; another tensor each time, since autograd marks it as its own."""
+        return self._output(self.rank)
+
+    def _output(self, rank: int) -> Tensor:
+        return self.memory.part(rank, self._start, (self.size, self._width), self.wire)
+
+    def _lines(self, regions: Regions) -> list[list[int]]:
+        """Return how ids go into the owners' memory, a matrix for each storage; those of replicas into this one's."""
+        layout, n, size, kind = self.layout, self.num_ranks, self.size, self.layout.dtype
+        lines: list[list[int]] = []
+
+        def add(start: int, count: int) -> None:
+            for i, line in enumerate(layout.columns.lines[len(lines) : len(lines) + count]):
+                lines.append([line[0], start + i, count, *line[3:]])
+
+        for owner, counts in enumerate(layout.parts):
+            at = self.memory.place(owner, regions.ids, kind)
+            for count in counts:
+                add(at + self.rank * size * count, count)
+                at += n * size * count
+        at = self.memory.place(self.rank, regions.ids, kind) + n * size * max(layout.counts[:n])
+        for count in layout.counts[n:]:
+            add(at, count)
+            at += size * count
+        return lines
+
+    def _cuts(self, regions: Regions) -> list[Segment]:
+        """Return how the gradient of the output goes into the owners' memory."""
+        widths = self.layout.widths
+        starts = list(accumulate((self.size * width for width in widths), initial=0))
+
+        def moved(source: Source) -> Source:
+            owner = next(q for q in range(self.num_ranks) if starts[q] <= source.start < starts[q + 1])
+            at = self.memory.place(owner, regions.gradients, self.wire) + self.rank * self.size * widths[owner]
+            return Source(source.start - starts[owner] + at, source.width)
+
+        return [replace(one, sources=tuple(map(moved, one.sources))) for one in _items(self.layout)]
+
+    def send_ids(self, rows: Tensor) -> None:
+        """Write this process's rows of whole tables, (B, C), as rows of parts to their owners, and wait for theirs."""
+        self.memory.meet(_THROUGH)
+        pack_rows(rows, self._columns, self.memory.base(self.layout.dtype))
+        self.memory.meet(_IDS)
+
+    def send_vectors(self, asked: Sequence[Tensor], *, whole: bool) -> None:
+        """Look up what all processes ask and write it to them; the current stream waits for theirs.
+
+        Args:
+            asked: (G, C) of each storage.
+            whole: whether vectors go to their place in the output.
+        """
+        n = self.num_ranks
+        for step in range(1, n):  # each begins with another, so that nobody is written to by all at once
+            self._look_up(asked, (self.rank + step) % n, whole)
+        # The link is the limit of those; the memory has time for this process's own beside them.
+        with self.beside("at home") as join:
+            self._look_up(asked, self.rank, whole)
+        self.memory.meet(_VECTORS)
+        join()
+
+    def _look_up(self, asked: Sequence[Tensor], rank: int, whole: bool) -> None:
+        out = self._outputs[rank] if whole else self._theirs[rank]
+        aside = rank != self.rank and not self.is_small
+        for shape, rows in zip(self.layout.whole if whole else self.layout.own, asked, strict=True):
+            some = rows[rank * self.size : (rank + 1) * self.size]
+            if not some.numel():
+                continue
+            if shape.is_single:
+                gather_rows(shape.storage.weight, some, out, shape.targets, aside=aside)
+            else:  # the sums read many times what they write: they are not held up by the link
+                pool_columns(shape.storage.weight, some, shape.pieces, out)
+
+    def send_gradients(self, gradient: Tensor, factors: Tensor | None) -> None:
+        """Write the gradient of the output, (B, W), to the owners of its columns, and wait for theirs."""
+        cut_blocks(gradient, self._segments, self.memory.base(self.wire), factors, aside=not self.is_small)
+        self.memory.meet(_GRADIENTS)
+
+    def rehearse(self, num_columns: int, kind: torch.dtype, factors: Tensor | None) -> None:
+        """Run everything once on first rows, so that kernels are there when a graph is recorded; all call it together.
+
+        Args:
+            num_columns: C.
+            kind: type of rows of whole tables.
+            factors: as a batch's have them.
+        """
+        self.send_ids(torch.zeros(self.size, num_columns, dtype=kind, device=self.device))
+        first = [torch.zeros_like(one) for one in self.ids]
+        for whole in (False, True) if self.is_whole else (False,):
+            self.send_vectors(first, whole=whole)
+        for dtype in {self.wire: None, torch.float32: None}:
+            self.send_gradients(torch.zeros_like(self.output(), dtype=dtype), factors)
+
+
+def _items(layout: FixedLayout) -> tuple[Segment, ...]:
+    return layout.segments.items
+
+
+def _nothing() -> None:
+    """Nothing to wait for: the block ran in line."""

@@ -1,0 +1,180 @@
+"""The exchange through memory that all processes write to: on CPUs over a mapped file, bit by bit what a group sends.
+
+The memory of GPUs is tried where there are two (see tests/training/test_captured_group_cuda.py).
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import processes
+from test_fixed_sizes import HOTNESS, SIZE, batches
+from test_sharded_collection import FEATURES, plans, tables
+
+from viviane.config import SGD, AdaGrad
+from viviane.embedding import FeatureConfig, TableConfig
+from viviane.parallel import Group, Plan, ShardedCollection, TablePlan, fixed
+from viviane.parallel.peers import obstacle, open_peer_memory
+
+
+class MappedMemory:
+    """A file that all processes map, a piece for each."""
+
+    def __init__(self, file, num_bytes, group):
+        self.group, self.num_bytes = group, num_bytes
+        if group.rank == 0:
+            file.write_bytes(b"\xff" * (group.size * num_bytes))  # NaN as a number, -1 as an id
+        group.gather_numbers([0])
+        self.whole = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="r+"))
+
+    def base(self, dtype):
+        return self.whole.view(dtype)
+
+    def place(self, rank, start, dtype):
+        return (rank * self.num_bytes + start) // dtype.itemsize
+
+    def part(self, rank, start, shape, dtype):
+        begin = rank * self.num_bytes + start
+        assert start + int(np.prod(shape)) * dtype.itemsize <= self.num_bytes
+        raw = np.frombuffer(self.whole.numpy(), np.uint8, int(np.prod(shape)) * dtype.itemsize, begin)
+        return torch.from_numpy(raw).view(dtype).view(tuple(shape)) if raw.size else torch.empty(shape, dtype=dtype)
+
+    def meet(self, number):
+        assert self.group.gather_numbers([number]) == [[number]] * self.group.size, "processes meet in another order"
+
+
+def mapped(folder):
+    """Let routes take mapped memory; returns how many were made."""
+    made = []
+
+    def open_mapped(num_bytes, group, device):
+        made.append(MappedMemory(Path(folder) / f"memory-{len(made)}", num_bytes, group))
+        return made[-1], None
+
+    fixed.open_peer_memory = open_mapped
+    return made
+
+
+def trained(make, data, pulls, *, peers):
+    """Train on batches; returns what was looked up, and the collection."""
+    emb = make()
+    emb.fix_sizes(SIZE, {name: count for name, count in HOTNESS.items() if name in emb.features})
+    found = []
+    for step, (batch, pull) in enumerate(zip(data, pulls, strict=True)):
+        if peers and step == 1:
+            assert emb.routes.open_peers() is None
+        with emb.routes.through_peers():
+            asked = emb.begin(batch) if step % 2 else batch
+            flat = emb(asked).flat
+            found.append(flat.detach().clone())
+            flat.backward(pull)
+            emb.step(0.1, 0.5)
+    return found, emb
+
+
+def alike(make, data, name):
+    """Through the memory and through the group everything has the same bits."""
+    width = make().width
+    pulls = [torch.randn(SIZE, width, generator=torch.Generator().manual_seed(i)) for i in range(len(data))]
+    (truth, first), (found, second) = (trained(make, data, pulls, peers=one) for one in (False, True))
+    for step, (one, other) in enumerate(zip(truth, found, strict=True)):
+        assert torch.equal(one, other), (name, step)
+    for table in first.tables:
+        one, other = first.export_table(table), second.export_table(table)
+        assert torch.equal(one.weight, other.weight), (name, table)
+        assert all(torch.equal(part, other.state[key]) for key, part in one.state.items()), (name, table)
+    return second
+
+
+def every_plan(folder):
+    group, made = Group.world(), mapped(folder)
+    for kind, plan in plans(group.size).items():
+        for rule, wire in ((AdaGrad(), torch.float32), (SGD(), torch.bfloat16)):
+
+            def make(plan=plan, rule=rule, wire=wire):
+                return ShardedCollection(tables(), FEATURES, rule, plan=plan, group=group, seed=3, wire_dtype=wire)
+
+            before = len(made)
+            # One kind of batch has a route: batches of even numbers have ids of one type.
+            data = [batches(group.size, 2 * step)[group.rank] for step in range(4)]
+            emb = alike(make, data, f"{kind}, {wire}")
+            assert len(made) == before + 1
+            assert all(route.peers.is_taken for route in emb.routes.fixed.values())
+
+
+def vectors_at_their_place(folder):
+    """One id a row and whole tables: vectors are written into the output itself; one process has no table."""
+    group, made = Group.world(), mapped(folder)
+    shapes = {"a": (9, 4), "b": (11, 4), "c": (7, 2), "d": (6, 4)}
+    settings = [TableConfig(name=n, num_rows=r, dim=d, init="normal") for n, (r, d) in shapes.items()]
+    features = [FeatureConfig(name=n, table=n) for n in shapes] + [FeatureConfig(name="e", table="a")]
+    for ranks in ({"a": 0, "b": 0, "c": 0}, {"a": 0, "b": group.size - 1, "c": group.size - 1}):
+        lines = [TablePlan(table=n, kind="table", ranks=[rank]) for n, rank in ranks.items()]
+        plan = Plan(world_size=group.size, tables=[*lines, TablePlan(table="d", kind="replicated", ranks=[])])
+
+        def make(plan=plan):
+            return ShardedCollection(settings, features, AdaGrad(), plan=plan, group=group, seed=2)
+
+        rng = torch.Generator().manual_seed(group.rank)
+        data = [
+            {one.name: torch.randint(0, shapes[one.table][0], (SIZE,), generator=rng) for one in features}
+            for _ in range(4)
+        ]
+        emb = alike(make, data, str(ranks))
+        [route] = emb.routes.fixed.values()
+        assert route.peers.is_whole
+    assert len(made) == 2
+
+
+def once_in_a_recording(folder):
+    """A second lookup of one recording goes through the group: what the first one sent is still needed."""
+    group, _ = Group.world(), mapped(folder)
+
+    def make():
+        plan = plans(group.size)["table"]
+        return ShardedCollection(tables(), FEATURES, SGD(), plan=plan, group=group, seed=3)
+
+    ends = []
+    for peers in (False, True):
+        emb = make()
+        emb.fix_sizes(SIZE, HOTNESS)
+        first, second = (batches(group.size, 2 * step)[group.rank] for step in range(2))
+        emb(first)
+        emb.discard_gradients()
+        if peers:
+            emb.routes.open_peers()
+        for _ in range(2):
+            with emb.routes.through_peers():
+                (emb(first).flat.square().sum() + emb(second).flat.sum()).backward()
+                emb.step(0.1)
+        ends.append(emb.export_table("item").weight)
+    assert torch.equal(*ends)
+
+
+def what_prevents_it():
+    group = Group.world()
+    assert obstacle(group, torch.device("cpu")) == "no GPU: the processes are on cpu"
+    memory, reason = open_peer_memory(1000, group, torch.device("cpu"))
+    assert memory is None
+    assert "no GPU" in reason
+    emb = ShardedCollection(tables(), FEATURES, SGD(), plan=plans(group.size)["row"], group=group, seed=3)
+    emb.fix_sizes(SIZE, HOTNESS)
+    assert "no batch of this size" in emb.routes.open_peers()
+    emb(batches(group.size, 0)[group.rank])
+    assert "no GPU" in emb.routes.open_peers()
+
+
+def everything(folder):
+    what_prevents_it()
+    every_plan(folder)
+    vectors_at_their_place(folder)
+    once_in_a_recording(folder)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_memory_of_all_and_the_group_give_the_same_bits(size, tmp_path):
+    processes.run(size, everything, str(tmp_path))
