@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from viviane.core.errors import ConfigError
+
+URGENT: Final = -1
+"""The priority of streams whose kernels others wait for; lower numbers go first, 0 is that of any stream."""
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -42,7 +46,7 @@ _read: dict[torch.device, list[Tensor]] = {}
 
 @contextmanager
 def branch(
-    device: torch.device, name: str, reads: Sequence[Tensor] = (), *, is_open: bool = False
+    device: torch.device, name: str, reads: Sequence[Tensor] = (), *, is_open: bool = False, is_urgent: bool = False
 ) -> Iterator[Callable[[], None]]:
     """Record a block beside what the current stream records after it; gives what lets the current stream wait for it.
 
@@ -55,6 +59,7 @@ def branch(
         reads: tensors of the current stream that the block reads. They are kept until `join_branches`: of one that was
             let go, the current stream would write to the memory while the block reads it, in every replay.
         is_open: `join_branches` does not wait for the block; who began it does, and keeps what it reads until then.
+        is_urgent: its kernels go before those of other blocks, which they find room beside.
 
     Example:
         >>> with branch(torch.device("cpu"), "lookup") as join:
@@ -64,7 +69,7 @@ def branch(
     if not is_capturing(device):
         yield _nothing
         return
-    main, side = torch.cuda.current_stream(device), _stream(device, name)
+    main, side = torch.cuda.current_stream(device), _stream(device, name, is_urgent)
     side.wait_stream(main)
     if not is_open:
         _branches.setdefault(device, set()).add(side)
@@ -105,5 +110,5 @@ def _nothing() -> None:
 
 
 @cache
-def _stream(device: torch.device, name: str) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream(device: torch.device, name: str, is_urgent: bool) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=URGENT if is_urgent else 0)  # type: ignore[no-untyped-call]

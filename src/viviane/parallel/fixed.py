@@ -244,19 +244,23 @@ class FixedRoute:
         """Begin a lookup whose vectors are written to the processes that asked."""
         device, dtype = peers.device, self._dtype(peers.device)
         whole = peers.is_whole and dtype == self.wire
-        with peers.beside("vectors", is_open=True) as arrived:
-            peers.send_vectors([part.rows for part in own], whole=whole)
+        rows = [part.rows for part in own]
         out = peers.output() if whole else torch.empty(self.size, self._sharded.width, dtype=dtype, device=device)
+        # The link holds up what goes to the others; this process's own lookups run beside it, and the sorts, too.
+        with peers.beside("at home", is_urgent=False) as done:
+            peers.keep_vectors(rows, whole=whole)
+            for part, shape in zip(local, self.layout.local, strict=True):
+                _gather(part, shape, out)
+        with peers.beside("vectors", is_open=True) as arrived:
+            peers.send_vectors(rows, whole=whole)
         if training:
             prepare(own)
             for part, one in zip(local, self._sums, strict=True):
                 one.prepare(part)
-        for part, shape in zip(local, self.layout.local, strict=True):
-            _gather(part, shape, out)
 
         def taken() -> Tensor | None:
-            join()
-            arrived()
+            for wait in (join, done, arrived):
+                wait()
             return None if whole else peers.blocks
 
         return Begun(own, local, taken, out)

@@ -108,10 +108,12 @@ class PeerExchange:
         self._theirs = [memory.part(q, regions.vectors + before, (size, widths[rank]), wire) for q in ranks]
 
     def beside(
-        self, name: str, reads: Sequence[Tensor] = (), *, is_open: bool = False
+        self, name: str, reads: Sequence[Tensor] = (), *, is_open: bool = False, is_urgent: bool = True
     ) -> AbstractContextManager[Callable[[], None]]:
         """Record a block beside what comes after it, see `branch`; in line with it where little is sent."""
-        return nullcontext(_nothing) if self.is_small else branch(self.device, name, reads, is_open=is_open)
+        if self.is_small:
+            return nullcontext(_nothing)
+        return branch(self.device, name, reads, is_open=is_open, is_urgent=is_urgent)
 
     def _matrices(self, start: int, size: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
         """Return matrices (size, C) of ids, one after another in this process's piece."""
@@ -167,20 +169,19 @@ class PeerExchange:
         self.memory.meet(_IDS)
 
     def send_vectors(self, asked: Sequence[Tensor], *, whole: bool) -> None:
-        """Look up what all processes ask and write it to them; the current stream waits for theirs.
+        """Look up what the other processes ask and write it to them; the current stream waits for theirs.
 
         Args:
             asked: (G, C) of each storage.
             whole: whether vectors go to their place in the output.
         """
-        n = self.num_ranks
-        for step in range(1, n):  # each begins with another, so that nobody is written to by all at once
-            self._look_up(asked, (self.rank + step) % n, whole)
-        # The link is the limit of those; the memory has time for this process's own beside them.
-        with self.beside("at home") as join:
-            self._look_up(asked, self.rank, whole)
+        for step in range(1, self.num_ranks):  # each begins with another, so that nobody is written to by all at once
+            self._look_up(asked, (self.rank + step) % self.num_ranks, whole)
         self.memory.meet(_VECTORS)
-        join()
+
+    def keep_vectors(self, asked: Sequence[Tensor], *, whole: bool) -> None:
+        """Look up what this process asks of itself."""
+        self._look_up(asked, self.rank, whole)
 
     def _look_up(self, asked: Sequence[Tensor], rank: int, whole: bool) -> None:
         out = self._outputs[rank] if whole else self._theirs[rank]
@@ -211,6 +212,7 @@ class PeerExchange:
         first = [torch.zeros_like(one) for one in self.ids]
         for whole in (False, True) if self.is_whole else (False,):
             self.send_vectors(first, whole=whole)
+            self.keep_vectors(first, whole=whole)
         for dtype in {self.wire: None, torch.float32: None}:
             self.send_gradients(torch.zeros_like(self.output(), dtype=dtype), factors)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
-from viviane.ops.capture import forget_branches
+from viviane.ops.capture import URGENT, forget_branches
 from viviane.ops.dense_update import Room
 from viviane.parallel import ShardedCollection
 from viviane.training.controls import Controls, DeviceMover
@@ -52,7 +52,8 @@ class Recorder:
         means = 0 if step.mean is None else len(step.mean.numbers)
         self._num_slots = num_slots
         self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means))
-        self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
+        # What it computes goes before sorts and lookups beside it, which would else fill all multiprocessors first.
+        self._stream = torch.cuda.Stream(step.device, priority=URGENT)  # type: ignore[no-untyped-call]
 
     def record(self, batch: Batch, precision: Precision) -> tuple[Recording | None, Exception | None]:
         """Return the recorded step, or what kept it from being recorded.

@@ -14,7 +14,7 @@ from torch import Tensor
 from viviane.ops.capture import refuse_capture
 
 WARP = 32
-_LINK_PROGRAMS = 2  # on each multiprocessor
+_LINK_PROGRAMS = 4  # on each multiprocessor
 _ALIGNED = 16  # elements; kernels profit from no more
 
 
@@ -63,13 +63,13 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 
 @cache
 def few_programs(device: torch.device) -> int:
-    """Return how many programs write over a link beside other kernels: two for each multiprocessor.
+    """Return how many programs write over a link beside other kernels: four for each multiprocessor.
 
     More would wait for the link in places that the others could use; they keep some 400 GB/s on their way.
 
     Example:
         >>> few_programs(torch.device("cpu"))
-        4
+        8
     """
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     return _LINK_PROGRAMS * count
