@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from viviane.embedding.lookup import Part, hand_over, prepare
 from viviane.embedding.plan import Keys
-from viviane.ops.capture import refuse_capture
+from viviane.ops.capture import branch, refuse_capture
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import cut_blocks, has_whole_rows, join_blocks, pack_rows, pool_columns
 from viviane.parallel.fixed_keys import FixedResolver
@@ -136,7 +136,7 @@ class FixedRoute:
         """Resolve this process's keys, and exchange ids."""
         peers = self._take_peers()
         if peers is not None:
-            with peers.beside("exchange", _tensors_of(keys)):
+            with branch(self._sharded.device, "exchange", _tensors_of(keys), is_urgent=True):
                 found = self.resolve(keys)
                 factors, weights = self._factors(found.shares)
                 peers.send_ids(found.rows)
@@ -187,7 +187,7 @@ class FixedRoute:
         if asked.peers is None:
             asked.begun = self._begin(*self._all_parts(asked), asked, training)
             return
-        with asked.peers.beside("exchange") as join:
+        with branch(self._sharded.device, "exchange", is_urgent=True) as join:
             asked.begun = self._begin_through(asked.peers, *self._all_parts(asked), training, join)
 
     def look_up(self, asked: FixedAsked, *, training: bool) -> Tensor:
@@ -247,11 +247,11 @@ class FixedRoute:
         rows = [part.rows for part in own]
         out = peers.output() if whole else torch.empty(self.size, self._sharded.width, dtype=dtype, device=device)
         # The link holds up what goes to the others; this process's own lookups run beside it, and the sorts, too.
-        with peers.beside("at home", is_urgent=False) as done:
+        with branch(device, "at home") as done:
             peers.keep_vectors(rows, whole=whole)
             for part, shape in zip(local, self.layout.local, strict=True):
                 _gather(part, shape, out)
-        with peers.beside("vectors", is_open=True) as arrived:
+        with branch(device, "vectors", is_open=True, is_urgent=True) as arrived:
             peers.send_vectors(rows, whole=whole)
         if training:
             prepare(own)
@@ -315,7 +315,7 @@ class FixedRoute:
         """Do so by writing to the memory of the shards' processes."""
         peers, reads = asked.peers, [gradient, asked.factors]
         assert peers is not None
-        with peers.beside("gradients", is_open=True) as join:
+        with branch(gradient.device, "gradients", is_open=True, is_urgent=True) as join:
             peers.send_gradients(gradient, asked.factors)
 
         def finish() -> None:

@@ -10,22 +10,18 @@ this one then), and each of the three kinds of memory is written only after the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from viviane.ops.capture import branch
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import Columns, Segment, Segments, Source, cut_blocks, pack_rows, pool_columns
 from viviane.parallel.fixed_layout import FixedLayout
 from viviane.parallel.peers import SharedMemory, rounded
 
-SMALL_BYTES = 8 << 20
-"""Below, what a process sends is there in some 25 us; each branch of a graph costs microseconds to begin and join."""
 _THROUGH, _IDS, _VECTORS, _GRADIENTS = range(4)  # meetings
 
 
@@ -71,7 +67,6 @@ class PeerExchange:
 
     Attributes:
         is_whole: whether vectors can be written to their place in the output.
-        is_small: whether so little is sent that work beside it would win less than it takes to begin.
         is_taken: whether a lookup that is being recorded uses it.
     """
 
@@ -90,7 +85,6 @@ class PeerExchange:
         self.memory, self.layout, self.size, self.wire = memory, layout, size, wire
         self.rank, self.num_ranks = rank, len(layout.widths)
         self.is_whole = not is_multiplied and all(len(one.sources) == 1 and not one.adds for one in _items(layout))
-        self.is_small = size * (self.num_ranks - 1) * max(layout.widths) * wire.itemsize < SMALL_BYTES
         self.is_taken = False
         n, counts, widths = self.num_ranks, layout.counts, layout.widths
         self.device = memory.base(wire).device
@@ -106,14 +100,6 @@ class PeerExchange:
         self._start, self._width = regions.vectors, width
         self._outputs = [self._output(q) for q in ranks]
         self._theirs = [memory.part(q, regions.vectors + before, (size, widths[rank]), wire) for q in ranks]
-
-    def beside(
-        self, name: str, reads: Sequence[Tensor] = (), *, is_open: bool = False, is_urgent: bool = True
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """Record a block beside what comes after it, see `branch`; in line with it where little is sent."""
-        if self.is_small:
-            return nullcontext(_nothing)
-        return branch(self.device, name, reads, is_open=is_open, is_urgent=is_urgent)
 
     def _matrices(self, start: int, size: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
         """Return matrices (size, C) of ids, one after another in this process's piece."""
@@ -185,19 +171,18 @@ class PeerExchange:
 
     def _look_up(self, asked: Sequence[Tensor], rank: int, whole: bool) -> None:
         out = self._outputs[rank] if whole else self._theirs[rank]
-        aside = rank != self.rank and not self.is_small
         for shape, rows in zip(self.layout.whole if whole else self.layout.own, asked, strict=True):
             some = rows[rank * self.size : (rank + 1) * self.size]
             if not some.numel():
                 continue
             if shape.is_single:
-                gather_rows(shape.storage.weight, some, out, shape.targets, aside=aside)
+                gather_rows(shape.storage.weight, some, out, shape.targets, aside=rank != self.rank)
             else:  # the sums read many times what they write: they are not held up by the link
                 pool_columns(shape.storage.weight, some, shape.pieces, out)
 
     def send_gradients(self, gradient: Tensor, factors: Tensor | None) -> None:
         """Write the gradient of the output, (B, W), to the owners of its columns, and wait for theirs."""
-        cut_blocks(gradient, self._segments, self.memory.base(self.wire), factors, aside=not self.is_small)
+        cut_blocks(gradient, self._segments, self.memory.base(self.wire), factors, aside=True)
         self.memory.meet(_GRADIENTS)
 
     def rehearse(self, num_columns: int, kind: torch.dtype, factors: Tensor | None) -> None:
@@ -219,7 +204,3 @@ class PeerExchange:
 
 def _items(layout: FixedLayout) -> tuple[Segment, ...]:
     return layout.segments.items
-
-
-def _nothing() -> None:
-    """Nothing to wait for: the block ran in line."""
