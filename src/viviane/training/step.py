@@ -293,9 +293,7 @@ class TrainStep:
         gradients = self.gradients.all()
         squares = [one.grad_norm_squared().double() for one in self.collections.values()]
         if gradients:
-            kind = torch.promote_types(
-                gradients[0].dtype, torch.float32
-            )  # sums of 16 bits are widened as they are read
+            kind = torch.float32 if self.gradients.beside else None  # 16 bits are widened as they are read
             squares.append(torch.stack(torch._foreach_norm(gradients, dtype=kind)).double().square().sum())
         norm = torch.stack(squares).sum().sqrt() / (1.0 if self.loss_scale is None else self.loss_scale.value)
         scale = (limit / norm).clamp(max=1.0).to(torch.float32)
