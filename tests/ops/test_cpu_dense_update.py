@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from viviane.core.errors import VivianeError
 from viviane.ops import dense_update as dense
 from viviane.ops.dense_update.reference import move_tensors as plain
 from viviane.ops.dispatch import use_implementation
@@ -66,3 +67,46 @@ def test_reasons_are_named():
     assert dense.reason([torch.ones(2, 3).t()]) == "a parameter is not contiguous"
     with use_implementation("reference"):
         assert dense.reason(draw(0)) == "VIVIANE_OPS: plain torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", dense.STATES)
+@pytest.mark.parametrize("serving", ["auto", "reference"])
+def test_gradients_of_16_bits_move_as_if_they_had_been_cast_and_scaled_before(dtype, rule, serving):
+    numbers = torch.tensor([20.0, 0.02, 0.3, *NUMBERS[3:]] if rule == "ftrl" else NUMBERS, dtype=torch.float64)
+    scale, results = torch.tensor(0.37), []
+    for direct in (True, False):
+        params, states = draw(0), [[one.abs() for one in draw(1 + i)] for i in range(dense.STATES[rule])]
+        for step in range(3):
+            gradients = [one.to(dtype) for one in draw(10 + step)]
+            gradients[1][2] = float("inf") if step == 2 else 2.0**-24  # the least number of float16
+            given = gradients if direct else [one.float() * scale for one in gradients]
+            with use_implementation(serving):
+                dense.move_tensors(rule, params, given, states, numbers, decays=True, scale=scale if direct else None)
+        results.append(flat([params, *states]))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))  # NaN, too, where the infinite one went
+    assert not torch.isfinite(results[0][1]).all()
+    assert not torch.equal(results[0][2], draw(0)[2])
+
+
+def test_types_that_no_kernel_reads_are_refused():
+    params, numbers = draw(0), torch.tensor(NUMBERS, dtype=torch.float64)
+    mixed = draw(1)
+    mixed[0] = mixed[0].bfloat16()
+    for gradients, words in ((mixed, "bfloat16, torch.float32"), ([one.double() for one in mixed], "float64")):
+        with pytest.raises(VivianeError, match=rf"one type[\s\S]*{words}"):
+            dense.move_tensors("sgd", params, gradients, [], numbers)
+    with pytest.raises(VivianeError, match="parameters and state must be contiguous, float32"):
+        dense.move_tensors("sgd", [params[0].bfloat16()], [mixed[0]], [], numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bad_numbers_are_found_in_every_type(dtype):
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        tensors, status = [one.to(dtype) for one in draw(0)], torch.tensor([0, -1, 0])
+        dense.check_finite(tensors, status)
+        assert status[0] == 0
+        tensors[4][2048] = bad
+        dense.check_finite(tensors, status)
+        assert status[0] == 1

@@ -47,6 +47,31 @@ def test_a_mover_moves_as_the_formulas(rule):
     assert not torch.equal(plain[1], moved(rule, None, steps=4)[0][1])
 
 
+@pytest.mark.parametrize("scale", [0.375, torch.tensor(0.37)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mover", [None, DeviceMover()])
+def test_gradients_are_multiplied_before_all_else_and_may_lie_beside(mover, dtype, scale):
+    results = []
+    for direct in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+        optimizer = build_dense_optimizer(Adam(weight_decay=0.01), params, lr=0.1)
+        optimizer.mover = mover
+        gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES[:2]]
+        before = [one.clone() for one in gradients]
+        if direct:
+            optimizer.beside = dict(zip(params, gradients, strict=False))
+            optimizer.step(scale=scale)
+        else:
+            for param, gradient in zip(params, gradients, strict=False):
+                param.grad = gradient.float() * scale
+            optimizer.step()
+        assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
+        assert len(optimizer.state) == 2
+        results.append([param.detach() for param in params])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_controls_hold_each_group_where_its_launch_reads():
     one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
     groups = [{"params": [one]}, {"params": [other], "lr": 0.5, "weight_decay": 0.25}]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, overload
 
 import torch
@@ -34,8 +35,12 @@ class Mover(Protocol):
         params: list[Tensor],
         gradients: list[Tensor],
         states: list[list[Tensor]],
+        scale: float | Tensor,
     ) -> None:
-        """Move the tensors of the group at `place` by `optimizer.numbers(group)`."""
+        """Move the tensors of the group at `place` by `optimizer.numbers(group)`, with gradients times `scale`.
+
+        Gradients may have 16 bits where their parameters have 32.
+        """
         ...
 
 
@@ -46,12 +51,14 @@ class DenseOptimizer(torch.optim.Optimizer):
 
     Attributes:
         mover: who does the arithmetic; None: the formulas here.
+        beside: gradients of another type than their parameter's, which `grad` cannot hold, in its place.
     """
 
     rule: str = ""
     """Its name in `viviane.ops.dense_update`."""
     state_names: tuple[str, ...] = ()
     mover: Mover | None = None
+    beside: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def numbers(self, group: dict[str, Any]) -> list[float]:
         """Return what the group's present step is computed with: rate, weight decay, epsilon, first, second.
@@ -88,38 +95,50 @@ class DenseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, *, scale: float | Tensor = 1.0) -> None: ...
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float], *, scale: float | Tensor = 1.0) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Move every parameter that has a gradient."""
+    def step(self, closure: Callable[[], float] | None = None, *, scale: float | Tensor = 1.0) -> float | None:
+        """Move every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew, as in torch.optim.
+            scale: what gradients are multiplied by first; a number, or 0-dim.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for place, group in enumerate(self.param_groups):
-            params = [param for param in group["params"] if param.grad is not None]
+            params = [param for param in group["params"] if self._gradient(param) is not None]
             if not params:
                 continue
             group["step"] += 1
             for same_kind in _by_device_and_dtype(params):
-                self._move(same_kind, place, group)
+                self._move(same_kind, place, group, scale)
         return loss
 
-    def _move(self, params: list[Tensor], place: int, group: dict[str, Any]) -> None:
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        return self.beside.get(param, param.grad)
+
+    def _move(self, params: list[Tensor], place: int, group: dict[str, Any], scale: float | Tensor) -> None:
         gradients: list[Tensor] = []
         for param in params:
-            assert param.grad is not None
-            if param.grad.is_sparse:
+            gradient = self._gradient(param)
+            assert gradient is not None
+            if gradient.is_sparse:
                 raise NumericsError("a dense optimizer got a sparse gradient", fix="use viviane.EmbeddingCollection")
-            gradients.append(param.grad)
+            gradients.append(gradient)
             if not self.state[param] and self.state_names:
                 start = group.get("initial_accumulator", 0.0)
                 self.state[param] = {name: torch.full_like(param, start) for name in self.state_names}
         if self.mover is not None:
-            self.mover(self, place, params, gradients, self._states(params))
+            self.mover(self, place, params, gradients, self._states(params), scale)
             return
+        gradients = [one.to(param.dtype) for one, param in zip(gradients, params, strict=True)]
+        if isinstance(scale, Tensor) or scale != 1.0:
+            gradients = list(torch._foreach_mul(gradients, scale))
         if group["weight_decay"]:
             gradients = list(torch._foreach_add(gradients, params, alpha=group["weight_decay"]))
         self._rule(params, gradients, *self._states(params), group=group)

@@ -101,10 +101,13 @@ class DeviceMover:
         params: list[Tensor],
         gradients: list[Tensor],
         states: list[list[Tensor]],
+        scale: float | Tensor,
     ) -> None:
         """Move the tensors."""
         device, group = params[0].device, optimizer.param_groups[place]
-        gate = None
+        gate, factor = None, scale if isinstance(scale, Tensor) else None
+        if not isinstance(scale, Tensor) and scale != 1.0:
+            factor = torch.full((), scale, dtype=torch.float32, device=device)
         if self.controls is not None and is_capturing(device):
             numbers, gate = self.controls.group(place), self.gate
         else:
@@ -112,7 +115,7 @@ class DeviceMover:
             numbers = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
         move_tensors(
             optimizer.rule, params, gradients, states, numbers, inside=bool(group.get("epsilon_inside_root")),
-            decays=bool(group["weight_decay"]), gate=gate, room=self._rooms.setdefault(place, Room()),
+            decays=bool(group["weight_decay"]), scale=factor, gate=gate, room=self._rooms.setdefault(place, Room()),
         )  # fmt: skip
 
     def reserve(self, optimizer: DenseOptimizer) -> list[Tensor]:

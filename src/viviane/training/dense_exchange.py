@@ -31,10 +31,16 @@ class _Bucket:
         dtype: of the flat tensor, that is on the wire.
         device: its device.
         extra: numbers at the end that are summed along with them.
+        beside: see `DenseExchange`.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, extra: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        extra: int,
+        beside: dict[Tensor, Tensor] | None,
     ) -> None:
         self.parameters = list(parameters)
         sizes = [one.numel() for one in parameters]
@@ -44,7 +50,9 @@ class _Bucket:
         self.numbers = self.flat[: sum(sizes)]
         self.present, self.extra = parts[-2], parts[-1]
         own = parameters[0].dtype if parameters else dtype
-        self.wide = None if own == dtype else torch.zeros(sum(sizes), dtype=own, device=device)
+        self.beside = None if own == dtype else beside
+        fits = own == dtype or beside is not None
+        self.wide = None if fits else torch.zeros(sum(sizes), dtype=own, device=device)
         self.sums = self.views
         if self.wide is not None:
             cuts = torch.split(self.wide, sizes)
@@ -71,8 +79,12 @@ class _Bucket:
         if self.wide is not None:
             copy_large(self.wide, self.numbers)
         for parameter, view, is_there in zip(self.parameters, self.sums, present, strict=True):
-            if is_there:
+            if not is_there:
+                continue
+            if self.beside is None:
                 parameter.grad = view
+            else:  # as it lies on the wire: the cast back would be one more pass over memory, and `wide` one more copy
+                self.beside[parameter], parameter.grad = view, None
         self.filled.clear()
 
 
@@ -86,6 +98,8 @@ class DenseExchange:
         parameters: dense ones.
         group: the processes.
         wire_dtype: of gradients between processes; None: each parameter's own.
+        beside: takes sums of another type than their parameter's, by parameter, as they arrived; None: they are cast
+            into its type, and become its `grad`.
 
     Attributes:
         signals: (NUM_SIGNALS,), float32, this process's; summed over all processes along with the loss.
@@ -95,9 +109,16 @@ class DenseExchange:
             a pass over them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        wire_dtype: torch.dtype | None = None,
+        beside: dict[Tensor, Tensor] | None = None,
+    ) -> None:
         self.group = group
         self.wire_dtype = wire_dtype
+        self.beside = beside
         self.is_static = False
         self.watches = True
         group.open_beside()
@@ -115,7 +136,7 @@ class DenseExchange:
         if waiting:
             self._add(waiting)
         if self.buckets and self.buckets[0].flat.dtype != torch.float32:  # numbers are not rounded to sixteen bits
-            self.buckets.insert(0, _Bucket([], torch.float32, self.signals.device, 1 + NUM_SIGNALS))
+            self.buckets.insert(0, _Bucket([], torch.float32, self.signals.device, 1 + NUM_SIGNALS, None))
         self._place = {id(p): (b, i) for b, one in enumerate(self.buckets) for i, p in enumerate(one.parameters)}
         self._hooked: set[int] = set()
         self._handles: list[RemovableHandle] = []
@@ -139,7 +160,7 @@ class DenseExchange:
     def _add(self, parameters: Sequence[nn.Parameter]) -> None:
         dtype = self.wire_dtype if self.wire_dtype is not None else parameters[0].dtype
         extra = 0 if self.buckets or dtype != torch.float32 else 1 + NUM_SIGNALS
-        self.buckets.append(_Bucket(parameters, dtype, parameters[0].device, extra))
+        self.buckets.append(_Bucket(parameters, dtype, parameters[0].device, extra, self.beside))
 
     def begin(self, loss: Tensor) -> None:
         """Prepare for a backward pass.
@@ -148,12 +169,14 @@ class DenseExchange:
             loss: this process's share, 0-dim; summed along.
         """
         self._hook()
+        if self.beside is not None:
+            self.beside.clear()  # of a pass whose gradients nobody dropped
         self._is_on, self._next = True, 0
         self._finite = torch.zeros((), device=loss.device)
         self._loss = loss.detach().clone()
         if not self.buckets:
             self.signals = self.signals.to(loss.device)
-            self.buckets.append(_Bucket([], torch.float32, loss.device, 1 + NUM_SIGNALS))
+            self.buckets.append(_Bucket([], torch.float32, loss.device, 1 + NUM_SIGNALS, None))
         self.heard[:1].copy_(self._loss)
         self.heard[1:].copy_(self.signals)
         self._start_full()

@@ -10,7 +10,6 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import NumericsError
 from viviane.core.ranges import timed_as
-from viviane.training.dense_state import dense_parameters
 from viviane.training.guard import FIX, NanGuard, all_finite, bad_input, numbers_of, some
 from viviane.training.together import Together
 
@@ -54,8 +53,8 @@ class GroupGuard(NanGuard):
             self._refuse_losses(loss, batch, step, is_bad=not flags[0])
         # A sum may overflow where every term is finite: only the terms themselves are judged.
         names = [f"feature {name!r}" for name in features]
-        for name, parameter in dense_parameters(self.module).items():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+        for name, gradient in self.gradients.named().items():
+            if not bool(torch.isfinite(gradient).all()):
                 names.append(f"parameter {name!r}")
         if any(one[0] for one in group.gather_numbers([len(names)])):
             mine = bool(features) or not flags[1]

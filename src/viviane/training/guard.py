@@ -18,6 +18,7 @@ from viviane.batch import Batch
 from viviane.core.errors import NumericsError
 from viviane.core.ranges import timed_as
 from viviane.embedding import TableCollection
+from viviane.training.dense_gradients import DenseGradients
 from viviane.training.dense_state import dense_buffers, dense_parameters
 
 _MAX_NAMES = 5
@@ -33,12 +34,15 @@ class NanGuard:
     Args:
         module: the module in training.
         collections: its embedding collections.
+        gradients: of its dense parameters.
     """
 
-    def __init__(self, module: nn.Module, collections: Mapping[str, TableCollection]) -> None:
+    def __init__(
+        self, module: nn.Module, collections: Mapping[str, TableCollection], gradients: DenseGradients
+    ) -> None:
         self.module = module
         self.collections = collections
-        self._parameters = dense_parameters(module)  # a walk over all modules, which no step should have to make
+        self.gradients = gradients
         self._buffers = list(dense_buffers(module, persistent_only=False).values())
         self._saved = [b.clone() for b in self._buffers]
         self.num_looked_at = 0
@@ -64,7 +68,7 @@ class NanGuard:
     @timed_as("check values")
     def check_gradients(self, loss: Tensor, batch: Batch, step: int) -> None:
         """Look at all gradients (on a GPU: the loss too) before the update."""
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        gradients = self.gradients.all()
         flag = torch.stack([g.sum() for g in gradients]).sum() if gradients else torch.zeros((), device=loss.device)
         if loss.device.type != "cpu":
             flag = flag + loss.detach()
@@ -74,11 +78,7 @@ class NanGuard:
         if not math.isfinite(loss.item()):
             self._refuse_loss(loss, batch, step)
         # A sum may overflow where every term is finite: only the terms themselves are judged.
-        parameters = [
-            name
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
-        ]
+        parameters = [name for name, one in self.gradients.named().items() if not bool(torch.isfinite(one).all())]
         if parameters or features:
             named = [*(f"feature {name!r}" for name in features), *(f"parameter {name!r}" for name in parameters)]
             raise _refuse("gradients are NaN or infinite", step, batch, f"of {some(named)}")

@@ -82,8 +82,7 @@ def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Ve
         mean = step._backward(step._forward(batch, precision))
     join_branches(step.device)
     if guard is not None:
-        gradients = [p.grad.contiguous() for p in step.parameters.values() if p.grad is not None]
-        check_finite(gradients, verdict.status, room)
+        check_finite([one.contiguous() for one in step.gradients.all()], verdict.status, room)
     for collection in step.collections.values():
         for record in collection.key_records():
             mark(record, verdict.status)
@@ -94,13 +93,13 @@ def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Ve
         guard.restore_buffers_unless(gate)
     scale = step._unscaled(step._clip_scale())
     if step.optimizer is not None:
-        step._scale_gradients(scale)
-        step.optimizer.step()
+        step.optimizer.step(scale=scale)
     for collection in step.collections.values():
         collection.step(verdict.controls.lr, scale, verdict.controls.factor, gate)
     if step.mean is not None:
         step.mean.follow(gate)
     step.module.zero_grad(set_to_none=True)
+    step.gradients.drop()
     return mean
 
 

@@ -23,6 +23,7 @@ from viviane.training.captured import CapturedSteps
 from viviane.training.checkpoint import load_checkpoint
 from viviane.training.controls import DeviceMover
 from viviane.training.dense_exchange import DenseExchange
+from viviane.training.dense_gradients import DenseGradients
 from viviane.training.dense_state import collections_of, dense_parameters
 from viviane.training.group_guard import GroupGuard
 from viviane.training.guard import NanGuard
@@ -69,13 +70,15 @@ class TrainStep:
         self.device = device
         self.collections = collections_of(module)
         self.parameters = dense_parameters(module)
+        self.gradients = DenseGradients(self.parameters)
         self.schedule = LearningRateSchedule(solver)
         self.optimizer: DenseOptimizer | None = None
         if self.parameters:
             self.optimizer = build_dense_optimizer(optimizer, self.parameters.values(), solver.lr)
+            self.optimizer.beside = self.gradients.beside
         elif not self.collections:
             raise ConfigError("the module has neither parameters nor embedding tables", value=type(module).__name__)
-        self.guard = NanGuard(module, self.collections) if solver.nan_guard else None
+        self.guard = NanGuard(module, self.collections, self.gradients) if solver.nan_guard else None
         self.together: Together | None = None
         self.num_rows = 0
         """Rows of the last batch, over all processes."""
@@ -101,10 +104,13 @@ class TrainStep:
         self.together = Together(self.group)
         wire = self.solver.dense_wire_dtype
         self.exchange = DenseExchange(
-            list(self.parameters.values()), self.group, None if wire == "float32" else getattr(torch, wire)
+            list(self.parameters.values()),
+            self.group,
+            None if wire == "float32" else getattr(torch, wire),
+            self.gradients.beside,
         )
         if self.guard is not None:
-            self.guard = GroupGuard(self.module, self.collections)
+            self.guard = GroupGuard(self.module, self.collections, self.gradients)
             self.guard.together = self.together
 
     def __call__(self, batch: Batch, step: int, precision: Precision, lr: float | None = None) -> Tensor:
@@ -218,7 +224,7 @@ class TrainStep:
         """Whether gradients are not finite in float16, on any process; a loss that is not finite is the guard's."""
         if self.loss_scale is None:
             return False
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = self.gradients.all()
         is_bad = bool(gradients) and not bool(torch.stack([torch.isfinite(one).all() for one in gradients]).all())
         is_bad = is_bad or any(one.nonfinite_gradients() for one in self.collections.values())
         has_loss = bool(torch.isfinite(loss.detach()))
@@ -284,10 +290,11 @@ class TrainStep:
         limit = self.solver.clip_grad_norm
         if limit is None:
             return 1.0
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = self.gradients.all()
         squares = [one.grad_norm_squared().double() for one in self.collections.values()]
         if gradients:
-            squares.append(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
+            kind = torch.float32 if self.gradients.beside else None  # 16 bits are widened as they are read
+            squares.append(torch.stack(torch._foreach_norm(gradients, dtype=kind)).double().square().sum())
         norm = torch.stack(squares).sum().sqrt() / (1.0 if self.loss_scale is None else self.loss_scale.value)
         scale = (limit / norm).clamp(max=1.0).to(torch.float32)
         return float(scale) if self.device.type == "cpu" else scale  # a GPU is not made to wait for the number
@@ -302,20 +309,15 @@ class TrainStep:
         if self.mean is not None:
             self.mean.advance()
         if self.optimizer is not None:
-            self._scale_gradients(scale)
             self.optimizer.set_lr(rate, factor)
-            self.optimizer.step()
+            self.optimizer.step(scale=scale)
         rates = (rate, factor) if self.captured.reason is not None else self._rates_on_device(rate, factor)
         with time_range("table update"):
             for collection in self.collections.values():
                 collection.step(rates[0], scale, rates[1])
         if self.mean is not None:
             self.mean.follow()
-        self._drop_gradients()
-
-    def _scale_gradients(self, scale: float | Tensor) -> None:
-        if isinstance(scale, Tensor) or scale != 1.0:
-            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], scale)
+        self.gradients.drop()
 
     def _rates_on_device(self, rate: float, factor: float) -> tuple[Tensor, Tensor]:
         """Return rates as a graph reads them: then tables count on the device already when one is recorded."""
@@ -354,10 +356,6 @@ class TrainStep:
             if words is not None:
                 raise self.group.all_know(ProcessError(f"rank {rank}: {words}"))
 
-    def _drop_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
     def _take_back(self) -> None:
         """Undo a step that moves nothing: drop its gradients, and what forward did to batch statistics."""
         self._discard()
@@ -367,6 +365,6 @@ class TrainStep:
     def _discard(self) -> None:
         if self.together is not None:
             self.exchange.drop()
-        self._drop_gradients()
+        self.gradients.drop()
         for collection in self.collections.values():
             collection.discard_gradients()

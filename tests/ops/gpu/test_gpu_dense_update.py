@@ -1,8 +1,10 @@
 """The dense update on a GPU against plain torch in float64: every rule, gates, scales, odd sizes, bad numbers."""
 
+import numpy as np
 import pytest
 import torch
 
+from viviane.core.errors import VivianeError
 from viviane.ops import dense_update as dense
 from viviane.ops.dense_update.reference import move_tensors as plain
 from viviane.ops.dispatch import use_implementation
@@ -64,6 +66,37 @@ def test_a_closed_gate_moves_nothing_even_by_nan(device, rule):
     assert not torch.equal(before[2], params[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("apart", [0, 1, 4])
+@pytest.mark.parametrize("rule", dense.STATES)
+def test_gradients_of_16_bits_move_as_if_they_had_been_cast_and_scaled_before(device, rule, dtype, apart):
+    """They lie one after another in one tensor, as sums over processes do, from its element `apart` on."""
+    numbers, scale = numbers_of(device, rule), torch.tensor(0.37, device=device)
+    flat_one = torch.cat([torch.zeros(apart), *(one.view(-1) for one in draw("cpu", 2))]).to(dtype).to(device)
+    flat_one[apart] = float("inf")
+    flat_one[apart + 1] = 2.0**-24  # the least number of float16
+    gate, results = torch.ones((), dtype=torch.int32, device=device), []
+    for direct in (True, False):
+        params = draw(device, 1)
+        sizes = [apart, *(one.numel() for one in params)]
+        gradients = [one.view(shape) for one, shape in zip(torch.split(flat_one, sizes)[1:], SHAPES, strict=True)]
+        given = gradients if direct else [one.float() * scale for one in gradients]
+        states = [[one.abs() for one in draw(device, 3 + i)] for i in range(dense.STATES[rule])]
+        for is_open in (1, 0, 1):
+            gate.fill_(is_open)
+            with np.errstate(invalid="ignore"):  # the interpreter computes with the infinite one in NumPy
+                dense.move_tensors(
+                    rule, params, given, states, numbers, decays=True, scale=scale if direct else None, gate=gate
+                )
+        results.append([*params, *flat(states)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    assert not torch.isfinite(results[0][0]).all()
+    assert torch.isfinite(results[0][1]).all()
+    assert not torch.equal(results[0][1], draw(device, 1)[1])
+
+
 def fresh_status(device):
     return torch.tensor([0, -1, 0], device=device)
 
@@ -90,6 +123,28 @@ def test_a_bad_number_of_16_bits_is_found(device):
     one[99_999] = float("inf")
     dense.check_finite([one], status)
     assert status[0] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("apart", [0, 1, 4])
+def test_a_bad_number_of_16_bits_is_found_in_many_tensors(device, dtype, bad, apart):
+    sizes, status = [1, 5000, 0, 3, 2048], fresh_status(device)
+    whole = torch.full((apart + sum(sizes),), 6e4, dtype=dtype, device=device)
+    if apart:
+        whole[0] = bad  # none of theirs
+    tensors = list(torch.split(whole[apart:], sizes))
+    dense.check_finite(tensors, status)
+    assert status[0] == 0
+    for tensor, place in ((0, 0), (1, 2048), (1, 4999), (3, 2), (4, 2047)):
+        before = tensors[tensor][place].clone()
+        tensors[tensor][place] = bad
+        dense.check_finite(tensors, status)
+        assert status[0] == 1
+        tensors[tensor][place] = before
+        status = fresh_status(device)
+    with pytest.raises(VivianeError, match="one type"):
+        dense.check_finite([*tensors, torch.ones(2, device=device)], status)
 
 
 def test_the_first_bad_step_is_remembered_and_later_ones_wait(device):

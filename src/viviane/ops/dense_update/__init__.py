@@ -15,7 +15,8 @@ A CUDA graph repeats its launches with the arguments they had, so what changes f
     adam        lr sqrt(1 - beta2^t) / (1 - beta1^t)    beta1    beta2
     ftrl        1 / lr          lambda2 + beta / lr             epsilon is lambda1
 
-The formulas are those of `viviane.optim`, in float32. On a GPU one launch moves all tensors, on the CPU one kernel.
+The formulas are those of `viviane.optim`, in float32; gradients of 16 bits are widened as they are read, and results
+are those of gradients that were cast before. On a GPU one launch moves all tensors, on the CPU one kernel.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ PIECE = 2048
 """Numbers of a tensor that one program moves."""
 STATES = {"sgd": 0, "momentum": 1, "nesterov": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "ftrl": 2}
 """How many tensors of state each rule has."""
+GRADIENT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 class Room:
@@ -89,7 +91,8 @@ def move_tensors(
 
     Args:
         rule: one of `STATES`.
-        params, gradients: float32, contiguous, of equal shapes.
+        params: float32, contiguous.
+        gradients: of the shapes of `params`; float32, bfloat16 or float16, all of one type.
         states: lists beside `params`, as many as the rule has.
         numbers, scale, gate: on the device; see above.
         inside: whether epsilon stands inside the root.
@@ -178,6 +181,36 @@ def reason(params: Sequence[Tensor]) -> str | None:
     if not all(one.is_contiguous() for one in params):
         return "a parameter is not contiguous"
     return None
+
+
+def check_moved(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> None:
+    """Refuse what a kernel cannot move.
+
+    Raises:
+        VivianeError: a parameter or state is not contiguous, float32.
+    """
+    for one in (*params, *(one for state in states for one in state)):
+        if one.dtype != torch.float32 or not one.is_contiguous():
+            raise VivianeError("parameters and state must be contiguous, float32", value=str(one.dtype))
+
+
+def gradient_type(gradients: Sequence[Tensor]) -> torch.dtype:
+    """Return the one type that all gradients of a call have.
+
+    Example:
+        >>> gradient_type([torch.ones(2, dtype=torch.bfloat16)])
+        torch.bfloat16
+
+    Raises:
+        VivianeError: they have several, or one that no kernel reads.
+    """
+    found = {one.dtype for one in gradients}
+    if len(found) > 1 or not found <= GRADIENT_DTYPES:
+        raise VivianeError(
+            "gradients must all be of one type that kernels read", value=", ".join(sorted(map(str, found))),
+            allowed=", ".join(sorted(map(str, GRADIENT_DTYPES))),
+        )  # fmt: skip
+    return gradients[0].dtype
 
 
 def _serving(device: torch.device) -> ModuleType:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
-import torch
 from numba import float32, njit
 from torch import Tensor
 
-from viviane.core.errors import VivianeError
+from viviane.ops.dense_update import check_moved, gradient_type
 from viviane.ops.dense_update.reference import check_finite, judge, mark
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
 from viviane.ops.native.memory import float32_at, float64_at, int64_at, stack_floats, take_ticket
+from viviane.ops.native.numbers import FLOAT32, KINDS, load, product
 from viviane.ops.row_update import cpu_rules as rules
 
 if TYPE_CHECKING:
@@ -56,14 +56,13 @@ def move_tensors(
         return
     gradients = [one.contiguous() for one in gradients]
     both = [*states, *[params] * (2 - len(states))]
-    for one in (*params, *gradients, *(one for state in states for one in state)):
-        if one.dtype != torch.float32 or not one.is_contiguous():
-            raise VivianeError("parameters, gradients and state must be contiguous, float32", value=str(one.dtype))
+    check_moved(params, states)
+    kind = KINDS[gradient_type(gradients)]
     table, total = _table(params, gradients, *both)
     values = _numbers(rule, numbers.tolist(), inside, decays, 1.0 if scale is None else float(scale))
     given = (ctypes.c_double * len(values))(*values)
     threads = num_threads(total)
-    update_kernel(_KINDS[rule], sources())(
+    update_kernel(_KINDS[rule], kind, sources())(
         (ctypes.addressof(table), len(params), total, ctypes.addressof(given)), tickets=threads, threads=threads
     )
 
@@ -95,22 +94,23 @@ def shares(begin, end, start, size):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def move_block(rule, weight, gradient, first, second, w, g, numbers, count):  # type: ignore[no-untyped-def]
+def move_block(rule, kind, weight, gradient, first, second, w, g, numbers, count):  # type: ignore[no-untyped-def]
     """Move `count` neighbouring numbers, by way of the stack, which overlaps with nothing."""
     scale, decay = float32(numbers[rules.SCALE]), float32(numbers[rules.DECAY])
-    weights, gradients = float32_at(weight), float32_at(gradient)
+    weights = float32_at(weight)
     for j in range(count):
         w[j] = weights[j]
     for j in range(count):
-        g[j] = gradients[j] * scale + decay * w[j]
+        g[j] = product(load(gradient, j, kind), scale) + product(decay, w[j])
     rules.apply(rule, w, g, float32_at(first), float32_at(second), weights, 0, numbers, count)
     for j in range(count):
         weights[j] = w[j]
 
 
 @cache
-def update_kernel(rule: int, key: str) -> Kernel:
-    """Build the kernel that moves all tensors by a rule; a ticket is a share of all numbers."""
+def update_kernel(rule: int, kind: int, key: str) -> Kernel:
+    """Build the kernel that moves all tensors by a rule and gradients of a kind; a ticket is a share of all numbers."""
+    width = 4 if kind == FLOAT32 else 2
 
     @kernel
     def move_dense(call):  # type: ignore[no-untyped-def]
@@ -127,12 +127,12 @@ def update_kernel(rule: int, key: str) -> Kernel:
                 s, t = table[i * _COLUMNS + 2], table[i * _COLUMNS + 3]
                 start += table[i * _COLUMNS + 4]
                 while at + _BLOCK <= stop:
-                    place = 4 * at
-                    move_block(rule, weight + place, gradient + place, s + place, t + place, w, g, numbers, _BLOCK)
+                    place, there = 4 * at, gradient + width * at
+                    move_block(rule, kind, weight + place, there, s + place, t + place, w, g, numbers, _BLOCK)
                     at += _BLOCK
                 while at < stop:
-                    place = 4 * at
-                    move_block(rule, weight + place, gradient + place, s + place, t + place, w, g, numbers, 1)
+                    place, there = 4 * at, gradient + width * at
+                    move_block(rule, kind, weight + place, there, s + place, t + place, w, g, numbers, 1)
                     at += 1
             ticket = take_ticket(call)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from viviane.core.errors import VivianeError
 from viviane.ops.capture import is_capturing
-from viviane.ops.dense_update import PIECE
+from viviane.ops.dense_update import PIECE, check_moved, gradient_type
 from viviane.ops.dense_update.gpu_kernels import (
     check_columns_kernel,
     check_kernel,
@@ -20,6 +20,7 @@ from viviane.ops.dense_update.gpu_kernels import (
     move_kernel,
 )
 from viviane.ops.triton_parts.launch import ceil_div, on_device
+from viviane.ops.triton_parts.precision import KINDS
 
 if TYPE_CHECKING:
     from viviane.ops.dense_update import Room
@@ -45,15 +46,14 @@ def move_tensors(
     """Move parameters and state in place."""
     gradients = [one.contiguous() for one in gradients]
     columns = [params, gradients, *states]
-    for one in (*params, *gradients, *(one for state in states for one in state)):
-        if one.dtype != torch.float32 or not one.is_contiguous():
-            raise VivianeError("parameters, gradients and state must be contiguous, float32", value=str(one.dtype))
+    check_moved(params, states)
+    given = KINDS[gradient_type(gradients)]
     pieces = _pieces(params, PIECE, room)
     table, wide = _addresses(columns, room)
     with on_device(params[0]):
         move_kernel[(len(pieces),)](
             table, pieces, numbers, scale, gate, kind=_KINDS[rule], inside=inside, decays=decays,
-            columns=len(columns), wide=wide, block=PIECE, num_warps=4, enable_fp_fusion=False,
+            columns=len(columns), wide=wide, given=given, block=PIECE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -68,14 +68,16 @@ def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room) -> None:
         size = tensors[0].numel()
         with on_device(status):
             check_kernel[(ceil_div(size, _LARGE_BLOCK * _PER_PROGRAM),)](
-                tensors[0], None, size, status, wide=True, block=_LARGE_BLOCK, turns=_PER_PROGRAM, num_warps=4
-            )
+                tensors[0], None, size, status, wide=True, given=None, block=_LARGE_BLOCK, turns=_PER_PROGRAM,
+                num_warps=4,
+            )  # fmt: skip
         return
+    given = KINDS[gradient_type(tensors)]
     pieces = _pieces(tensors, PIECE, room)
     table, wide = _addresses([tensors], room)
     with on_device(status):
         check_kernel[(len(pieces),)](
-            table, pieces, 0, status, wide=wide, block=PIECE, turns=1, num_warps=4
+            table, pieces, 0, status, wide=wide, given=given, block=PIECE, turns=1, num_warps=4
         )  # fmt: skip
 
 
@@ -116,9 +118,9 @@ def _pieces(tensors: Sequence[Tensor], block: int, room: Room) -> Tensor:
 
 
 def _addresses(columns: Sequence[Sequence[Tensor]], room: Room) -> tuple[Tensor, bool]:
-    """Return the tensors' addresses, (tensors, columns), int64, and whether all allow loads of 16 bytes."""
+    """Return the tensors' addresses, (tensors, columns), int64, and whether all allow loads of four numbers."""
     rows = [[one.data_ptr() for one in row] for row in zip(*columns, strict=True)]
-    wide = all(place % 16 == 0 for row in rows for place in row)
+    wide = all(one.data_ptr() % (4 * one.itemsize) == 0 for column in columns for one in column)
     shape = (len(rows), len(columns))
     return _to_device(rows, shape, columns[0][0].device, room), wide
 

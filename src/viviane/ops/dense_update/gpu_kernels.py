@@ -13,12 +13,19 @@ _largest = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 
 
 @triton.jit
-def _at(table, tensor, column: tl.constexpr, columns: tl.constexpr, wide: tl.constexpr):
+def _at(
+    table,
+    tensor,
+    column: tl.constexpr,
+    columns: tl.constexpr,
+    wide: tl.constexpr,
+    given: tl.constexpr = tl.float32,
+):
     """Return the address of a tensor."""
     place = tl.load(table + tensor * columns + column)
-    if wide:
-        place = tl.multiple_of(place, [16])
-    return place.to(tl.pointer_type(tl.float32))
+    if wide:  # four numbers, of 16 bits too: programs then hold all columns alike, and exchange nothing
+        place = tl.multiple_of(place, [given.primitive_bitwidth // 2])
+    return place.to(tl.pointer_type(given))
 
 
 @triton.jit
@@ -47,6 +54,7 @@ def move_kernel(  # noqa: PLR0915 - the rules share what is loaded
     decays: tl.constexpr,
     columns: tl.constexpr,
     wide: tl.constexpr,
+    given: tl.constexpr,
     block: tl.constexpr,
 ):
     """Move one piece of a tensor; the formulas are those of `viviane.optim`, in their order."""
@@ -58,7 +66,7 @@ def move_kernel(  # noqa: PLR0915 - the rules share what is loaded
     here = n < size
     w_at = _at(table, tensor, 0, columns, wide) + n
     w = tl.load(w_at, mask=here, other=0.0)
-    g = tl.load(_at(table, tensor, 1, columns, wide) + n, mask=here, other=0.0)
+    g = tl.load(_at(table, tensor, 1, columns, wide, given) + n, mask=here, other=0.0).to(tl.float32)
     rate = tl.load(numbers).to(tl.float32)
     epsilon, first = tl.load(numbers + 2).to(tl.float32), tl.load(numbers + 3).to(tl.float32)
     if scale is not None:
@@ -114,6 +122,7 @@ def check_kernel(
     size,
     status,
     wide: tl.constexpr,
+    given: tl.constexpr,
     block: tl.constexpr,
     turns: tl.constexpr,
 ):
@@ -121,7 +130,7 @@ def check_kernel(
     if pieces is not None:
         piece = pieces + tl.program_id(0) * 3
         start, size = tl.load(piece + 1), tl.load(piece + 2)
-        base = _at(tensors, tl.load(piece), 0, 1, wide)
+        base = _at(tensors, tl.load(piece), 0, 1, wide, given)
     else:
         start = tl.program_id(0).to(tl.int64) * (block * turns)
         base = tensors

@@ -33,7 +33,8 @@ def move_tensors(
     rate, decay, epsilon, first, second, less_first, less_second = numbers.tolist()
     for i, w in enumerate(params):
         own, gradient = [state[i] for state in states], gradients[i]
-        g = gradient if scale is None else gradient * scale.to(torch.float32)
+        g = gradient.to(w.dtype)
+        g = g if scale is None else g * scale.to(torch.float32)
         g = g + decay * w if decays else g
         if rule == "sgd":
             w.sub_(rate * g)

@@ -78,6 +78,17 @@ def select(typing: Any, condition: types.Type, one: types.Type, other: types.Typ
 
 
 @primitive
+def product(typing: Any, one: types.Type, other: types.Type) -> Any:
+    """Return a product of float32 that is rounded before anything is added to it: nothing contracts it."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # Numba gives its own flags to what has none; this one says nothing about a product.
+        return builder.fmul(*args, flags=("arcp",))
+
+    return types.float32(types.float32, types.float32), build
+
+
+@primitive
 def square_sum(typing: Any, numbers: types.Type, count: types.Type) -> Any:
     """Return the sum of the squares of `count` float32, in wide pieces; the machine code fixes the order for good."""
 

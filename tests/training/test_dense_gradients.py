@@ -1,0 +1,153 @@
+"""Sums of 16 bits that are read where they arrived: the same bits as those that are cast into float32 before."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+import processes
+import replayed_on_cpu
+import test_fixed_sizes_of_fit as fixed
+from group_model import SCHEMA, Clicks, columns, settings, tensors_of
+
+from viviane.batch import Batch
+from viviane.config import SGD, Adam, Ftrl
+from viviane.core.errors import NumericsError
+from viviane.parallel import Group
+from viviane.training import Trainer, captured
+from viviane.training.dense_exchange import DenseExchange
+from viviane.training.dense_gradients import DenseGradients
+
+CASES = [
+    ({}, Adam()),
+    ({"clip_grad_norm": None}, SGD(momentum=0.9, weight_decay=0.01)),
+    ({"clip_grad_norm": 0.05, "ema_decay": 0.9}, Adam(weight_decay=0.01)),
+    ({"clip_grad_norm": None, "precision": "fp16", "loss_scale": 48.0}, Adam()),
+    ({"clip_grad_norm": 0.05, "precision": "fp16"}, Ftrl(beta=1.0, lambda1=1e-3)),
+]
+WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def trainer_of(group, rule, **changes):
+    quiet = {"progress": False, "tensorboard": False}
+    return Trainer(Clicks(group), SCHEMA, settings(**changes), rule, group=group, **quiet)
+
+
+def cast_first(trainer):
+    """Let a trainer's sums be cast and scaled before anything reads them."""
+    step, gradients = trainer.stepper, []
+    step.exchange = DenseExchange(list(step.parameters.values()), step.group, step.exchange.wire_dtype)
+    move = step.optimizer.step
+
+    def scaled(*, scale):
+        assert not step.gradients.beside
+        gradients.extend(one.dtype for one in step.gradients.all())
+        torch._foreach_mul_(step.gradients.all(), scale)
+        move()
+
+    step.optimizer.step = scaled
+    return trainer, gradients
+
+
+def trained_alike(group):
+    for wire in WIRES:
+        for changes, rule in CASES:
+            for has_mover in (True, False):
+                direct = trainer_of(group, rule, dense_wire_dtype=wire, **changes)
+                before, types = cast_first(trainer_of(group, rule, dense_wire_dtype=wire, **changes))
+                full = trainer_of(group, rule, **changes)
+                for step in range(6):
+                    batch = Batch.from_columns(SCHEMA, columns(8 - 5 * (step % 2), 10 * step + group.rank))
+                    losses = []
+                    for trainer in (direct, before, full):
+                        if not has_mover:
+                            trainer.stepper.optimizer.mover = None
+                        losses.append(trainer.train_step(batch))
+                    assert torch.equal(losses[0], losses[1]), (wire, changes)
+                assert set(types) == {torch.float32}
+                ends = [tensors_of(one) for one in (direct, before, full)]
+                assert all(torch.equal(one, ends[1][name]) for name, one in ends[0].items()), (wire, changes, has_mover)
+                assert not all(torch.equal(one, ends[2][name]) for name, one in ends[0].items())
+                assert not direct.stepper.gradients.named()
+
+
+def given_beside(group):
+    """What an exchange puts beside `grad`, and what it leaves: no float32 copy is kept, unused layers get nothing."""
+    for dtype in (*WIRES.values(), None):
+        torch.manual_seed(0)
+        used, unused = torch.nn.Linear(5, 3), torch.nn.Linear(2, 2)
+        parameters = [*used.parameters(), *unused.parameters()]
+        gradients = DenseGradients({str(i): one for i, one in enumerate(parameters)})
+        exchanges = [DenseExchange(parameters, group, dtype, gradients.beside), DenseExchange(parameters, group, dtype)]
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(group.rank))
+        for _ in range(2):
+            sums = []
+            for exchange in exchanges:
+                loss = used(x).square().sum()
+                exchange.begin(loss)
+                loss.backward()
+                exchange.finish()
+                sums.append([one.clone() for one in gradients.all()])
+                if dtype is not None and exchange is exchanges[0]:
+                    assert all(one.grad is None for one in parameters)
+                    assert {one.dtype for one in sums[0]} == {dtype}
+                    exchange.begin(used(x).sum())
+                    assert not gradients.beside  # of a pass that nobody ended
+                    exchange.drop()
+                gradients.drop()
+            assert len(sums[0]) == 2
+            assert all(torch.equal(one.float(), other) for one, other in zip(*sums, strict=True))
+        assert all((one.wide is None) == (dtype is None or not one.parameters) for one in exchanges[1].buckets)
+        assert all(one.wide is None for one in exchanges[0].buckets)
+
+
+def bad_gradients_are_named(group):
+    """A gradient that is infinite on the wire alone: no weight moves, and all processes name it."""
+    for wire, is_bad in (("float16", True), ("bfloat16", False)):
+        trainer = trainer_of(group, Adam(), dense_wire_dtype=wire)
+        last = trainer.module.net[4].bias
+        handle = last.register_hook(lambda gradient: gradient * 0 + 1e6)  # float16 ends at 65,504
+        before = tensors_of(trainer)
+        batch = Batch.from_columns(SCHEMA, columns(8, group.rank))
+        if is_bad:
+            with pytest.raises(NumericsError, match=r"gradients are NaN or infinite: of parameter[\s\S]*'net.4.bias'"):
+                trainer.train_step(batch)
+            handle.remove()
+            assert all(torch.equal(one, before[name]) for name, one in tensors_of(trainer).items())
+            assert not trainer.stepper.gradients.named()
+        trainer.train_step(batch)
+        assert not torch.equal(tensors_of(trainer)["net.4.bias"], before["net.4.bias"])
+
+
+def replayed_alike(group):
+    """What a graph would repeat, run anew at each replay, against steps from Python."""
+    captured.Recorder = type("OwnRecorder", (replayed_on_cpu.Recorder,), {})
+    captured.obstacle = lambda step: None if step.solver.cuda_graph else "no graph is wanted"
+    for wire in ("float32", *WIRES):
+        for changes, _ in CASES[:4]:
+            ends = []
+            for graph in (True, False):
+                solver = settings(**changes, dense_wire_dtype=wire, cuda_graph=graph)
+                trainer = fixed.make_trainer(group, solver, fixed.schema_of(fixed.HOTNESS))
+                replayed_on_cpu.let_replay(trainer)
+                trainer.fix_sizes(8 * group.size)
+                losses = [trainer.train_step(fixed.own_batch(group, step)) for step in range(6)]
+                trainer.settle()
+                assert trainer.stepper.captured.num_replays == (5 if graph else 0)
+                ends.append([*losses, *tensors_of(trainer).values()])
+            assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True)), (wire, changes)
+
+
+def everything():
+    group = Group.world()
+    given_beside(group)
+    trained_alike(group)
+    bad_gradients_are_named(group)
+    replayed_alike(group)
+
+
+def test_two_processes():
+    processes.run(2, everything)
