@@ -39,7 +39,7 @@ def slow_disk(monkeypatch):
     def slowly(self):
         for piece in pieces(self):
             yield piece
-            time.sleep(0.001)
+            time.sleep(0.0003)
         moved.append(self._snapshot.kept_bytes)
 
     monkeypatch.setattr(HeldRows, "pieces", slowly)
