@@ -76,6 +76,7 @@ class Warm:
 
     def __init__(self, folder: Path) -> None:
         self._out, self._err = folder / "out", folder / "err"
+        self.libraries = LIBRARIES
         self._server: subprocess.Popen[bytes] | None = None
 
     def run(
@@ -86,7 +87,7 @@ class Warm:
             words = [sys.executable, *words]
             return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
         if self._server is None:
-            command = [sys.executable, "-c", SERVER, *LIBRARIES]
+            command = [sys.executable, "-c", SERVER, *self.libraries]
             pipe, single = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
             self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=single, start_new_session=True)
         assert self._server.stdin is not None
