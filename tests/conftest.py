@@ -5,8 +5,23 @@ elsewhere each run draws new ones.
 """
 
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from warm import Warm
 
 settings.register_profile("viviane", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("viviane")
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Runs Python programs as subprocess.run does, without the seconds that imports take."""
+    started = Warm(tmp_path_factory.mktemp("warm"))
+    yield started
+    started.close()

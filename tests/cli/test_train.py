@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ from viviane.data import Dataset, write_dataset
 from viviane.etl import run
 from viviane.model import Model
 from viviane.zoo import DCNv2
+from warm import Warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +33,7 @@ def viviane(*words: object, cwd: Path, code: int = 0) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory, warm: Warm) -> Path:
     """Raw text, the data sets that the ETL made of it, a config, and a finished run."""
     folder = tmp_path_factory.mktemp("place")
     viviane(
@@ -59,10 +58,8 @@ def place(tmp_path_factory) -> Path:
         "metrics": ["auc"],
     }
     (folder / "c.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "viviane.cli.main", "train", "c.json", "--set", "solver.epochs=2"]
-    done = subprocess.run(
-        [*command, "--run-folder", "runs/one"], cwd=folder, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    words = ["train", "c.json", "--set", "solver.epochs=2", "--run-folder", "runs/one"]
+    done = warm.run(["-m", "viviane.cli.main", *words], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Model tiny" in done.stdout
     assert "stopped by: epochs" in done.stdout
@@ -153,10 +150,10 @@ def test_the_example_config_is_valid() -> None:
     assert isinstance(read_train_config(ROOT / "examples" / "train_dcn.json").recipe(), DCNv2)
 
 
-def test_the_quickstart_runs(tmp_path: Path) -> None:
+def test_the_quickstart_runs(tmp_path: Path, warm: Warm) -> None:
     viviane("generate", "data", "--rows", 3000, "--valid-rows", 500, "--max-cardinality", 100, cwd=tmp_path)
     script = ROOT / "examples" / "quickstart.py"
-    done = subprocess.run([sys.executable, script, "data"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = warm.run([script, "data"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'auc'" in done.stdout
     assert sum(1 for line in script.read_text().splitlines() if line.strip()) <= 40  # one screen

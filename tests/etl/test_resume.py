@@ -12,6 +12,7 @@ from raw_files import data_bytes, text
 
 from viviane.core.errors import ConfigError, DataError
 from viviane.etl import criteo, run
+from warm import Warm
 
 CONFIG = criteo(num_dense=2, num_categorical=3, min_count=2)
 # Runs the ETL with tiny shards, row groups and files, and kills itself at the n-th call of a function.
@@ -71,9 +72,16 @@ def raw_file(path: Path, rows: int = 6000) -> Path:
     return text(path, "".join(lines))
 
 
-def drive(raw: Path, out: Path, where: str, count: int) -> int:
-    command = [sys.executable, "-c", DRIVER, str(raw), str(out), where, str(count)]
-    return subprocess.run(command, check=False, capture_output=True).returncode
+def drive(warm: Warm, raw: Path, out: Path, where: str, count: int) -> int:
+    return warm.run(["-c", DRIVER, raw, out, where, count], cwd=raw.parent).returncode
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
+    """What a run that nobody kills writes."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert drive(warm, raw_file(folder / "raw.tsv"), folder / "out", "nowhere", 0) == 0
+    return folder / "out"
 
 
 STEPS = [
@@ -89,22 +97,21 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("where", "count"), STEPS)
-def test_resume_after_kill(tmp_path: Path, where: str, count: int) -> None:
+def test_resume_after_kill(tmp_path: Path, where: str, count: int, warm: Warm, whole: Path) -> None:
     raw = raw_file(tmp_path / "raw.tsv")
-    assert drive(raw, tmp_path / "whole", "nowhere", 0) == 0
-    assert drive(raw, tmp_path / "out", where, count) == -signal.SIGKILL
+    assert drive(warm, raw, tmp_path / "out", where, count) == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     assert (tmp_path / ".out.etl").exists()
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / ".out.etl").rglob("part-*.parquet")}
     assert bool(kept) == (where == "write" and count > 1)
-    assert drive(raw, tmp_path / "out", "nowhere", 0) == 0
-    assert data_bytes(tmp_path / "out") == data_bytes(tmp_path / "whole")
+    assert drive(warm, raw, tmp_path / "out", "nowhere", 0) == 0
+    assert data_bytes(tmp_path / "out") == data_bytes(whole)
     assert not (tmp_path / ".out.etl").exists()
 
 
-def test_another_job_does_not_take_up_old_work(tmp_path: Path) -> None:
+def test_another_job_does_not_take_up_old_work(tmp_path: Path, warm: Warm) -> None:
     raw = raw_file(tmp_path / "raw.tsv")
-    assert drive(raw, tmp_path / "out", "stage", 3) == -signal.SIGKILL
+    assert drive(warm, raw, tmp_path / "out", "stage", 3) == -signal.SIGKILL
     raw_file(raw, rows=100)
     assert run(CONFIG, raw, tmp_path / "out").rows == {"train": 100}
 

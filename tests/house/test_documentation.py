@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import typer
 
 from viviane.cli import main as command_line
+from warm import Warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,7 +24,7 @@ NOT_RUN = re.compile(r"<!-- not run, needs (?:a GPU|Spark): .+ -->\s*\Z")
 RUNNER = """
 import json, sys
 namespace = {"__name__": "__main__"}
-for file, line, source in json.load(sys.stdin):
+for file, line, source in json.loads(sys.argv.pop()):
     exec(compile("\\n" * line + source, file, "exec"), namespace)
 """
 
@@ -55,18 +55,9 @@ def relative(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=relative)
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+def test_python_blocks_run(page: Path, tmp_path: Path, warm: Warm) -> None:
     program = [(str(page), b.line, b.body) for b in blocks(page) if b.language == "python" and b.runs]
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=json.dumps(program),
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = warm.run(["-c", RUNNER, json.dumps(program)], cwd=tmp_path)
     assert done.returncode == 0, f"{relative(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

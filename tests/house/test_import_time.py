@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 # Processor time above torch's own import, as a share of that import, which a slow or busy machine stretches alike;
 # pyarrow and pydantic take most of it. Twice what was measured when it was set, so that a new heavy import fails.
@@ -26,17 +29,26 @@ print(json.dumps({"seconds": seconds, "torch": start - begin, "loaded": sorted(s
 """
 
 
-def measure() -> dict:
+def measure() -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
-def test_import_is_light() -> None:
-    loaded = {name.split(".")[0] for name in measure()["loaded"]}
+@pytest.fixture(scope="module")
+def first() -> dict[str, Any]:
+    return measure()
+
+
+def test_import_is_light(first: dict[str, Any]) -> None:
+    loaded = {name.split(".")[0] for name in first["loaded"]}
     assert "viviane" in loaded
     assert not loaded & NEVER, f"import viviane loads {sorted(loaded & NEVER)}; import them where they are used"
 
 
-def test_import_is_quick() -> None:
-    best = min(one["seconds"] / one["torch"] for one in (measure() for _ in range(3)))
+def test_import_is_quick(first: dict[str, Any]) -> None:
+    best = first["seconds"] / first["torch"]
+    for _ in range(2):  # of three at most, since other processes disturb
+        if best >= BUDGET_SHARE:
+            again = measure()
+            best = min(best, again["seconds"] / again["torch"])
     assert best < BUDGET_SHARE, f"viviane and its names take {best:.2f} of torch's own import: see python -X importtime"

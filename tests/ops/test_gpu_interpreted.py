@@ -1,4 +1,4 @@
-"""Run the tests of the GPU's kernels in Triton's interpreter, each file in a process that Triton starts anew in."""
+"""Run the tests of the GPU's kernels in Triton's interpreter, in processes that Triton starts anew in."""
 
 import importlib.util
 import os
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 FILES = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
+# A process starts for seconds: each takes several files, and these are enough of them to keep two cores at work.
+SHARES = [FILES[first::4] for first in range(4)]
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: tests/ops/gpu runs on it"),
@@ -17,9 +19,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_in_the_interpreter(path):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+@pytest.mark.parametrize(
+    "paths", SHARES, ids=lambda paths: ",".join(path.stem.removeprefix("test_gpu_") for path in paths)
+)
+def test_in_the_interpreter(paths):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, paths)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,16 @@ def _fetch(url: str, limit_bytes: int | None, end: multiprocessing.connection.Co
         end.send("")
     except DataError as error:
         end.send(str(error))
+
+
+def test_a_process_that_ends_closes_the_locks_of_its_copies(bucket: str, shared_store: Store) -> None:
+    put(shared_store, f"{bucket}/file.bin", b"first")
+    program = (
+        "import sys; from viviane.core.remote.cache import local_copy\nprint(local_copy(sys.argv[1]).read_bytes())"
+    )
+    words = [sys.executable, "-W", "always::ResourceWarning", "-c", program, f"s3://{bucket}/file.bin"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "b'first'\n", "")
 
 
 def test_a_copy_is_fetched_once_and_again_when_it_changes(bucket: str, shared_store: Store) -> None:

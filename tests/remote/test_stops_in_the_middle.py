@@ -62,6 +62,7 @@ def test_a_bucket_falls_silent_while_the_etl_reads(
     def silent_after_two(self: Stager, *args: Any) -> Any:
         seen.append(1)
         if len(seen) == 2:
+            monkeypatch.setenv("VIVIANE_REMOTE_TIMEOUT_S", "1")
             awake.pause()
         return sift(self, *args)
 
@@ -72,6 +73,7 @@ def test_a_bucket_falls_silent_while_the_etl_reads(
     assert 2 <= len(seen) < 8, "in the middle"
     assert not (tmp_path / "out").exists()
     awake.go_on()
+    monkeypatch.setenv("VIVIANE_REMOTE_TIMEOUT_S", "2")
     assert run(CONFIG, f"s3://{bucket}/raw/day-*.csv", tmp_path / "out", threads=1).rows == {"train": 2400}
     run(CONFIG, tmp_path / "day-*.csv", tmp_path / "local", threads=1)
     ours, truth = ((tmp_path / one / "train/part-00000.parquet").read_bytes() for one in ("out", "local"))
@@ -88,6 +90,7 @@ def test_a_bucket_falls_silent_while_rows_are_published(
     def silent_at_the_fourth(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
+            monkeypatch.setenv("VIVIANE_REMOTE_TIMEOUT_S", "1")
             awake.pause()
         return upload(*args)
 
@@ -96,6 +99,7 @@ def test_a_bucket_falls_silent_while_rows_are_published(
         write_dataset(url, SCHEMA, [rows(50_000)], rows_per_group=100, rows_per_file=300, overwrite=True)
     assert url in str(caught.value)
     awake.go_on()
+    monkeypatch.setenv("VIVIANE_REMOTE_TIMEOUT_S", "2")
     assert first_x(url) == 0, "what was published before still counts"
     write_dataset(url, SCHEMA, [rows(70_000)], rows_per_group=100, rows_per_file=300, overwrite=True)
     assert first_x(url) == 70_000

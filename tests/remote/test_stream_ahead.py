@@ -115,7 +115,7 @@ def test_closing_does_not_wait_for_brokers_that_are_gone(monkeypatch: pytest.Mon
         broker.make("gone")
         broker.write("gone", [row(n) for n in range(4)])
         monkeypatch.setattr("viviane.data.streaming.topic._IDLE_S", 0.1)
-        monkeypatch.setenv("VIVIANE_REMOTE_TIMEOUT_S", "8")
+        monkeypatch.setenv("VIVIANE_REMOTE_TIMEOUT_S", "4")  # twice: it asks for 8 s
         reader = KafkaStream(broker.servers, "gone", SCHEMA).reader(4)
         next(iter(reader))
         broker.kill()

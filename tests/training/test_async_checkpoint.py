@@ -39,7 +39,7 @@ def slow_disk(monkeypatch):
     def slowly(self):
         for piece in pieces(self):
             yield piece
-            time.sleep(0.001)
+            time.sleep(0.0003)
         moved.append(self._snapshot.kept_bytes)
 
     monkeypatch.setattr(HeldRows, "pieces", slowly)
@@ -133,7 +133,7 @@ def remove_soon(folder):
 
 
 @pytest.mark.slow
-def test_a_file_that_may_not_grow_ends_the_run(data, tmp_path):
+def test_a_file_that_may_not_grow_ends_the_run(data, tmp_path, warm):
     code = (
         "import resource, sys; from pathlib import Path; sys.path.insert(0, sys.argv[3])\n"
         "from click_model import *; from viviane.training import Callback\n"
@@ -146,8 +146,7 @@ def test_a_file_that_may_not_grow_ends_the_run(data, tmp_path):
         "trainer = make_trainer(solver, hidden=200, run_folder=sys.argv[2], callbacks=[Limit()])\n"
         "trainer.fit(Dataset(Path(sys.argv[1]) / 'train'))\n"
     )
-    arguments = [sys.executable, "-c", code, str(data), str(tmp_path / "run"), str(HERE)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    done = warm.run(["-c", code, data, tmp_path / "run", HERE], cwd=tmp_path)
     assert done.returncode == 1
     assert "a file may not grow that large" in done.stderr
     assert "step-00000010" in done.stderr

@@ -277,7 +277,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_the_training_state(tmp_path):
         subprocess.run(["umount", mount], check=True)
 
 
-def test_fit_stops_when_a_checkpoint_cannot_be_written(tmp_path, data):
+def test_fit_stops_when_a_checkpoint_cannot_be_written(tmp_path, data, warm):
     code = (
         "import resource, sys; from pathlib import Path; sys.path.insert(0, sys.argv[3])\n"
         "from click_model import *; from viviane.training import Callback\n"
@@ -288,8 +288,7 @@ def test_fit_stops_when_a_checkpoint_cannot_be_written(tmp_path, data):
         "trainer = make_trainer(solver, hidden=200, run_folder=sys.argv[2], callbacks=[Limit()])\n"
         "trainer.fit(Dataset(Path(sys.argv[1]) / 'train'))\n"
     )
-    arguments = [sys.executable, "-c", code, str(data), str(tmp_path / "run"), str(Path(__file__).parent)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    done = warm.run(["-c", code, data, tmp_path / "run", Path(__file__).parent], cwd=tmp_path)
     assert done.returncode == 1
     assert "CheckpointError: the checkpoint could not be written: a file may not grow that large" in done.stderr
     assert "step-00000010" in done.stderr

@@ -8,6 +8,7 @@ VIVIANE_CACHE is the folder, ~/.cache/viviane without it; VIVIANE_CACHE_GB bound
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hashlib
 import json
@@ -35,6 +36,7 @@ _THREADS: Final = 4
 _log = get_logger("remote")
 _one_at_a_time = threading.Lock()
 _held: dict[Path, IO[Any]] = {}  # locks of the copies this process uses, until it ends
+atexit.register(lambda: [lock.close() for lock in _held.values()])
 
 
 def local_copy(path: str | Path | RemotePath) -> Path:
