@@ -32,9 +32,11 @@ def on_gpu(**changes):
 
 
 PRECISIONS = [
+    {"precision": "bf16", "wire_dtype": "bfloat16", "dense_wire_dtype": "bfloat16"},
     {"precision": "fp32"},
     {"precision": "bf16"},
     {"precision": "fp32", "clip_grad_norm": 0.3, "ema_decay": 0.9},
+    {"precision": "fp32", "dense_wire_dtype": "bfloat16", "clip_grad_norm": 0.3},
 ]
 
 

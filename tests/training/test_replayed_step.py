@@ -171,7 +171,7 @@ def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):
 
     device, main, side = torch.device("cpu"), Stream(), Stream()
     monkeypatch.setattr(capture, "is_capturing", lambda device: True)
-    monkeypatch.setattr(capture, "_stream", lambda device, name: side)
+    monkeypatch.setattr(capture, "_stream", lambda device, name, is_urgent: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     gradient = torch.ones(4)

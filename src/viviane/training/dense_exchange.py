@@ -17,6 +17,7 @@ from viviane.parallel import Group
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; below, NCCL is far from its bandwidth
 _LEAST_BUCKETS = 3  # of a small model: the last one waits for the end of backward, and should be a part of it only
 _SMALLEST_BUCKET = 1 << 20
+_ALIGNED = 8  # numbers: each gradient begins where a thread of a GPU can read or write 16 bytes at once
 
 
 NUM_SIGNALS = 1
@@ -43,10 +44,10 @@ class _Bucket:
         beside: dict[Tensor, Tensor] | None,
     ) -> None:
         self.parameters = list(parameters)
-        sizes = [one.numel() for one in parameters]
+        sizes = [-(-one.numel() // _ALIGNED) * _ALIGNED for one in parameters]  # zeros stand between them
         self.flat = torch.zeros(sum(sizes) + len(sizes) + extra, dtype=dtype, device=device)
         parts = torch.split(self.flat, [*sizes, len(sizes), extra])
-        self.views = [part.view(one.shape) for part, one in zip(parts, parameters, strict=False)]
+        self.views = [part[: one.numel()].view(one.shape) for part, one in zip(parts, parameters, strict=False)]
         self.numbers = self.flat[: sum(sizes)]
         self.present, self.extra = parts[-2], parts[-1]
         own = parameters[0].dtype if parameters else dtype
@@ -56,7 +57,7 @@ class _Bucket:
         self.sums = self.views
         if self.wide is not None:
             cuts = torch.split(self.wide, sizes)
-            self.sums = [cut.view(one.shape) for cut, one in zip(cuts, parameters, strict=True)]
+            self.sums = [cut[: one.numel()].view(one.shape) for cut, one in zip(cuts, parameters, strict=True)]
         self.filled: set[int] = set()
         self.wait: Callable[[], None] | None = None
 

@@ -93,9 +93,11 @@ def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Ve
         guard.restore_buffers_unless(gate)
     scale = step._unscaled(step._clip_scale())
     if step.optimizer is not None:
-        step.optimizer.step(scale=scale)
+        with branch(step.device, "dense update"):  # beside the tables'
+            step.optimizer.step(scale=scale)
     for collection in step.collections.values():
         collection.step(verdict.controls.lr, scale, verdict.controls.factor, gate)
+    join_branches(step.device)
     if step.mean is not None:
         step.mean.follow(gate)
     step.module.zero_grad(set_to_none=True)

@@ -20,8 +20,9 @@ def cast(target: Tensor, source: Tensor) -> None:
     size = source.numel()
     if not size:
         return
+    wide = all(one.data_ptr() % (8 * one.itemsize) == 0 for one in (source, target))
     with on_device(source):
-        cast_kernel[(ceil_div(size, _CAST_BLOCK),)](source, target, size, block=_CAST_BLOCK, num_warps=4)
+        cast_kernel[(ceil_div(size, _CAST_BLOCK),)](source, target, size, wide=wide, block=_CAST_BLOCK, num_warps=4)
 
 
 class Launch:

@@ -68,8 +68,8 @@ def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room) -> None:
         size = tensors[0].numel()
         with on_device(status):
             check_kernel[(ceil_div(size, _LARGE_BLOCK * _PER_PROGRAM),)](
-                tensors[0], None, size, status, wide=True, given=None, block=_LARGE_BLOCK, turns=_PER_PROGRAM,
-                num_warps=4,
+                tensors[0], None, size, status, wide=_addresses_are_wide(tensors), given=None,
+                block=_LARGE_BLOCK, turns=_PER_PROGRAM, num_warps=4,
             )  # fmt: skip
         return
     given = KINDS[gradient_type(tensors)]
@@ -120,9 +120,14 @@ def _pieces(tensors: Sequence[Tensor], block: int, room: Room) -> Tensor:
 def _addresses(columns: Sequence[Sequence[Tensor]], room: Room) -> tuple[Tensor, bool]:
     """Return the tensors' addresses, (tensors, columns), int64, and whether all allow loads of four numbers."""
     rows = [[one.data_ptr() for one in row] for row in zip(*columns, strict=True)]
-    wide = all(one.data_ptr() % (4 * one.itemsize) == 0 for column in columns for one in column)
+    wide = all(map(_addresses_are_wide, columns))
     shape = (len(rows), len(columns))
     return _to_device(rows, shape, columns[0][0].device, room), wide
+
+
+def _addresses_are_wide(tensors: Sequence[Tensor]) -> bool:
+    """Whether a thread may load four numbers at once."""
+    return all(one.data_ptr() % (4 * one.itemsize) == 0 for one in tensors)
 
 
 def _to_device(rows: Sequence[Sequence[int]], shape: tuple[int, ...], device: torch.device, room: Room) -> Tensor:

@@ -43,27 +43,10 @@ def _roots(squares, epsilon, inside: tl.constexpr):
 
 
 @triton.jit
-def move_kernel(  # noqa: PLR0915 - the rules share what is loaded
-    table,
-    pieces,
-    numbers,
-    scale,
-    gate,
-    kind: tl.constexpr,
-    inside: tl.constexpr,
-    decays: tl.constexpr,
-    columns: tl.constexpr,
-    wide: tl.constexpr,
-    given: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Move one piece of a tensor; the formulas are those of `viviane.optim`, in their order."""
-    piece = pieces + tl.program_id(0) * 3
-    tensor, start, size = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
-    if gate is not None:
-        size *= tl.load(gate)
-    n = tl.multiple_of(start, [16]) + tl.arange(0, block)
-    here = n < size
+def _move_block(
+    n, here, table, tensor, numbers, scale, kind: tl.constexpr, inside: tl.constexpr, decays: tl.constexpr,
+    columns: tl.constexpr, wide: tl.constexpr, given: tl.constexpr,
+):  # fmt: skip
     w_at = _at(table, tensor, 0, columns, wide) + n
     w = tl.load(w_at, mask=here, other=0.0)
     g = tl.load(_at(table, tensor, 1, columns, wide, given) + n, mask=here, other=0.0).to(tl.float32)
@@ -115,6 +98,38 @@ def move_kernel(  # noqa: PLR0915 - the rules share what is loaded
     tl.store(w_at, w, mask=here)
 
 
+@triton.jit
+def move_kernel(
+    table,
+    pieces,
+    numbers,
+    scale,
+    gate,
+    kind: tl.constexpr,
+    inside: tl.constexpr,
+    decays: tl.constexpr,
+    columns: tl.constexpr,
+    wide: tl.constexpr,
+    given: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Move one piece of a tensor; the formulas are those of `viviane.optim`, in their order.
+
+    Where addresses allow it, four neighbours are moved together or not at all: a mask that ends anywhere would let a
+    thread load one number. What is left of a tensor's last four is moved by itself.
+    """
+    piece = pieces + tl.program_id(0) * 3
+    tensor, start, size = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    if gate is not None:
+        size *= tl.load(gate)
+    n = tl.multiple_of(start, [16]) + tl.arange(0, block)
+    here = n // 4 < size // 4 if wide else n < size
+    _move_block(n, here, table, tensor, numbers, scale, kind, inside, decays, columns, wide, given)
+    if wide and (size % 4 != 0) & (start + block >= size):
+        rest = (n >= size // 4 * 4) & (n < size)
+        _move_block(n, rest, table, tensor, numbers, scale, kind, inside, decays, columns, wide, given)
+
+
 @triton.jit(do_not_specialize=["size"])
 def check_kernel(
     tensors,
@@ -137,7 +152,12 @@ def check_kernel(
     bad = tl.zeros([block], dtype=tl.int32)
     for turn in tl.static_range(turns):
         n = tl.multiple_of(start, [16]) + turn * block + tl.arange(0, block)
-        x = tl.load(base + n, mask=n < size, other=0.0).to(tl.float32)
+        here = n // 4 < size // 4 if wide else n < size
+        x = tl.load(base + n, mask=here, other=0.0).to(tl.float32)
+        bad |= _is_bad(x).to(tl.int32)
+    if wide and (size % 4 != 0) & (start + block * turns >= size):  # what is left of the last four
+        n = size // 4 * 4 + tl.arange(0, block)
+        x = tl.load(base + n, mask=(n < size) & (n >= start), other=0.0).to(tl.float32)
         bad |= _is_bad(x).to(tl.int32)
     _report(bad, status)
 
