@@ -21,6 +21,7 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, NumericsError
 from viviane.core.logging import get_logger
+from viviane.core.ranges import timed_as
 from viviane.embedding import DynamicStorage, Storage
 from viviane.training.capture_rules import obstacle, unlike
 from viviane.training.guard import FIX
@@ -140,6 +141,7 @@ class CapturedSteps:
         self._graphs.move_to_end(key)
         return self._replay(found, batch, step, precision, lr)
 
+    @timed_as("replay")
     def _replay(self, found: Recording, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor:
         while len(self._flights) >= _MOST_IN_FLIGHT:
             self._land()
