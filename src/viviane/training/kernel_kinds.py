@@ -14,7 +14,7 @@ _OWN: Final = {
     "lookups": "gather pool join key record find take put settle erase draw latest assign",
     "updates": "move span join_spans rest numbers",
     "copies": "copy cast pack cut widen",
-    "others": "check check_columns mark judge logistic_loss gate column_sums difference difference_record",
+    "others": "check check_columns mark judge judge_scaled logistic_loss gate column_sums difference difference_record",
 }
 OWN_KERNELS: Final = {f"{name}_kernel": kind for kind, names in _OWN.items() for name in names.split()}
 """Our Triton kernels, whose names are those of their functions."""
