@@ -6,7 +6,7 @@ Batches lie on the device already; what is timed is `model.trainer.train_step`, 
 events, so with the host's time where the host is slower. Both train the same network in bf16 with SGD. The peer has all
 tables in one `nn.EmbeddingBag(sparse=True)` with offsets added beforehand, its dense part compiled, its optimizer
 fused.
---trace prints the kernels of a step and their times.
+--trace prints the kernels of a step and their times, by kind and by name, and the gaps between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -29,9 +31,14 @@ from embedding_gpu import CAP, CRITEO, DIM, MLPERF_HOTNESS, MLPERF_ROWS, SMALL, 
 from record import record
 from viviane.batch import Bag, Batch, Layout
 from viviane.config.optimizers import AnyOptimizer
+from viviane.training.device_time import device_time
+from viviane.training.timeline import Timeline
+from viviane.training.trace import profile_steps
 from viviane.zoo import DLRM
 
 NUM_BATCHES = 4
+TRACED = 6
+"""Steps of a trace: kinds and gaps are those of the four between the first and the last."""
 ROUNDS, STEPS = (2, 4) if SMALL else (7, 24)
 LR = 0.01
 ALONE = "--alone" in sys.argv
@@ -163,27 +170,28 @@ def time_ms(step: Callable[[int], object], warm_ups: int = 8) -> np.ndarray:
 
 def trace(step: Callable[[int], object], title: str = "", timeline: Path | None = None) -> None:
     """Print the kernels of a step, by time; append them in order to a file: stream, start and length in us, name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for i in range(4):
-            step(i)
-        torch.cuda.synchronize()
-    kernels = [one for one in found.events() if one.device_type.name == "CUDA"]
-    start, stop = min(k.time_range.start for k in kernels), max(k.time_range.end for k in kernels)
-    totals: dict[str, list[float]] = {}
-    for kernel in kernels:
-        totals.setdefault(kernel.name[:90], []).append(kernel.time_range.end - kernel.time_range.start)
-    print(
-        f"  a step under the profiler: {(stop - start) / 4:.0f} us, kernels {sum(map(sum, totals.values())) / 4:.0f} us"
-    )
-    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[:24]:
-        print(f"  {sum(times) / 4:8.1f} us {len(times) / 4:5.1f} x  {name}", flush=True)
+    numbers = count()
+    with TemporaryDirectory() as spare:
+        file = Path(spare) / "trace.json"
+        profile_steps(lambda: step(next(numbers)), TRACED, file, torch.device("cuda"))
+        found = Timeline.load(file)
+    time = device_time(found)
+    if time is not None:
+        print(
+            f"  a step under the profiler: {time.step_ms * 1e3:.0f} us; kernels run {time.running_ms * 1e3:.0f} us, of "
+            f"which {time.overlap_ms * 1e3:.0f} on several streams; gaps {time.gap_ms * 1e3:.0f} us"
+        )
+        for kind in time.kinds:
+            print(
+                f"  {kind.ms * 1e3:8.1f} us, alone {kind.alone_ms * 1e3:8.1f} us, {kind.launches:5.1f} x  {kind.kind}"
+            )
+    for name, ms, times in found.kernels(24):
+        print(f"  {ms * 1e3:8.1f} us {times:5.1f} x  {name[:90]}", flush=True)
     if timeline is not None:
-        with timeline.open("a", encoding="utf-8") as file:
-            for one in sorted(kernels, key=lambda kernel: kernel.time_range.start):
-                at, us = one.time_range.start - start, one.time_range.end - one.time_range.start
-                file.write(
-                    json.dumps([title, one.device_resource_id, round(at, 1), round(us, 1), one.name[:60]]) + "\n"
-                )
+        with timeline.open("a", encoding="utf-8") as lines:
+            for one in found.work:
+                at, us = one.start - found.work[0].start, one.stop - one.start
+                lines.write(json.dumps([title, one.stream, round(at, 1), round(us, 1), one.name[:60]]) + "\n")
 
 
 def keep(case: str, metric: str, times: np.ndarray, shape: dict[str, Any], **others: Any) -> None:

@@ -7,7 +7,7 @@ GPU. The plan of the tables is the one that `compile` finds from the schema and 
 their gradients and dense gradients are exchanged in bf16. "share of one GPU's speed" is weak scaling: what one GPU
 takes for the same rows alone, timed in the same run before the processes join, divided by what the step takes of all.
 --nccl leaves the exchange to NCCL, where steps otherwise write into the memory of the other GPUs.
---trace prints rank 0's kernels of a step and their times; with --timeline FILE the kernels of four steps in order go
+--trace prints rank 0's kernels of a step and their times; with --timeline FILE the kernels of six steps in order go
 there, one JSON list a line.
 """
 
@@ -30,7 +30,18 @@ import torch.distributed as dist
 import viviane as vv
 from embedding_gpu import CAP, CRITEO, DIM, MLPERF_HOTNESS, MLPERF_ROWS, SMALL
 from record import record
-from train_gpu import DCN_PUBLISHED, DLRM_PUBLISHED, NUM_BATCHES, dcn_v2, dlrm, draw, schema_of, time_ms, trace
+from train_gpu import (
+    DCN_PUBLISHED,
+    DLRM_PUBLISHED,
+    NUM_BATCHES,
+    TRACED,
+    dcn_v2,
+    dlrm,
+    draw,
+    schema_of,
+    time_ms,
+    trace,
+)
 from viviane.config.optimizers import AnyOptimizer
 from viviane.parallel import Group, join_processes
 
@@ -122,7 +133,7 @@ class Case:
         if traced and self.group.rank == 0:
             trace(run, f"{self.name}, {self.size}", timeline)
         elif traced:
-            for i in range(4):
+            for i in range(TRACED):
                 run(i)
             torch.cuda.synchronize()
         return times

@@ -45,7 +45,8 @@ class Recorder:
     def __init__(self, step, num_slots):
         self.step = step
         means = 0 if step.mean is None else len(step.mean.numbers)
-        self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), num_slots, means))
+        rows = num_slots if step.loss_scale is not None and step.loss_scale.is_dynamic else 1
+        self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), num_slots, means, rows))
 
     def record(self, batch, precision):
         if self.failure is not None:

@@ -106,6 +106,30 @@ def bad_batches(folder):
     assert not all(torch.equal(changed[name], part) for name, part in before.items())
 
 
+def overflows_are_those_of_all(folder):
+    """A dynamic loss scale is halved in all processes alike, by replays as by steps from Python."""
+    group, found = Group.world(), []
+    for graph in (True, False):
+        given = on_gpu(cuda_graph=graph, precision="fp16", clip_grad_norm=0.3)
+        trainer = fixed.make_trainer(group, given, fixed.schema_of(HOTNESS))
+        trainer.fix_sizes(8 * group.size)
+        scale = trainer.stepper.loss_scale
+        scale.value = 2.0**24
+        losses = [float(trainer.train_step(fixed.own_batch(group, step))) for step in range(30)]
+        trainer.settle()
+        counted = trainer.stepper.optimizer.param_groups[0]["step"]
+        found.append([losses, scale.state(), scale.num_skipped, counted])
+        tensors = fixed.tensors_of(trainer)
+        if graph:
+            recorded = tensors
+            assert trainer.stepper.captured.num_replays > 15  # none before one has moved
+    assert found[0] == found[1]
+    assert all(torch.equal(one, tensors[name]) for name, one in recorded.items())
+    assert scale.num_skipped > 0
+    every = group.gather_data(found[0][1:])
+    assert all(one == every[0] for one in every)
+
+
 def _train(trainer, batches):
     for batch in batches:
         trainer.train_step(batch)
@@ -125,6 +149,7 @@ def what_prevents_it(folder):
 def everything(folder, run):
     recorded_equals_eager(folder)
     bad_batches(folder)
+    overflows_are_those_of_all(folder)
     what_prevents_it(folder)
     requests_and_resumes(folder, run)
 

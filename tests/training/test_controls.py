@@ -6,7 +6,7 @@ import torch
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.ops.dense_update import NUMBERS, judge
 from viviane.optim import build_dense_optimizer
-from viviane.training.controls import Controls, DeviceMover
+from viviane.training.controls import Controls, DeviceMover, step_values
 from viviane.training.recorded_step import Verdict
 
 RULES = [
@@ -81,7 +81,7 @@ def test_controls_hold_each_group_where_its_launch_reads():
     optimizer.set_lr(0.2, factor=2.0)
     controls = Controls(torch.device("cpu"), 2, num_slots=2)
     first, second = controls.group(0), controls.group(1)
-    controls.write(0.2, 2.0, optimizer)
+    controls.write([step_values(0.2, 2.0, optimizer)])
     assert (controls.lr.item(), controls.factor.item()) == (0.2, 2.0)
     # Adam's correction of the first step: sqrt(1 - 0.75) / (1 - 0.5) = 1.
     assert first.tolist() == pytest.approx([0.2, 0.0, 1e-3, 0.5, 0.75, 0.5, 0.25])
@@ -89,13 +89,24 @@ def test_controls_hold_each_group_where_its_launch_reads():
     assert len(first) == NUMBERS
 
 
+def test_the_device_takes_the_numbers_of_the_steps_that_were_not_skipped():
+    controls = Controls(torch.device("cpu"), 0, num_slots=2, num_means=1, num_rows=3)
+    for known, skipped, wanted in ((0, 0, 10.0), (0, 2, 12.0), (4, 5, 11.0)):
+        controls.write([[0.1, 1.0, 10.0], [0.1, 1.0, 11.0], [0.1, 1.0, 12.0]], known)
+        controls.choose(torch.tensor(float(skipped), dtype=torch.float64))
+        assert (controls.lr.item(), controls.factor.item(), controls.means.tolist()) == (0.1, 1.0, [wanted])
+    controls.write([[0.2, 1.0, 3.0]], 1)  # nothing is under way
+    controls.choose(torch.tensor(1.0, dtype=torch.float64))
+    assert controls.means.tolist() == [3.0]
+
+
 def test_a_verdict_of_a_later_step_does_not_blame_an_earlier_one():
-    verdict = Verdict(torch.device("cpu"), Controls(torch.device("cpu"), 0, 2))
+    verdict = Verdict(torch.device("cpu"), Controls(torch.device("cpu"), 0, 5))
     numbers = []
     for loss in (0.5, 0.25, float("nan"), 0.125):
         judge(torch.tensor(loss), verdict.status, verdict.gate)
+        verdict.send()
         numbers.append(verdict.next_number())
-    verdict._sent.copy_(verdict.status)
     assert numbers == [0, 1, 2, 3]
     assert [verdict.is_bad(number) for number in numbers] == [False, False, True, True]
     assert int(verdict.gate) == 0

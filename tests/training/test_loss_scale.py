@@ -66,6 +66,16 @@ def test_a_power_of_two_changes_no_bit_where_nothing_is_rounded_to_sixteen_bits(
     assert same(tensors_of(plain), tensors_of(scaled))
 
 
+def test_a_step_that_doubles_the_scale_is_divided_by_the_scale_that_it_had(monkeypatch):
+    monkeypatch.setattr(loss_scale, "INTERVAL", 2)
+    monkeypatch.setattr(Precision, "context", lambda self, device: torch.autocast("cpu", enabled=False))
+    for changes in ({}, {"clip_grad_norm": 0.1}):
+        plain, scaled = make_trainer(solver(precision="fp32", **changes)), make_trainer(solver(**changes))
+        assert train(plain, range(8)) == train(scaled, range(8))
+        assert same(tensors_of(plain), tensors_of(scaled))
+        assert scaled.stepper.loss_scale.state() == [2.0**20, 0]
+
+
 def test_fp16_trains_what_fp32_trains_but_for_rounding():
     plain, half = make_trainer(solver(precision="fp32")), make_trainer(solver())
     losses = [train(one, range(30)) for one in (plain, half)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +12,12 @@ import typer
 from viviane.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from viviane.data import Dataset
     from viviane.model import Model
-    from viviane.training.trace import Recorded
+    from viviane.training.trace import Recorded, Replayed
 
 _SYNTHETIC_BATCHES = 8
 _KERNELS = 8
@@ -23,7 +27,7 @@ def command(
     source: Annotated[Path, typer.Argument(help="JSON file of `viviane train`, or a saved model.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps to record.")] = 5,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1; else the solver's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for trace.json.gz, trace.svg and trace.html.")] = Path("trace"),
+    out: Annotated[Path, typer.Option(help="Folder for traces, pictures and trace.html.")] = Path("trace"),
     data: Annotated[Path | None, typer.Option(help="Rows to train on; else the file's, or synthetic ones.")] = None,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Draw rows by the schema, whatever data there is.")
@@ -41,7 +45,7 @@ def command(
 
         launch(processes, gpus)  # does not come back: the command starts anew in every process
     from viviane.data import Dataset
-    from viviane.report.trace_page import write_trace_page
+    from viviane.report.trace_page import PICTURE_FILE, REPLAYED_PICTURE_FILE, write_trace_page
     from viviane.training.trace import record_trace
 
     model, rows = _model(source, device, batch_size, changes or [], data)
@@ -55,7 +59,13 @@ def command(
         return
     page = write_trace_page(recorded, out)
     _show(recorded)
-    typer.echo(f"trace:   {recorded.file} (open it at ui.perfetto.dev)\npicture: {out / 'trace.svg'}\npage:    {page}")
+    for found, picture in (
+        (recorded.replayed, page.with_name(REPLAYED_PICTURE_FILE)),
+        (recorded, page.with_name(PICTURE_FILE)),
+    ):
+        if found is not None:
+            typer.echo(f"trace:   {found.file} (open it at ui.perfetto.dev)\npicture: {picture}")
+    typer.echo(f"page:    {page}")
 
 
 def _draw(model: Model, folder: Path) -> str:
@@ -98,23 +108,41 @@ def _model(
 
 
 def _show(recorded: Recorded) -> None:
-    """Print the ranges, and the longest kernels."""
-    from rich import box
-    from rich.table import Table
-
+    """Print replayed steps by kind of kernel, where there are any; the ranges, and the longest kernels."""
     from viviane.cli.console import output
     from viviane.report.trace_page import HEADINGS, OF_A_DEVICE, cells, summary
 
-    timeline = recorded.timeline
-    table = Table(title=f"A step on {timeline.device}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    timeline, console = recorded.timeline, output()
+    title = f"A step on {timeline.device}"
+    if recorded.replayed is not None:
+        _show_replayed(recorded.replayed, console)
+        title = "The same step from Python"
     shown = [i for i, name in enumerate(HEADINGS) if timeline.work or name not in OF_A_DEVICE]
-    for i in shown:
-        table.add_column(HEADINGS[i], justify="right" if i else "left", no_wrap=True)
-    for row in timeline.rows():
-        values = cells(recorded, row)
-        table.add_row(*(values[i] for i in shown))
-    console = output()
-    console.print(table)
+    rows = [cells(recorded, row) for row in timeline.rows()]
+    console.print(_table(title, [HEADINGS[i] for i in shown], [[row[i] for i in shown] for row in rows]))
     for name, ms, times in timeline.kernels(_KERNELS):
         console.print(f"{ms:9.4f} ms {times:6.1f} x  {name[:90]}", soft_wrap=True, markup=False)
     console.print(summary(recorded), soft_wrap=True)
+
+
+def _show_replayed(replayed: Replayed, console: Console) -> None:
+    from viviane.report.trace_page import KIND_HEADINGS, gap_lines, kind_cells, replayed_summary
+
+    time = replayed.time
+    title = f"A replayed step on {replayed.timeline.device}"
+    console.print(_table(title, KIND_HEADINGS, [kind_cells(time, row) for row in time.kinds]))
+    for ms, times, before, after in gap_lines(time):
+        console.print(f"{ms:>9} ms {times:>6} x  no kernel between {before} and {after}", soft_wrap=True, markup=False)
+    console.print(replayed_summary(replayed), soft_wrap=True)
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from html import escape
 
 from viviane.report.scale import Scale, short
+from viviane.training.device_time import starts
+from viviane.training.kernel_kinds import KINDS
 from viviane.training.timeline import Span, Timeline, Work
 
 _LEFT, _RIGHT, _WIDTH, _BAR, _GAP, _TOP = 118, 16, 1080, 20, 12, 40
 _COLOURS = ("#2f62c9", "#d9702b", "#1f8a70", "#a63d7d", "#8a6d1b", "#5a4fc0", "#3b8ea5", "#7a7f8c")
-_CLASSES = ("read", "to device", "forward", "backward", "update")  # have a colour of their own, in this order
+_CLASSES = ("read", "to device", "forward", "backward", "update")
+"""What has a colour of its own, in this order; all else takes turns with the rest of them."""
 _DEPTH = 3
 
 
@@ -32,9 +35,26 @@ def timeline_svg(timeline: Timeline) -> str:
     Names are shown where they fit, and when the mouse rests on a bar. Neighbours that are too narrow to be told apart
     are drawn as one.
     """
-    begin, end = window(timeline)
+    return _picture(timeline, *window(timeline), "one step", _CLASSES)
+
+
+def replayed_svg(timeline: Timeline) -> str:
+    """Return such an SVG of a replayed step, from its first kernel to the next step's, with a colour for each kind.
+
+    The host is ahead of the device: what it does in that time belongs to a later step.
+
+    Args:
+        timeline: steps whose kernels are named by their kinds; see `viviane.training.device_time.by_kind`.
+    """
+    begins = starts(timeline)
+    place = max(0, len(begins) // 2 - 1)
+    end = begins[place + 1] if len(begins) > 1 else max(one.stop for one in timeline.work)
+    return _picture(timeline, begins[place], end, "one replayed step", KINDS)
+
+
+def _picture(timeline: Timeline, begin: float, end: float, what: str, classes: Sequence[str]) -> str:
     scale = Scale(begin, end, _LEFT, _WIDTH - _RIGHT)
-    tones = _Tones()
+    tones = _Tones(classes)
     parts: list[str] = []
     y = float(_TOP)
     for title, rows in _lanes(timeline, begin, end, tones):
@@ -43,7 +63,7 @@ def timeline_svg(timeline: Timeline) -> str:
             parts += [_drawn(bar, y, scale) for bar in _joined(bars, scale)]
             y += _BAR + 2
         y += _GAP
-    head = f"{timeline.device}: one step of {len(timeline.steps)}, {(end - begin) / 1e3:.3f} ms"
+    head = f"{timeline.device}: {what} of {len(timeline.steps)}, {(end - begin) / 1e3:.3f} ms"
     height = y + 44
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
@@ -65,13 +85,14 @@ def window(timeline: Timeline) -> tuple[float, float]:
 class _Tones:
     """Colours of ranges by their outermost name."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: Sequence[str]) -> None:
+        self.classes = classes
         self.seen: dict[str, int] = {}
 
     def __call__(self, path: Sequence[str]) -> int:
-        name = path[0]
-        place = _CLASSES.index(name) if name in _CLASSES else 5 + len(set(self.seen) - set(_CLASSES)) % 3
-        return self.seen.setdefault(name, place)
+        name, own = path[0], len(self.classes)
+        spare = own + len(set(self.seen) - set(self.classes)) % (len(_COLOURS) - own)
+        return self.seen.setdefault(name, self.classes.index(name) if name in self.classes else spare)
 
     def legend(self, y: float) -> str:
         x, drawn = float(_LEFT), []

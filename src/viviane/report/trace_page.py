@@ -8,21 +8,27 @@ from pathlib import Path
 from typing import Final
 
 from viviane.core.files import write_bytes_atomic
-from viviane.report.timeline import timeline_svg
+from viviane.report.timeline import replayed_svg, timeline_svg
+from viviane.training.device_time import DeviceTime, KindTime
 from viviane.training.timeline import Row
-from viviane.training.trace import Recorded
+from viviane.training.trace import Recorded, Replayed
 
 PICTURE_FILE: Final = "trace.svg"
+REPLAYED_PICTURE_FILE: Final = "trace_recorded.svg"
 PAGE_FILE: Final = "trace.html"
+_GAPS: Final = 8
 
 
 def write_trace_page(recorded: Recorded, folder: str | Path) -> Path:
     """Write trace.svg, and trace.html which shows it beside the figures, into a folder; returns the page.
 
+    Where steps were replayed, trace_recorded.svg shows one, and stands first on the page.
     The page holds its style and its drawing: it opens without a network and can be mailed.
     """
     target = Path(folder)
     write_bytes_atomic(target / PICTURE_FILE, timeline_svg(recorded.timeline).encode())
+    if recorded.replayed is not None:
+        write_bytes_atomic(target / REPLAYED_PICTURE_FILE, replayed_svg(recorded.replayed.timeline).encode())
     write_bytes_atomic(target / PAGE_FILE, render(recorded).encode())
     return target / PAGE_FILE
 
@@ -52,13 +58,39 @@ HEADINGS: Final = ("range", "host ms", "device ms", "share", "GB/s", "launches",
 OF_A_DEVICE: Final = ("device ms", "launches", "device idle ms")
 
 
+KIND_HEADINGS: Final = ("kind of kernel", "device ms", "share", "alone ms", "launches")
+
+
+def kind_cells(time: DeviceTime, row: KindTime) -> list[str]:
+    """Return what a table says of a kind of kernel: name, device ms, share of the step, ms alone, launches."""
+    return [row.kind, f"{row.ms:.3f}", f"{row.ms / time.step_ms:.1%}", f"{row.alone_ms:.3f}", f"{row.launches:.0f}"]
+
+
+def gap_lines(time: DeviceTime) -> list[list[str]]:
+    """Return the longest gaps of a step: ms, how many, the kernels around them."""
+    return [
+        [f"{one.ms:.4f}", f"{one.times:.1f}", one.before[:60], one.after[:60]] for one in time.gaps[:_GAPS]
+    ]  # fmt: skip
+
+
+def replayed_summary(replayed: Replayed) -> str:
+    """Say in a line what a replayed step took on the device."""
+    time, steps = replayed.time, len(replayed.timeline.steps)
+    few = f"; only {replayed.num_replays} of {steps} steps were replays" if replayed.num_replays < steps else ""
+    return (
+        f"replayed, with the profiler: {time.step_ms:.3f} ms a step; kernels run {time.running_ms:.3f} ms, of which "
+        f"{time.overlap_ms:.3f} ms on several streams, and none runs {time.gap_ms:.3f} ms{few}"
+    )
+
+
 def summary(recorded: Recorded) -> str:
     """Say in a line what a step took."""
     timeline, rows = recorded.timeline, recorded.batch_size
     busy = f", of which the device is at work {timeline.busy_ms:.3f} ms" if timeline.work else ""
+    plain, python = ("", "") if recorded.replayed is None else (", replayed", "from Python ")
     return (
-        f"{recorded.plain_ms:.3f} ms a step of {rows:,} rows ({rows / recorded.plain_ms * 1e3:,.0f} samples/s); "
-        f"{timeline.step_ms:.3f} ms with the profiler{busy}"
+        f"{recorded.plain_ms:.3f} ms a step of {rows:,} rows ({rows / recorded.plain_ms * 1e3:,.0f} samples/s){plain}; "
+        f"{python}{timeline.step_ms:.3f} ms with the profiler{busy}"
     )
 
 
@@ -69,7 +101,8 @@ def render(recorded: Recorded) -> str:
     timeline = recorded.timeline
     rows = [cells(recorded, row) for row in timeline.rows()]
     kernels = [[escape(name[:100]), f"{ms:.4f}", f"{times:.1f}"] for name, ms, times in timeline.kernels(20)]
-    body = f'<section class="panel wide">{timeline_svg(timeline)}</section><h2>Ranges</h2>{_table(HEADINGS, rows)}'
+    body = "" if recorded.replayed is None else _replayed(recorded.replayed)
+    body += f'<section class="panel wide">{timeline_svg(timeline)}</section><h2>Ranges</h2>{_table(HEADINGS, rows)}'
     if kernels:
         body += f"<h2>Longest kernels</h2>{_table(('kernel', 'ms a step', 'launches'), kernels)}"
     return (
@@ -79,6 +112,20 @@ def render(recorded: Recorded) -> str:
         f"<header><h1>Where a step's time goes</h1><p>{words}</p></header>"
         f"{body}</main></body></html>\n"
     )
+
+
+def _replayed(replayed: Replayed) -> str:
+    """Return the part of the page that shows replayed steps, and the headline of what follows it."""
+    time = replayed.time
+    kinds = [kind_cells(time, row) for row in time.kinds]
+    gaps = [[escape(cell) for cell in (f"{row[2]} \N{RIGHTWARDS ARROW} {row[3]}", *row[:2])] for row in gap_lines(time)]
+    found = (
+        f'<h2>A replayed step</h2><p>{escape(replayed_summary(replayed))}</p>'
+        f'<section class="panel wide">{replayed_svg(replayed.timeline)}</section>{_table(KIND_HEADINGS, kinds)}'
+    )  # fmt: skip
+    if gaps:
+        found += f"<h2>Longest gaps</h2>{_table(('no kernel runs between', 'ms a step', 'times'), gaps)}"
+    return f"{found}<h2>The same step from Python</h2>"
 
 
 def _table(headings: tuple[str, ...], rows: list[list[str]]) -> str:

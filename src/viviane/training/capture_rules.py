@@ -53,8 +53,6 @@ def _obstacles(step: TrainStep) -> Iterator[str]:
         yield "solver.cuda_graph is False"
     if step.device.type != "cuda":
         yield f"no GPU: training runs on {step.device}"
-    if step.loss_scale is not None and step.loss_scale.is_dynamic:
-        yield "the dynamic loss scale of fp16 is settled on the host in every step (a fixed one, or bf16, is not)"
     if step.loss_scale is not None and step.guard is None:
         yield "fp16 without nan_guard looks for overflows on the host"
     if not kernels_serve(step.device):

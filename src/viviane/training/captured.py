@@ -4,6 +4,9 @@ A replay cannot ask the host whether its numbers are good. The decision is made 
 set a flag, and where it is set the gate of all updates is closed, for this step and all later ones, until the host has
 seen it. It looks a few steps later; by then the weights are as the step before the bad one left them, and the bad batch
 goes through the eager step's checks once more for a message that names what was wrong.
+
+Gradients that overflow under a dynamic loss scale are no such error: the gate is closed for that step alone, the device
+halves the scale and goes on, and the host's scale and counts follow as verdicts come in.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,12 +24,14 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, NumericsError
 from viviane.core.logging import get_logger
+from viviane.core.ranges import timed_as
 from viviane.embedding import DynamicStorage, Storage
 from viviane.training.capture_rules import obstacle, unlike
 from viviane.training.guard import FIX
 from viviane.training.precision import Precision
 from viviane.training.recorded_step import Verdict
 from viviane.training.recording import Recorder, Recording
+from viviane.training.replay_counts import ReplayCounts
 from viviane.training.static_batch import batch_shape
 
 if TYPE_CHECKING:
@@ -49,7 +54,6 @@ class _Flight:
     step: int
     batch: Batch
     precision: Precision
-    mean: tuple[float, ...]
     done: torch.cuda.Event | None
 
 
@@ -72,11 +76,14 @@ class CapturedSteps:
         self.num_recorded = self.num_replays = 0
         self.rolled_back = 0
         """Steps that the last error took back: they were counted, and moved nothing."""
+        self.has_moved = False
+        """Whether a step from Python has moved weights since graphs were last dropped."""
         self._graphs: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
         self._made: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._state: Hashable = None
         self._flights: deque[_Flight] = deque()
+        self._counts = ReplayCounts(step)
         self._failure: str | None = None
         self._recorder: Recorder | None = None
         self._num_given_up = 0
@@ -133,13 +140,15 @@ class CapturedSteps:
             # Where shapes come and go, each that was recorded in vain makes the next one wait twice as long.
             if self._seen[key] <= _EAGER_STEPS[self.setting] << min(self._num_given_up, _MOST_DOUBLINGS):
                 return None
-            begins = self.step.solver.ema_decay is not None and self.step.mean is None  # with a step from Python
-            found = None if begins else self._record(key, batch, precision)
+            # Means and optimizer state begin with a step from Python that moves weights: one that overflows does not.
+            begins = self.step.solver.ema_decay is not None and self.step.mean is None
+            found = None if begins or not self.has_moved else self._record(key, batch, precision)
             if found is None:
                 return None
         self._graphs.move_to_end(key)
         return self._replay(found, batch, step, precision, lr)
 
+    @timed_as("replay")
     def _replay(self, found: Recording, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor:
         while len(self._flights) >= _MOST_IN_FLIGHT:
             self._land()
@@ -152,25 +161,17 @@ class CapturedSteps:
         factor = rate / own.solver.lr
         if own.optimizer is not None:
             own.optimizer.set_lr(rate, factor)
-        self._count(1)
-        before: tuple[float, ...] = ()
-        if own.mean is not None:
-            before = own.mean.place
-            own.mean.advance()
-        verdict.controls.write(rate, factor, own.optimizer, () if own.mean is None else own.mean.numbers)
+        if not self._flights:
+            verdict.take(own.loss_scale)
+        rows = self._counts.start(rate, factor, verdict.controls.num_rows)
+        verdict.controls.write(rows, verdict.num_skipped)
         found.graph.replay()
         loss = found.loss.clone()  # the next replay writes there again
         done = verdict.send()
-        self._flights.append(_Flight(verdict.next_number(), step, batch, precision, before, done))
+        self._flights.append(_Flight(verdict.next_number(), step, batch, precision, done))
         self.num_replays += 1
         own.num_rows = batch.size if own.together is None else own.together.num_rows
         return loss
-
-    def _count(self, steps: int) -> None:
-        """Count steps of dense parameters as the optimizer does: where some of a group are trained."""
-        for group in [] if self.step.optimizer is None else self.step.optimizer.param_groups:
-            if any(param.requires_grad for param in group["params"]):
-                group["step"] += steps
 
     @property
     def _verdict(self) -> Verdict:
@@ -195,18 +196,17 @@ class CapturedSteps:
             flight.done.synchronize()
         if self._verdict.is_bad(flight.number):
             self._refuse(flight)
+        where = f"step {flight.step}, {flight.batch.origin}"
+        self._counts.end(skipped=self._verdict.follow(flight.number, self.step.loss_scale, where))
 
-    def _refuse(self, flight: _Flight) -> None:
+    def _refuse(self, flight: _Flight) -> NoReturn:
         """Undo the counts of the bad step and of those after it, and raise what was wrong."""
         if flight.done is not None:
             torch.cuda.synchronize(self.step.device)
-        self.rolled_back = 1 + len(self._flights)
+        self.rolled_back = self._counts.take_back()
         self.num_replays -= self.rolled_back
         self._flights.clear()
         self._verdict.clear()
-        self._count(-self.rolled_back)
-        if self.step.mean is not None:
-            self.step.mean.go_back(flight.mean)
         for collection in self.step.collections.values():
             for record in collection.key_records():
                 record.zero_()
@@ -237,6 +237,8 @@ class CapturedSteps:
         if self._made and self.step.device.type == "cuda":
             torch.cuda.synchronize(self.step.device)
         self._flights.clear()
+        self._counts.clear()
+        self._recorder = None  # with a verdict that has not been looked at
         self._graphs.clear()
         self._seen.clear()
         for graph in list(self._made):
@@ -247,6 +249,7 @@ class CapturedSteps:
         self._graphs.clear()
         self._seen.clear()
         self.num_recorded = 0
+        self.has_moved = False
 
     def _renew(self) -> None:
         """Drop all graphs where something that they repeat has changed."""

@@ -26,21 +26,47 @@ def all_numbers(optimizer: DenseOptimizer, place: int) -> list[float]:
     return [*numbers, 1 - numbers[3], 1 - numbers[4]]
 
 
+def step_values(lr: float, factor: float, optimizer: DenseOptimizer | None, means: Sequence[float] = ()) -> list[float]:
+    """Return the numbers of a step, as `Controls` holds them.
+
+    Args:
+        lr: the learning rate.
+        factor: the schedule's factor.
+        optimizer: whose groups count this step already.
+        means: numbers of a running mean.
+    """
+    values = [lr, factor]
+    if optimizer is not None:
+        for place in range(len(optimizer.param_groups)):
+            values += all_numbers(optimizer, place)
+    return [*values, *means]
+
+
 class Controls:
     """A vector on the device, float64: learning rate, its factor, numbers of each parameter group, and of the mean.
+
+    Where steps may be skipped that the host has not heard of yet, it sends a row of numbers for each count of them, and
+    the device takes the one that is right; see `choose`.
 
     Args:
         device: of the parameters.
         num_groups: parameter groups of the dense optimizer.
         num_slots: how many writes may be under way at once.
         num_means: numbers of a running mean of weights.
+        num_rows: how many rows are written; 1: nothing is to be chosen.
     """
 
-    def __init__(self, device: torch.device, num_groups: int, num_slots: int, num_means: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, num_groups: int, num_slots: int, num_means: int = 0, num_rows: int = 1
+    ) -> None:
         size = _RATES + num_groups * NUMBERS + num_means
         self._means = size - num_means
+        self.num_rows = num_rows
+        self.num_slots = num_slots
         self._vector = torch.zeros(size, dtype=torch.float64, device=device)
-        self._slots = torch.zeros(num_slots, size, dtype=torch.float64, pin_memory=device.type == "cuda")
+        width = size if num_rows == 1 else num_rows * size + 1
+        self._written = self._vector if num_rows == 1 else torch.zeros(width, dtype=torch.float64, device=device)
+        self._slots = torch.zeros(num_slots, width, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._next = 0
 
     @property
@@ -63,20 +89,32 @@ class Controls:
         """The numbers of a running mean, (num_means,)."""
         return self._vector[self._means :]
 
-    def write(self, lr: float, factor: float, optimizer: DenseOptimizer | None, means: Sequence[float] = ()) -> None:
+    def write(self, rows: Sequence[Sequence[float]], num_skipped: int = 0) -> None:
         """Send the numbers of a step; the device takes them when it comes to them.
 
         The write before the last `num_slots` must be over.
+
+        Args:
+            rows: see `step_values`; row i is for i skipped steps that the host does not know of yet.
+            num_skipped: how many those are that it knows of.
         """
-        values = [lr, factor]
-        if optimizer is not None:
-            for place in range(len(optimizer.param_groups)):
-                values += all_numbers(optimizer, place)
-        values += means
+        values = list(rows[0])
+        if self.num_rows > 1:
+            values = [number for i in range(self.num_rows) for number in rows[min(i, len(rows) - 1)]]
+            values.append(num_skipped)
         slot = self._slots[self._next]
         slot.copy_(torch.tensor(values, dtype=torch.float64))
-        self._vector.copy_(slot, non_blocking=True)
+        self._written.copy_(slot, non_blocking=True)
         self._next = (self._next + 1) % len(self._slots)
+
+    def choose(self, num_skipped: Tensor) -> None:
+        """Take the row that is right, on the device; to be recorded before anything that reads the numbers.
+
+        Args:
+            num_skipped: how many steps were skipped, 0-dim, float64.
+        """
+        row = (num_skipped - self._written[-1]).to(torch.int64).view(1)
+        self._vector.copy_(self._written[:-1].view(self.num_rows, -1).index_select(0, row)[0])
 
 
 class DeviceMover:

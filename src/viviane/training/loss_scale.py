@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
+from torch import Tensor
+
 from viviane.core.errors import NumericsError
 from viviane.core.logging import get_logger
 
@@ -26,6 +28,7 @@ class LossScale:
     Attributes:
         value: the scale.
         num_skipped: steps that moved nothing.
+        held: the scale on the device, 0-dim, while a recorded step is run; else None.
 
     Example:
         >>> scale = LossScale("dynamic")
@@ -39,7 +42,13 @@ class LossScale:
         self.is_dynamic = setting == "dynamic"
         self.value = FIRST if setting == "dynamic" else float(setting)
         self.num_skipped = 0
+        self.held: Tensor | None = None
         self._good = 0
+
+    @property
+    def factor(self) -> float | Tensor:
+        """What the present step multiplies its loss by."""
+        return self.value if self.held is None else self.held
 
     def overflow(self, where: str) -> None:
         """Note that gradients of a step were not finite.

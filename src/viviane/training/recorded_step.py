@@ -11,13 +11,18 @@ from torch import Tensor
 
 from viviane.batch import Batch
 from viviane.ops.capture import branch, join_branches
-from viviane.ops.dense_update import Room, check_finite, judge, mark
+from viviane.ops.dense_update import Room, check_finite, judge, judge_scaled, mark
 from viviane.ops.watch import watching
+from viviane.training import loss_scale
 from viviane.training.controls import Controls
+from viviane.training.loss_scale import LossScale
 from viviane.training.precision import Precision
 
 if TYPE_CHECKING:
     from viviane.training.step import TrainStep
+
+_FRESH = (0, -1, 0)
+"""The status before the first step."""
 
 
 class Verdict:
@@ -29,19 +34,37 @@ class Verdict:
 
     Attributes:
         status: see `viviane.ops.dense_update.judge`.
+        overflow, scaling: of a dynamic loss scale; see `viviane.ops.dense_update.judge_scaled`.
+        flags: what one process finds for all: `overflow`, and the first of `status`.
         gate: of all updates.
+        num_skipped: steps that overflowed, of those that the host has looked at.
     """
 
     def __init__(self, device: torch.device, controls: Controls) -> None:
         self.controls = controls
-        self.status = torch.tensor([0, -1, 0], device=device)
+        self._held = torch.tensor([0, *_FRESH, 0, 0, 0], device=device)
+        self.flags = self._held[:2]
+        self.overflow, self.status = self._held[:1], self._held[1:4]
+        self.scaling = self._held[4:].view(torch.float64)
         self.gate = torch.ones((), dtype=torch.int32, device=device)
-        self._sent = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.num_skipped = 0
+        self._known: list[float] = []
+        slots = controls.num_slots  # one for each replay under way, and the next
+        self._sent = torch.zeros(slots, len(self._held), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._number = 0
+
+    def take(self, scale: LossScale | None) -> None:
+        """Let the device go on with the host's loss scale, where it is a dynamic one that has changed on the host.
+
+        No replay is under way: of those the host does not know yet what scale they leave.
+        """
+        if scale is not None and scale.is_dynamic and scale.state() != self._known:
+            self._known = scale.state()
+            self.scaling[:2].copy_(torch.tensor(self._known, dtype=torch.float64))
 
     def send(self) -> torch.cuda.Event | None:
         """Send the status of the step to the host; returns what to wait for, None where it is there."""
-        self._sent.copy_(self.status, non_blocking=True)
+        self._sent[self._number % len(self._sent)].copy_(self._held, non_blocking=True)
         if not self.status.is_cuda:
             return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -49,18 +72,37 @@ class Verdict:
         return done
 
     def next_number(self) -> int:
-        """Count a step as the device does."""
+        """Count a step as the device does, once its status was sent."""
         self._number += 1
         return self._number - 1
 
     def is_bad(self, number: int) -> bool:
-        """Whether what was sent says that this step, or one before it, was bad; later ones may have sent already."""
-        bad, first, _ = self._sent.tolist()
+        """Whether what was sent says that this step, or one before it, was bad."""
+        _, bad, first, *_ = self._sent[number % len(self._sent)].tolist()
         return bool(bad) and 0 <= first <= number
 
+    def follow(self, number: int, scale: LossScale | None, where: str) -> bool:
+        """Let the host's loss scale follow the device's by one step; returns whether that step was skipped.
+
+        Args:
+            number: of the step after the last one that was looked at; it was not bad.
+            scale: of the host.
+            where: the step and its batch.
+        """
+        if scale is None or not scale.is_dynamic:
+            return False
+        total = int(self._sent[number % len(self._sent)][4:].view(torch.float64)[2])
+        skipped, self.num_skipped = total > self.num_skipped, total
+        if skipped:
+            scale.overflow(where)
+        else:
+            scale.hold()
+        self._known = scale.state()
+        return skipped
+
     def clear(self) -> None:
-        """Begin anew, after the host has seen a bad step."""
-        self.status.copy_(torch.tensor([0, -1, 0]))
+        """Begin anew, after the host has seen a bad step; the loss scale stays."""
+        self._held[:4].copy_(torch.tensor([0, *_FRESH]))
         self._sent.zero_()
         self._number = 0
 
@@ -75,20 +117,40 @@ def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Ve
         verdict: whose gate decides about the updates.
         room: of the check of dense gradients.
     """
+    scale = step.loss_scale
+    if scale is None or not scale.is_dynamic:
+        return _record_step(step, batch, precision, verdict, room)
+    verdict.controls.choose(verdict.scaling[2])
+    scale.held = verdict.scaling[0].to(torch.float32)  # a copy: the verdict settles the scale of the next step
+    try:
+        return _record_step(step, batch, precision, verdict, room)
+    finally:
+        scale.held = None
+
+
+def _record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Verdict, room: Room) -> Tensor:
     guard, gate = step.guard, verdict.gate
+    follows = step.loss_scale is not None and step.loss_scale.held is not None
+    found = verdict.overflow if follows else verdict.status  # what is wrong with gradients may be the scale's doing
     if guard is not None:
         guard.save_buffers()
-    with _watching(step, verdict.status) if guard is not None else nullcontext():
+    with _watching(step, found) if guard is not None else nullcontext():
         mean = step._backward(step._forward(batch, precision))
     join_branches(step.device)
     if guard is not None:
-        check_finite([one.contiguous() for one in step.gradients.all()], verdict.status, room)
+        check_finite([one.contiguous() for one in step.gradients.all()], found, room)
     for collection in step.collections.values():
         for record in collection.key_records():
             mark(record, verdict.status)
     if step.together is not None:  # what one process found closes the gates of all
-        step.group.all_reduce(verdict.status[:1])
-    judge(None if guard is None else mean, verdict.status, gate)
+        step.group.all_reduce(verdict.flags)
+    if follows:
+        judge_scaled(
+            mean, verdict.status, verdict.overflow, verdict.scaling, gate,
+            interval=loss_scale.INTERVAL, largest=loss_scale.LARGEST,
+        )  # fmt: skip
+    else:
+        judge(None if guard is None else mean, verdict.status, gate)
     if guard is not None:
         guard.restore_buffers_unless(gate)
     scale = step._unscaled(step._clip_scale())

@@ -51,7 +51,9 @@ class Recorder:
         groups = 0 if step.optimizer is None else len(step.optimizer.param_groups)
         means = 0 if step.mean is None else len(step.mean.numbers)
         self._num_slots = num_slots
-        self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means))
+        follows = step.loss_scale is not None and step.loss_scale.is_dynamic
+        rows = num_slots if follows else 1  # of a dynamic loss scale any replay under way may turn out to move nothing
+        self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means, rows))
         # What it computes goes before sorts and lookups beside it, which would else fill all multiprocessors first.
         self._stream = torch.cuda.Stream(step.device, priority=URGENT)  # type: ignore[no-untyped-call]
 
@@ -71,7 +73,7 @@ class Recorder:
             mover.controls, mover.gate = self.verdict.controls, self.verdict.gate
             kept = [*mover.reserve(optimizer), room.reserve(list(own.parameters.values()))]
         if own.together is not None:  # NCCL makes its connections for sums now, not in the recording
-            own.group.all_reduce(torch.zeros_like(self.verdict.status[:1]))
+            own.group.all_reduce(torch.zeros_like(self.verdict.flags))
             self._open_peers()
         made, failure = self._capture(batch, precision, room, kept)
         if made is None:

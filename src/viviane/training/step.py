@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from time import perf_counter
 from typing import Any
 
@@ -209,7 +210,7 @@ class TrainStep:
     @timed_as("backward")
     def _backward(self, loss: Tensor) -> Tensor:
         """Run backward, sum dense gradients over the processes, and return the loss of the global batch, detached."""
-        scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
+        scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
         if self.together is None:
             scaled.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
@@ -229,10 +230,8 @@ class TrainStep:
         is_bad = is_bad or any(one.nonfinite_gradients() for one in self.collections.values())
         has_loss = bool(torch.isfinite(loss.detach()))
         every = self.group.gather_numbers([int(is_bad), int(has_loss)])
-        if not any(one[0] for one in every):
-            self.loss_scale.hold()
-            return False
-        if self.guard is not None and not all(one[1] for one in every):
+        has_losses = self.guard is None or all(one[1] for one in every)
+        if not has_losses or not any(one[0] for one in every):
             return False
         try:
             self.loss_scale.overflow(f"step {step}, {batch.origin}")
@@ -242,7 +241,7 @@ class TrainStep:
 
     def _unscaled(self, scale: float | Tensor) -> float | Tensor:
         """Return what gradients are multiplied by where this is what they would be without a loss scale."""
-        return scale if self.loss_scale is None else scale / self.loss_scale.value
+        return scale if self.loss_scale is None else scale / self.loss_scale.factor
 
     def scaling(self) -> dict[str, list[float]]:
         """Return what a checkpoint keeps of the loss scale: {"loss_scale": ...} in fp16."""
@@ -295,7 +294,7 @@ class TrainStep:
         if gradients:
             kind = torch.float32 if self.gradients.beside else None  # 16 bits are widened as they are read
             squares.append(torch.stack(torch._foreach_norm(gradients, dtype=kind)).double().square().sum())
-        norm = torch.stack(squares).sum().sqrt() / (1.0 if self.loss_scale is None else self.loss_scale.value)
+        norm = torch.stack(squares).sum().sqrt() / (1.0 if self.loss_scale is None else self.loss_scale.factor)
         scale = (limit / norm).clamp(max=1.0).to(torch.float32)
         return float(scale) if self.device.type == "cpu" else scale  # a GPU is not made to wait for the number
 
@@ -317,7 +316,10 @@ class TrainStep:
                 collection.step(rates[0], scale, rates[1])
         if self.mean is not None:
             self.mean.follow()
+        if self.loss_scale is not None:
+            self.loss_scale.hold()  # not before the gradients were divided by it
         self.gradients.drop()
+        self.captured.has_moved = True
 
     def _rates_on_device(self, rate: float, factor: float) -> tuple[Tensor, Tensor]:
         """Return rates as a graph reads them: then tables count on the device already when one is recorded."""
@@ -330,15 +332,16 @@ class TrainStep:
         Raises:
             NumericsError, KeyRangeError, DataError: see `__call__`.
         """
+        scale, self.loss_scale = self.loss_scale, copy(self.loss_scale)  # a diagnosis is no step that settles it
         try:
             self._begin(batch, step)
             loss = self._forward(batch, precision)
             self._backward(loss)
-            self._overflows(loss, batch, step)
-            if self.guard is not None:
+            if not self._overflows(loss, batch, step) and self.guard is not None:
                 self.guard.check_gradients(loss, batch, step)
             self._check_keys()
         finally:
+            self.loss_scale = scale
             self._take_back()
 
     def _check_keys(self) -> None:

@@ -164,6 +164,60 @@ def test_the_first_bad_step_is_remembered_and_later_ones_wait(device):
     assert (status.tolist(), int(gate)) == ([1, 1, 2], 0)
 
 
+def judged(device, steps, scale, interval=3, largest=64.0, implementation="gpu"):
+    """Judge steps of (loss, overflows, key is bad); after each: scale, good, skipped, gate, status, overflow."""
+    status, gate = fresh_status(device), torch.ones((), dtype=torch.int32, device=device)
+    overflow = torch.zeros(1, dtype=torch.int64, device=device)
+    scaling = torch.tensor([scale, 0.0, 0.0], dtype=torch.float64, device=device)
+    found = []
+    with use_implementation(implementation):
+        for loss, overflows, bad in steps:
+            overflow += overflows
+            status[0].clamp_(min=bad)
+            dense.judge_scaled(
+                torch.tensor(loss, device=device), status, overflow, scaling, gate, interval=interval, largest=largest
+            )
+            found.append([*scaling.tolist(), int(gate), *status.tolist(), *overflow.tolist()])
+    return found
+
+
+GOOD, OVERFLOW = (0.5, 0, 0), (0.5, 1, 0)
+
+
+def test_a_scale_is_halved_for_its_own_step_and_doubled_after_good_ones(device):
+    found = judged(device, [GOOD, OVERFLOW, (0.5, 4, 0), GOOD, GOOD, GOOD, GOOD, OVERFLOW], 32.0)
+    assert [one[:4] for one in found] == [
+        [32, 1, 0, 1], [16, 0, 1, 0], [8, 0, 2, 0], [8, 1, 2, 1], [8, 2, 2, 1], [16, 0, 2, 1], [16, 1, 2, 1],
+        [8, 0, 3, 0],
+    ]  # fmt: skip
+    assert [one[4:] for one in found] == [[0, -1, i + 1, 0] for i in range(8)]
+    capped = judged(device, [GOOD] * 5, 32.0)
+    assert [one[:2] for one in capped] == [[32, 1], [32, 2], [64, 0], [64, 1], [64, 2]]
+    assert [one[:2] for one in judged(device, [GOOD] * 4, 64.0)] == [[64, 1], [64, 2], [64, 3], [64, 4]]
+    assert judged(device, [GOOD], 16.0, interval=1)[0][:2] == [32, 0]
+
+
+@pytest.mark.parametrize("bad", [(float("nan"), 0, 0), (float("inf"), 1, 0), (0.5, 0, 1), (0.5, 1, 1)])
+def test_what_no_scale_prevents_closes_the_gate_for_good(device, bad):
+    found = judged(device, [GOOD, bad, GOOD, OVERFLOW], 32.0)
+    assert [one[:4] for one in found] == [[32, 1, 0, 1], [32, 1, 0, 0], [32, 1, 0, 0], [32, 1, 0, 0]]
+    assert [one[4:] for one in found] == [[0, -1, 1, 0], [1, 1, 2, 0], [1, 1, 3, 0], [1, 1, 4, 0]]
+
+
+def test_a_scale_of_one_is_not_halved(device):
+    found = judged(device, [OVERFLOW, OVERFLOW], 2.0)
+    assert [one[:6] for one in found] == [[1, 0, 1, 0, 0, -1], [1, 0, 1, 0, 1, 1]]
+
+
+def test_scales_are_those_of_plain_torch(device):
+    generator = torch.Generator().manual_seed(3)
+    steps = [(0.5, int(torch.rand((), generator=generator) < 0.3), 0) for _ in range(60)]
+    steps += [(0.5, 0, 1), GOOD]
+    found = [judged(device, steps, 2.0**30, largest=2.0**32, implementation=one) for one in ("gpu", "reference")]
+    assert found[0] == found[1]
+    assert len({one[0] for one in found[0]}) > 3
+
+
 def test_columns_of_a_wider_matrix_are_looked_at_alone(device):
     wide = torch.ones(700, 33, device=device)
     wide[:, :5], wide[:, 20:] = float("nan"), float("inf")

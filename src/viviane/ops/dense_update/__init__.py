@@ -30,7 +30,7 @@ from torch import Tensor
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.ops.dispatch import choose, implementation
 
-__all__ = ["NUMBERS", "STATES", "Room", "check_finite", "judge", "mark", "move_tensors", "reason"]
+__all__ = ["NUMBERS", "STATES", "Room", "check_finite", "judge", "judge_scaled", "mark", "move_tensors", "reason"]
 
 NUMBERS = 7
 PIECE = 2048
@@ -163,6 +163,32 @@ def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
         ([1, 6, 7], 0)
     """
     _serving(status.device).judge(loss, status, gate)
+
+
+def judge_scaled(
+    loss: Tensor, status: Tensor, overflow: Tensor, scaling: Tensor, gate: Tensor, *, interval: int, largest: float
+) -> None:
+    """Decide as `judge` does, under a loss scale that follows overflows: a step that overflows moves nothing, once.
+
+    The scale is halved where gradients were not finite, and doubled after `interval` steps without. What is bad
+    besides, or an overflow at a scale of 1 or less, closes the gate for good and leaves the scale.
+
+    Args:
+        loss: 0-dim, not scaled.
+        status, gate: see `judge`.
+        overflow: (1,), int64: not 0 where gradients were not finite; becomes 0.
+        scaling: (3,), float64: the scale, the good steps since it changed, the steps that overflowed.
+        interval, largest: of `viviane.training.loss_scale`.
+
+    Example:
+        >>> status, gate = torch.tensor([0, -1, 0]), torch.tensor(1, dtype=torch.int32)
+        >>> overflow, scaling = torch.tensor([1]), torch.tensor([8.0, 5.0, 0.0], dtype=torch.float64)
+        >>> judge_scaled(torch.tensor(0.5), status, overflow, scaling, gate, interval=2, largest=16.0)
+        >>> scaling.tolist(), overflow.tolist(), status.tolist(), gate.item()
+        ([4.0, 0.0, 1.0], [0], [0, -1, 1], 0)
+    """
+    serving = _serving(status.device)
+    serving.judge_scaled(loss, status, overflow, scaling, gate, interval=interval, largest=largest)
 
 
 def reason(params: Sequence[Tensor]) -> str | None:

@@ -14,7 +14,7 @@ from numba import float32, njit
 from torch import Tensor
 
 from viviane.ops.dense_update import check_moved, gradient_type
-from viviane.ops.dense_update.reference import check_finite, judge, mark
+from viviane.ops.dense_update.reference import check_finite, judge, judge_scaled, mark
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
 from viviane.ops.native.memory import float32_at, float64_at, int64_at, stack_floats, take_ticket
 from viviane.ops.native.numbers import FLOAT32, KINDS, load, product
@@ -23,7 +23,7 @@ from viviane.ops.row_update import cpu_rules as rules
 if TYPE_CHECKING:
     from viviane.ops.dense_update import Room
 
-__all__ = ["check_finite", "judge", "mark", "move_tensors"]
+__all__ = ["check_finite", "judge", "judge_scaled", "mark", "move_tensors"]
 
 _KINDS = {
     "sgd": rules.PLAIN_SGD,

@@ -16,6 +16,7 @@ from viviane.ops.dense_update.gpu_kernels import (
     check_columns_kernel,
     check_kernel,
     judge_kernel,
+    judge_scaled_kernel,
     mark_kernel,
     move_kernel,
 )
@@ -105,6 +106,14 @@ def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
     """Decide whether a step may move weights, and count it."""
     with on_device(status):
         judge_kernel[(1,)](loss, status, gate, num_warps=1)
+
+
+def judge_scaled(
+    loss: Tensor, status: Tensor, overflow: Tensor, scaling: Tensor, gate: Tensor, *, interval: int, largest: float
+) -> None:
+    """Decide as `judge` does, under a loss scale that follows overflows."""
+    with on_device(status):
+        judge_scaled_kernel[(1,)](loss, status, overflow, scaling, gate, float(interval), largest, num_warps=1)
 
 
 def _pieces(tensors: Sequence[Tensor], block: int, room: Room) -> Tensor:

@@ -204,8 +204,32 @@ def judge_kernel(loss, status, gate):
     if loss is not None:
         x = tl.load(loss).to(tl.float32)
         bad = bad | _is_bad(x)
+    _count_step(bad, status)
+    tl.store(gate, 1 - bad.to(tl.int32))
+
+
+@triton.jit
+def _count_step(bad, status):
     first, count = tl.load(status + 1), tl.load(status + 2)
     tl.store(status, bad.to(tl.int64))
     tl.store(status + 1, tl.where(bad & (first < 0), count, first))
     tl.store(status + 2, count + 1)
-    tl.store(gate, 1 - bad.to(tl.int32))
+
+
+@triton.jit
+def judge_scaled_kernel(loss, status, overflow, scaling, gate, interval, largest):
+    """Decide so under a loss scale that follows overflows."""
+    overflowed = tl.load(overflow) != 0
+    scale, good, skipped = tl.load(scaling), tl.load(scaling + 1), tl.load(scaling + 2)
+    x = tl.load(loss).to(tl.float32)
+    bad = (tl.load(status) != 0) | _is_bad(x) | (overflowed & (scale <= 1))
+    good = tl.where(overflowed, 0.0, good + 1)
+    doubles = (good >= interval) & (scale < largest)  # never after an overflow: an interval is at least 1
+    changed = tl.where(overflowed, scale * 0.5, tl.where(doubles, scale * 2, scale))
+    fine = bad == 0
+    tl.store(scaling, changed, mask=fine)
+    tl.store(scaling + 1, tl.where(doubles, 0.0, good), mask=fine)
+    tl.store(scaling + 2, tl.where(overflowed, skipped + 1, skipped), mask=fine)
+    tl.store(overflow, tl.full([], 0, tl.int64))
+    _count_step(bad, status)
+    tl.store(gate, (fine & (overflowed == 0)).to(tl.int32))

@@ -91,3 +91,24 @@ def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
         status[1] = status[2]
     status[2] += 1
     gate.fill_(int(status[0] == 0))
+
+
+def judge_scaled(
+    loss: Tensor, status: Tensor, overflow: Tensor, scaling: Tensor, gate: Tensor, *, interval: int, largest: float
+) -> None:
+    """Decide as `judge` does, under a loss scale that follows overflows."""
+    overflowed = overflow[0] != 0
+    overflow.zero_()
+    if overflowed and scaling[0] <= 1:
+        status[0] = 1
+    judge(loss, status, gate)
+    if status[0] != 0:
+        return
+    if overflowed:
+        scaling.copy_(torch.stack([scaling[0] / 2, torch.zeros_like(scaling[1]), scaling[2] + 1]))
+        gate.zero_()
+        return
+    scaling[1] += 1
+    if scaling[1] >= interval and scaling[0] < largest:
+        scaling[0] *= 2
+        scaling[1] = 0

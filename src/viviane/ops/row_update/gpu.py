@@ -18,7 +18,7 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
 from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state
-from viviane.ops.row_update.gpu_kernels import join_kernel, rest_kernel, span_kernel
+from viviane.ops.row_update.gpu_kernels import join_spans_kernel, rest_kernel, span_kernel
 from viviane.ops.row_update.gpu_numbers import rule_on_device, signed
 from viviane.ops.row_update.gpu_rules import ROW_WISE, SUM, Rule, rule_of
 from viviane.ops.row_update.gpu_sort import sort_rows
@@ -328,7 +328,7 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
             rows, parts, count = slot_rows, (None, None, None, slot_sums), 2 * spans
             shape, aligned, hints = slot_shape(dim), _vector(dim), cache_hints(1.0)
         tile, warps = join_shape(dim)
-        join_kernel[(spans,)](
+        join_spans_kernel[(spans,)](
             slot_rows, slot_sums, target.table, target.first, target.second, target.own, target.touched, target.scale,
             target.scale_at, target.clip, target.decay, target.rule.numbers, spans, target.first_row, target.dither,
             **_fixed(target), tile=tile, num_warps=warps, enable_fp_fusion=False,

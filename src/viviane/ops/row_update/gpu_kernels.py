@@ -262,7 +262,7 @@ def span_kernel(
 
 
 @triton.jit(do_not_specialize=["spans", "first_row", "dither"])
-def join_kernel(
+def join_spans_kernel(
     slot_rows,
     slot_sums,
     table,
