@@ -66,6 +66,7 @@ def trained(make, data, pulls, *, peers):
     found = []
     for step, (batch, pull) in enumerate(zip(data, pulls, strict=True)):
         if peers and step == 1:
+            assert "MiB of vectors, less than 1" in emb.routes.open_peers(1 << 20)
             assert emb.routes.open_peers() is None
         with emb.routes.through_peers():
             asked = emb.begin(batch) if step % 2 else batch
@@ -180,3 +181,23 @@ def everything(folder):
 @pytest.mark.parametrize("size", [2, 4])
 def test_memory_of_all_and_the_group_give_the_same_bits(size, tmp_path):
     processes.run(size, everything, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("told", "reaches", "words"),
+    [
+        ([["a", 0], ["b", 1]], True, "several machines"),
+        ([["a", 0], ["a", 0]], True, "CUDA_VISIBLE_DEVICES"),
+        ([["a", 0], ["a", 1]], False, "the GPU of rank 0 does not reach the memory of cuda:1"),
+        ([["a", 0], ["a", 1]], True, None),
+    ],
+)
+def test_what_keeps_gpus_from_each_other_is_named(monkeypatch, told, reaches, words):
+    """Process 0 of two, each with a GPU; there is none here, so what torch and the other process say is given."""
+    group = Group()
+    answers = iter([told, [[] if reaches else [1], []]])
+    group.size = 2
+    monkeypatch.setattr(group, "gather_data", lambda data: next(answers))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reaches)
+    reason = obstacle(group, torch.device("cuda", 0))
+    assert reason is None if words is None else words in reason

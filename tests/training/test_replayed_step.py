@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from test_captured_step import SCHEMA, bits, differing, fixed_batch, train, trai
 
 from viviane.config import Adam, Solver
 from viviane.core.errors import ConfigError, NumericsError
+from viviane.embedding import FeatureConfig, TableConfig
 from viviane.ops import capture
-from viviane.parallel import Group
-from viviane.training import Trainer, captured
+from viviane.parallel import Group, Plan, ShardedCollection, TablePlan
+from viviane.training import Trainer, captured, recording
 
 __all__ = ["replays"]
 BASE = Solver(batch_size=32, lr=0.02, device="cpu", warmup_steps=5, decay_start=8, decay_steps=9, end_lr=1e-3)
@@ -181,6 +183,39 @@ def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):
     assert kept() is not None
     capture.join_branches(device)
     assert kept() is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason", "seen"),
+    [
+        (True, "the processes are on several machines", [0]),
+        (True, None, [0]),
+        ("auto", "the processes are on several machines", [8 << 20]),
+        ("auto", None, [8 << 20]),
+        (False, None, []),
+    ],
+)
+def test_memory_of_other_gpus_is_asked_for_as_the_solver_says(setting, reason, seen):
+    """True refuses what prevents it, "auto" also leaves small exchanges to NCCL; nothing asks where it is False."""
+    plan = Plan(world_size=1, tables=[TablePlan(table="item", kind="table", ranks=[0])])
+    tables = [TableConfig(name="item", num_rows=4, dim=2)]
+    emb = ShardedCollection(tables, [FeatureConfig(name="item", table="item")], Adam(), plan=plan)
+    asked = []
+
+    def open_peers(least_bytes):
+        asked.append(least_bytes)
+        return reason
+
+    emb.routes.open_peers = open_peers
+    recorder = recording.Recorder.__new__(recording.Recorder)
+    solver = BASE.model_copy(update={"peer_memory": setting})
+    recorder.step = SimpleNamespace(solver=solver, collections={"emb": emb}, group=Group())
+    if setting is True and reason is not None:
+        with pytest.raises(ConfigError, match=r"solver.peer_memory[\s\S]*several machines[\s\S]*'auto'"):
+            recorder._open_peers()
+    else:
+        recorder._open_peers()
+    assert asked == seen
 
 
 def test_a_fixed_loss_scale_is_replayed(replays):

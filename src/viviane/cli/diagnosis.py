@@ -196,6 +196,19 @@ def _check_graphs() -> Check:
     return Check("cuda graphs", one.item() == 3, seen, "" if one.item() == 3 else "report this, with --json")
 
 
+def _check_peers() -> Check:
+    count = len(machine.gpus())
+    if count < 2:
+        return Check("gpu to gpu", True, "fewer than two GPUs here")
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if apart:
+        first, second = apart[0]
+        seen = f"cuda:{first} does not reach the memory of cuda:{second}: several processes exchange over NCCL alone"
+        return Check("gpu to gpu", True, seen)
+    return Check("gpu to gpu", True, "all reach each other's memory: recorded steps of several processes write there")
+
+
 def _check_training() -> Check:
     devices = ["cpu", *(["cuda:0"] if machine.gpus() else [])]
     seen = []
@@ -236,5 +249,6 @@ CHECKS: Final[dict[str, Callable[[], Check]]] = {
     "temporary files": _check_disk,
     "gpu": _check_gpu,
     "cuda graphs": _check_graphs,
+    "gpu to gpu": _check_peers,
     "training": _check_training,
 }

@@ -109,14 +109,20 @@ class FixedRoute:
         self.peers: PeerExchange | None = None
         """Through which recorded batches are exchanged; see `open_peers`."""
 
-    def open_peers(self) -> str | None:
+    def open_peers(self, least_bytes: int = 0) -> str | None:
         """Let recorded batches be exchanged through memory that all processes write to; returns why not.
 
         All processes call it together, after a batch.
+
+        Args:
+            least_bytes: of vectors that a process sends, below which it is not worth it.
         """
         if self.peers is not None:
             return None
         group, device, width = self.group, self._sharded.device, self._sharded.width
+        sent = self.size * (group.size - 1) * max(self.layout.widths) * self.wire.itemsize
+        if sent < least_bytes:
+            return f"a process sends {sent / 2**20:.1f} MiB of vectors, less than {least_bytes / 2**20:.0f}"
         regions = Regions.of(self.layout, group.size, self.size, width, self.wire)
         memory, reason = open_peer_memory(regions.size, group, device)
         if memory is None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from viviane.training.step import TrainStep
 
 _log = get_logger("training.recording")
+_LEAST_BYTES = 8 << 20
+"""Of vectors that a process sends: below, NCCL takes as long as kernels that write over the link."""
 
 
 @dataclass
@@ -123,7 +125,7 @@ class Recorder:
         if setting is False:
             return
         for collection in self._sharded():
-            reason = collection.routes.open_peers()
+            reason = collection.routes.open_peers(0 if setting is True else _LEAST_BYTES)
             if reason is None:
                 _log.info("recorded lookups write into the memory of the other GPUs")
                 continue
