@@ -162,6 +162,23 @@ def test_dense_steps_are_counted_only_where_something_is_trained(replays):
     assert torch.isfinite(eager.train_step(make_batch(8)))
 
 
+def test_a_part_that_is_added_begins_anew(replays):
+    """Its mode and hooks count from then on: nobody walks over all modules at every step."""
+    trainer = trainer_of(True)
+    train(trainer, range(3))
+    steps = trainer.stepper.captured
+    assert steps.num_recorded == 1
+    extra = torch.nn.Identity()
+    trainer.module.net.append(extra)
+    train(trainer, range(3, 4))
+    assert steps.num_recorded == 0
+    train(trainer, range(4, 6))
+    assert steps.num_recorded == 1
+    extra.register_forward_hook(lambda *_: None)
+    train(trainer, range(6, 7))
+    assert steps.num_recorded == 0
+
+
 def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):
     class Stream:
         def wait_stream(self, other):

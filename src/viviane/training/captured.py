@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, NumericsError
@@ -82,6 +82,7 @@ class CapturedSteps:
         self._seen: Counter[Hashable] = Counter()
         self._made: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._state: Hashable = None
+        self._modules: list[nn.Module] = []
         self._flights: deque[_Flight] = deque()
         self._counts = ReplayCounts(step)
         self._failure: str | None = None
@@ -260,7 +261,8 @@ class CapturedSteps:
             self.settle()
             _log.info("recording the training step anew: weights, freezing, modes or the optimizer's state changed")
             self._begin_anew()
-        self._state = state
+        self._modules = list(self.step.module.modules())
+        self._state = self._captured_state()
         self.reason = self._failure or obstacle(self.step)
         if self.reason is not None:
             _log.info("training step: %s", self.describe())
@@ -279,7 +281,8 @@ class CapturedSteps:
             for part in collection.parts()
         ]
         modules = [
-            (one.training, bool(one._forward_hooks), bool(one._forward_pre_hooks)) for one in own.module.modules()
+            (one.training, len(one._modules), bool(one._forward_hooks), bool(one._forward_pre_hooks))
+            for one in self._modules  # a walk over all of them takes a tenth of the host's part of a step
         ]
         means = None if own.mean is None else own.mean.addresses
         return tuple(places), tuple(state), tuple(tables), tuple(modules), means
