@@ -38,6 +38,27 @@ def test_every_rule_moves_as_the_reference(rule, inside):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", list(dense.STATES))
+def test_every_number_is_moved_once_and_alike_by_any_number_of_threads(rule):
+    """Shares end at blocks, whatever the tensors' sizes: numbers of a last, shorter block are computed otherwise."""
+    before, sizes = torch.get_num_threads(), (1, 63, 64, 65, 60_001, 130, 70_000, 7)
+    numbers = torch.tensor([0.1, 0.01, 1e-3, 0.9, 0.99, 0.1, 0.01], dtype=torch.float64)
+    results = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            rng = torch.Generator().manual_seed(0)
+            params = [torch.randn(size, generator=rng) for size in sizes]
+            gradients = [torch.randn(size, generator=rng) for size in sizes]
+            states = [[torch.rand(size, generator=rng) for size in sizes] for _ in range(dense.STATES[rule])]
+            dense.move_tensors(rule, params, gradients, states, numbers, decays=True)
+            results.append([*params, *(one for state in states for one in state)])
+    finally:
+        torch.set_num_threads(before)
+    for found in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], found, strict=True))
+
+
 def test_results_do_not_depend_on_threads_and_gradients_may_have_any_strides():
     before = torch.get_num_threads()
     results = []

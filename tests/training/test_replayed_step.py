@@ -17,6 +17,7 @@ from viviane.embedding import FeatureConfig, TableConfig
 from viviane.ops import capture
 from viviane.parallel import Group, Plan, ShardedCollection, TablePlan
 from viviane.training import Trainer, captured, recording
+from viviane.training.capture_rules import _obstacles
 
 __all__ = ["replays"]
 BASE = Solver(batch_size=32, lr=0.02, device="cpu", warmup_steps=5, decay_start=8, decay_steps=9, end_lr=1e-3)
@@ -177,6 +178,15 @@ def test_a_part_that_is_added_begins_anew(replays):
     extra.register_forward_hook(lambda *_: None)
     train(trainer, range(6, 7))
     assert steps.num_recorded == 0
+
+
+def test_a_frozen_weight_that_no_kernel_moves_keeps_steps_from_being_recorded():
+    """One kernel moves all dense weights or none: a step without it would pass by the gate of its updates."""
+    module = ClickModel()
+    module.register_parameter("wide", torch.nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False))
+    step = Trainer(module, SCHEMA, BASE, Adam(), progress=False, tensorboard=False).stepper
+    assert step.optimizer.mover is None
+    assert "dense parameters: only float32 parameters have a kernel" in list(_obstacles(step))
 
 
 def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):

@@ -57,7 +57,8 @@ def _obstacles(step: TrainStep) -> Iterator[str]:
         yield "fp16 without nan_guard looks for overflows on the host"
     if not kernels_serve(step.device):
         yield "VIVIANE_OPS chooses plain torch for embedding tables"
-    unfit = dense_reason([one for one in step.parameters.values() if one.requires_grad])
+    # Frozen ones count, too: they may be trained later, and one kernel moves all or none (see `TrainStep`).
+    unfit = dense_reason(list(step.parameters.values()))
     if step.parameters and unfit is not None:
         yield f"dense parameters: {unfit}"
     for collection in step.collections.values():

@@ -89,8 +89,14 @@ def _numbers(rule: str, given: Sequence[float], inside: bool, decays: bool, scal
 
 @njit(forceinline=True)
 def shares(begin, end, start, size):  # type: ignore[no-untyped-def]
-    """Return which numbers of a tensor that begins at `start` of all lie between begin and end."""
-    return max(begin - start, 0), min(end - start, size)
+    """Return which numbers of a tensor that begins at `start` of all lie between begin and end, in whole blocks.
+
+    A share ends where a block does: what is computed in blocks and what one by one, which compilers may round
+    otherwise, is the same however many threads share the work.
+    """
+    first, stop = max(begin - start, 0), max(end - start, 0)
+    first = size if first >= size else first // _BLOCK * _BLOCK
+    return first, size if stop >= size else stop // _BLOCK * _BLOCK
 
 
 @njit(forceinline=True)
