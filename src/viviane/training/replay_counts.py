@@ -79,6 +79,8 @@ class ReplayCounts:
 
     def _count(self, steps: int) -> None:
         """Count steps of dense parameters as the optimizer does: where some of a group are trained."""
+        if not steps:
+            return
         for group in [] if self.step.optimizer is None else self.step.optimizer.param_groups:
             if any(param.requires_grad for param in group["params"]):
                 group["step"] += steps
