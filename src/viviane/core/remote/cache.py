@@ -36,7 +36,12 @@ _THREADS: Final = 4
 _log = get_logger("remote")
 _one_at_a_time = threading.Lock()
 _held: dict[Path, IO[Any]] = {}  # locks of the copies this process uses, until it ends
-atexit.register(lambda: [lock.close() for lock in _held.values()])
+
+
+@atexit.register
+def _close_locks() -> None:
+    for lock in _held.values():
+        lock.close()
 
 
 def local_copy(path: str | Path | RemotePath) -> Path:
