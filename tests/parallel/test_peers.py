@@ -34,17 +34,17 @@ class MappedMemory:
     def base(self, dtype):
         return self.whole.view(dtype)
 
-    def place(self, rank, start, dtype):
+    def offset(self, rank, start, dtype):
         return (rank * self.num_bytes + start) // dtype.itemsize
 
-    def part(self, rank, start, shape, dtype):
+    def view(self, rank, start, shape, dtype):
         begin = rank * self.num_bytes + start
         assert start + int(np.prod(shape)) * dtype.itemsize <= self.num_bytes
         raw = np.frombuffer(self.whole.numpy(), np.uint8, int(np.prod(shape)) * dtype.itemsize, begin)
         return torch.from_numpy(raw).view(dtype).view(tuple(shape)) if raw.size else torch.empty(shape, dtype=dtype)
 
-    def meet(self, number):
-        assert self.group.gather_numbers([number]) == [[number]] * self.group.size, "processes meet in another order"
+    def barrier(self, channel):
+        assert self.group.gather_numbers([channel]) == [[channel]] * self.group.size, "processes meet in another order"
 
 
 def mapped(folder):
@@ -129,7 +129,7 @@ def vectors_at_their_place(folder):
         ]
         emb = alike(make, data, str(ranks))
         [route] = emb.routes.fixed.values()
-        assert route.peers.is_whole
+        assert route.peers.is_direct
     assert len(made) == 2
 
 

@@ -105,7 +105,6 @@ class FixedRoute:
         self._sums = [ReplicaSum(one.storage, self.group, self.wire) for one in self.layout.local]
         self._sharded = sharded
         self._kind = torch.int32
-        self._has_factors = False
         self.peers: PeerExchange | None = None
         """Through which recorded batches are exchanged; see `open_peers`."""
 
@@ -127,11 +126,12 @@ class FixedRoute:
         memory, reason = open_peer_memory(regions.size, group, device)
         if memory is None:
             return reason
+        has_means = any(map(self.resolve.is_mean, self.layout.owners))
         peers = PeerExchange(
-            memory, regions, self.layout, group.rank, self.size, width, self.wire, is_multiplied=self._has_factors
+            memory, regions, self.layout, group.rank, self.size, width, self.wire, is_multiplied=has_means
         )
         columns = sum(len(span) for span in self.resolve.columns.values())
-        factors = torch.ones(self.size, len(self.layout.segments.items), device=device) if self._has_factors else None
+        factors = torch.ones(self.size, len(self.layout.owners), device=device) if has_means else None
         peers.rehearse(columns, self._kind, factors)
         self.peers = peers
         return None
@@ -150,7 +150,7 @@ class FixedRoute:
         layout, size, n = self.layout, self.size, self.group.size
         found = self.resolve(keys)
         factors, weights = self._factors(found.shares)
-        self._kind, self._has_factors = found.rows.dtype, factors is not None
+        self._kind = found.rows.dtype
         blocks = torch.empty(size * sum(layout.counts), dtype=layout.dtype, device=found.rows.device)
         pack_rows(found.rows, layout.columns, blocks)
         sent = size * sum(layout.counts[:n])
@@ -235,13 +235,17 @@ class FixedRoute:
         splits = [size * one for one in layout.widths]
         taken = group.start_all_to_all(vectors.view(-1), [size * width] * n, splits)
         if training:
-            prepare(own)
-            for part, one in zip(local, self._sums, strict=True):
-                one.prepare(part)
+            self._prepare(own, local)
         out = torch.empty(size, self._sharded.width, dtype=self._dtype(device), device=device)
         for part, shape in zip(local, layout.local, strict=True):
             _gather(part, shape, out)
         return Begun(own, local, taken, out)
+
+    def _prepare(self, own: list[Part], local: list[Part]) -> None:
+        """Begin the part of the update that needs no gradients."""
+        prepare(own)
+        for part, one in zip(local, self._sums, strict=True):
+            one.prepare(part)
 
     @torch.no_grad()
     def _begin_through(
@@ -249,25 +253,23 @@ class FixedRoute:
     ) -> Begun:
         """Begin a lookup whose vectors are written to the processes that asked."""
         device, dtype = peers.device, self._dtype(peers.device)
-        whole = peers.is_whole and dtype == self.wire
+        direct = peers.is_direct and dtype == self.wire
         rows = [part.rows for part in own]
-        out = peers.output() if whole else torch.empty(self.size, self._sharded.width, dtype=dtype, device=device)
+        out = peers.output() if direct else torch.empty(self.size, self._sharded.width, dtype=dtype, device=device)
         # The link holds up what goes to the others; this process's own lookups run beside it, and the sorts, too.
         with branch(device, "at home") as done:
-            peers.keep_vectors(rows, whole=whole)
+            peers.keep_vectors(rows, direct=direct)
             for part, shape in zip(local, self.layout.local, strict=True):
                 _gather(part, shape, out)
         with branch(device, "vectors", is_open=True, is_urgent=True) as arrived:
-            peers.send_vectors(rows, whole=whole)
+            peers.send_vectors(rows, direct=direct)
         if training:
-            prepare(own)
-            for part, one in zip(local, self._sums, strict=True):
-                one.prepare(part)
+            self._prepare(own, local)
 
         def taken() -> Tensor | None:
             for wait in (join, done, arrived):
                 wait()
-            return None if whole else peers.blocks
+            return None if direct else peers.blocks
 
         return Begun(own, local, taken, out)
 

@@ -152,10 +152,14 @@ class FixedResolver:
             if feature.combiner == "concat":
                 known = rows[:, span.start : span.stop] != self.null_row
                 masks[name] = F.pad(known, (0, feature.num_places - len(span)))
-            elif feature.combiner == "mean" and len(span) > 1:
+            elif self.is_mean(name):
                 count = (rows[:, span.start : span.stop] != self.null_row).sum(1, keepdim=True).float()
                 shares[name] = count.reciprocal().masked_fill(count == 0, 0.0)
         return FixedRows(rows, masks, shares)
+
+    def is_mean(self, name: str) -> bool:
+        """Whether a feature's vectors are summed and divided by their number."""
+        return self.features[name].combiner == "mean" and len(self.columns[name]) > 1
 
     def _check_lengths(self, keys: Keys) -> None:
         """Leave a record of the first bag that has another number of ids than was said; nothing waits for a GPU."""

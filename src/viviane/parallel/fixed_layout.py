@@ -65,7 +65,7 @@ class FixedLayout:
         segments: how blocks of vectors become the output.
         owners: for each segment, its feature.
         own: storages of this process's shards.
-        whole: the same, with vectors at their place in the output of the process that asked.
+        direct: the same, with vectors at their place in the output of the process that asked.
         local: storages of replicated tables; their vectors go straight into the output.
         dtype: of ids on the wire.
     """
@@ -77,7 +77,7 @@ class FixedLayout:
     segments: Segments
     owners: tuple[str, ...]
     own: tuple[StoragePart, ...]
-    whole: tuple[StoragePart, ...]
+    direct: tuple[StoragePart, ...]
     local: tuple[StoragePart, ...]
     dtype: torch.dtype
 
@@ -118,7 +118,7 @@ def lay_out(
     lines: list[list[int]] = []
     counts: list[int] = []
     mine: tuple[StoragePart, ...] = ()
-    whole: tuple[StoragePart, ...] = ()
+    direct: tuple[StoragePart, ...] = ()
     lengths: list[tuple[int, ...]] = []
     for rank in range(group.size):
         parts = _block(lines, size * sum(counts), by_rank[rank], where[rank], ids)
@@ -127,7 +127,7 @@ def lay_out(
         if rank == group.rank and own is not None:
             asked, places = by_rank[rank], where[rank]
             mine = tuple(_part(own, asked, places, one, ids, _starts(asked)) for one in parts)
-            whole = tuple(_part(own, asked, places, one, ids, [piece.column for piece in asked]) for one in parts)
+            direct = tuple(_part(own, asked, places, one, ids, [piece.column for piece in asked]) for one in parts)
     local = []
     for number in sorted({one.storage for one in at_home}):
         chosen = [i for i, one in enumerate(at_home) if one.storage == number]
@@ -141,7 +141,7 @@ def lay_out(
     biggest = max([one.null_row for every in [*where, at_home] for one in every], default=0)
     return FixedLayout(
         tuple(counts), tuple(widths), Columns(lines, device), tuple(lengths), Segments(items, device), owners, mine,
-        whole, tuple(local), torch.int32 if biggest + 2 < 2**31 else torch.int64,
+        direct, tuple(local), torch.int32 if biggest + 2 < 2**31 else torch.int64,
     )  # fmt: skip
 
 

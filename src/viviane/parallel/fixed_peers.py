@@ -4,8 +4,8 @@ The kernels of `viviane.parallel.fixed` write blocks where the process that need
 of the rows' owners, vectors into that of the process whose batch asked, gradients into that of the owners again. Where
 every column of the output comes from one process and is not multiplied, vectors go to their place in the output itself.
 
-Nobody writes what another still reads: before ids are written all processes meet (they are through with the step before
-this one then), and each of the three kinds of memory is written only after the one before it was read.
+Nobody writes what another still reads: before ids are written all processes wait for each other, which are through with
+the step before this one then, and each of the three kinds of memory is written only after the one before it was read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import Columns, Segment, Segments, Source, cut_blocks, pack_rows, pool_columns
 from viviane.parallel.fixed_layout import FixedLayout
-from viviane.parallel.peers import SharedMemory, rounded
+from viviane.parallel.peers import SymmetricMemory, rounded
 
-_THROUGH, _IDS, _VECTORS, _GRADIENTS = range(4)  # meetings
+_THROUGH, _IDS, _VECTORS, _GRADIENTS = range(4)  # channels of barriers
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class PeerExchange:
         is_multiplied: whether sums become means, so that the output is more than what was looked up.
 
     Attributes:
-        is_whole: whether vectors can be written to their place in the output.
+        is_direct: whether vectors can be written to their place in the output.
         is_taken: whether a lookup that is being recorded uses it.
     """
 
     def __init__(
         self,
-        memory: SharedMemory,
+        memory: SymmetricMemory,
         regions: Regions,
         layout: FixedLayout,
         rank: int,
@@ -84,7 +84,9 @@ class PeerExchange:
     ) -> None:
         self.memory, self.layout, self.size, self.wire = memory, layout, size, wire
         self.rank, self.num_ranks = rank, len(layout.widths)
-        self.is_whole = not is_multiplied and all(len(one.sources) == 1 and not one.adds for one in _items(layout))
+        self.is_direct = not is_multiplied and all(
+            len(one.sources) == 1 and not one.adds for one in layout.segments.items
+        )
         self.is_taken = False
         n, counts, widths = self.num_ranks, layout.counts, layout.widths
         self.device = memory.base(wire).device
@@ -93,28 +95,28 @@ class PeerExchange:
         self.ids = self._matrices(regions.ids, n * size, layout.parts[rank])
         after = regions.ids + n * size * max(counts[:n]) * layout.dtype.itemsize
         self.local_ids = self._matrices(after, size, counts[n:])
-        self.blocks = memory.part(rank, regions.vectors, (size * sum(widths),), wire)
-        self.gradients = memory.part(rank, regions.gradients, (n * size, widths[rank]), wire)
+        self.blocks = memory.view(rank, regions.vectors, (size * sum(widths),), wire)
+        self.gradients = memory.view(rank, regions.gradients, (n * size, widths[rank]), wire)
         before = size * sum(widths[:rank]) * wire.itemsize
         ranks = range(n)
         self._start, self._width = regions.vectors, width
         self._outputs = [self._output(q) for q in ranks]
-        self._theirs = [memory.part(q, regions.vectors + before, (size, widths[rank]), wire) for q in ranks]
+        self._theirs = [memory.view(q, regions.vectors + before, (size, widths[rank]), wire) for q in ranks]
 
     def _matrices(self, start: int, size: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
         """Return matrices (size, C) of ids, one after another in this process's piece."""
         kind, found = self.layout.dtype, []
         for count in counts:
-            found.append(self.memory.part(self.rank, start, (size, count), kind))
+            found.append(self.memory.view(self.rank, start, (size, count), kind))
             start += size * count * kind.itemsize
         return tuple(found)
 
     def output(self) -> Tensor:
-        """Return the output, (B, W), where `is_whole`; another tensor each time, since autograd marks it as its own."""
+        """Return the output, (B, W), where `is_direct`; a new tensor each time: autograd marks it as its own."""
         return self._output(self.rank)
 
     def _output(self, rank: int) -> Tensor:
-        return self.memory.part(rank, self._start, (self.size, self._width), self.wire)
+        return self.memory.view(rank, self._start, (self.size, self._width), self.wire)
 
     def _lines(self, regions: Regions) -> list[list[int]]:
         """Return how ids go into the owners' memory, a matrix for each storage; those of replicas into this one's."""
@@ -126,11 +128,11 @@ class PeerExchange:
                 lines.append([line[0], start + i, count, *line[3:]])
 
         for owner, counts in enumerate(layout.parts):
-            at = self.memory.place(owner, regions.ids, kind)
+            at = self.memory.offset(owner, regions.ids, kind)
             for count in counts:
                 add(at + self.rank * size * count, count)
                 at += n * size * count
-        at = self.memory.place(self.rank, regions.ids, kind) + n * size * max(layout.counts[:n])
+        at = self.memory.offset(self.rank, regions.ids, kind) + n * size * max(layout.counts[:n])
         for count in layout.counts[n:]:
             add(at, count)
             at += size * count
@@ -143,35 +145,35 @@ class PeerExchange:
 
         def moved(source: Source) -> Source:
             owner = next(q for q in range(self.num_ranks) if starts[q] <= source.start < starts[q + 1])
-            at = self.memory.place(owner, regions.gradients, self.wire) + self.rank * self.size * widths[owner]
+            at = self.memory.offset(owner, regions.gradients, self.wire) + self.rank * self.size * widths[owner]
             return Source(source.start - starts[owner] + at, source.width)
 
-        return [replace(one, sources=tuple(map(moved, one.sources))) for one in _items(self.layout)]
+        return [replace(one, sources=tuple(map(moved, one.sources))) for one in self.layout.segments.items]
 
     def send_ids(self, rows: Tensor) -> None:
         """Write this process's rows of whole tables, (B, C), as rows of parts to their owners, and wait for theirs."""
-        self.memory.meet(_THROUGH)
+        self.memory.barrier(_THROUGH)
         pack_rows(rows, self._columns, self.memory.base(self.layout.dtype))
-        self.memory.meet(_IDS)
+        self.memory.barrier(_IDS)
 
-    def send_vectors(self, asked: Sequence[Tensor], *, whole: bool) -> None:
+    def send_vectors(self, asked: Sequence[Tensor], *, direct: bool) -> None:
         """Look up what the other processes ask and write it to them; the current stream waits for theirs.
 
         Args:
             asked: (G, C) of each storage.
-            whole: whether vectors go to their place in the output.
+            direct: whether vectors go to their place in the output.
         """
         for step in range(1, self.num_ranks):  # each begins with another, so that nobody is written to by all at once
-            self._look_up(asked, (self.rank + step) % self.num_ranks, whole)
-        self.memory.meet(_VECTORS)
+            self._look_up(asked, (self.rank + step) % self.num_ranks, direct)
+        self.memory.barrier(_VECTORS)
 
-    def keep_vectors(self, asked: Sequence[Tensor], *, whole: bool) -> None:
+    def keep_vectors(self, asked: Sequence[Tensor], *, direct: bool) -> None:
         """Look up what this process asks of itself."""
-        self._look_up(asked, self.rank, whole)
+        self._look_up(asked, self.rank, direct)
 
-    def _look_up(self, asked: Sequence[Tensor], rank: int, whole: bool) -> None:
-        out = self._outputs[rank] if whole else self._theirs[rank]
-        for shape, rows in zip(self.layout.whole if whole else self.layout.own, asked, strict=True):
+    def _look_up(self, asked: Sequence[Tensor], rank: int, direct: bool) -> None:
+        out = self._outputs[rank] if direct else self._theirs[rank]
+        for shape, rows in zip(self.layout.direct if direct else self.layout.own, asked, strict=True):
             some = rows[rank * self.size : (rank + 1) * self.size]
             if not some.numel():
                 continue
@@ -183,7 +185,7 @@ class PeerExchange:
     def send_gradients(self, gradient: Tensor, factors: Tensor | None) -> None:
         """Write the gradient of the output, (B, W), to the owners of its columns, and wait for theirs."""
         cut_blocks(gradient, self._segments, self.memory.base(self.wire), factors, aside=True)
-        self.memory.meet(_GRADIENTS)
+        self.memory.barrier(_GRADIENTS)
 
     def rehearse(self, num_columns: int, kind: torch.dtype, factors: Tensor | None) -> None:
         """Run everything once on first rows, so that kernels are there when a graph is recorded; all call it together.
@@ -195,12 +197,8 @@ class PeerExchange:
         """
         self.send_ids(torch.zeros(self.size, num_columns, dtype=kind, device=self.device))
         first = [torch.zeros_like(one) for one in self.ids]
-        for whole in (False, True) if self.is_whole else (False,):
-            self.send_vectors(first, whole=whole)
-            self.keep_vectors(first, whole=whole)
-        for dtype in {self.wire: None, torch.float32: None}:
+        for direct in (False, True) if self.is_direct else (False,):
+            self.send_vectors(first, direct=direct)
+            self.keep_vectors(first, direct=direct)
+        for dtype in dict.fromkeys((self.wire, torch.float32)):
             self.send_gradients(torch.zeros_like(self.output(), dtype=dtype), factors)
-
-
-def _items(layout: FixedLayout) -> tuple[Segment, ...]:
-    return layout.segments.items

@@ -2,7 +2,7 @@
 
 A library that exchanges tensors copies what a kernel wrote once more, and its kernels begin when others leave them
 room. GPUs that reach each other's memory need neither: the kernel that looks rows up stores them where the other
-process reads them, and a meeting of all processes says that they are there.
+process reads them, and a barrier says that they are there.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ UNIT: Final = 256
 """Bytes: a part of such memory begins at a multiple of it."""
 
 
-class SharedMemory(Protocol):
+class SymmetricMemory(Protocol):
     """Equal pieces of memory, one of each process, that all of them read and write."""
 
     def base(self, dtype: torch.dtype) -> Tensor:
-        """Return the flat tensor from whose first number `place` counts."""
+        """Return the flat tensor from whose first number `offset` counts."""
         ...
 
-    def place(self, rank: int, start: int, dtype: torch.dtype) -> int:
+    def offset(self, rank: int, start: int, dtype: torch.dtype) -> int:
         """Return where byte `start` of a process's piece is, in numbers from the first of `base`; it may be negative.
 
-        Kernels add such a place to the address of `base`, whatever lies between.
+        Kernels add such an offset to the address of `base`, whatever lies between.
         """
         ...
 
-    def part(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor over a process's piece, from byte `start` on."""
         ...
 
-    def meet(self, number: int) -> None:
-        """Go on when all processes have come here; what they wrote before is there then. Meetings have numbers."""
+    def barrier(self, channel: int) -> None:
+        """Go on when all processes have come here; what they wrote before is there then."""
         ...
 
 
@@ -60,7 +60,7 @@ class PeerMemory:
     def __init__(self, memory: Tensor, group: Group) -> None:
         self._rank, self._memory = group.rank, memory
         self._handle = _symmetric().rendezvous(memory, group.device_group)
-        self._starts = [self.part(rank, 0, (1,), torch.uint8).data_ptr() for rank in range(group.size)]
+        self._starts = [self.view(rank, 0, (1,), torch.uint8).data_ptr() for rank in range(group.size)]
 
     @staticmethod
     def allocate(num_bytes: int, device: torch.device) -> Tensor:
@@ -76,20 +76,20 @@ class PeerMemory:
         """Return this process's piece as numbers."""
         return self._memory.view(dtype)
 
-    def place(self, rank: int, start: int, dtype: torch.dtype) -> int:
+    def offset(self, rank: int, start: int, dtype: torch.dtype) -> int:
         """Return how far a process's byte `start` is from this process's first, in numbers."""
         return (self._starts[rank] - self._starts[self._rank] + start) // dtype.itemsize
 
-    def part(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor over a process's piece."""
         if 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype, device=self._memory.device)
         found: Tensor = self._handle.get_buffer(rank, tuple(shape), dtype, start // dtype.itemsize)
         return found
 
-    def meet(self, number: int) -> None:
+    def barrier(self, channel: int) -> None:
         """Let the current stream wait for all processes."""
-        self._handle.barrier(channel=number)
+        self._handle.barrier(channel=channel)
 
 
 def open_peer_memory(num_bytes: int, group: Group, device: torch.device) -> tuple[PeerMemory | None, str | None]:

@@ -39,10 +39,9 @@ class Routes:
         uses_peers: whether what is recorded now goes through memory that all processes write to.
     """
 
-    uses_peers = False
-
     def __init__(self, sharded: ShardedCollection, row_dtype: torch.dtype) -> None:
         self._sharded, self._row_dtype = sharded, row_dtype
+        self.uses_peers = False
         self.varying: dict[tuple[str, ...], Route] = {}
         self.fixed: dict[tuple[Any, ...], FixedRoute] = {}
         self.distinct: dict[tuple[str, ...], DistinctRoute] = {}
