@@ -156,9 +156,9 @@ def check_kernel(
         x = tl.load(base + n, mask=here, other=0.0).to(tl.float32)
         bad |= _is_bad(x).to(tl.int32)
     if wide and (size % 4 != 0) & (start + block * turns >= size):  # what is left of the last four
-        n = size // 4 * 4 + tl.arange(0, block)
-        x = tl.load(base + n, mask=(n < size) & (n >= start), other=0.0).to(tl.float32)
-        bad |= _is_bad(x).to(tl.int32)
+        rest = size // 4 * 4 + tl.arange(0, block)
+        y = tl.load(base + rest, mask=(rest < size) & (rest >= start), other=0.0).to(tl.float32)
+        bad |= _is_bad(y).to(tl.int32)
     _report(bad, status)
 
 
