@@ -1,10 +1,13 @@
 """What the operations' tests share."""
 
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.ops.interpreted import Share, run_share
 
 
 @pytest.fixture
@@ -21,3 +24,12 @@ def on_threads() -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
 
     yield run
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Share]:
+    """Returns how a share of the GPU's tests ended in the interpreter, run at most once by all workers together."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "interpreted"
+    folder.mkdir(exist_ok=True)
+    return partial(run_share, folder)

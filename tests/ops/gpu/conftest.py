@@ -5,6 +5,7 @@ Without that variable the tests here are left out; tests/ops/test_gpu_interprete
 """
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
 elif not ON_GPU:
+    from tests.ops.gpu.launches import note_launches, write_launches
     from triton.runtime import interpreter
 
     _patch = interpreter._patch_lang_tensor
@@ -57,6 +59,12 @@ elif not ON_GPU:
     interpreter._patch_lang = _patch_once
     interpreter._get_np_dtype = _numpy_type_once
     interpreter.ScanOps.generic_scan = _scan
+
+    if noted := os.environ.get("VIVIANE_TEST_LAUNCHES"):  # tests/ops/test_gpu_kernels_compile.py reads them
+        note_launches(interpreter.InterpretedFunction)
+
+        def pytest_sessionfinish() -> None:
+            write_launches(Path(noted))
 
 
 @pytest.fixture
