@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from viviane.ops.cross_layers.gpu_kernels import cross_backward_kernel, cross_forward_kernel, cross_last_kernel
+from viviane.ops.cuda_parts import product
 from viviane.ops.packing import packing
 from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device
@@ -51,6 +52,10 @@ def cross_forward(u: Tensor, weight: Tensor, bias: Tensor, first: Tensor, x: Ten
     if not fits_tensor_copies(u, weight, first, x, y):
         torch.addmm(bias, u, weight.t(), out=y)
         return torch.addcmul(x, first, y)
+    if product.serves(u, weight, bias.view(1, -1)):
+        out = torch.empty_like(first)
+        product.multiply(product.FORWARD, u, weight, [first, x, y, out], bias=bias)
+        return out
     return fused_cross_forward(u, weight, bias, first, x, y, FORWARD)
 
 
@@ -103,6 +108,11 @@ def cross_backward(
     if not fits_tensor_copies(du, weight, grad, first, out):
         torch.addmm(grad, du, weight, out=out)
         return out, *gated_gradient(out, first, relu=False)
+    if product.serves(du):
+        scaled = torch.empty_like(out)
+        partial = product.multiply(product.BACKWARD, du, weight, [grad, first, scaled, out], sums=True)
+        assert partial is not None
+        return out, scaled, partial
     return fused_cross_backward(du, weight, grad, first, out, BACKWARD)
 
 
@@ -131,6 +141,10 @@ def cross_last(du: Tensor, weight: Tensor, top: Tensor, grads: Tensor, ys: Tenso
         out = torch.addmm(every[0], du, weight)
         for g, y in zip(every, ys, strict=True):
             out.addcmul_(g, y)
+        return out
+    if product.serves(du):
+        out = torch.empty_like(top)
+        product.multiply(product.LAST, du, weight, [top, grads, ys, out], layers=layers)
         return out
     return fused_cross_last(du, weight, top, grads, ys, LAST)
 

@@ -6,11 +6,14 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from viviane.core.errors import VivianeError
 from viviane.ops.capture import refuse_capture
+
+Argument: TypeAlias = ctypes.c_void_p | ctypes.c_int | ctypes.Structure
 
 _SUCCESS = 0
 _MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -25,14 +28,23 @@ class Kernel:
         defines: macros, by name.
         device: where it runs.
         shared_bytes: the most dynamic shared memory of a block.
+        only_here: whether it uses what no later generation of GPUs has, as the tensor cores' own instructions are.
     """
 
     def __init__(
-        self, source: str, name: str, defines: dict[str, int], device: torch.device, shared_bytes: int = 0
+        self,
+        source: str,
+        name: str,
+        defines: dict[str, int],
+        device: torch.device,
+        shared_bytes: int = 0,
+        *,
+        only_here: bool = False,
     ) -> None:
         refuse_capture(device, "compiling a kernel", fix="run an iteration before the capture")
         major, minor = torch.cuda.get_device_capability(device)
-        options = [f"--gpu-architecture=sm_{major}{minor}", *(f"-D{key}={value}" for key, value in defines.items())]
+        target = f"--gpu-architecture=sm_{major}{minor}{'a' if only_here else ''}"
+        options = [target, *(f"-D{key}={value}" for key, value in defines.items())]
         binary = compile_cuda(source, options)
         self._device = device
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -42,27 +54,31 @@ class Kernel:
             self._call("cuModuleLoadData", ctypes.byref(self._module), binary)
             self._call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
             self._call("cuFuncSetAttribute", self._function, _MOST_SHARED, shared_bytes)
-        self._launch = self._driver.cuLaunchCooperativeKernel
-        self._launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
+        sizes: list[type[ctypes.c_void_p] | type[ctypes.c_uint]] = [ctypes.c_void_p, *[ctypes.c_uint] * 7]
+        self._together, self._alone = self._driver.cuLaunchCooperativeKernel, self._driver.cuLaunchKernel
+        self._together.argtypes = [*sizes, ctypes.c_void_p, ctypes.c_void_p]
+        self._alone.argtypes = [*sizes, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
 
-    def launch_together(
-        self, blocks: int, threads: int, arguments: Sequence[ctypes.c_void_p | ctypes.c_int], shared_bytes: int = 0
-    ) -> None:
+    def launch_together(self, blocks: int, threads: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
         """Launch blocks that may wait for one another, on the current stream.
 
         Args:
             blocks: at most as many as fit on the device at a time.
             threads: of each block.
-            arguments: the kernel's: `ctypes.c_void_p` of pointers, `ctypes.c_int` of numbers.
+            arguments: the kernel's: `ctypes.c_void_p` of pointers, `ctypes.c_int` of numbers, structures.
             shared_bytes: dynamic shared memory of each block.
         """
-        places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            _check(
-                "cuLaunchCooperativeKernel",
-                self._launch(self._function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, places),
-            )
+            stream, places = torch.cuda.current_stream(self._device).cuda_stream, _places(arguments)
+            status = self._together(self._function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, places)
+        _check("cuLaunchCooperativeKernel", status)
+
+    def launch(self, blocks: int, threads: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
+        """Launch blocks that do not wait for one another; see `launch_together`."""
+        with torch.cuda.device(self._device):
+            stream, places = torch.cuda.current_stream(self._device).cuda_stream, _places(arguments)
+            status = self._alone(self._function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, places, None)
+        _check("cuLaunchKernel", status)
 
     def _call(self, name: str, *arguments: object) -> None:
         _check(name, getattr(self._driver, name)(*arguments))
@@ -104,6 +120,10 @@ def nvrtc() -> ctypes.CDLL | None:
         except OSError:
             continue
     return None
+
+
+def _places(arguments: Sequence[Argument]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
 
 
 def _bytes(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
