@@ -26,7 +26,10 @@ ONE_GPU = (
     "tests/training/test_gpu.py tests/training/test_captured_step.py tests/training/test_feed_gpu.py "
     "tests/training/test_controls.py"
 )
-SEVERAL_GPUS = "tests/parallel/test_exchange_gpu.py tests/training/test_captured_group_cuda.py"
+SEVERAL_GPUS = (
+    "tests/parallel/test_exchange_gpu.py tests/training/test_captured_group_cuda.py "
+    "tests/training/test_group_failure_cuda.py"
+)
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class Stage:
 
 
 STAGES = (
-    Stage("tests", f"{PYTEST} -n {{jobs}} {ONE_GPU}", 110),
-    Stage("group-tests", f"{PYTEST} {SEVERAL_GPUS}", 100, gpus=2),
+    Stage("tests", f"{PYTEST} -n {{jobs}} {ONE_GPU}", 175),
+    Stage("group-tests", f"{PYTEST} {SEVERAL_GPUS}", 200, gpus=2),
     Stage("check", "benchmarks/many_processes.py check", 60, gpus=2, ranks=True),
     Stage("recorded", "benchmarks/many_processes.py recorded", 60, gpus=2, ranks=True),
     Stage("train", "benchmarks/train_gpu.py --trace", 100),

@@ -17,11 +17,11 @@ from group_model import make_data
 SCRIPT = Path(__file__).with_name("group_model.py")
 
 
-def start(arguments, *, processes=2, restarts=0):
+def start(arguments, *, processes=2, restarts=0, script=SCRIPT):
     """Start torchrun in a session of its own, so that what stalls can be ended with it."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-        "--max-restarts", str(restarts), str(SCRIPT), *map(str, arguments),
+        "--max-restarts", str(restarts), str(script), *map(str, arguments),
     ]  # fmt: skip
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
