@@ -1,4 +1,4 @@
-"""A process that dies or stalls while another's GPU waits in a kernel for its memory: the job ends and says who it was."""
+"""A process that dies or stalls while another's GPU waits in a kernel for its memory: the job ends and names it."""
 
 import re
 import sys
