@@ -22,28 +22,28 @@ class Watch:
     Example:
         >>> watch, one = Watch(torch.zeros(1, dtype=torch.int64)), torch.ones(4, 2)
         >>> watch.add(one)
-        >>> watch.covers(one.view(8)), watch.covers(torch.ones(4, 2)), watch.covers(one.mul_(2))
+        >>> watch.covers(one[:, 1:]), watch.covers(torch.ones(4, 2)), watch.covers(one.mul_(2))
         (True, False, False)
     """
 
     def __init__(self, status: Tensor) -> None:
         self.status = status
         # The tensors themselves are kept: as long as they live nobody else gets their memory.
-        self._seen: dict[int, tuple[Tensor, int]] = {}
+        self._seen: list[tuple[Tensor, int]] = []
 
     def add(self, tensor: Tensor) -> None:
-        """Note that a kernel looked at a whole tensor."""
-        self._seen[tensor.data_ptr()] = (tensor, tensor._version)
+        """Note that a kernel looked at a whole tensor, which is contiguous."""
+        self._seen.append((tensor, tensor._version))
 
     def covers(self, tensor: Tensor) -> bool:
-        """Whether kernels looked at just these numbers, and nobody wrote to them since."""
-        found = self._seen.get(tensor.data_ptr())
-        return (
-            found is not None
-            and found[0].numel() == tensor.numel()
-            and found[0].dtype == tensor.dtype
-            and tensor.is_contiguous()
-            and found[0]._version == found[1]
+        """Whether kernels looked at all these numbers, and nobody wrote to them since."""
+        start, size = tensor.data_ptr(), tensor.element_size()
+        last = start + size * sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return any(
+            one.dtype == tensor.dtype
+            and one._version == version
+            and one.data_ptr() <= start <= last < one.data_ptr() + size * one.numel()
+            for one, version in self._seen
         )
 
 

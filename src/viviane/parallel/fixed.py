@@ -301,7 +301,10 @@ class FixedRoute:
         """
         give = self._give if asked.peers is None else self._give_through
         finish = give(own, asked, gradient)
-        self._sharded.wait_for(finish, [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)])
+        # Autograd goes on with the layers whose outputs stand beside the embeddings: they need not wait for these sums.
+        with branch(self._sharded.device, "replicas", [gradient]):
+            sums = [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)]
+        self._sharded.wait_for(finish, sums)
 
     def _give(self, own: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> Callable[[], None]:
         """Begin to send gradients to the shards; the function that is returned waits for those that come."""

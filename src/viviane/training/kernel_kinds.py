@@ -9,7 +9,7 @@ KINDS: Final = ("matrix products", "lookups", "updates", "sorts", "exchanges", "
 _OWN: Final = {
     "matrix products": (
         "cross_forward cross_backward cross_last interaction_forward interaction_backward input_gradient "
-        "narrow_forward narrow_backward"
+        "narrow_forward narrow_backward tile_product"
     ),
     "lookups": "gather pool join key record find take put settle erase draw latest assign",
     "updates": "move span join_spans rest numbers",
@@ -17,7 +17,7 @@ _OWN: Final = {
     "others": "check check_columns mark judge judge_scaled logistic_loss gate column_sums difference difference_record",
 }
 OWN_KERNELS: Final = {f"{name}_kernel": kind for kind, names in _OWN.items() for name in names.split()}
-"""Our Triton kernels, whose names are those of their functions."""
+"""Our kernels, whose names are those of their functions."""
 _PARTS: Final = (
     ("exchanges", ("nccl", "nvshmem", "symmetric_memory")),
     ("copies", ("memcpy",)),

@@ -1,11 +1,13 @@
 """What a recorded training step asks of kernels: gates of updates, bad numbers found on the way, fused neighbours."""
 
+import numpy as np
 import pytest
 import torch
 
 from viviane.config import SGD, AdaGrad, Adam
 from viviane.model.fusion import FusedMLP, fuse
 from viviane.nn import build_layer
+from viviane.ops.cross_layers import cross_layers
 from viviane.ops.dispatch import use_implementation
 from viviane.ops.dot_interaction import dot_interaction
 from viviane.ops.mlp import mlp, zeros_behind
@@ -64,6 +66,29 @@ def test_the_interaction_says_when_its_gradients_are_bad(device, with_dense):
             assert not watch.covers(grads[0].clone())
         assert status.tolist() == [int(bad), 0, 0]
         assert all(bool(torch.isfinite(one).all()) for one in grads) != bad
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("place", [(0, 0), (69, 23), (33, 5)])
+def test_cross_layers_say_when_their_gradient_is_bad(device, rank, place):
+    """Rows and columns that fill no tile, and columns of the gradient, as a concatenation gives them to a lookup."""
+    size, width, layers = 70, 24, 2
+    x = draw(device, size, width, seed=3).detach().half().requires_grad_()
+    projections = [draw(device, rank, width, seed=i).half() for i in range(layers)] if rank else None
+    weights = [draw(device, width, rank or width, seed=5 + i).half() for i in range(layers)]
+    out = cross_layers(x, projections, weights, [draw(device, width, seed=9).half() for _ in range(layers)])
+    for bad in (None, float("nan"), float("inf")):
+        status = torch.zeros(3, dtype=torch.int64, device=device)
+        seed = torch.full_like(out, 1e-3)
+        if bad is not None:
+            seed[place] = bad
+        with watching(status) as watch, np.errstate(invalid="ignore"):  # the interpreter computes with the bad one
+            [grad] = torch.autograd.grad(out, [x], seed, retain_graph=True)
+            assert watch.covers(grad)
+            assert watch.covers(grad[:, 3:20])
+            assert not watch.covers(grad.clone())
+        assert status.tolist() == [int(bad is not None), 0, 0]
+        assert bool(torch.isfinite(grad).all()) == (bad is None)
 
 
 def test_an_mlp_reads_an_input_with_zeros_behind(device):

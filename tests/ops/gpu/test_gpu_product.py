@@ -61,6 +61,21 @@ def test_the_same_bits_as_tritons(size, width, depth, dtype):
         assert torch.equal(out, cross.fused_cross_last(left, up, one, grads, ys, cross.LAST))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("place", [None, (0, 0), (299, 71), (128, 64)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_bad_sets_the_status(place, bad, dtype):
+    left, up = draw(300, 40, dtype=dtype, seed=0), draw(40, 72, dtype=dtype, seed=1)
+    top, ys = draw(300, 72, dtype=dtype, seed=2), draw(2, 300, 72, dtype=dtype, seed=3)
+    grads, out = draw(1, 300, 72, dtype=dtype, seed=4), torch.empty(300, 72, dtype=dtype, device=DEVICE)
+    status = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    if place is not None:
+        top[place] = bad
+    product.multiply(product.LAST, left, up, [top, grads, ys, out], layers=2, status=status)
+    assert status.tolist() == [int(place is not None), 0, 0]
+    assert bool(torch.isfinite(out).all()) == (place is None)
+
+
 def test_what_it_does_not_serve(monkeypatch):
     fine = draw(256, 512, dtype=torch.bfloat16, seed=0)
     assert product.serves(fine)

@@ -13,6 +13,7 @@ from viviane.ops.triton_parts.launch import ceil_div, on_device
 from viviane.ops.triton_parts.product import TileShape, fits_tensor_copies, tiles_of
 from viviane.ops.triton_parts.sums import column_sums
 from viviane.ops.triton_parts.weights import pack, weight_gradient
+from viviane.ops.watch import watched
 
 # What an H200 was quickest with, at (8192, 3456) and rank 512.
 FORWARD = TileShape(128, 128, 64, 4, 3)
@@ -142,14 +143,21 @@ def cross_last(du: Tensor, weight: Tensor, top: Tensor, grads: Tensor, ys: Tenso
         for g, y in zip(every, ys, strict=True):
             out.addcmul_(g, y)
         return out
+    watch = watched(top.device)
+    status = None if watch is None else watch.status
     if product.serves(du):
         out = torch.empty_like(top)
-        product.multiply(product.LAST, du, weight, [top, grads, ys, out], layers=layers)
-        return out
-    return fused_cross_last(du, weight, top, grads, ys, LAST)
+        product.multiply(product.LAST, du, weight, [top, grads, ys, out], layers=layers, status=status)
+    else:
+        out = fused_cross_last(du, weight, top, grads, ys, LAST, status)
+    if watch is not None:
+        watch.add(out)
+    return out
 
 
-def fused_cross_last(du: Tensor, weight: Tensor, top: Tensor, grads: Tensor, ys: Tensor, shape: TileShape) -> Tensor:
+def fused_cross_last(
+    du: Tensor, weight: Tensor, top: Tensor, grads: Tensor, ys: Tensor, shape: TileShape, status: Tensor | None = None
+) -> Tensor:
     """Do the same in one kernel."""
     (size, width), depth = top.shape, du.shape[1]
     out = torch.empty_like(top)
@@ -157,6 +165,6 @@ def fused_cross_last(du: Tensor, weight: Tensor, top: Tensor, grads: Tensor, ys:
         cross_last_kernel[(ceil_div(size, shape.rows) * ceil_div(width, shape.columns),)](
             tiles_of(du, shape.rows, shape.depth), tiles_of(weight, shape.depth, shape.columns),
             *(tiles_of(one.view(-1, width), shape.rows, shape.columns) for one in (top, grads, ys, out)),
-            size, width, depth, layers=len(ys), **shape.options(),
+            status, size, width, depth, layers=len(ys), **shape.options(),
         )  # fmt: skip
     return out

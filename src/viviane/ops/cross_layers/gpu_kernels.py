@@ -7,6 +7,8 @@ import triton.language as tl
 
 from viviane.ops.triton_parts.product import tile_product
 
+_largest = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+
 
 @triton.jit(do_not_specialize=["size"])
 def cross_forward_kernel(
@@ -72,6 +74,7 @@ def cross_last_kernel(
     grads,
     ys,
     out,
+    status,
     size,
     width,
     depth,
@@ -82,7 +85,8 @@ def cross_last_kernel(
 ):
     """out = du V + g_1 + sum over l of g_{l+1} * y_l: the gradient of x, which is x_0 and every layer's factor.
 
-    `grads` holds g_1 ... g_{L-1} below one another, ((L - 1) M, N), `ys` y_0 ... y_{L-1}, (L M, N); `top` is g_L.
+    `grads` holds g_1 ... g_{L-1} below one another, ((L - 1) M, N), `ys` y_0 ... y_{L-1}, (L M, N); `top` is g_L. NaN
+    and infinity set `status`.
     """
     across = tl.cdiv(width, columns)
     m, n = tl.program_id(0) // across, tl.program_id(0) % across
@@ -97,4 +101,10 @@ def cross_last_kernel(
         dx += g * y
         if layer == 0:
             dx += g
-    out.store([m * rows, n * columns], dx.to(out.dtype))
+    value = dx.to(out.dtype)
+    out.store([m * rows, n * columns], value)
+    if status is not None:
+        here = (m * rows + tl.arange(0, rows) < size)[:, None] & (n * columns + tl.arange(0, columns) < width)[None, :]
+        bad = here & ((tl.abs(value.to(tl.float32)) <= _largest) == 0)
+        if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
+            tl.store(status, tl.full([], 1, tl.int64))  # whoever finds something stores the same

@@ -51,6 +51,7 @@ def multiply(
     bias: Tensor | None = None,
     sums: bool = False,
     layers: int = 1,
+    status: Tensor | None = None,
 ) -> Tensor | None:
     """Fill the last of `tiles` from the product of two matrices and the others.
 
@@ -65,6 +66,7 @@ def multiply(
         bias: (N,).
         sums: whether sums of the columns of `scaled` are wanted.
         layers: see LAST.
+        status: int64; of LAST, where a result is NaN or infinite its first number becomes 1.
 
     Returns:
         The sums of columns over 64 rows each, (M / 64, N) float32, or None.
@@ -75,7 +77,7 @@ def multiply(
     partial = torch.empty(ceil_div(size, _ROWS), width, dtype=torch.float32, device=left.device) if sums else None
     maps = [tensor_map(left, _BAND, _STEP), tensor_map(right, _STEP, _COLUMNS)]
     maps += [tensor_map(one.view(-1, width), _ROWS, _COLUMNS) for one in tiles]
-    pointers = [ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (left, bias, partial)]
+    pointers = [ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (left, bias, partial, status)]
     numbers = [ctypes.c_int(one) for one in (size, width, depth, across, share)]
     kernel, shared = _kernel(mode, ceil_div(depth, _STEP), layers, left.dtype, left.device)
     kernel.launch(bands * ceil_div(across, share), _THREADS, [*maps, *pointers, *numbers], shared)
@@ -106,7 +108,7 @@ def _kernel(mode: int, depths: int, layers: int, dtype: torch.dtype, device: tor
     shared = fixed + stages * _TILE
     defines = {"MODE": mode, "PASSES": layers, "DEPTHS": depths, "STAGES": stages}
     defines |= {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
-    return Kernel(SOURCE, "product", defines, device, shared, only_here=True), shared
+    return Kernel(SOURCE, "tile_product_kernel", defines, device, shared, only_here=True), shared
 
 
 @cache

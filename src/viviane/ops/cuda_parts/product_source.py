@@ -22,8 +22,10 @@ struct __align__(64) TensorMap { char bytes[128]; };
 #define ACROSS (MODE != FORWARD)
 #ifdef BFLOAT16
 #define KIND "bf16"
+#define EXPONENT 0x7F80u
 #else
 #define KIND "f16"
+#define EXPONENT 0x7C00u
 #endif
 #define ROWS 128
 #define COLUMNS 64
@@ -105,10 +107,14 @@ __device__ __forceinline__ u32 read_pair(u32 address) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pair) : "r"(address) : "memory");
     return pair;
 }
-__device__ __forceinline__ void write_pair(u32 address, float low, float high) {
+__device__ __forceinline__ u32 write_pair(u32 address, float low, float high) {
     u32 pair;
     asm("cvt.rn." KIND "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pair) : "memory");
+    return pair;
+}
+__device__ __forceinline__ bool is_bad(u32 pair) {  // NaN or infinite: all bits of an exponent are set
+    return (pair & EXPONENT) == EXPONENT || (pair >> 16 & EXPONENT) == EXPONENT;
 }
 __device__ __forceinline__ float widen(unsigned short number) {
 #ifdef BFLOAT16
@@ -127,11 +133,11 @@ __device__ __forceinline__ u32 fetch_pair(const unsigned short* from, bool here)
     return here ? __ldg((const u32*)from) : 0;
 }
 
-extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) product(
+extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) tile_product_kernel(
     const __grid_constant__ TensorMap left, const __grid_constant__ TensorMap right,
     const __grid_constant__ TensorMap one, const __grid_constant__ TensorMap other,
     const __grid_constant__ TensorMap more, const __grid_constant__ TensorMap out,
-    const unsigned short* left_at, const unsigned short* bias, float* partial,
+    const unsigned short* left_at, const unsigned short* bias, float* partial, u64* status,
     int size, int width, int depth, int across, int share) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 sets = place(shared), rest = sets + 8 * TILE_BYTES, ring = rest + 2 * (DEPTHS - HELD) * TILE_BYTES;
@@ -210,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) product(
         }
         if (DEPTHS > HELD) wait_for(rest_full, 0);
         int pass = 0;
+        bool bad = false;
         for (int tile = 0; tile < tiles; tile++) {
             float d[32];
 #if MODE != LAST
@@ -290,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) product(
                         p += low(x);
                         q += high(x);
                     }
-                    if (layer == PASSES - 1) write_pair(at, p, q);
+                    if (layer == PASSES - 1) bad |= is_bad(write_pair(at, p, q)) && row + i % 2 * 8 < size;
 #endif
                 }
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -318,6 +325,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) product(
             asm volatile("bar.sync %0, 128;" :: "r"(role + 1) : "memory");
 #endif
         }
+        if (bad && status) *status = 1;  // whoever finds something stores the same
     }
 }
 """
