@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from viviane.core.ranges import timed_as
+from viviane.ops.capture import branch
 from viviane.ops.copies import copy_each, copy_large
 from viviane.parallel import Group
 
@@ -106,8 +107,8 @@ class DenseExchange:
         signals: (NUM_SIGNALS,), float32, this process's; summed over all processes along with the loss.
         is_static: whether a parameter that had a gradient on some process in the first step has one in every step, so
             that a GPU is not asked.
-        watches: whether `finish` tells if this process's gradients were finite; where something else does, that saves
-            a pass over them.
+        look: what looks at the sums of each bucket as soon as they are there, beside backward where a graph is
+            recorded; then `finish` does not tell if this process's gradients were finite, which saves a pass over them.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class DenseExchange:
         self.wire_dtype = wire_dtype
         self.beside = beside
         self.is_static = False
-        self.watches = True
+        self.look: Callable[[Tensor], None] | None = None
         group.open_beside()
         self.buckets: list[_Bucket] = []
         self.signals = torch.zeros(NUM_SIGNALS, device=parameters[0].device) if parameters else torch.zeros(NUM_SIGNALS)
@@ -213,9 +214,13 @@ class DenseExchange:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.complete()
-        if self.watches:
+        if self.look is None:
             self._finite = self._finite + bucket.numbers.sum(dtype=torch.float32)
         bucket.wait = self.group.start_all_reduce(bucket.flat)
+        if self.look is not None and bucket.numbers.numel():
+            with branch(bucket.flat.device, "sums"):
+                bucket.wait()
+                self.look(bucket.numbers)
         self._next += 1
 
     @timed_as("dense exchange")

@@ -137,7 +137,7 @@ def _record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: V
     with _watching(step, found) if guard is not None else nullcontext():
         mean = step._backward(step._forward(batch, precision))
     join_branches(step.device)
-    if guard is not None:
+    if guard is not None and step.together is None:
         check_finite([one.contiguous() for one in step.gradients.all()], found, room)
     for collection in step.collections.values():
         for record in collection.key_records():
@@ -169,7 +169,7 @@ def _record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: V
 
 @contextmanager
 def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
-    """Look at the gradients of lookups as soon as backward has them, beside what is left of backward."""
+    """Look at gradients of lookups and sums of dense ones as soon as they are there, beside the rest of backward."""
 
     def look(gradient: Tensor) -> None:
         if not watch.covers(gradient):
@@ -179,7 +179,8 @@ def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
     for collection in step.collections.values():
         collection.gradient_watch = look
     if step.together is not None:
-        step.exchange.watches = False  # the sums are looked at, which one bad number of any process makes bad
+        # The sums are looked at, which one bad number of any process makes bad.
+        step.exchange.look = lambda sums: check_finite([sums], status)
     with watching(status) as watch:
         try:
             yield
@@ -187,4 +188,4 @@ def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
             for collection in step.collections.values():
                 collection.gradient_watch = None
             if step.together is not None:
-                step.exchange.watches = True
+                step.exchange.look = None
