@@ -212,6 +212,21 @@ def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):
     assert kept() is None
 
 
+def test_a_branch_of_the_same_gpu_by_another_name_is_joined(monkeypatch):
+    """A solver says "cuda", a tensor "cuda:0"; what is not joined makes the capture fail."""
+    waited, side = [], SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None)
+    monkeypatch.setattr(capture, "is_capturing", lambda device: True)
+    monkeypatch.setattr(capture, "_stream", lambda device, name, is_urgent: side)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=waited.append))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for one, other in (("cuda:0", "cuda"), ("cuda", "cuda:0")):
+        with capture.branch(torch.device(one), "sums"):
+            pass
+        capture.join_branches(torch.device(other))
+    assert waited == [side, side]
+
+
 @pytest.mark.parametrize(
     ("setting", "reason", "seen"),
     [

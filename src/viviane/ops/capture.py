@@ -69,6 +69,7 @@ def branch(
     if not is_capturing(device):
         yield _nothing
         return
+    device = _of_a_number(device)
     main, side = torch.cuda.current_stream(device), _stream(device, name, is_urgent)
     side.wait_stream(main)
     if not is_open:
@@ -90,6 +91,7 @@ def join_branches(device: torch.device) -> None:
     Example:
         >>> join_branches(torch.device("cpu"))
     """
+    device = _of_a_number(device)
     for side in _branches.pop(device, set()):
         torch.cuda.current_stream(device).wait_stream(side)
     _read.pop(device, None)
@@ -101,8 +103,16 @@ def forget_branches(device: torch.device) -> None:
     Example:
         >>> forget_branches(torch.device("cpu"))
     """
+    device = _of_a_number(device)
     _branches.pop(device, None)
     _read.pop(device, None)
+
+
+def _of_a_number(device: torch.device) -> torch.device:
+    """Return the GPU that "cuda" is: who asks by a tensor's device gives its number, who asks by the solver's may not."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _nothing() -> None:
