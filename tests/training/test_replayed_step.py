@@ -214,7 +214,11 @@ def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):
 
 def test_a_branch_of_the_same_gpu_by_another_name_is_joined(monkeypatch):
     """A solver says "cuda", a tensor "cuda:0"; what is not joined makes the capture fail."""
-    waited, side = [], SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None)
+
+    class Stream:
+        wait_stream = record_event = lambda self, *_: None
+
+    waited, side = [], Stream()
     monkeypatch.setattr(capture, "is_capturing", lambda device: True)
     monkeypatch.setattr(capture, "_stream", lambda device, name, is_urgent: side)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

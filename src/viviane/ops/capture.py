@@ -109,10 +109,10 @@ def forget_branches(device: torch.device) -> None:
 
 
 def _of_a_number(device: torch.device) -> torch.device:
-    """Return the GPU that "cuda" is: who asks by a tensor's device gives its number, who asks by the solver's may not."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    """Return which GPU "cuda" is: a tensor's device has its number, a solver's may not."""
+    if device.type != "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _nothing() -> None:
