@@ -69,6 +69,7 @@ STAGES = (
     Stage("graphs", "benchmarks/embedding_graphs.py", 20),
     Stage("hash", "benchmarks/hash_gpu.py", 40),
     Stage("dense", "benchmarks/dense_gpu.py", 60),
+    Stage("product", "benchmarks/product_gpu.py", 15),
     Stage("feed", "benchmarks/feed_gpu.py", 45),
     Stage("etl", "benchmarks/etl_gpu.py", 60),
     Stage("speed", "benchmarks/many_processes.py speed", 60, gpus=2, ranks=True),
