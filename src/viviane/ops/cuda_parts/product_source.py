@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) tile_product_kernel(
         for (int i = 0; i < 4; i++) { make_barrier(loaded + 8 * i, 1); make_barrier(done + 8 * i, GROUP); }
         for (int i = 0; i < 2; i++) make_barrier(turns + 8 * i, 1);
         make_barrier(rest_full, 1);
-            asm volatile("fence.proxy.async;" ::: "memory");
+        asm volatile("fence.proxy.async;" ::: "memory");  // tensor copies see the barriers, too
     }
     __syncthreads();
 
@@ -230,6 +230,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) tile_product_kernel(
                 biases[i] = fetch_pair(bias + c, c < width);
             }
 #endif
+            // One after the other: together, both would have their tiles to see to at the same time afterwards.
             wait_for(turns + 8 * role, (tile & 1) ^ (role ^ 1));
             int block = tile * DEPTHS;
             #pragma unroll  // else the compiler lets each product wait for the one before
