@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from viviane.ops.cuda_parts.compiling import Kernel, nvrtc
-from viviane.ops.triton_parts.launch import ceil_div
+from viviane.ops.triton_parts.launch import ceil_div, multiprocessors
 
 _THREADS = 1024
 _DIGIT_BITS = 9
@@ -225,7 +225,7 @@ def sort_rows(rows: Tensor, bound: int | None) -> tuple[Tensor, Tensor]:
     count, device = len(rows), rows.device
     bits = 32 if bound is None else max(1, (bound - 1).bit_length())
     passes = ceil_div(bits, _DIGIT_BITS)
-    blocks, items, tiles = sort_shape(count, _multiprocessors(device))
+    blocks, items, tiles = sort_shape(count, multiprocessors(device))
     work = torch.empty(4 * count, dtype=torch.int32, device=device)
     sums = torch.zeros(32 + _ROOM * (blocks + 1), dtype=torch.int32, device=device)
     sign = _SIGN if bound is None else 0
@@ -246,11 +246,6 @@ def sort_shape(count: int, multiprocessors: int) -> tuple[int, int, int]:
     items = next((one for one in _ITEMS if count <= one * _THREADS * multiprocessors), _ITEMS[-2])
     tiles = ceil_div(count, items * _THREADS * multiprocessors)
     return ceil_div(count, items * _THREADS * tiles), items, tiles
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

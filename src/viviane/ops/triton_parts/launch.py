@@ -71,8 +71,18 @@ def few_programs(device: torch.device) -> int:
         >>> few_programs(torch.device("cpu"))
         8
     """
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return _LINK_PROGRAMS * count
+    return _LINK_PROGRAMS * (multiprocessors(device) if device.type == "cuda" else 2)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has.
+
+    Example:
+        >>> multiprocessors(torch.device("cuda"))  # doctest: +SKIP
+        132
+    """
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def power_of_two(count: int) -> int:
