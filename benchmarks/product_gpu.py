@@ -41,7 +41,7 @@ def kernels(size: int) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Ten
         return out
 
     def backward() -> Tensor:
-        product.multiply(product.BACKWARD, u, up, [one, other, more, out], sums=True)
+        product.multiply(product.BACKWARD, u, up, [one, other, more, out])
         return out
 
     def last() -> Tensor:

@@ -111,7 +111,7 @@ def cross_backward(
         return out, *gated_gradient(out, first, relu=False)
     if product.serves(du):
         scaled = torch.empty_like(out)
-        partial = product.multiply(product.BACKWARD, du, weight, [grad, first, scaled, out], sums=True)
+        partial = product.multiply(product.BACKWARD, du, weight, [grad, first, scaled, out])
         assert partial is not None
         return out, scaled, partial
     return fused_cross_backward(du, weight, grad, first, out, BACKWARD)

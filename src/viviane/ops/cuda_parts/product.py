@@ -12,7 +12,7 @@ from torch import Tensor
 from viviane.ops.cuda_parts.compiling import Kernel, nvrtc
 from viviane.ops.cuda_parts.product_source import SOURCE
 from viviane.ops.cuda_parts.tensor_maps import tensor_map
-from viviane.ops.triton_parts.launch import ceil_div
+from viviane.ops.triton_parts.launch import ceil_div, multiprocessors
 from viviane.ops.triton_parts.product import fits_tensor_copies
 
 FORWARD, BACKWARD, LAST = range(3)
@@ -49,7 +49,6 @@ def multiply(
     tiles: Sequence[Tensor],
     *,
     bias: Tensor | None = None,
-    sums: bool = False,
     layers: int = 1,
     status: Tensor | None = None,
 ) -> Tensor | None:
@@ -64,17 +63,18 @@ def multiply(
         right: (K, N), or (N, K); see above.
         tiles: (M, N) each; ys: y_0 ... y_{L-1} below one another, grads: g_1 ... g_{L-1}, where `top` is g_L.
         bias: (N,).
-        sums: whether sums of the columns of `scaled` are wanted.
         layers: see LAST.
         status: int64; of LAST, where a result is NaN or infinite its first number becomes 1.
 
     Returns:
-        The sums of columns over 64 rows each, (M / 64, N) float32, or None.
+        Of BACKWARD the sums of the columns of `scaled` over 64 rows each, (M / 64, N) float32; else None.
     """
     (size, depth), width = left.shape, tiles[-1].shape[-1]
     bands, across = ceil_div(size, _BAND), ceil_div(width, _COLUMNS)
-    share = _share(bands, across, _multiprocessors(left.device))
-    partial = torch.empty(ceil_div(size, _ROWS), width, dtype=torch.float32, device=left.device) if sums else None
+    share = _share(bands, across, multiprocessors(left.device))
+    partial = None
+    if mode == BACKWARD:
+        partial = torch.empty(ceil_div(size, _ROWS), width, dtype=torch.float32, device=left.device)
     maps = [tensor_map(left, _BAND, _STEP), tensor_map(right, _STEP, _COLUMNS)]
     maps += [tensor_map(one.view(-1, width), _ROWS, _COLUMNS) for one in tiles]
     pointers = [ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (left, bias, partial, status)]
@@ -114,8 +114,3 @@ def _kernel(mode: int, depths: int, layers: int, dtype: torch.dtype, device: tor
 @cache
 def _has_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
