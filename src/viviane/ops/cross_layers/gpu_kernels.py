@@ -5,9 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from viviane.ops.triton_parts.finite import is_bad, report_bad
 from viviane.ops.triton_parts.product import tile_product
-
-_largest = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -105,6 +104,5 @@ def cross_last_kernel(
     out.store([m * rows, n * columns], value)
     if status is not None:
         here = (m * rows + tl.arange(0, rows) < size)[:, None] & (n * columns + tl.arange(0, columns) < width)[None, :]
-        bad = here & ((tl.abs(value.to(tl.float32)) <= _largest) == 0)
-        if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
-            tl.store(status, tl.full([], 1, tl.int64))  # whoever finds something stores the same
+        bad = here & is_bad(value.to(tl.float32))
+        report_bad(tl.max(bad.to(tl.int32), 1), status)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from viviane.ops.triton_parts.finite import is_bad, report_bad
+
 _ftrl_epsilon = tl.constexpr(2.0**-23)
-_largest = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 
 
 @triton.jit
@@ -26,12 +27,6 @@ def _at(
     if wide:  # four numbers, of 16 bits too: programs then hold all columns alike, and exchange nothing
         place = tl.multiple_of(place, [given.primitive_bitwidth // 2])
     return place.to(tl.pointer_type(given))
-
-
-@triton.jit
-def _is_bad(x):
-    """Whether numbers are NaN, which no comparison holds for, or infinite."""
-    return (tl.abs(x) <= _largest) == 0
 
 
 @triton.jit
@@ -154,12 +149,12 @@ def check_kernel(
         n = tl.multiple_of(start, [16]) + turn * block + tl.arange(0, block)
         here = n // 4 < size // 4 if wide else n < size
         x = tl.load(base + n, mask=here, other=0.0).to(tl.float32)
-        bad |= _is_bad(x).to(tl.int32)
+        bad |= is_bad(x).to(tl.int32)
     if wide and (size % 4 != 0) & (start + block * turns >= size):  # what is left of the last four
         rest = size // 4 * 4 + tl.arange(0, block)
         y = tl.load(base + rest, mask=(rest < size) & (rest >= start), other=0.0).to(tl.float32)
-        bad |= _is_bad(y).to(tl.int32)
-    _report(bad, status)
+        bad |= is_bad(y).to(tl.int32)
+    report_bad(bad, status)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -180,14 +175,8 @@ def check_columns_kernel(
     for start in range(0, width, block):
         n = tl.multiple_of(start, [16]) + tl.arange(0, block)
         x = tl.load(at + n[None, :], mask=(r < size)[:, None] & (n < width)[None, :], other=0.0).to(tl.float32)
-        bad |= _is_bad(x).to(tl.int32)
-    _report(tl.max(bad, 0), status)
-
-
-@triton.jit
-def _report(bad, status):
-    if tl.max(bad, 0) > 0:
-        tl.store(status, tl.full([], 1, tl.int64))  # whoever finds something stores the same
+        bad |= is_bad(x).to(tl.int32)
+    report_bad(tl.max(bad, 0), status)
 
 
 @triton.jit
@@ -203,7 +192,7 @@ def judge_kernel(loss, status, gate):
     bad = tl.load(status) != 0
     if loss is not None:
         x = tl.load(loss).to(tl.float32)
-        bad = bad | _is_bad(x)
+        bad = bad | is_bad(x)
     _count_step(bad, status)
     tl.store(gate, 1 - bad.to(tl.int32))
 
@@ -222,7 +211,7 @@ def judge_scaled_kernel(loss, status, overflow, scaling, gate, interval, largest
     overflowed = tl.load(overflow) != 0
     scale, good, skipped = tl.load(scaling), tl.load(scaling + 1), tl.load(scaling + 2)
     x = tl.load(loss).to(tl.float32)
-    bad = (tl.load(status) != 0) | _is_bad(x) | (overflowed & (scale <= 1))
+    bad = (tl.load(status) != 0) | is_bad(x) | (overflowed & (scale <= 1))
     good = tl.where(overflowed, 0.0, good + 1)
     doubles = (good >= interval) & (scale < largest)  # never after an overflow: an interval is at least 1
     changed = tl.where(overflowed, scale * 0.5, tl.where(doubles, scale * 2, scale))

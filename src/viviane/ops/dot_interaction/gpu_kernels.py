@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_largest = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+from viviane.ops.triton_parts.finite import is_bad, report_bad
 
 
 @triton.jit
@@ -149,6 +149,5 @@ def interaction_backward_kernel(
             value = dz.to(grad_embeddings.dtype.element_ty)
             tl.store(grad_embeddings + place[:, None] + cols[None, :], value, mask=here & (i > 0)[:, None])
         if status is not None:
-            bad = here & ((tl.abs(value.to(tl.float32)) <= _largest) == 0)
-            if tl.max(bad.to(tl.int32)) > 0:
-                tl.store(status, tl.full([], 1, tl.int64))  # whoever finds something stores the same
+            bad = here & is_bad(value.to(tl.float32))
+            report_bad(tl.max(bad.to(tl.int32), 1), status)

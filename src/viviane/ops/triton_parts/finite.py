@@ -1,0 +1,21 @@
+"""What kernels do to find NaN and infinite numbers in what they hold."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_largest = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+
+
+@triton.jit
+def is_bad(x):
+    """Whether float32 numbers are NaN, which no comparison holds for, or infinite."""
+    return (tl.abs(x) <= _largest) == 0
+
+
+@triton.jit
+def report_bad(bad, status):
+    """Set status[0] where one of these (N,) numbers is not 0."""
+    if tl.max(bad, 0) > 0:
+        tl.store(status, tl.full([], 1, tl.int64))  # whoever finds something stores the same
