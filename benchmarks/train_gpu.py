@@ -1,12 +1,13 @@
 """Training DLRM and DLRM-DCNv2 on a GPU through `Model`, beside plain PyTorch.
 
-    python benchmarks/train_gpu.py [--small] [--only TEXT] [--alone] [--trace]
+    python benchmarks/train_gpu.py [--small] [--only TEXT] [--alone] [--trace] [--timeline FILE]
 
 Batches lie on the device already; what is timed is `model.trainer.train_step`, a step after another, between two
 events, so with the host's time where the host is slower. Both train the same network in bf16 with SGD. The peer has all
 tables in one `nn.EmbeddingBag(sparse=True)` with offsets added beforehand, its dense part compiled, its optimizer
 fused.
---trace prints the kernels of a step and their times, by kind and by name, and the gaps between them.
+--trace prints the kernels of a step and their times, by kind and by name, and the gaps between them; with --timeline
+FILE the kernels of six steps in order go there, one JSON list a line.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +47,13 @@ BESIDE_TABLES = 16_000_000_000  # bytes of a step at batch 16,384: vectors, thei
 PEER = "plain PyTorch, one merged table, torch.compile"
 DLRM_PUBLISHED = "NVIDIA's DLRM example, 1 A100: 4.02 M samples/s; HugeCTR, 8 H100: 8.09 M samples/s a GPU"
 DCN_PUBLISHED = "HugeCTR, 8 H200, 55296 rows, AdaGrad, Criteo's ids (MLPerf Training 4.1): 2.12 M samples/s a GPU"
+
+
+class Traced(NamedTuple):
+    """Whether to print the kernels of a step, and the file that they are appended to in order."""
+
+    wanted: bool
+    timeline: Path | None
 
 
 class Plain(nn.Module):
@@ -201,7 +209,7 @@ def keep(case: str, metric: str, times: np.ndarray, shape: dict[str, Any], **oth
     print(f"    {shape['batch'] / median / 1e3:.2f} M samples/s")
 
 
-def measure_dlrm(size: int, exponent: float, goal: float | None, floor: float | None, traced: bool) -> None:
+def measure_dlrm(size: int, exponent: float, goal: float | None, floor: float | None, traced: Traced) -> None:
     rows = [min(one, CAP) for one in CRITEO]
     size = min(size, 512) if SMALL else size
     schema = schema_of(rows, [1] * len(rows))
@@ -217,8 +225,12 @@ def measure_dlrm(size: int, exponent: float, goal: float | None, floor: float | 
         times[graph] = time_ms(lambda i, model=model: model.trainer.train_step(batches[i % NUM_BATCHES]))
         if graph:
             print("   ", model.trainer.cuda_graph)
-        if traced and graph:
-            trace(lambda i, model=model: model.trainer.train_step(batches[i % NUM_BATCHES]))
+        if traced.wanted and graph:
+            trace(
+                lambda i, model=model: model.trainer.train_step(batches[i % NUM_BATCHES]),
+                f"{case}, {size}",
+                traced.timeline,
+            )
         del model
     keep(case, "step in a CUDA graph", times[True], shape, goal=goal, floor=floor, **others)
     keep(case, "step from Python", times[False], shape)
@@ -238,7 +250,7 @@ def measure_precision(size: int, exponent: float, settings: dict[str, Any]) -> N
     keep(case, "step in a CUDA graph", times, {"batch": size, "rows": sum(rows), "dim": DIM})
 
 
-def measure_dcn(size: int, exponent: float, goal: float | None, traced: bool) -> None:
+def measure_dcn(size: int, exponent: float, goal: float | None, traced: Traced) -> None:
     rows = [min(one, CAP) if SMALL else one for one in MLPERF_ROWS]
     size = min(size, 128) if SMALL else size
     needed, free = 4 * DIM * sum(rows), torch.cuda.mem_get_info()[0]
@@ -258,8 +270,8 @@ def measure_dcn(size: int, exponent: float, goal: float | None, traced: bool) ->
     keep(f"DLRM-DCNv2, row-wise AdaGrad, bf16, {law_name}", "step in a CUDA graph", times,
          {"batch": size, "rows": sum(rows), "dim": DIM}, goal=goal, floor=None if exponent else 3.09,
          peer_published=f"TorchRec 1.6.1, H200, another run: 11.89 ms; {DCN_PUBLISHED}")  # fmt: skip
-    if traced:
-        trace(run)
+    if traced.wanted:
+        trace(run, f"DLRM-DCNv2, {law_name}, {size}", traced.timeline)
 
 
 def main() -> int:
@@ -268,7 +280,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name has one of these texts, as 65536,dcn")
     parser.add_argument("--alone", action="store_true", help="leave the peer out")
     parser.add_argument("--trace", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="with --trace: append the kernels in order")
     chosen = parser.parse_args()
+    traced = Traced(chosen.trace, chosen.timeline)
     if not torch.cuda.is_available():
         print("no GPU here: nothing measured")
         return 0
@@ -276,12 +290,12 @@ def main() -> int:
     for size, goal, floor in ((65536, 2.8, 1.84), (8192, None, None), (2048, None, None)):
         for exponent in (1.1, 0.0):
             cases[f"dlrm {size} {exponent}"] = lambda s=size, e=exponent, g=goal, f=floor: measure_dlrm(
-                s, e, g, f, chosen.trace
+                s, e, g, f, traced
             )
     for settings in ({"precision": "fp32"}, {"precision": "tf32"}, {"precision": "fp16", "loss_scale": 1024.0}):
         cases[f"precision {settings['precision']}"] = lambda own=settings: measure_precision(65536, 1.1, own)
     for exponent in (0.0, 1.05):
-        cases[f"dcn 16384 {exponent}"] = lambda e=exponent: measure_dcn(16384, e, 4.6, chosen.trace)
+        cases[f"dcn 16384 {exponent}"] = lambda e=exponent: measure_dcn(16384, e, 4.6, traced)
     for part in chosen.only.split(","):
         for name in [name for name in cases if part in name]:
             cases.pop(name)()
