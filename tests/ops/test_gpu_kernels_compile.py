@@ -1,7 +1,7 @@
 """Compile the GPU's kernels on machines without one, as their tests launch them in the interpreter.
 
 The interpreter takes what the compiler refuses: a name that changes its type within a branch, a shape that is no power
-of two, more shared memory than there is.
+of two, more shared memory than there is. Nor does it tell how many numbers a thread loads at once.
 """
 
 import ast
@@ -42,17 +42,23 @@ def test_faults_are_told(tmp_path):
     faulty = [
         {"kernel": "changes_a_type_kernel", "given": {"out": {"pointer": "int64", "aligned": True}, "size": 17}},
         {"kernel": "takes_too_much_kernel", "given": {"source": tiles, "target": tiles}, "options": {"num_warps": 32}},
+        {
+            "kernel": "loads_one_by_one_kernel",
+            "given": {"table": {"pointer": "int64", "aligned": True}, "wide": True, "block": 1024},
+        },
     ]
     named = [{"options": {}} | one | {"kernel": f"tests.ops.gpu.faults.{one['kernel']}"} for one in faulty]
     launches.write_text("\n".join(map(json.dumps, named)))
     report = compile_launches(tmp_path, 0, 1, [launches])
     if "reason" in report:
         pytest.skip(report["reason"])
-    by_type, by_size = sorted(report["faults"])
+    by_type, by_load, by_size = sorted(report["faults"])
     assert "faults.changes_a_type_kernel does not compile for sm_90" in by_type
     assert "out=*int64, size=17" in by_type
     assert "`n` is of type int64" in by_type
     assert "redefines it as int32" in by_type
+    assert "faults.loads_one_by_one_kernel" in by_load
+    assert "one number at a time" in by_load
     assert "faults.takes_too_much_kernel" in by_size
     assert "bytes of shared memory, 232448 at most" in by_size
 

@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from triton.runtime.driver import driver
 Launch = dict[str, Any]
 TARGET = GPUTarget("cuda", 90, 32)
 _TOLD = 2  # launches of a kernel whose faults are told in full
+WIDE_LOADS = re.compile(r"ld\.global\S*\.v[248]\.")
 SHARED_BYTES = 227 * 1024  # of one block, the most that CUDA gives on this GPU
 
 
@@ -94,9 +96,15 @@ def _kind(value: Any) -> str:
 
 
 def largest_of_each_width(launches: list[Launch]) -> list[Launch]:
-    """Return the launch of most numbers at once that has bfloat16, and that which has not."""
+    """Return the launch of most numbers at once that has bfloat16, and that which has not; wide ones before others."""
     short = [one for one in launches if '"bfloat16"' in json.dumps(one)]
-    return [max(part, key=_size) for part in (short, [one for one in launches if one not in short]) if part]
+    parts = (short, [one for one in launches if one not in short])
+    return [max(part, key=lambda one: (_is_wide(one), _size(one))) for part in parts if part]
+
+
+def _is_wide(launch: Launch) -> bool:
+    """Whether each thread is to load several numbers at once."""
+    return launch["given"].get("wide") is True
 
 
 def _size(launch: Launch) -> int:
@@ -128,6 +136,8 @@ def compile_launch(launch: Launch, log: Path, *, whole: bool) -> str | None:
         return log.read_text() + words
     if compiled.metadata.shared > SHARED_BYTES:
         return f"{log.read_text()}{compiled.metadata.shared} bytes of shared memory, {SHARED_BYTES} at most"
+    if whole and _is_wide(launch) and not WIDE_LOADS.search(compiled.asm["ptx"]):
+        return f"{log.read_text()}its threads load one number at a time, though addresses allow more"
     return None
 
 

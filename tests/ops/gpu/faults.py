@@ -17,3 +17,12 @@ def changes_a_type_kernel(out, size):
 def takes_too_much_kernel(source, target):
     """Holds a tile in shared memory that is larger than that."""
     target.store([0, 0], source.load([0, 0]))
+
+
+@triton.jit
+def loads_one_by_one_kernel(table, wide: tl.constexpr, block: tl.constexpr):
+    """Says of a number that it is an address of four numbers, which the compiler forgets once it is a pointer."""
+    place = tl.multiple_of(tl.load(table), [16])
+    n = tl.arange(0, block)
+    base = place.to(tl.pointer_type(tl.float32))
+    tl.store(base + n, tl.load(base + n) + 1)

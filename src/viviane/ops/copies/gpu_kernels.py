@@ -29,14 +29,15 @@ def copy_kernel(table, pieces, wide: tl.constexpr, block: tl.constexpr):
     """Copy one piece of a tensor, in units of four bytes."""
     piece = pieces + tl.program_id(0) * 3
     tensor, start, size = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
-    source, target = tl.load(table + tensor * 2), tl.load(table + tensor * 2 + 1)
-    if wide:
+    source = tl.load(table + tensor * 2).to(tl.pointer_type(tl.int32))
+    target = tl.load(table + tensor * 2 + 1).to(tl.pointer_type(tl.int32))
+    if wide:  # said of the pointers: of the numbers that they were cast from, the compiler forgets it
         source, target = tl.multiple_of(source, [16]), tl.multiple_of(target, [16])
     n = tl.multiple_of(start, [16]) + tl.arange(0, block)
     here = n // 4 < size // 4 if wide else n < size
-    numbers = tl.load(source.to(tl.pointer_type(tl.int32)) + n, mask=here, other=0)
-    tl.store(target.to(tl.pointer_type(tl.int32)) + n, numbers, mask=here)
+    numbers = tl.load(source + n, mask=here, other=0)
+    tl.store(target + n, numbers, mask=here)
     if wide:  # what is left of a last group of four
         rest = (n >= size // 4 * 4) & (n < size)
-        numbers = tl.load(source.to(tl.pointer_type(tl.int32)) + n, mask=rest, other=0)
-        tl.store(target.to(tl.pointer_type(tl.int32)) + n, numbers, mask=rest)
+        numbers = tl.load(source + n, mask=rest, other=0)
+        tl.store(target + n, numbers, mask=rest)

@@ -33,7 +33,7 @@ from viviane.ops.dispatch import choose, implementation
 __all__ = ["NUMBERS", "STATES", "Room", "check_finite", "judge", "judge_scaled", "mark", "move_tensors", "reason"]
 
 NUMBERS = 7
-PIECE = 2048
+PIECE = 1024
 """Numbers of a tensor that one program moves."""
 STATES = {"sgd": 0, "momentum": 1, "nesterov": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "ftrl": 2}
 """How many tensors of state each rule has."""

@@ -23,10 +23,11 @@ def _at(
     given: tl.constexpr = tl.float32,
 ):
     """Return the address of a tensor."""
-    place = tl.load(table + tensor * columns + column)
+    base = tl.load(table + tensor * columns + column).to(tl.pointer_type(given))
     if wide:  # four numbers, of 16 bits too: programs then hold all columns alike, and exchange nothing
-        place = tl.multiple_of(place, [given.primitive_bitwidth // 2])
-    return place.to(tl.pointer_type(given))
+        # Said of the pointer: of the number that it was cast from, the compiler forgets it, and loads one by one.
+        base = tl.multiple_of(base, [given.primitive_bitwidth // 2])
+    return base
 
 
 @triton.jit
