@@ -68,6 +68,18 @@ def register_limit(dim: int, num_states: int, row_wise: bool) -> int | None:
     return 96 if row_wise else 80 if num_states == 1 else None
 
 
+def one_by_one(dim: int, kind: int) -> bool:
+    """Whether entries are taken one after another: where a row fills a warp, and nothing is summed along it.
+
+    Such a sum has its threads wait for each other, and those of the rows of a tile wait together.
+
+    Example:
+        >>> one_by_one(128, SUM), one_by_one(128, ROW_WISE), one_by_one(16, SUM)
+        (True, False, False)
+    """
+    return _fills_a_warp(dim) and kind != ROW_WISE
+
+
 def _fills_a_warp(dim: int) -> bool:
     return power_of_two(dim) >= 4 * WARP
 
@@ -318,6 +330,7 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
                 target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
                 target.first_row, target.num_rows, target.dither, target.gate, **_fixed(target), aligned=aligned,
                 hint_gradients=hints.gradients, hint_rows=hints.rows, tile=shape.tile, span=shape.span,
+                one_by_one=one_by_one(dim, target.rule.kind),
                 num_warps=shape.warps, maxnreg=registers, enable_fp_fusion=False,
             )  # fmt: skip
             if slot_rows is None or slot_sums is None:

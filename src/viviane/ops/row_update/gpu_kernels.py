@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from viviane.ops.row_update.gpu_numbers import held_numbers
-from viviane.ops.row_update.gpu_rules import SUM, move
-from viviane.ops.triton_parts.rounding import rounded
-
-_sum = tl.constexpr(SUM)
+from viviane.ops.row_update.gpu_one_by_one import take_one_by_one
+from viviane.ops.row_update.gpu_rows import load_rows, load_vectors, moved, scaled, store_rows
+from viviane.ops.row_update.gpu_rules import move
 
 
 @triton.jit
@@ -35,110 +34,6 @@ def _summed(starts, sums, carry):
     wide = tl.broadcast_to(starts[:, None], sums.shape)
     _, sums = tl.associative_scan((wide, sums), 0, _segmented)
     return sums
-
-
-@triton.jit
-def _scaled(g, w, scale, scale_at, clip, decay):
-    """Return the gradient of rows by scale, a number or on the device, clipping of its norm, and weight decay."""
-    if scale is not None:
-        g *= scale
-    if scale_at is not None:
-        g *= tl.load(scale_at).to(tl.float32)
-    if clip is not None:
-        norm = tl.sqrt_rn(tl.sum(g * g, 1))
-        # Not a maximum: NaN stays NaN.
-        g *= tl.div_rn(clip, tl.where(norm < clip, clip, norm))[:, None]
-    if decay is not None:
-        g += decay * w
-    return g
-
-
-@triton.jit
-def _moved(
-    kind: tl.constexpr, inside: tl.constexpr, dim: tl.constexpr, g, parts, numbers, scale, scale_at, clip, decay
-):
-    """Return new rows and state from summed gradients; without a rule the rows are the sums."""
-    w, one, two, per_row = parts
-    if kind == _sum:
-        w = g
-    else:
-        g = _scaled(g, w, scale, scale_at, clip, decay)
-        w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
-    return w, one, two, per_row
-
-
-@triton.jit
-def _load(base, place, cols, here, dim: tl.constexpr, block: tl.constexpr, hint: tl.constexpr):
-    """Load vectors (T, D) as float32. Those left out hold anything; only columns past D are zero, for sums over D."""
-    at = base + place[:, None] + cols[None, :]
-    if dim == block:
-        vectors = tl.load(at, mask=here[:, None], eviction_policy=hint)
-    else:
-        vectors = tl.load(at, mask=here[:, None] & (cols < dim)[None, :], other=0.0, eviction_policy=hint)
-    return vectors.to(tl.float32)
-
-
-@triton.jit
-def _load_rows(
-    table,
-    first,
-    second,
-    own,
-    row,
-    cols,
-    here,
-    kind: tl.constexpr,
-    dim: tl.constexpr,
-    block: tl.constexpr,
-    vector: tl.constexpr,
-    hint: tl.constexpr,
-):
-    """Load rows and their state; what a rule lacks is zero."""
-    place = tl.multiple_of(row * dim, [vector])
-    w = tl.zeros([row.shape[0], block], dtype=tl.float32)
-    one, two, per_row = w, w, tl.zeros([row.shape[0]], dtype=tl.float32)
-    if kind != _sum:
-        w = _load(table, place, cols, here, dim, block, hint)
-    if first is not None:
-        one = _load(first, place, cols, here, dim, block, hint)
-    if second is not None:
-        two = _load(second, place, cols, here, dim, block, hint)
-    if own is not None:
-        per_row = tl.load(own + row, mask=here, other=0.0)
-    return w, one, two, per_row
-
-
-@triton.jit
-def _store_rows(
-    table,
-    first,
-    second,
-    own,
-    touched,
-    w,
-    one,
-    two,
-    per_row,
-    row,
-    cols,
-    here,
-    dim: tl.constexpr,
-    vector: tl.constexpr,
-    dither,
-    hint: tl.constexpr,
-):
-    """Store rows, rounded to their type, and their state."""
-    place = tl.multiple_of(row * dim, [vector])[:, None] + cols[None, :]
-    mask = here[:, None] & (cols < dim)[None, :]
-    tl.store(table + place, rounded(w, table.dtype.element_ty, dither, row, cols), mask=mask, eviction_policy=hint)
-    if first is not None:
-        tl.store(first + place, one, mask=mask, eviction_policy=hint)
-    if second is not None:
-        tl.store(second + place, two, mask=mask, eviction_policy=hint)
-    if own is not None:
-        tl.store(own + row, per_row, mask=here)
-    if touched is not None:
-        tl.store(touched + row, tl.full([row.shape[0]], 1, tl.int8), mask=here)
 
 
 @triton.jit
@@ -213,6 +108,7 @@ def span_kernel(
     hint_rows: tl.constexpr,
     tile: tl.constexpr,
     span: tl.constexpr,
+    one_by_one: tl.constexpr,
 ):
     """Sum the runs of a span of entries, and move the rows whose runs it holds whole; without order, of slots."""
     if gate is not None:
@@ -228,11 +124,18 @@ def span_kernel(
     if order is not None:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
         if (last < first_row) | (head >= first_row + num_rows):  # the span has no row of this table
             stop = start
+    if one_by_one:
+        carry = take_one_by_one(
+            rows, order, sources, weights, gradients, slot_sums, table, first, second, own, touched, scale, scale_at,
+            clip, decay, numbers, count, first_row, num_rows, dither, p, start, stop, before, kind, inside, dim, block,
+            vector, aligned, hint_gradients, hint_rows, tile,
+        )  # fmt: skip
+        stop = start
     row, entry, source = _find_entries(rows, order, sources, start + lane, stop, dim, aligned)
     for at in range(start, stop, tile):
         n = at + lane
         here = (n < stop) & (row >= first_row) & (row < first_row + num_rows)
-        g = _load(gradients, source, cols, here, dim, block, hint_gradients)
+        g = load_vectors(gradients, source, cols, here, dim, block, hint_gradients)
         if weights is not None:
             g *= tl.load(weights + entry, mask=here, other=0.0)[:, None]
         next_row = tl.load(rows + n + 1, mask=n + 1 < count, other=-1)
@@ -241,7 +144,7 @@ def span_kernel(
         came_in = here & (row != next_row) & (row == before)
         goes_on = (lane == tile - 1) & here & (row == next_row)
         place = (row - first_row).to(tl.int64)
-        w, one, two, per_row = _load_rows(
+        w, one, two, per_row = load_rows(
             table, first, second, own, place, cols, done, kind, dim, block, vector, hint_rows
         )
         # The next tile's places are on their way while this tile's vectors are.
@@ -250,8 +153,8 @@ def span_kernel(
         carry = tl.sum(tl.where(goes_on[:, None], g, 0.0), 0)
         if tl.max(done.to(tl.int32)) > 0:
             parts = w, one, two, per_row
-            w, one, two, per_row = _moved(kind, inside, dim, g, parts, numbers, scale, scale_at, clip, decay)
-            _store_rows(
+            w, one, two, per_row = moved(kind, inside, dim, g, parts, numbers, scale, scale_at, clip, decay)
+            store_rows(
                 table, first, second, own, touched, w, one, two, per_row, place, cols, done, dim, vector, dither,
                 hint_rows,
             )  # fmt: skip
@@ -307,12 +210,10 @@ def join_spans_kernel(
             done += tile
         here = tl.full([1], 1, tl.int1)
         place = tl.full([1], 0, tl.int64) + (run - first_row)
-        w, one, two, per_row = _load_rows(table, first, second, own, place, cols, here, kind, dim, block, vector, "")
+        w, one, two, per_row = load_rows(table, first, second, own, place, cols, here, kind, dim, block, vector, "")
         parts = w, one, two, per_row
-        w, one, two, per_row = _moved(kind, inside, dim, g[None, :], parts, numbers, scale, scale_at, clip, decay)
-        _store_rows(
-            table, first, second, own, touched, w, one, two, per_row, place, cols, here, dim, vector, dither, ""
-        )
+        w, one, two, per_row = moved(kind, inside, dim, g[None, :], parts, numbers, scale, scale_at, clip, decay)
+        store_rows(table, first, second, own, touched, w, one, two, per_row, place, cols, here, dim, vector, dither, "")
 
 
 @triton.jit(do_not_specialize=["num_rows", "dither"])
@@ -343,7 +244,7 @@ def rest_kernel(
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
     cols = tl.arange(0, block)
     here = (row < num_rows) & (tl.load(touched + row, mask=row < num_rows, other=1) == 0)
-    w, one, two, per_row = _load_rows(table, first, second, own, row, cols, here, kind, dim, block, vector, "")
-    g = _scaled(tl.zeros_like(w), w, None, None, None, decay)
+    w, one, two, per_row = load_rows(table, first, second, own, row, cols, here, kind, dim, block, vector, "")
+    g = scaled(tl.zeros_like(w), w, None, None, None, decay)
     w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
-    _store_rows(table, first, second, own, None, w, one, two, per_row, row, cols, here, dim, vector, dither, "")
+    store_rows(table, first, second, own, None, w, one, two, per_row, row, cols, here, dim, vector, dither, "")
