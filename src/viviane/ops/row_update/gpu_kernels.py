@@ -75,41 +75,12 @@ def _store_slots(
 
 @triton.jit(do_not_specialize=["count", "first_row", "num_rows", "dither"])
 def span_kernel(
-    rows,
-    order,
-    sources,
-    weights,
-    gradients,
-    slot_rows,
-    slot_sums,
-    table,
-    first,
-    second,
-    own,
-    touched,
-    scale,
-    scale_at,
-    clip,
-    decay,
-    numbers,
-    count,
-    first_row,
-    num_rows,
-    dither,
-    gate,
-    kind: tl.constexpr,
-    inside: tl.constexpr,
-    held: tl.constexpr,
-    dim: tl.constexpr,
-    block: tl.constexpr,
-    vector: tl.constexpr,
-    aligned: tl.constexpr,
-    hint_gradients: tl.constexpr,
-    hint_rows: tl.constexpr,
-    tile: tl.constexpr,
-    span: tl.constexpr,
+    rows, order, sources, weights, gradients, slot_rows, slot_sums, table, first, second, own, touched, scale, scale_at,
+    clip, decay, numbers, count, first_row, num_rows, dither, gate, kind: tl.constexpr, inside: tl.constexpr,
+    held: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, vector: tl.constexpr, aligned: tl.constexpr,
+    hint_gradients: tl.constexpr, hint_rows: tl.constexpr, tile: tl.constexpr, span: tl.constexpr,
     one_by_one: tl.constexpr,
-):
+):  # fmt: skip
     """Sum the runs of a span of entries, and move the rows whose runs it holds whole; without order, of slots."""
     if gate is not None:
         num_rows *= tl.load(gate)  # a closed gate leaves every row out
