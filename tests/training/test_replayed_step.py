@@ -231,6 +231,40 @@ def test_a_branch_of_the_same_gpu_by_another_name_is_joined(monkeypatch):
     assert waited == [side, side]
 
 
+def test_what_is_made_ahead_is_taken_once_and_waited_for(monkeypatch):
+    class Stream:
+        def __init__(self):
+            self.waited = []
+
+        def wait_stream(self, other):
+            pass
+
+        def wait_event(self, event):
+            self.waited.append(event)
+
+        def record_event(self):
+            return next(events)
+
+    events, device, main, side = iter("ab"), torch.device("cpu"), Stream(), Stream()
+    capture.make_ahead(device, "first", lambda: pytest.fail("no graph is recorded"))
+    monkeypatch.setattr(capture, "is_capturing", lambda device: True)
+    monkeypatch.setattr(capture, "_stream", lambda device, name, is_urgent: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    made = torch.ones(1)
+    capture.make_ahead(device, "first", lambda: made)
+    capture.make_ahead(device, "nobody's", lambda: torch.zeros(1))
+    assert capture.take_ahead(device, "another") is None
+    assert main.waited == []
+    assert capture.take_ahead(device, "first") is made
+    assert main.waited == ["a"]
+    assert capture.take_ahead(device, "first") is None
+    capture.join_ahead(device)
+    assert main.waited == ["a", "b"]
+    capture.join_ahead(device)
+    assert main.waited == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("setting", "reason", "seen"),
     [

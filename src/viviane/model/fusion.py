@@ -54,6 +54,15 @@ class FusedMLP(nn.Module):
             x = dot_interaction(dense, inputs[-1], pad=pad, itself=settings.self_interaction)
         return mlp(x, weights, biases, relu)
 
+    def weights_to_pack(self) -> list[Tensor]:
+        """Return the weights of all layers, then their biases; see `Layer.weights_to_pack`."""
+        _, deep, last = self._parts
+        own = deep.weights_to_pack()
+        if last is None or not own:
+            return own
+        count = len(own) // 2
+        return [*own[:count], last.weight, *own[count:], last.bias]
+
     def _one_by_one(self, *inputs: Tensor) -> Tensor:
         pairs, deep, last = self._parts
         x: Tensor = inputs[0] if pairs is None else pairs(*inputs)

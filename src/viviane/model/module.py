@@ -15,10 +15,13 @@ from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
 from viviane.embedding import FeatureConfig, TableCollection
-from viviane.model.fusion import Step, fuse
+from viviane.model.fusion import FusedMLP, Step, fuse
 from viviane.model.graph import Plan
 from viviane.model.ids import Ids
 from viviane.model.nodes import DenseLayer, SparseEmbedding
+from viviane.nn.registry import Layer
+from viviane.ops.capture import is_capturing, join_ahead
+from viviane.ops.packing_ahead import pack_ahead
 from viviane.parallel import Group, ShardedCollection, Traffic, check_plan_names, choose_plan, make_tables
 from viviane.parallel.automatic import GivenPlan, is_whole, own_kinds
 from viviane.parallel.plan import AnyTable
@@ -100,9 +103,21 @@ class GraphModule(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return what the losses read side by side: the logits, (B, L), where there is one for each label."""
+        records = not torch.compiler.is_compiling() and is_capturing(batch.dense.device)
+        if records:
+            self._pack_ahead()
         values = self._run(batch, self._sources, self._in_turn)
+        if records:
+            join_ahead(batch.dense.device)
         logits = [values[slot] for slot in self._outputs]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+    def _pack_ahead(self) -> None:
+        """Begin to bring dense weights to 16 bits, which is done by the time that lookups are."""
+        for layer, _, _ in (*self._in_turn[0], *self._in_turn[1]):
+            weights = layer.weights_to_pack() if isinstance(layer, Layer | FusedMLP) else []
+            if weights:
+                pack_ahead(weights)
 
     def tensor(self, name: str, batch: Batch) -> Tensor:
         """Return one tensor of the graph for a batch that has the columns which it depends on.

@@ -83,6 +83,13 @@ class MultiCross(Layer):
                 self.biases.append(init.weight(f"{i}.bias", (n,), settings.bias_init_type, fan_in=0, fan_out=n))
         return [(n,)]
 
+    def weights_to_pack(self) -> list[Tensor]:
+        """Return W_l or V_l, U_l and b_l of version 2."""
+        settings = cast(MultiCrossParameters, self.settings)
+        if not settings.projection_dim and not settings.full_rank:
+            return []
+        return [*self.weights, *self.projections, *self.biases]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the last cross layer's output."""
         settings = cast(MultiCrossParameters, self.settings)

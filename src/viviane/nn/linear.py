@@ -188,6 +188,14 @@ class MLP(Layer):
             return mlp(x, *self.chain())
         return cast(Tensor, self.layers(x))
 
+    def weights_to_pack(self) -> list[Tensor]:
+        """Return weights, then biases, where one operator may compute all layers."""
+        settings = cast(MLPParameters, self.settings)
+        weights, biases = self._weights()
+        own = [bias for bias in biases if bias is not None]
+        apart = settings.batch_norm or settings.layer_norm or settings.dropout or len(own) < len(weights)
+        return [] if apart else [*weights, *own]
+
     def chain(self) -> tuple[list[Tensor], list[Tensor | None], list[bool]]:
         """Return weights, biases and whether a ReLU follows, of each layer, as `viviane.ops.mlp` takes them.
 

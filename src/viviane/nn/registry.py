@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from viviane.config.base import Settings
 from viviane.core.errors import ConfigError, SchemaError
@@ -73,6 +73,10 @@ class Layer(nn.Module):
     def build(self, init: Initializer) -> list[Shape]:
         """Create the weights and return the outputs' shapes."""
         raise TypeError(f"{type(self).__name__} does not define build")
+
+    def weights_to_pack(self) -> list[Tensor]:
+        """Return what `viviane.ops.packing_ahead` may bring to 16 bits before the layer is called, in its order."""
+        return []
 
     def refuse(self, allowed: str) -> SchemaError:
         """Return the error that says which input shapes the layer takes."""

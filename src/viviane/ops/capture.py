@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Final
@@ -39,6 +39,8 @@ def refuse_capture(device: torch.device, what: str, fix: str) -> None:
         raise ConfigError(f"{what} cannot be recorded in a CUDA graph", fix=fix)
 
 
+_ahead: dict[torch.device, dict[Hashable, tuple[Tensor, Callable[[], None]]]] = {}
+"""What was begun beside the rest, by its key, with what waits for it; see `make_ahead`."""
 _branches: dict[torch.device, set[torch.cuda.Stream]] = {}
 _read: dict[torch.device, list[Tensor]] = {}
 """What blocks read that others made: until the blocks are joined nothing else may be recorded into its memory."""
@@ -97,6 +99,52 @@ def join_branches(device: torch.device) -> None:
     _read.pop(device, None)
 
 
+def make_ahead(device: torch.device, key: Hashable, make: Callable[[], Tensor]) -> None:
+    """Record how a tensor is made beside what the current stream records until somebody takes it.
+
+    While no graph is recorded nothing is made. `join_ahead` waits for what nobody took.
+
+    Args:
+        device: of the graph.
+        key: by which it is taken.
+        make: returns the tensor; what it reads is not written to before.
+
+    Example:
+        >>> make_ahead(torch.device("cpu"), "weights", lambda: torch.ones(1))
+        >>> take_ahead(torch.device("cpu"), "weights") is None
+        True
+    """
+    if not is_capturing(device):
+        return
+    with branch(device, "ahead", is_open=True) as join:
+        made = make()
+    _ahead.setdefault(_of_a_number(device), {})[key] = (made, join)
+
+
+def take_ahead(device: torch.device, key: Hashable) -> Tensor | None:
+    """Return what was made under this key, once, and let the current stream wait for it; None where nothing was.
+
+    Example:
+        >>> take_ahead(torch.device("cpu"), "nothing") is None
+        True
+    """
+    if not is_capturing(device):
+        return None
+    made, join = _ahead.get(_of_a_number(device), {}).pop(key, (None, _nothing))
+    join()
+    return made
+
+
+def join_ahead(device: torch.device) -> None:
+    """Let the current stream wait for what was made ahead and nobody took.
+
+    Example:
+        >>> join_ahead(torch.device("cpu"))
+    """
+    for _, join in _ahead.pop(_of_a_number(device), {}).values():
+        join()
+
+
 def forget_branches(device: torch.device) -> None:
     """Forget blocks of a capture that broke off.
 
@@ -106,6 +154,7 @@ def forget_branches(device: torch.device) -> None:
     device = _of_a_number(device)
     _branches.pop(device, None)
     _read.pop(device, None)
+    _ahead.pop(device, None)
 
 
 def _of_a_number(device: torch.device) -> torch.device:

@@ -49,6 +49,17 @@ def packing(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> Packing:
     return Packing(tuple(starts), tuple(padded), place)
 
 
+def key_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[object, ...]:
+    """Return under which key tensors that are packed ahead of their use lie; see `viviane.ops.capture.make_ahead`.
+
+    Example:
+        >>> one = torch.ones(2)
+        >>> key_of([one], torch.float16) == key_of([one[:]], torch.float16) != key_of([one], torch.float32)
+        True
+    """
+    return ("packed", dtype, *(one.data_ptr() for one in tensors))
+
+
 def padded_width(width: int, dtype: torch.dtype) -> int:
     """Return the least width whose rows are a multiple of 16 bytes.
 

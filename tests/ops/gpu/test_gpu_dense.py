@@ -16,6 +16,7 @@ from viviane.ops.dot_interaction.reference import dot_interaction as plain_dots
 from viviane.ops.logistic_loss.reference import logistic_loss as plain_loss
 from viviane.ops.mlp.gpu import forward as activations_of
 from viviane.ops.mlp.reference import mlp as plain_mlp
+from viviane.ops.triton_parts.weights import pack_weights
 
 ON_GPU = torch.cuda.is_available()
 # Largest error beside the truth's norm. float32: sums of some hundred products, 2^-24 each. 16 bits: every stored
@@ -230,14 +231,36 @@ def small_model(device):
 def test_operators_keep_their_promises_to_torch(device):
     """Schema, fake implementation and autograd registration agree with what the operators do."""
     x, w, b = draw(device, 3, 8), draw(device, 8, 8), draw(device, 8)
+    packed = pack_weights([w, b], torch.float32)
     calls = [
         (torch.ops.viviane.dot_interaction, (x, draw(device, 3, 2, 8), True, False, torch.float32)),
-        (torch.ops.viviane.mlp, (x, [w], [b], [True], torch.float16)),
-        (torch.ops.viviane.cross_layers, (x, [], [w], [b], torch.float32)),
+        (torch.ops.viviane.mlp, (x, [w], [b], [True], torch.float16, None)),
+        (torch.ops.viviane.mlp, (x, [w], [b], [True], torch.float32, packed)),
+        (torch.ops.viviane.cross_layers, (x, [], [w], [b], torch.float32, None)),
+        (torch.ops.viviane.cross_layers, (x, [], [w], [b], torch.float32, packed)),
         (torch.ops.viviane.logistic_loss, (draw(device, 3), torch.ones(3, device=device), None, 1.0, 1.0, 0.0)),
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_weights_packed_ahead_give_the_same_bits(device, rank):
+    width, layers = 13, 2  # rows of no multiple of 16 bytes: matrices have zeros behind
+    x = draw(device, 5, width).requires_grad_()
+    ws = [draw(device, width, rank or width).requires_grad_() for _ in range(layers)]
+    vs = [draw(device, rank, width).requires_grad_() for _ in range(layers)] if rank else []
+    bs = [draw(device, width).requires_grad_() for _ in range(layers)]
+    leaves = [x, *ws, *vs, *bs]
+    dtype = torch.float16
+    packed = pack_weights([one.detach() for one in (*ws, *vs, *bs)], dtype)
+    found = [torch.ops.viviane.cross_layers(x, vs, ws, bs, dtype, one)[layers - 1] for one in (None, packed)]
+    if not rank:
+        found += [torch.ops.viviane.mlp(x, ws, bs, [True, False], dtype, one)[layers - 1] for one in (None, packed)]
+    results = [[one, *torch.autograd.grad(one.float().square().sum(), leaves)] for one in found]
+    for plain, ahead in zip(results[::2], results[1::2], strict=True):
+        for one, other in zip(plain, ahead, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_compiled_whole(device):

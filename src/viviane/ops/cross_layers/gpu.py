@@ -12,7 +12,7 @@ from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 from viviane.ops.triton_parts.product import TileShape, fits_tensor_copies, tiles_of
 from viviane.ops.triton_parts.sums import column_sums
-from viviane.ops.triton_parts.weights import pack, weight_gradient
+from viviane.ops.triton_parts.weights import pack_weights, weight_gradient
 from viviane.ops.watch import watched
 
 # What an H200 was quickest with, at (8192, 3456) and rank 512.
@@ -22,14 +22,22 @@ LAST = TileShape(64, 128, 64, 4, 4)
 
 
 def forward(
-    x: Tensor, projections: list[Tensor], weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype
+    x: Tensor,
+    projections: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    packed: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return x_1 ... x_L, the u_l where there are projections, the y_l in one tensor (L, B, n), and packed weights."""
+    """Return x_1 ... x_L, the u_l where there are projections, the y_l in one tensor (L, B, n), and packed weights.
+
+    Packed ones that were given are not returned: an empty tensor stands in their place.
+    """
     first = x.to(dtype).contiguous()
     every = [*weights, *projections, *biases]
-    layout = packing([one.shape for one in every], dtype)
-    packed = pack(every, layout, dtype)
-    (ws, vs), bs = _matrices(layout.parts(packed), weights, projections), layout.parts(packed)[-len(biases) :]
+    whole = pack_weights(every, dtype) if packed is None else packed
+    parts = packing([one.shape for one in every], dtype).parts(whole)
+    (ws, vs), bs = _matrices(parts, weights, projections), parts[-len(biases) :]
     layers = len(weights)
     ys = first.new_empty(layers, *first.shape)
     xs, us = [first], []
@@ -37,7 +45,7 @@ def forward(
         u = xs[-1] @ vs[index].t() if vs else xs[-1]
         xs.append(cross_forward(u, ws[index], bs[index], first, xs[-1], ys[index]))
         us += [u] if vs else []
-    return [*xs[1:], *us, ys, packed]
+    return [*xs[1:], *us, ys, whole if packed is None else x.new_empty(0, dtype=dtype)]
 
 
 def _matrices(

@@ -10,35 +10,54 @@ from torch import Tensor
 
 from viviane.ops.dispatch import load
 from viviane.ops.packing import packing
+from viviane.ops.packing_ahead import take_packed
 
 
 def cross_layers_kernels(
     x: Tensor, projections: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Call the fused layers; without projections they are of full rank. `dtype` is that of the products."""
-    found = _forward(x, list(projections), list(weights), list(biases), dtype)
+    packed = take_packed([*weights, *projections, *biases], dtype)
+    found = _forward(x, list(projections), list(weights), list(biases), dtype, packed)
     return cast(list[Tensor], found)[len(weights) - 1]
 
 
 @torch.library.custom_op(
     "viviane::cross_layers",
     mutates_args=(),
-    schema="(Tensor x, Tensor[] projections, Tensor[] weights, Tensor[] biases, ScalarType dtype) -> Tensor[]",
+    schema=(
+        "(Tensor x, Tensor[] projections, Tensor[] weights, Tensor[] biases, ScalarType dtype, Tensor? packed)"
+        " -> Tensor[]"
+    ),
 )
 def _forward(
-    x: Tensor, projections: list[Tensor], weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype
+    x: Tensor,
+    projections: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    packed: Tensor | None,
 ) -> list[Tensor]:
-    """Return x_1 ... x_L, the u_l where there are projections, the y_l in one tensor (L, B, n), and packed weights."""
-    return cast(list[Tensor], load("cross_layers", "gpu").forward(x, projections, weights, biases, dtype))
+    """Return x_1 ... x_L, the u_l where there are projections, the y_l in one tensor (L, B, n), and packed weights.
+
+    The last is empty where they were given.
+    """
+    return cast(list[Tensor], load("cross_layers", "gpu").forward(x, projections, weights, biases, dtype, packed))
 
 
 @_forward.register_fake
 def _(
-    x: Tensor, projections: list[Tensor], weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype
+    x: Tensor,
+    projections: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    packed: Tensor | None,
 ) -> list[Tensor]:
     found = [x.new_empty(x.shape, dtype=dtype) for _ in weights]
     found += [x.new_empty(x.shape[0], one.shape[0], dtype=dtype) for one in projections]
-    size = packing([one.shape for one in (*weights, *projections, *biases)], dtype).size
+    every = [*weights, *projections, *biases]
+    size = 0 if packed is not None else packing([one.shape for one in every], dtype).size
     return [*found, x.new_empty(len(weights), *x.shape, dtype=dtype), x.new_empty(size, dtype=dtype)]
 
 
@@ -61,9 +80,9 @@ def _(grad: Tensor, x: Tensor, kept: list[Tensor], projections: list[Tensor], we
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, projections, weights, _, _ = inputs
+    x, projections, weights, _, _, packed = inputs
     ctx.counts = (len(projections), len(weights))
-    ctx.save_for_backward(x, *projections, *weights, *output)
+    ctx.save_for_backward(x, *projections, *weights, *output[:-1], output[-1] if packed is None else packed)
     ctx.set_materialize_grads(False)  # what is kept between layers gets none
 
 
@@ -72,10 +91,10 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     ranks, layers = ctx.counts
     grad = grads[layers - 1]
     if grad is None:
-        return None, [None] * ranks, [None] * layers, [None] * layers, None
+        return None, [None] * ranks, [None] * layers, [None] * layers, None, None
     projections, weights, kept = saved[:ranks], saved[ranks : ranks + layers], saved[ranks + layers :]
     dx, *found = _backward(grad, x, kept, projections, weights)
-    return dx, found[:ranks], found[ranks : ranks + layers], found[ranks + layers :], None
+    return dx, found[:ranks], found[ranks : ranks + layers], found[ranks + layers :], None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)

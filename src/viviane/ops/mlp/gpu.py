@@ -16,7 +16,7 @@ from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 from viviane.ops.triton_parts.product import TileShape, fits_tensor_copies, tiles_of
 from viviane.ops.triton_parts.sums import column_sums
-from viviane.ops.triton_parts.weights import pack, weight_gradient
+from viviane.ops.triton_parts.weights import pack_weights, weight_gradient
 
 _MANY_ROWS, _SHORT_DEPTH = 32768, 512
 _WIDEST_NARROW = 2048  # inputs of an output of width 1 that a program holds at once
@@ -39,12 +39,19 @@ def product_shape(size: int, depth: int) -> TileShape:
 
 
 def forward(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], relu: list[bool], dtype: torch.dtype
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    relu: list[bool],
+    dtype: torch.dtype,
+    packed: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the activations of every layer (B, n_l), the packed weights and biases, and x as the products read it."""
-    layout = packing([one.shape for one in (*weights, *biases)], dtype)
-    packed = pack([*weights, *biases], layout, dtype)
-    parts = layout.parts(packed)
+    """Return the activations of every layer (B, n_l), the packed weights and biases, and x as the products read it.
+
+    Packed ones that were given are not returned: an empty tensor stands in their place.
+    """
+    whole = pack_weights([*weights, *biases], dtype) if packed is None else packed
+    parts = packing([one.shape for one in (*weights, *biases)], dtype).parts(whole)
     below = first = prepared(x, dtype)
     found = []
     for weight, bias, positive in zip(parts[: len(weights)], parts[len(weights) :], relu, strict=True):
@@ -56,7 +63,8 @@ def forward(
         else:
             below = torch.addmm(bias, below, w.t())
         found.append(below)
-    return [*found, packed, first if is_changed(x, dtype) else x.new_empty(0, dtype=dtype)]
+    none = x.new_empty(0, dtype=dtype)
+    return [*found, whole if packed is None else none, first if is_changed(x, dtype) else none.clone()]
 
 
 def backward(

@@ -10,34 +10,48 @@ from torch import Tensor
 
 from viviane.ops.dispatch import load
 from viviane.ops.packing import packing, padded_width
+from viviane.ops.packing_ahead import take_packed
 
 
 def mlp_kernels(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], relu: Sequence[bool], dtype: torch.dtype
 ) -> Tensor:
     """Call the fused layers; `dtype` is that of the products and of the result."""
-    return cast(list[Tensor], _forward(x, list(weights), list(biases), list(relu), dtype))[len(weights) - 1]
+    packed = take_packed([*weights, *biases], dtype)
+    return cast(list[Tensor], _forward(x, list(weights), list(biases), list(relu), dtype, packed))[len(weights) - 1]
 
 
 @torch.library.custom_op(
     "viviane::mlp",
     mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor[] biases, bool[] relu, ScalarType dtype) -> Tensor[]",
+    schema="(Tensor x, Tensor[] weights, Tensor[] biases, bool[] relu, ScalarType dtype, Tensor? packed) -> Tensor[]",
 )
 def _forward(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], relu: list[bool], dtype: torch.dtype
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    relu: list[bool],
+    dtype: torch.dtype,
+    packed: Tensor | None,
 ) -> list[Tensor]:
     """Return the activations of every layer, the packed weights and biases, and x as the products read it.
 
-    The last is empty where they read x itself.
+    The last is empty where they read x itself, the one before where it was given.
     """
-    return cast(list[Tensor], load("mlp", "gpu").forward(x, weights, biases, relu, dtype))
+    return cast(list[Tensor], load("mlp", "gpu").forward(x, weights, biases, relu, dtype, packed))
 
 
 @_forward.register_fake
-def _(x: Tensor, weights: list[Tensor], biases: list[Tensor], relu: list[bool], dtype: torch.dtype) -> list[Tensor]:
+def _(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    relu: list[bool],
+    dtype: torch.dtype,
+    packed: Tensor | None,
+) -> list[Tensor]:
     found = [x.new_empty(x.shape[0], weight.shape[0], dtype=dtype) for weight in weights]
-    size = packing([one.shape for one in (*weights, *biases)], dtype).size
+    size = 0 if packed is not None else packing([one.shape for one in (*weights, *biases)], dtype).size
     width = padded_width(x.shape[1], dtype)
     changed = width != x.shape[1] or x.dtype != dtype
     prepared = x.new_empty(x.shape[0], width, dtype=dtype) if changed else x.new_empty(0, dtype=dtype)
@@ -65,8 +79,9 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, _, ctx.relu, _ = inputs
-    ctx.save_for_backward(x, *weights, *output)
+    x, weights, _, ctx.relu, _, packed = inputs
+    *activations, own, prepared = output
+    ctx.save_for_backward(x, *weights, *activations, own if packed is None else packed, prepared)
     ctx.set_materialize_grads(False)  # hidden activations get none
 
 
@@ -75,10 +90,10 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     count = len(ctx.relu)
     grad = grads[count - 1]
     if grad is None:
-        return None, [None] * count, [None] * count, None, None
+        return None, [None] * count, [None] * count, None, None, None
     found = _backward(grad, x, saved[count:], saved[:count], ctx.relu, ctx.needs_input_grad[0])
     dx = found[2 * count] if ctx.needs_input_grad[0] else None
-    return dx, found[:count], found[count : 2 * count], None, None
+    return dx, found[:count], found[count : 2 * count], None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from viviane.ops.packing import Packing
+from viviane.ops.packing import Packing, packing
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 
 _BLOCK = 4096
@@ -17,7 +17,6 @@ def pack(tensors: list[Tensor], layout: Packing, dtype: torch.dtype) -> Tensor:
     """Copy matrices and vectors to their places in one tensor, with zeros behind the rows of padded matrices.
 
     Example:
-        >>> from viviane.ops.packing import packing
         >>> pack([torch.ones(1, 1)], packing([(1, 1)], torch.float32), torch.float32)[:4]  # doctest: +SKIP
         tensor([1., 0., 0., 0.], device='cuda:0')
     """
@@ -31,6 +30,11 @@ def pack(tensors: list[Tensor], layout: Packing, dtype: torch.dtype) -> Tensor:
             sources, counts, widths, new_widths, layout.starts, packed, block=_BLOCK, num_warps=8
         )
     return packed
+
+
+def pack_weights(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return matrices and vectors side by side in one tensor, as `viviane.ops.packing` lays them out."""
+    return pack(tensors, packing([one.shape for one in tensors], dtype), dtype)
 
 
 @triton.jit
