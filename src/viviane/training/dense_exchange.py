@@ -213,15 +213,21 @@ class DenseExchange:
             self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
-        bucket.complete()
+        self._next += 1
         if self.look is None:
+            bucket.complete()
             self._finite = self._finite + bucket.numbers.sum(dtype=torch.float32)
-        bucket.wait = self.group.start_all_reduce(bucket.flat)
-        if self.look is not None and bucket.numbers.numel():
-            with branch(bucket.flat.device, "sums"):
+            bucket.wait = self.group.start_all_reduce(bucket.flat)
+            return
+        device = bucket.flat.device
+        gradients = [one.grad for one in bucket.parameters if one.grad is not None]
+        with branch(device, "buckets", gradients, is_urgent=True):  # backward goes on beside the casts
+            bucket.complete()
+            bucket.wait = self.group.start_all_reduce(bucket.flat)
+        if bucket.numbers.numel():
+            with branch(device, "sums"):
                 bucket.wait()
                 self.look(bucket.numbers)
-        self._next += 1
 
     @timed_as("dense exchange")
     def finish(self) -> tuple[Tensor, Tensor]:
