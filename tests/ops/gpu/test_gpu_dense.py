@@ -244,6 +244,21 @@ def test_operators_keep_their_promises_to_torch(device):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("relu", [True, False])
+def test_gradients_that_are_columns_of_a_wider_one(device, relu):
+    """What a concatenation hands back is read where it stands."""
+    x, w, b = draw(device, 130, 16), draw(device, 24, 16).requires_grad_(), draw(device, 24).requires_grad_()
+    wide = draw(device, 130, 40, seed=5)
+    grads = []
+    for gradient in (wide[:, 8:32], wide[:, 8:32].contiguous(), wide.t()[:24, :].t()):
+        grads.append(torch.autograd.grad(layers.mlp(x, [w], [b], [relu]), [w, b], gradient))
+    for one, other in zip(*grads[:2], strict=True):
+        assert torch.equal(one, other)
+    alike = torch.autograd.grad(layers.mlp(x, [w], [b], [relu]), [w, b], wide[:, :24].contiguous())
+    for one, other in zip(grads[2], alike, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_weights_packed_ahead_give_the_same_bits(device, rank):
     width, layers = 13, 2  # rows of no multiple of 16 bytes: matrices have zeros behind

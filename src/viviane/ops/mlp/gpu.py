@@ -77,10 +77,12 @@ def backward(
     layout = packing([*(w.shape for w in weights), *(w.shape[:1] for w in weights)], dtype)
     matrices = [w[:, : one.shape[1]] for w, one in zip(layout.parts(packed), inputs, strict=False)]
     weight_grads, bias_grads = [grad] * (top + 1), [grad] * (top + 1)
-    dz = grad.contiguous()
+    dz = grad
     narrow = _is_narrow(matrices[top]) and not relu[top]
-    if not narrow:
-        dz, partial = gated_gradient(dz, activations[-1] if relu[-1] else None, relu=True)
+    if narrow:
+        dz = grad.contiguous()
+    else:
+        dz, partial = gated_gradient(grad, activations[-1] if relu[-1] else None, relu=True)
         bias_grads[top] = _sums(partial, weights[top])
     for index in range(top, -1, -1):
         below, wanted, mask = inputs[index], index > 0 or needs_x, index > 0 and relu[index - 1]

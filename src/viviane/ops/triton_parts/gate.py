@@ -18,10 +18,10 @@ def gated_gradient(grad: Tensor, gate: Tensor | None, *, relu: bool, in_place: b
     """Return grad * gate, or grad where gate > 0 if `relu`, and partial sums of its columns.
 
     Args:
-        grad: (M, N), contiguous.
-        gate: (M, N), contiguous, or None for ones: the gradient itself comes back.
+        grad: (M, N); contiguous, or columns of a wider matrix.
+        gate: (M, N), contiguous, or None for ones: the gradient itself comes back, contiguous.
         relu: see above.
-        in_place: write over `grad`.
+        in_place: write over `grad`, which is contiguous.
 
     Returns:
         The result (M, N) in the gradient's dtype, and (P, N) float32, whose column sums are the result's.
@@ -30,11 +30,24 @@ def gated_gradient(grad: Tensor, gate: Tensor | None, *, relu: bool, in_place: b
     partial = torch.empty(max(1, ceil_div(size, _ROWS)), width, dtype=torch.float32, device=grad.device)
     if not grad.numel():
         return grad, partial.zero_()
-    out = grad if in_place or gate is None else torch.empty_like(grad)
+    if gate is None or grad.stride(1) != 1:
+        grad = grad.contiguous()
+    out = grad if in_place or gate is None else torch.empty_like(grad, memory_format=torch.contiguous_format)
     columns = min(_MOST_COLUMNS, power_of_two(width))
     with on_device(grad):
         gate_kernel[(len(partial), ceil_div(width, columns))](
-            grad, gate, out, partial, size, width, relu=relu, rows=_ROWS, step=_STEP, columns=columns, num_warps=4
+            grad,
+            gate,
+            out,
+            partial,
+            size,
+            width,
+            grad.stride(0),
+            relu=relu,
+            rows=_ROWS,
+            step=_STEP,
+            columns=columns,
+            num_warps=4,
         )
     return out, partial
 
@@ -47,6 +60,7 @@ def gate_kernel(
     partial,
     size,
     width,
+    apart,
     relu: tl.constexpr,
     rows: tl.constexpr,
     step: tl.constexpr,
@@ -59,7 +73,8 @@ def gate_kernel(
         r = tl.program_id(0) * rows + start + tl.arange(0, step)
         here = (r < size)[:, None] & (cols < width)[None, :]
         place = (r.to(tl.int64) * width)[:, None] + cols[None, :]
-        g = tl.load(grad + place, mask=here, other=0.0).to(tl.float32)
+        own = (r.to(tl.int64) * apart)[:, None] + cols[None, :]
+        g = tl.load(grad + own, mask=here, other=0.0).to(tl.float32)
         if gate is not None:
             factor = tl.load(gate + place, mask=here, other=0.0).to(tl.float32)
             g = tl.where(factor > 0, g, 0.0) if relu else g * factor
