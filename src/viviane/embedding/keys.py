@@ -55,6 +55,11 @@ class Violation:
     record: Tensor
     origin: str
 
+    @property
+    def num_lookups(self) -> int:
+        """Features whose part of the batch is kept for the message."""
+        return 1
+
     def error(self, place: int, value: int) -> VivianeError:
         """Return the error of the first offender, once the record was read."""
         raise TypeError(f"{type(self).__name__} does not define error")
@@ -96,6 +101,11 @@ class BagKeyOutOfRange(Violation):
     starts: tuple[int, ...]
     offsets: tuple[Tensor, ...]
 
+    @property
+    def num_lookups(self) -> int:
+        """Features whose offsets are kept, and the memory of the batch that holds them."""
+        return len(self.features)
+
     def error(self, place: int, value: int) -> VivianeError:
         """Return the error of the key at `place`."""
         f = bisect_right(self.starts, place) - 1
@@ -134,6 +144,11 @@ class Violations(deque[Violation]):
 
     def __reduce__(self) -> Any:
         return Violations, ()  # a copy of a collection has records of its own
+
+    @property
+    def num_lookups(self) -> int:
+        """Lookups whose records of single batches wait."""
+        return sum(one.num_lookups for one in self)
 
     def room(self, name: tuple[str, ...], device: torch.device) -> Tensor:
         """Return the lasting record of a name, (4,), int64; made once, before a graph is recorded."""

@@ -7,6 +7,7 @@ from viviane.batch import Bag
 from viviane.config import SGD, AdaGrad
 from viviane.core.errors import KeyRangeError
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding.keys import BagKeyOutOfRange
 from viviane.embedding.storage import Storage
 from viviane.ops.dispatch import use_implementation
 
@@ -182,6 +183,22 @@ def test_more_features_than_a_launch_takes(device):
     said = pytest.raises(KeyRangeError, match=r"feature 'bag40', table 't4', row 2 of the batch\n  value:   -1")
     with use_implementation("gpu"), said:
         looked_up(emb, keys)
+
+
+def test_lookups_whose_bags_are_kept_for_messages_are_checked_in_time(device, monkeypatch):
+    """Until somebody asks, each violation holds its batch's offsets: as many features' as of lookups one by one."""
+    emb = build(device, num_bags=5, dim=1, singles=0, policy="ignore")
+    found = BagKeyOutOfRange(torch.zeros(3), "", ("a", "b", "c"), (), (), ())
+    emb._violations.extend([found] * 80)
+    assert emb._violations.num_lookups == 240
+    asked = []
+    monkeypatch.setattr(emb, "check", lambda: asked.append(emb._violations.clear()))
+    with use_implementation("gpu"), torch.no_grad():
+        emb(keys_for(emb, 1, device))
+        assert not asked
+        emb._violations.extend([found] * 6)
+        emb(keys_for(emb, 1, device))
+    assert len(asked) == 1
 
 
 def looked_up(emb, keys):

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from viviane.core.errors import VivianeError
 from viviane.ops.key_rows import HASH, NEVER, RAISE, REPLACE, KeyRules
-from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
+from viviane.ops.triton_parts.launch import ceil_div, devices_agree, on_device, power_of_two
 
 _TILE = 2048
 _WIDEST = 64
@@ -50,6 +51,8 @@ def bag_rows(
     keys: Sequence[Tensor], offsets: Sequence[Tensor], rules: KeyRules, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the storage rows of the keys of bags, (N,), their offsets, and the record of the first out of range."""
+    if not devices_agree([*keys, *offsets, rules.table]):  # kernels are given addresses alone
+        raise VivianeError("the keys of bags, their offsets and their tables must be on one device")
     device, size = offsets[0].device, len(offsets[0]) - 1
     lengths = [len(one) for one in keys]
     rows = torch.empty(sum(lengths), dtype=rules.row_dtype, device=device)
