@@ -34,14 +34,15 @@ def build(rule, dtype="float32", policy="raise"):
         FeatureConfig(name="b", table="y"),
         FeatureConfig(name="c", table="z", combiner="mean"),
         FeatureConfig(name="d", table="y", combiner="concat", max_length=3),
+        FeatureConfig(name="e", table="x"),
     ]
     return EmbeddingCollection(tables, features, rule, device="cuda", seed=3)
 
 
 def draw(seed):
     generator = torch.Generator("cuda").manual_seed(seed)
-    rows = {"a": 500, "b": 20, "c": 70_000, "d": 20}
-    shapes = {"a": (SIZE,), "b": (SIZE,), "c": (SIZE, 4), "d": (SIZE, 2)}
+    rows = {"a": 500, "b": 20, "c": 70_000, "d": 20, "e": 500}
+    shapes = {"a": (SIZE,), "b": (SIZE,), "c": (SIZE, 4), "d": (SIZE, 2), "e": (SIZE, 3)}
     return {
         name: torch.randint(rows[name], shape, generator=generator, device="cuda") for name, shape in shapes.items()
     }
@@ -133,6 +134,11 @@ def test_a_key_out_of_range_is_found_after_the_replays():
     with pytest.raises(KeyRangeError, match=r"feature 'c', table 'z', row 299 of the batch"):
         twin.emb.check()
     twin.set(10, 0.1, 1.0)
+    twin.keys["e"][17, 2] = 500
+    graph.replay()
+    with pytest.raises(KeyRangeError, match=r"feature 'e', table 'x', row 17 of the batch, a replay.*\n  value:   500"):
+        twin.emb.check()
+    twin.set(11, 0.1, 1.0)
     graph.replay()
     twin.emb.check()
 
@@ -201,6 +207,30 @@ def test_forward_and_backward_may_be_recorded_alone():
     eager(keys).flat.square().sum().backward()
     eager.step(0.1)
     assert torch.equal(recorded.export_table("x").weight, eager.export_table("x").weight)
+
+
+def test_rows_of_gradients_that_lie_farther_apart_than_those_before():
+    """What is made in forward for another gradient is made anew, in the graph too."""
+    eager, recorded = build(AdaGrad()), build(AdaGrad())
+    keys = draw(0)
+    width = eager.width
+
+    def run(emb, apart):
+        whole = torch.arange(SIZE * apart, dtype=torch.float32, device="cuda").sin().view(SIZE, apart)
+        emb(keys).flat.backward(whole[:, :width])
+
+    for emb in (eager, recorded):
+        run(emb, width)
+        emb.step(0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(recorded, width + 8)
+    graph.replay()
+    recorded.step(0.1)
+    run(eager, width + 8)
+    eager.step(0.1)
+    for name in "xyz":
+        assert torch.equal(recorded.export_table(name).weight, eager.export_table(name).weight)
 
 
 def test_tables_that_part_in_age_are_named():

@@ -86,7 +86,10 @@ class TableAges(MutableMapping[str, int]):
             refuse_capture(device, "a step of tables that never moved together", fix="run such an iteration before")
             self._masks[tables] = torch.tensor([name in tables for name in self._ages], dtype=torch.int64).to(device)
         mask = self._masks[tables]
-        self._held += mask if gate is None else mask * gate
+        if gate is None:
+            self._held += mask
+        else:
+            self._held.addcmul_(mask, gate)
         families: dict[tuple[int, bool], int] = {}
         for name, family in self._family.items():
             self._family[name] = families.setdefault((family, name in tables), len(families))

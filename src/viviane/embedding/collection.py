@@ -185,7 +185,7 @@ class EmbeddingCollection(TableCollection):
 
     def _resolve(self, batch: AnyKeys, training: bool) -> tuple[int, list[Part], dict[str, Tensor]]:
         """Return the number of rows of the batch, what to look up, and the masks of "concat" features."""
-        if len(self._violations) >= _MOST_UNCHECKED:
+        if self._violations.num_lookups >= _MOST_UNCHECKED:
             self.check()
         keys = read_keys(batch, self.features, self.device)
         parts, masks = self._plan(keys.one_hot_names).parts(keys, self._frozen, training)

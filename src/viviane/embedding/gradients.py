@@ -34,12 +34,8 @@ def distinct_gradients(waiting: Sequence[RowGradients]) -> Iterator[Tensor]:
             yield one.entries.gradients
 
 
-def join_entries(waiting: Sequence[Entries], rows: Tensor | None = None) -> Entries:
-    """Join passes and parts into one list of entries; a gradient that parts share stays one.
-
-    Args:
-        rows: of all of them, where somebody has joined them already.
-    """
+def join_entries(waiting: Sequence[Entries]) -> Entries:
+    """Join passes and parts into one list of entries; a gradient that parts share stays one."""
     if len(waiting) == 1:
         return waiting[0]
     gradients: list[Tensor] = []
@@ -50,12 +46,11 @@ def join_entries(waiting: Sequence[Entries], rows: Tensor | None = None) -> Entr
             start += len(gradients[-1]) if gradients else 0
             gradients.append(one.gradients)
         assert one.sources is not None
-        sources.append(one.sources.to(torch.int64) + start)
+        sources.append(one.sources.to(torch.int64) + start if start else one.sources)
         aligned = math.gcd(aligned, one.aligned, start)
     weights = None
     if any(one.weights is not None for one in waiting):
         ones = (torch.ones(len(e.rows), device=e.rows.device) if e.weights is None else e.weights for e in waiting)
         weights = torch.cat(list(ones))
     flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-    joined = torch.cat([one.rows for one in waiting]) if rows is None else rows
-    return Entries(joined, flat, torch.cat(sources), weights, aligned)
+    return Entries(torch.cat([one.rows for one in waiting]), flat, torch.cat(sources), weights, aligned)

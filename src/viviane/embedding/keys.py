@@ -5,14 +5,17 @@ Shapes: N rows of keys, F columns, each of one feature.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from viviane.batch import Bag
 from viviane.core.errors import DataError, KeyRangeError, VivianeError
 from viviane.embedding.config import TableConfig
 from viviane.ops.capture import is_capturing, refuse_capture
@@ -23,6 +26,7 @@ from viviane.ops.key_rows import (
     SKIP,
     ColumnRule,
     KeyRules,
+    bag_rows,
     hashed,
     key_rows,
     lasting_record,
@@ -50,6 +54,11 @@ class Violation:
 
     record: Tensor
     origin: str
+
+    @property
+    def num_lookups(self) -> int:
+        """Features whose part of the batch is kept for the message."""
+        return 1
 
     def error(self, place: int, value: int) -> VivianeError:
         """Return the error of the first offender, once the record was read."""
@@ -84,6 +93,27 @@ class KeyOutOfRange(Violation):
 
 
 @dataclass(frozen=True)
+class BagKeyOutOfRange(Violation):
+    """A key outside its table, in one of several features' bags; place counts their keys behind one another."""
+
+    features: tuple[str, ...]
+    tables: tuple[TableConfig, ...]
+    starts: tuple[int, ...]
+    offsets: tuple[Tensor, ...]
+
+    @property
+    def num_lookups(self) -> int:
+        """Features whose offsets are kept, and the memory of the batch that holds them."""
+        return len(self.features)
+
+    def error(self, place: int, value: int) -> VivianeError:
+        """Return the error of the key at `place`."""
+        f = bisect_right(self.starts, place) - 1
+        own = KeyOutOfRange(self.record, self.origin, self.features[f : f + 1], self.tables[f : f + 1], self.offsets[f])
+        return own.error(place - self.starts[f], value)
+
+
+@dataclass(frozen=True)
 class BagTooLong(Violation):
     """A bag with more ids than a "concat" has places; place is the row of the batch."""
 
@@ -114,6 +144,11 @@ class Violations(deque[Violation]):
 
     def __reduce__(self) -> Any:
         return Violations, ()  # a copy of a collection has records of its own
+
+    @property
+    def num_lookups(self) -> int:
+        """Lookups whose records of single batches wait."""
+        return sum(one.num_lookups for one in self)
 
     def room(self, name: tuple[str, ...], device: torch.device) -> Tensor:
         """Return the lasting record of a name, (4,), int64; made once, before a graph is recorded."""
@@ -235,6 +270,49 @@ class RowMap:
         if self._raises:
             report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations, name)
         return rows
+
+
+class BagRowMap:
+    """Maps the keys of several features' bags to rows of their storage, at once; see `viviane.ops.key_rows.bag_rows`.
+
+    Arguments are those of `RowMap`, without columns.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        tables: Sequence[TableConfig],
+        bases: Sequence[int],
+        null_row: int,
+        violations: Violations,
+        device: torch.device,
+    ) -> None:
+        self.features = tuple(features)
+        self.tables = tuple(tables)
+        self.violations = violations
+        rules = [_rule(table, base, null_row) for table, base in zip(tables, bases, strict=True)]
+        refuse_capture(device, "a new kind of batch", fix="run an iteration with such a batch before the capture")
+        self._rules = KeyRules(rules, null_row, device)
+        self._raises = any(rule.policy == RAISE for rule in rules)
+
+    def __call__(self, bags: Sequence[Bag], origin: str = "") -> tuple[Tensor, Tensor]:
+        """Return the storage rows of all keys, (N,), and the offsets of all bags, (F * B + 1,).
+
+        Args:
+            bags: of each feature.
+            origin: of the batch, for messages.
+        """
+        for bag, feature in zip(bags, self.features, strict=True):
+            check_key_type(bag.values, feature)
+        keys, offsets = [bag.values for bag in bags], tuple(bag.offsets for bag in bags)
+        device, name = offsets[0].device, ("bag key", *self.features)
+        kept = self.violations.room(name, device) if self._raises and is_capturing(device) else None
+        rows, joined, record = bag_rows(keys, offsets, self._rules, kept)
+        if self._raises:
+            starts = (0, *accumulate(len(one) for one in keys[:-1]))
+            found = BagKeyOutOfRange(record, origin, self.features, self.tables, starts, offsets)
+            report(found, self.violations, name)
+        return rows, joined
 
 
 _POLICIES = {"raise": RAISE, "default": REPLACE, "hash": HASH, "ignore": SKIP}

@@ -18,9 +18,11 @@ from torch.autograd.function import once_differentiable
 from viviane.embedding.buffers import Buffers
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.gradients import RowGradients
+from viviane.embedding.prepared import sources_type
 from viviane.embedding.storage import Storage
 from viviane.ops.capture import is_capturing, refuse_capture
-from viviane.ops.embedding_bag import entry_bags, gather_rows, pool_rows
+from viviane.ops.dispatch import kernels_serve
+from viviane.ops.embedding_bag import entry_bags, entry_sources, gather_rows, pool_rows
 from viviane.ops.row_update import Entries
 
 if TYPE_CHECKING:
@@ -59,16 +61,18 @@ def gather(parts: Sequence[Part], size: int, width: int, buffers: Buffers) -> Te
     return out
 
 
-def prepare(parts: Sequence[Part]) -> None:
-    """Begin the part of the update that needs no gradients."""
+def prepare(parts: Sequence[Part], size: int, width: int) -> None:
+    """Begin the part of the update that needs no gradients, for an output of `size` rows and `width` columns."""
     together: dict[int, list[Part]] = {}
     for part in parts:
         if part.tables:
             together.setdefault(id(part.storage), []).append(part)
     for group in together.values():
         storage = group[0].storage
-        if len(group) == 1 or isinstance(storage, Storage):
-            storage.prepare(*[part.rows.reshape(-1) for part in group])
+        if isinstance(storage, Storage):
+            storage.prepare(group, size, width)
+        elif len(group) == 1:
+            storage.prepare(group[0].rows.reshape(-1))
 
 
 def hand_over(parts: Sequence[Part], gradient: Tensor) -> None:
@@ -78,7 +82,15 @@ def hand_over(parts: Sequence[Part], gradient: Tensor) -> None:
     flat, width = flat_rows(gradient)
     for part in parts:
         if part.tables:
-            part.storage.add_gradients(RowGradients(entries_of(part, flat, size, width), part.tables))
+            part.storage.add_gradients(RowGradients(_entries(part, flat, size, width), part.tables))
+
+
+def _entries(part: Part, gradient: Tensor, size: int, width: int) -> Entries:
+    """Return what `entries_of` does, from what `prepare` has made where that is known."""
+    sources = part.storage.prepared_sources(part, width) if isinstance(part.storage, Storage) else None
+    if sources is None:
+        return entries_of(part, gradient, size, width)
+    return _with_sources(part.rows, part.weights, sources, part.columns, gradient, width)
 
 
 def flat_rows(gradient: Tensor) -> tuple[Tensor, int]:
@@ -112,7 +124,7 @@ class Lookup(torch.autograd.Function):
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]
         out = gather(parts, size, width, buffers)
-        prepare(parts)
+        prepare(parts, size, width)
         return out
 
     @staticmethod
@@ -140,9 +152,18 @@ def entries_at(
     """Return looked-up rows, as in a `Part`, and where in the flat gradient of the output, (B * W,), theirs stand."""
     if offsets is None:
         sources = _sources(size, width, columns, gradient.device)
+    elif kernels_serve(gradient.device):
+        sources = torch.empty(len(rows), dtype=sources_type(size, width), device=gradient.device)
+        entry_sources(offsets, columns, size, width, sources)
     else:
         bags = entry_bags(offsets, len(rows))
         sources = _sources(size, width, columns, gradient.device, by_row=False)[bags]
+    return _with_sources(rows, weights, sources, columns, gradient, width)
+
+
+def _with_sources(
+    rows: Tensor, weights: Tensor | None, sources: Tensor, columns: tuple[int, ...], gradient: Tensor, width: int
+) -> Entries:
     aligned = math.gcd(16, width, *columns)
     return Entries(rows.reshape(-1), gradient, sources, None if weights is None else weights.reshape(-1), aligned)
 
@@ -163,7 +184,7 @@ _recorded: dict[tuple[Any, ...], Tensor] = {}
 def _kept_sources(size: int, width: int, columns: tuple[int, ...], device: torch.device, by_row: bool) -> Tensor:
     """Make the sources; kept, since batches of one size follow one another."""
     refuse_capture(device, "a new size of batch", fix="run an iteration with such a batch before the capture")
-    dtype = torch.int32 if size * width < 2**31 else torch.int64
+    dtype = sources_type(size, width)
     starts = torch.arange(size, dtype=dtype, device=device) * width
     places = torch.tensor(columns, dtype=dtype).to(device)
     both = starts.unsqueeze(1) + places if by_row else places.unsqueeze(1) + starts

@@ -105,7 +105,7 @@ def _lookup(anchor: Tensor | None, tensors: list[Tensor], collection: int, spec:
     out = [gather(parts, size, own.width, own._memory)]  # of the type that was traced
     out += [masks[name] for name, _ in known.masks]
     if known.training:
-        prepare(parts)
+        prepare(parts, size, own.width)
         out.append(_ticket(_Open(parts, own._memory)))
     return out
 

@@ -1,6 +1,6 @@
 """How a kind of batch is looked up: worked out once per layout, reused for each batch.
 
-Shapes: B rows of the batch, F one-hot columns, N entries of a bag, L places of a "concat".
+Shapes: B rows of the batch, F one-hot columns, N entries of a bag.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from torch import Tensor
 
 from viviane.batch import Bag, Batch
 from viviane.core.errors import DataError, suggest
+from viviane.embedding.bags import AnyTable, BagPlan, PooledPlan
 from viviane.embedding.config import FeatureConfig, TableConfig
-from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.jagged import Jagged, is_keyed_jagged, read_keyed_jagged
-from viviane.embedding.keys import BagTooLong, RowMap, Violations, check_key_type, report
+from viviane.embedding.keys import BagRowMap, RowMap, Violations, check_key_type
 from viviane.embedding.lookup import Part
 from viviane.embedding.output import Place
 from viviane.embedding.storage import Storage
-from viviane.ops.embedding_bag import entry_bags, mean_weights
-
-AnyTable: TypeAlias = TableConfig | DynamicTableConfig
+from viviane.ops.key_rows import MOST_BAGS
 
 
 def place_features(features: Sequence[FeatureConfig], tables: Mapping[str, AnyTable]) -> dict[str, Place]:
@@ -89,78 +87,6 @@ class DynamicPlan:
 
 
 @dataclass(frozen=True)
-class BagPlan:
-    """A feature with any number of ids a row; `row_map` is None where its table is dynamic."""
-
-    storage: Storage | DynamicStorage
-    feature: FeatureConfig
-    table: AnyTable
-    row_map: RowMap | None
-    violations: Violations
-    place: Place
-
-    def rows(self, bag: Bag, origin: str) -> Tensor:
-        """Resolve a bag's ids, (N,)."""
-        assert self.row_map is not None
-        return self.row_map(bag.values.unsqueeze(1), bag.offsets, origin).view(-1)
-
-    def weights(self, bag: Bag, rows: Tensor) -> Tensor | None:
-        """Return what the vectors of a bag that is summed are multiplied by, (N,)."""
-        if self.feature.combiner != "mean":
-            return bag.weights
-        return mean_weights(bag.offsets, self._counted(rows), bag.weights, len(rows))
-
-    def concat(self, bag: Bag, rows: Tensor, frozen: frozenset[str], origin: str) -> tuple[Part, Tensor]:
-        """Lay out a bag whose vectors stand side by side, and its mask (B, L)."""
-        laid, weights, mask = self._spread(rows, bag.offsets, bag.weights, origin)
-        columns = tuple(self.place.start + i * self.place.dim for i in range(self.place.num_places))
-        return Part(self.storage, laid, None, weights, columns, frozenset([self.feature.table]) - frozen), mask
-
-    def _counted(self, rows: Tensor) -> Tensor | None:
-        """Which entries count in a mean or mask, (N,), bool; None where all do."""
-        skips = isinstance(self.table, TableConfig) and self.table.out_of_range in ("ignore", "raise")
-        return rows != self.storage.null_row if skips or self.table.padding_id is not None else None
-
-    def _spread(
-        self, rows: Tensor, offsets: Tensor, weights: Tensor | None, origin: str
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Lay bags out as (B, L) rows, weights and mask, with the zero row in empty places."""
-        null_row, length = self.storage.null_row, self.place.num_places
-        laid, weights, record = spread_bags(rows, offsets, weights, length, null_row)
-        if record is not None:
-            found = BagTooLong(record, origin, self.feature.name, length)
-            report(found, self.violations, ("length", self.feature.name))
-        return laid, weights, laid != null_row
-
-
-def spread_bags(
-    rows: Tensor, offsets: Tensor, weights: Tensor | None, length: int, null_row: int
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Lay bags out side by side: rows and weights, (B, L), and the record of the longest bag, see `Violation`.
-
-    Args:
-        rows: (N,).
-        offsets: (B + 1,).
-        weights: (N,) or None.
-        length: L.
-        null_row: of empty places.
-    """
-    size, record = len(offsets) - 1, None
-    if size:
-        lengths = offsets.diff()
-        longest = lengths.argmax().view(1)
-        excess = lengths.index_select(0, longest)  # indexing by a 0-dim tensor would wait for a GPU
-        record = torch.cat([(excess > length).to(torch.int64), longest, excess])
-    bags = entry_bags(offsets, len(rows))
-    position = torch.arange(len(rows), device=rows.device) - offsets[bags]
-    target = torch.where(position < length, bags * length + position, size * length)
-    laid = rows.new_full((size * length + 1,), null_row).index_copy_(0, target, rows)[:-1].view(size, length)
-    if weights is None:
-        return laid, None, record
-    return laid, weights.new_zeros(size * length + 1).index_copy_(0, target, weights)[:-1].view(size, length), record
-
-
-@dataclass(frozen=True)
 class Plan:
     """Everything that a kind of batch looks up.
 
@@ -172,7 +98,7 @@ class Plan:
     """
 
     one_hot: tuple[OneHotPlan, ...]
-    pooled: tuple[tuple[BagPlan, ...], ...]
+    pooled: tuple[PooledPlan, ...]
     concat: tuple[BagPlan, ...]
     dynamic: tuple[DynamicPlan, ...]
 
@@ -191,38 +117,13 @@ class Plan:
             found |= bags
             if singles is not None:
                 parts.append(Part(table.storage, singles, None, None, table.places, moving))
-        parts += [_pooled(group, keys, found, frozen) for group in self.pooled]
+        parts += [group.part(keys, found, frozen) for group in self.pooled]
         masks = {}
         for one in self.concat:
             bag = keys.bags[one.feature.name]
-            part, masks[one.feature.name] = one.concat(bag, _rows(one, keys, found), frozen, keys.origin)
+            part, masks[one.feature.name] = one.concat(bag, one.rows(keys, found), frozen, keys.origin)
             parts.append(part)
         return parts, masks
-
-
-def _rows(one: BagPlan, keys: Keys, found: Mapping[str, Tensor]) -> Tensor:
-    name = one.feature.name
-    return found[name] if name in found else one.rows(keys.bags[name], keys.origin)
-
-
-def _pooled(group: Sequence[BagPlan], keys: Keys, found: Mapping[str, Tensor], frozen: frozenset[str]) -> Part:
-    """Put the bags of one storage behind one another, so that one lookup serves them all."""
-    bags = [keys.bags[one.feature.name] for one in group]
-    rows = [_rows(one, keys, found) for one in group]
-    weights = [one.weights(bag, own) for one, bag, own in zip(group, bags, rows, strict=True)]
-    columns = tuple(one.place.start for one in group)
-    tables = frozenset(one.feature.table for one in group) - frozen
-    if len(group) == 1:
-        return Part(group[0].storage, rows[0], bags[0].offsets, weights[0], columns, tables)
-    offsets, start = [bags[0].offsets[:1]], 0
-    for bag in bags:
-        offsets.append(bag.offsets[1:] + start)
-        start += len(bag.values)
-    joined = None
-    if any(one is not None for one in weights):
-        pairs = zip(rows, weights, strict=True)
-        joined = torch.cat([torch.ones(len(r), device=r.device) if w is None else w for r, w in pairs])
-    return Part(group[0].storage, torch.cat(rows), torch.cat(offsets), joined, columns, tables)
 
 
 @dataclass(frozen=True)
@@ -245,13 +146,13 @@ class Planner:
         for storage in self.storages:
             summed = [f for f in features if f.table in storage.tables and f.combiner != "concat"]
             own = [f for f in summed if f.name in index]
-            group = tuple(self._bag(f) for f in summed if f.name not in index)
-            if group:
-                pooled.append(group)
+            bags = [f for f in summed if f.name not in index]
+            if bags:
+                pooled.append(self._pooled(storage, bags))
             if isinstance(storage, DynamicStorage):
                 names = {one.name for one in own}
-                bags = tuple(f.name for f in features if f.table in storage.tables and f.name not in names)
-                dynamic.append(self._dynamic(storage, own, bags, index))
+                others = tuple(f.name for f in features if f.table in storage.tables and f.name not in names)
+                dynamic.append(self._dynamic(storage, own, others, index))
             elif own:
                 singles.append(self._one_hot(storage, own, index))
         return Plan(tuple(singles), tuple(pooled), concat, tuple(dynamic))
@@ -270,6 +171,13 @@ class Planner:
         tables = tuple(feature.table for feature in features)
         return OneHotPlan(storage, tables, self._row_map(storage, features, picked), places)
 
+    def _pooled(self, storage: Storage | DynamicStorage, features: Sequence[FeatureConfig]) -> PooledPlan:
+        row_maps = []
+        if isinstance(storage, Storage) and len(features) > 1:
+            parts = [features[i : i + MOST_BAGS] for i in range(0, len(features), MOST_BAGS)]
+            row_maps = [BagRowMap(*self._tables(storage, own)) for own in parts]
+        return PooledPlan(tuple(self._bag(feature) for feature in features), tuple(row_maps))
+
     def _bag(self, feature: FeatureConfig) -> BagPlan:
         storage = next(one for one in self.storages if feature.table in one.tables)
         row_map = None if isinstance(storage, DynamicStorage) else self._row_map(storage, [feature])
@@ -279,10 +187,15 @@ class Planner:
     def _row_map(
         self, storage: Storage, features: Sequence[FeatureConfig], columns: Sequence[int] | None = None
     ) -> RowMap:
+        return RowMap(*self._tables(storage, features), columns)
+
+    def _tables(
+        self, storage: Storage, features: Sequence[FeatureConfig]
+    ) -> tuple[list[str], list[TableConfig], list[int], int, Violations, torch.device]:
+        """Return what a map of features' keys to rows is made of."""
         tables = [storage.tables[feature.table] for feature in features]
-        names = [feature.name for feature in features]
         bases = [storage.bases[table.name] for table in tables]
-        return RowMap(names, tables, bases, storage.null_row, self.violations, self.device, columns)
+        return [f.name for f in features], tables, bases, storage.null_row, self.violations, self.device
 
 
 @dataclass(frozen=True)

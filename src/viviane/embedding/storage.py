@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,11 @@ from viviane.embedding.ages import TableAges
 from viviane.embedding.config import TableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
 from viviane.embedding.initializers import fill_initial
+from viviane.embedding.prepared import Prepared, prepare_entries
 from viviane.embedding.row_mean import RowMean
 from viviane.embedding.row_snapshot import RowSnapshot
 from viviane.ops.capture import is_capturing, refuse_capture
+from viviane.ops.dispatch import kernels_serve
 from viviane.ops.native.pages import advise_huge_pages
 from viviane.ops.row_update import (
     Entries,
@@ -31,11 +33,15 @@ from viviane.ops.row_update import (
     initial_state,
     join_rows,
     norm_squared,
+    prepare_aside,
     prepare_rows,
     state_shape,
     sum_rows,
     update_rows,
 )
+
+if TYPE_CHECKING:
+    from viviane.embedding.lookup import Part
 
 _ZERO_ROWS = 2  # see viviane.ops.key_rows
 
@@ -89,7 +95,9 @@ class Storage(nn.Module):
         self._pending: list[RowGradients] = []
         self._all: Entries | None = None
         self._summed: tuple[Tensor, Tensor] | None = None
-        self._prepared: tuple[tuple[Tensor, ...], Tensor | None] = ((), None)
+        self._prepared: Prepared | None = None
+        self._apart = (0, 0)
+        """An output's width, and how far apart the rows of its last gradient began."""
         self._scratch = Scratch()
         self.row_mean: RowMean | None = None
         self.snapshots: dict[int, RowSnapshot] = {}
@@ -146,22 +154,46 @@ class Storage(nn.Module):
         if padding is not None:
             self.table_rows(name)[padding] = 0.0
 
-    def prepare(self, *parts: Tensor) -> None:
-        """Begin the part of an update that needs no gradients, for the rows of lookups that are trained together."""
-        if self._pending or not parts[0].is_cuda:
+    def prepare(self, parts: Sequence[Part], size: int, width: int) -> None:
+        """Begin the part of an update that needs no gradients, for lookups that are trained together.
+
+        On a GPU rows and places of gradients are joined and rows sorted, beside forward and backward. How far apart the
+        rows of the gradient begin is known in backward alone: as far as last time, until it says otherwise.
+
+        Args:
+            parts: the lookups.
+            size: rows of the output.
+            width: its columns.
+        """
+        device = self.weight.device
+        if self._pending or not kernels_serve(device) or not any(part.rows.numel() for part in parts):
             return
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._prepared = (parts, rows)
-        prepare_rows(rows, self._scratch, self.null_row + _ZERO_ROWS)
+        apart = self._apart[1] if self._apart[0] == width else width
+        read = [one for part in parts for one in (part.rows, part.offsets, part.weights) if one is not None]
+        with prepare_aside(device, self._scratch, read):
+            self._prepared = prepare_entries(parts, size, width, apart)
+            prepare_rows(self._prepared.rows, self._scratch, self.null_row + _ZERO_ROWS)
+
+    def prepared_sources(self, part: Part, apart: int) -> Tensor | None:
+        """Return where the gradients of a part stand, if `prepare` has made that.
+
+        Args:
+            part: a lookup.
+            apart: how far apart the rows of the gradient begin.
+        """
+        if self._prepared is None or self._prepared.sources_of(part) is None:
+            return None
+        if self._prepared.size > 1:
+            self._apart = (self._prepared.width, apart)
+        self._prepared = self._prepared.at(apart)
+        return self._prepared.sources_of(part)
 
     def _joined(self) -> Entries:
         """Return all entries that wait; rows that `prepare` joined are those that it sorts."""
-        waiting, (parts, rows) = [one.entries for one in self._pending], self._prepared
-        same = len(parts) == len(waiting) > 1 and all(
-            part.data_ptr() == one.rows.data_ptr() and part.shape == one.rows.shape
-            for part, one in zip(parts, waiting, strict=True)
-        )
-        return join_entries(waiting, rows if same else None)
+        waiting = [one.entries for one in self._pending]
+        join_rows(self.weight.device, self._scratch)
+        joined = None if self._prepared is None else self._prepared.join(waiting)
+        return join_entries(waiting) if joined is None else joined
 
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
@@ -192,8 +224,7 @@ class Storage(nn.Module):
     def discard_gradients(self) -> None:
         """Drop the gradients that wait."""
         self._pending.clear()
-        self._all = self._summed = None
-        self._prepared = ((), None)
+        self._all = self._summed = self._prepared = None
         self.is_joined = False
 
     def summed_gradients(self) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from viviane.batch import Batch
 from viviane.embedding import Storage
 from viviane.embedding.gradients import RowGradients
-from viviane.embedding.lookup import entries_at
+from viviane.embedding.lookup import Part, entries_at
 from viviane.embedding.plan import Keys
 from viviane.ops.embedding_bag import gather_rows, pool_rows
 from viviane.ops.row_update import Entries, sum_rows
@@ -176,8 +176,9 @@ class DistinctRoute:
             vectors = torch.empty(len(rows), dim, dtype=self._sharded.wire_dtype, device=rows.device)
             gather_rows(storage.weight, rows.unsqueeze(1), vectors, (0,))
             found.append(vectors)
-            if training and self._tables(storage):
-                storage.prepare(rows)
+            if training and isinstance(storage, Storage) and self._tables(storage):
+                part = Part(storage, rows.unsqueeze(1), None, None, (0,), frozenset())
+                storage.prepare([part], len(rows), dim)
         vectors = _by_process(found, one.taken, self._empty(dim))
         given, taken = [sum(own) * dim for own in one.taken], [count * dim for count in one.given]
         return self.group.start_all_to_all(vectors.view(-1), given, taken)

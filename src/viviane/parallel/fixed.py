@@ -243,7 +243,7 @@ class FixedRoute:
 
     def _prepare(self, own: list[Part], local: list[Part]) -> None:
         """Begin the part of the update that needs no gradients."""
-        prepare(own)
+        prepare(own, self.group.size * self.size, self.layout.widths[self.group.rank])
         for part, one in zip(local, self._sums, strict=True):
             one.prepare(part)
 

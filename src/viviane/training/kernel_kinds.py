@@ -11,7 +11,10 @@ _OWN: Final = {
         "cross_forward cross_backward cross_last interaction_forward interaction_backward input_gradient "
         "narrow_forward narrow_backward tile_product"
     ),
-    "lookups": "gather pool join key record find take put settle erase draw latest assign",
+    "lookups": (
+        "gather pool join key record bag_key bag_record entry_sources bag_sources find take put settle erase draw "
+        "latest assign"
+    ),
     "updates": "move span join_spans rest numbers",
     "copies": "copy cast pack cut widen",
     "others": "check check_columns mark judge judge_scaled logistic_loss gate column_sums difference difference_record",

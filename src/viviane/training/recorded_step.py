@@ -139,9 +139,7 @@ def _record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: V
     join_branches(step.device)
     if guard is not None and step.together is None:
         check_finite([one.contiguous() for one in step.gradients.all()], found, room)
-    for collection in step.collections.values():
-        for record in collection.key_records():
-            mark(record, verdict.status)
+    mark([one for collection in step.collections.values() for one in collection.key_records()], verdict.status)
     if step.together is not None:  # what one process found closes the gates of all
         step.group.all_reduce(verdict.flags)
     if follows:

@@ -157,9 +157,12 @@ def test_the_first_bad_step_is_remembered_and_later_ones_wait(device):
     assert gates == [1, 0, 0]
     assert status.tolist() == [1, 1, 3]
     status = fresh_status(device)
-    dense.mark(torch.tensor([0, 5, 5], device=device), status)
+    none = torch.tensor([0, 5, 5], device=device)
+    dense.mark([], status)
+    dense.mark([none], status)
+    dense.mark([none] * 70, status)
     dense.judge(None, status, gate)
-    dense.mark(torch.tensor([1, 0, 0], device=device), status)
+    dense.mark([*[none] * 69, torch.tensor([1, 0, 0], device=device)], status)
     dense.judge(None, status, gate)
     assert (status.tolist(), int(gate)) == ([1, 1, 2], 0)
 

@@ -145,3 +145,25 @@ def test_a_table_of_more_than_two_to_the_31_numbers(device):
     assert (out == 3).all()
     gpu.pool_rows(storage, rows.view(-1), torch.tensor([0, 2, 2]).to(device), out, (0,), None)
     assert out[:, 0].tolist() == [6.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("columns", [(0,), (8, 16, 24), (3, 0, 40, 12)])
+@pytest.mark.parametrize("most", [0, 1, 5, 40])
+def test_the_sources_of_entries(device, dtype, columns, most):
+    for size in (1, 7, 300):
+        lengths = torch.randint(most + 1, (size * len(columns),), generator=torch.Generator().manual_seed(size))
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
+        for given, count in ((offsets, int(offsets[-1])), (None, size * len(columns))):
+            found, truth = (torch.full((count,), -7, dtype=dtype, device=device) for _ in range(2))
+            gpu.entry_sources(given, columns, size, 61, found)
+            reference.entry_sources(given, columns, size, 61, truth)
+            assert torch.equal(found, truth)
+
+
+def test_the_sources_of_a_bag_of_a_hundred_thousand_and_of_far_rows(device):
+    offsets = torch.tensor([0, 0, 2, 100_002, 100_002, 100_003], device=device)
+    whole = torch.zeros(100_005, dtype=torch.int64, device=device)
+    gpu.entry_sources(offsets, (5,), 5, 2**40, whole[1:-1])
+    places = [0, *[2**40 + 5] * 2, *[2 * 2**40 + 5] * 100_000, 4 * 2**40 + 5, 0]
+    assert whole.tolist() == places

@@ -135,16 +135,17 @@ def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room | None = 
         _serving(there[0].device).check_finite(there, status, room or Room())
 
 
-def mark(record: Tensor, status: Tensor) -> None:
-    """Set status[0] to 1 where the first number of `record`, int64, is not 0.
+def mark(records: Sequence[Tensor], status: Tensor) -> None:
+    """Set status[0] to 1 where the first number of one of the records, int64, is not 0.
 
     Example:
         >>> status = torch.tensor([0, -1, 0])
-        >>> mark(torch.tensor([1, 5, 7]), status)
+        >>> mark([torch.tensor([0, 0, 0]), torch.tensor([1, 5, 7])], status)
         >>> status.tolist()
         [1, -1, 0]
     """
-    _serving(record.device).mark(record, status)
+    if records:
+        _serving(status.device).mark(records, status)
 
 
 def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:

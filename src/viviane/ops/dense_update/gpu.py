@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"sgd": 0, "momentum": 1, "nesterov": 2, "adagrad": 3, "rmsprop": 4, "adam": 5, "ftrl": 6}
 _COLUMN_ROWS, _COLUMN_BLOCK = 4, 1024
+_MOST_RECORDS = 64  # a kernel's arguments have little room
 _LARGE_BLOCK, _PER_PROGRAM = 4096, 8  # of the check: numbers at once, and how many times
 
 
@@ -96,10 +97,11 @@ def _check_columns(tensor: Tensor, status: Tensor) -> None:
         )  # fmt: skip
 
 
-def mark(record: Tensor, status: Tensor) -> None:
-    """Set status[0] to 1 where the first number of `record` is not 0."""
+def mark(records: Sequence[Tensor], status: Tensor) -> None:
+    """Set status[0] to 1 where the first number of one of the records is not 0."""
     with on_device(status):
-        mark_kernel[(1,)](record, status, num_warps=1)
+        for first in range(0, len(records), _MOST_RECORDS):
+            mark_kernel[(1,)](tuple(records[first : first + _MOST_RECORDS]), status, num_warps=1)
 
 
 def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:

@@ -181,9 +181,12 @@ def check_columns_kernel(
 
 
 @triton.jit
-def mark_kernel(record, status):
-    """Set status[0] where the first number of a record is not 0."""
-    if tl.load(record) != 0:
+def mark_kernel(records, status):
+    """Set status[0] where the first number of one of the records is not 0."""
+    found = tl.load(records[0])
+    for i in tl.static_range(1, len(records)):
+        found |= tl.load(records[i])
+    if found != 0:
         tl.store(status, tl.full([], 1, tl.int64))
 
 

@@ -77,9 +77,9 @@ def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room) -> None:
         status[0] = 1
 
 
-def mark(record: Tensor, status: Tensor) -> None:
-    """Set status[0] where the first number of `record` is not 0."""
-    if record[0] != 0:
+def mark(records: Sequence[Tensor], status: Tensor) -> None:
+    """Set status[0] where the first number of one of the records is not 0."""
+    if any(record[0] != 0 for record in records):
         status[0] = 1
 
 

@@ -19,7 +19,7 @@ from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import implementation
 from viviane.ops.row_update import check_table
 
-__all__ = ["entry_bags", "gather_rows", "mean_weights", "pool_rows"]
+__all__ = ["entry_bags", "entry_sources", "gather_rows", "mean_weights", "pool_rows"]
 
 
 def gather_rows(
@@ -128,6 +128,29 @@ def entry_bags(offsets: Tensor, num_entries: int) -> Tensor:
     """
     bags = torch.arange(len(offsets) - 1, device=offsets.device)
     return torch.repeat_interleave(bags, offsets.diff(), output_size=num_entries)
+
+
+def entry_sources(offsets: Tensor | None, columns: Sequence[int], size: int, apart: int, out: Tensor) -> None:
+    """Write where the vector of each entry begins in a flat gradient whose rows begin `apart` from one another.
+
+    Args:
+        offsets: (F * B + 1,), the bags of the first feature, then of the second, ..., from 0 to N; None: each row has
+            one entry of each feature, and these stand side by side.
+        columns: F columns, where the features begin.
+        size: B.
+        apart: see above.
+        out: (N,), int32 or int64, contiguous.
+
+    Example:
+        >>> out = torch.empty(3, dtype=torch.int32)
+        >>> entry_sources(torch.tensor([0, 2, 2, 3, 3]), [0, 4], 2, 10, out)
+        >>> out.tolist()
+        [0, 0, 4]
+    """
+    _check("out", out, (len(out) if offsets is not None else size * len(columns),))
+    if offsets is not None:
+        _check("offsets", offsets, (len(columns) * size + 1,))
+    implementation("embedding_bag", out.device).entry_sources(offsets, tuple(columns), size, apart, out)
 
 
 def _check_call(storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None) -> None:

@@ -12,6 +12,7 @@ from typing import Final
 from numba import float32
 from torch import Tensor
 
+from viviane.ops.embedding_bag.reference import entry_sources
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
 from viviane.ops.native.memory import (
     copy_bytes,
@@ -24,6 +25,8 @@ from viviane.ops.native.memory import (
     take_ticket,
 )
 from viviane.ops.native.numbers import KINDS, load, store
+
+__all__ = ["entry_sources", "gather_rows", "pool_rows"]
 
 _AHEAD: Final = 16
 _STREAMED_BYTES: Final = 16 << 20

@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from viviane.ops.embedding_bag.gpu_kernels import gather_kernel, pool_kernel
+from viviane.ops.embedding_bag.gpu_kernels import (
+    bag_sources_kernel,
+    entry_sources_kernel,
+    gather_kernel,
+    pool_kernel,
+)
 from viviane.ops.triton_parts.launch import (
     WARP,
     ceil_div,
@@ -19,6 +24,7 @@ from viviane.ops.triton_parts.launch import (
 
 _LONG_BAGS = 16
 _SHORT_BAGS = 2
+_SOURCES = 1024  # that a program writes, or writes at a time
 
 
 class GatherShape(NamedTuple):
@@ -115,3 +121,23 @@ def pool_rows(
             dim=dim, block=power_of_two(dim), aligned=places.aligned, num_bags=shape.bags, ahead=shape.ahead,
             keep=shape.keep, num_warps=shape.warps,
         )  # fmt: skip
+
+
+def entry_sources(offsets: Tensor | None, columns: tuple[int, ...], size: int, apart: int, out: Tensor) -> None:
+    """Write where in a flat gradient of rows `apart` from one another each entry's vector begins."""
+    if not len(out):
+        return
+    bags = size * len(columns)
+    places = find_columns(columns, 0, out.device)  # as for any width: what they are does not depend on it
+    with on_device(out):
+        if offsets is None:
+            entry_sources_kernel[(ceil_div(len(out), _SOURCES),)](
+                places.places, out, len(out), len(columns), apart, places.first, places.step, block=_SOURCES
+            )
+            return
+        mean_length = len(out) / bags
+        ahead = 32 if mean_length >= _LONG_BAGS else 8 if mean_length >= 2 * _SHORT_BAGS else 2
+        num_bags = _SOURCES // ahead
+        bag_sources_kernel[(ceil_div(bags, num_bags),)](
+            offsets, places.places, out, bags, size, apart, places.first, places.step, num_bags=num_bags, ahead=ahead
+        )

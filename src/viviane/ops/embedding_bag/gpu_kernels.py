@@ -111,3 +111,32 @@ def pool_kernel(
     target = out + place[:, None] + cols[None, :]
     mask = inside[:, None] & (cols < dim)[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["count", "features", "apart", "first_column", "step"])
+def entry_sources_kernel(columns, out, count, features, apart, first_column, step, block: tl.constexpr):
+    """Write where the vectors of `block` entries begin, each of a row of the batch and a feature."""
+    n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    b = n // features
+    place = place_of(b, n - b * features, columns, apart, first_column, step, 1)
+    tl.store(out + n, place.to(out.dtype.element_ty), mask=n < count)
+
+
+# Where entries of several lookups are joined, theirs begin anywhere: that shall not be compiled for.
+@triton.jit(
+    do_not_specialize=["count", "size", "apart", "first_column", "step"], do_not_specialize_on_alignment=["out"]
+)
+def bag_sources_kernel(
+    offsets, columns, out, count, size, apart, first_column, step, num_bags: tl.constexpr, ahead: tl.constexpr
+):  # fmt: skip
+    """Write for each entry of `num_bags` bags where its bag's vector begins, `ahead` entries of each at a time."""
+    k = tl.program_id(0) * num_bags + tl.arange(0, num_bags)
+    inside = k < count
+    start = tl.load(offsets + k, mask=inside, other=0).to(tl.int64)
+    length = (tl.load(offsets + k + 1, mask=inside, other=0) - start).to(tl.int32)
+    f = k // size
+    place = place_of(k - f * size, tl.where(inside, f, 0), columns, apart, first_column, step, 1)
+    places = tl.broadcast_to(place.to(out.dtype.element_ty)[:, None], [num_bags, ahead])
+    j = tl.arange(0, ahead)
+    for done in range(0, tl.max(length, 0), ahead):
+        tl.store(out + start[:, None] + (done + j)[None, :], places, mask=(done + j)[None, :] < length[:, None])

@@ -35,5 +35,16 @@ def pool_rows(
             out[b, column : column + dim] = vectors.sum(0).to(out.dtype)
 
 
+def entry_sources(offsets: Tensor | None, columns: Sequence[int], size: int, apart: int, out: Tensor) -> None:
+    """Write where in a flat gradient of rows `apart` from one another each entry's vector begins."""
+    rows = torch.arange(size, device=out.device) * apart
+    places = torch.tensor(columns, dtype=torch.int64, device=out.device)
+    if offsets is None:
+        out.copy_((rows.unsqueeze(1) + places).view(-1))
+    else:
+        whole = (places.unsqueeze(1) + rows).view(-1)
+        out.copy_(torch.repeat_interleave(whole, offsets.diff(), output_size=len(out)))
+
+
 def _wide(storage: Tensor) -> torch.dtype:
     return torch.float64 if storage.dtype == torch.float64 else torch.float32

@@ -18,12 +18,14 @@ from viviane.ops.dispatch import choose, implementation
 
 __all__ = [
     "HASH",
+    "MOST_BAGS",
     "NEVER",
     "RAISE",
     "REPLACE",
     "SKIP",
     "ColumnRule",
     "KeyRules",
+    "bag_rows",
     "hashed",
     "key_rows",
     "lasting_record",
@@ -36,6 +38,8 @@ HASH: Final = 2
 SKIP: Final = 3
 NEVER: Final = 2**63 - 1
 """The place of a record without an offender, while kernels look for one."""
+MOST_BAGS: Final = 64
+"""Features that one call of `bag_rows` takes: a kernel's arguments have little room."""
 
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -127,6 +131,46 @@ def key_rows(
         rows, record = module.key_rows(keys, rules, columns)
         kept[:3] = torch.where(kept[0] != 0, kept[:3], record)
     return rows, kept[:3]
+
+
+def bag_rows(
+    keys: Sequence[Tensor], offsets: Sequence[Tensor], rules: KeyRules, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the storage rows of the keys of several features, each with bags, as one list of bags.
+
+    Args:
+        keys: of each feature, (N_f,), int32 or int64; at most `MOST_BAGS` features.
+        offsets: of each feature's bags, (B + 1,), int32 or int64, from 0 to N_f.
+        rules: of one column for each feature.
+        kept: as for `key_rows`.
+
+    Returns:
+        rows, (N,), those of the first feature, then of the second, ...; offsets of all bags in them, (F * B + 1,),
+        int64; and the record of `key_rows`, whose places count the rows.
+
+    Example:
+        >>> rules = KeyRules([ColumnRule(0, 5, SKIP), ColumnRule(10, 5, SKIP)], 99, torch.device("cpu"))
+        >>> keys = [torch.tensor([4, 5]), torch.tensor([3])]
+        >>> [part.tolist() for part in bag_rows(keys, [torch.tensor([0, 2, 2]), torch.tensor([0, 0, 1])], rules)]
+        [[4, 99, 13], [0, 2, 2, 2, 3], [0, 0, 0]]
+    """
+    if not len(keys) == len(offsets) == len(rules.columns) or not 0 < len(keys) <= MOST_BAGS:
+        allowed = f"1 to {MOST_BAGS} features, a rule and offsets each"
+        raise VivianeError("the keys of bags do not fit", value=len(keys), allowed=allowed)
+    if any(one.dtype not in (torch.int32, torch.int64) for one in (*keys, *offsets)):
+        raise VivianeError("keys and offsets must be whole numbers", allowed="int32, int64")
+    if any(len(one) != len(offsets[0]) for one in offsets):
+        raise VivianeError("features differ in their number of bags", value=[len(one) - 1 for one in offsets])
+    module = implementation("key_rows", offsets[0].device)
+    if choose(offsets[0].device) == "gpu":
+        flat = [one.contiguous() for one in keys], [one.contiguous() for one in offsets]
+        rows, joined, record = module.bag_rows(*flat, rules, kept)
+        return rows, joined, record[:3]
+    rows, joined, record = module.bag_rows(keys, offsets, rules)
+    if kept is None:
+        return rows, joined, record
+    kept[:3] = torch.where(kept[0] != 0, kept[:3], record)
+    return rows, joined, kept[:3]
 
 
 def mix(keys: Tensor) -> Tensor:

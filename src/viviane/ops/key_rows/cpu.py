@@ -12,8 +12,11 @@ from numba import int64, njit, uint64
 from torch import Tensor
 
 from viviane.ops.key_rows import HASH, RAISE, REPLACE, KeyRules
+from viviane.ops.key_rows.reference import bag_rows
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
 from viviane.ops.native.memory import int64_at, lower_to, read_whole, take_ticket, write_whole
+
+__all__ = ["bag_rows", "key_rows"]
 
 _NEVER: Final = 2**63 - 1
 _BLOCKS_PER_THREAD = 4

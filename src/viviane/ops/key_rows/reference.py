@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,20 @@ def key_rows(keys: Tensor, rules: KeyRules, columns: Tensor | None = None) -> tu
         place = places[0]
         record = torch.cat([torch.ones_like(place), place, own.flatten()[place]])
     return rows.to(rules.row_dtype).contiguous(), record
+
+
+def bag_rows(keys: Sequence[Tensor], offsets: Sequence[Tensor], rules: KeyRules) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the storage rows of the keys of bags, (N,), their offsets, and the record of the first out of range."""
+    rows, starts = [], [offsets[0][:1].to(torch.int64)]
+    first, start = torch.zeros(3, dtype=torch.int64, device=offsets[0].device), 0
+    for own, ends, rule in zip(keys, offsets, rules.columns, strict=True):
+        found, record = key_rows(own.unsqueeze(1), KeyRules([rule], rules.null_row, own.device))
+        record[1] += start * record[0]
+        first = torch.where(first[0] != 0, first, record)
+        rows.append(found.view(-1).to(rules.row_dtype))
+        starts.append(ends[1:].to(torch.int64) + start)
+        start += len(own)
+    return torch.cat(rows), torch.cat(starts), first
 
 
 def _replacement(keys: Tensor, rule: ColumnRule, null_row: int) -> Tensor:

@@ -9,7 +9,8 @@ the number of threads. Nothing of the table's size is made but `Scratch`, 4 byte
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "initial_state",
     "join_rows",
     "norm_squared",
+    "prepare_aside",
     "prepare_rows",
     "state_shape",
     "sum_rows",
@@ -130,6 +132,26 @@ def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> No
     """
     if rows.is_cuda and len(rows) and choose(rows.device) == "gpu":
         implementation("row_update", rows.device).prepare_rows(rows, scratch, bound)
+
+
+def prepare_aside(device: torch.device, scratch: Scratch, reads: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Run a block beside the forward and backward pass, where a GPU runs `prepare_rows`; elsewhere where it stands.
+
+    What it makes is there after the next update with this scratch has begun, or after `join_rows`.
+
+    Args:
+        device: of the table.
+        scratch: of the table.
+        reads: tensors that the block reads.
+
+    Example:
+        >>> with prepare_aside(torch.device("cpu"), Scratch(), []):
+        ...     pass
+    """
+    if device.type != "cuda" or choose(device) != "gpu":
+        return nullcontext()
+    block: AbstractContextManager[None] = implementation("row_update", device).aside(device, scratch, reads)
+    return block
 
 
 def join_rows(device: torch.device, scratch: Scratch) -> None:

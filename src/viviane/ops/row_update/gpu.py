@@ -6,7 +6,8 @@ Sorting needs the rows alone, not their gradients: `sort_entries` runs it ahead,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -125,12 +126,20 @@ def join_shape(dim: int) -> tuple[int, int]:
 
 def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> None:
     """Sort rows on a stream of its own, after all that the current stream was given so far."""
-    stream = _side_stream(rows.device)
-    stream.wait_stream(torch.cuda.current_stream(rows.device))
-    with torch.cuda.stream(stream):
+    with aside(rows.device, scratch, [rows]):
         sort_entries(rows, scratch, bound)
+
+
+@contextmanager
+def aside(device: torch.device, scratch: Scratch, reads: Sequence[Tensor]) -> Iterator[None]:
+    """Run a block on that stream."""
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
         scratch.ready = stream.record_event()
-    rows.record_stream(stream)  # a forward pass without a step lets go of them at once
+    for one in reads:
+        one.record_stream(stream)  # a forward pass without a step lets go of them at once
 
 
 @cache

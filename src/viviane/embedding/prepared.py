@@ -1,0 +1,114 @@
+"""What an update needs to know of a batch's lookups before their gradients are there, made beside forward and backward.
+
+Shapes: B rows of the batch, W columns of the output, N entries of all parts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from viviane.ops.embedding_bag import entry_sources
+from viviane.ops.row_update import Entries
+
+if TYPE_CHECKING:
+    from viviane.embedding.lookup import Part
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The lookups of one storage as one list of entries.
+
+    Args:
+        parts: the lookups.
+        rows: of all of them, (N,).
+        sources: (N,), where their gradients will stand if its rows begin `apart` from one another; None where there is
+            one part without bags, whose sources are kept from batch to batch.
+        weights: (N,), or None for ones.
+        size: B.
+        width: W.
+        apart: W, or more where the gradient is columns of a wider one.
+    """
+
+    parts: tuple[Part, ...]
+    rows: Tensor
+    sources: Tensor | None
+    weights: Tensor | None
+    size: int
+    width: int
+    apart: int
+
+    def at(self, apart: int) -> Prepared:
+        """Return what holds for a gradient whose rows begin this far from one another."""
+        if self.sources is None or self.apart == apart or self.size <= 1:
+            return self
+        return replace(self, sources=_sources(self.parts, len(self.rows), self.size, apart), apart=apart)
+
+    def sources_of(self, part: Part) -> Tensor | None:
+        """Return the sources of a part; None where it is not one of these."""
+        start = 0
+        for own in self.parts:
+            stop = start + own.rows.numel()
+            if own is part:
+                return None if self.sources is None else self.sources[start:stop]
+            start = stop
+        return None
+
+    def join(self, waiting: Sequence[Entries]) -> Entries | None:
+        """Return the entries of all parts, where these are what waits, in this order, with one gradient."""
+        start = 0
+        if len(waiting) != len(self.parts) or self.sources is None:
+            return None
+        for one, part in zip(waiting, self.parts, strict=True):
+            own = self.sources[start : start + part.rows.numel()]
+            is_one = one.gradients is waiting[0].gradients
+            if not is_one or not _same(one.rows, part.rows) or not _same(one.sources, own):
+                return None
+            start += len(own)
+        aligned = min(one.aligned for one in waiting)
+        return Entries(self.rows, waiting[0].gradients, self.sources, self.weights, aligned)
+
+
+def prepare_entries(parts: Sequence[Part], size: int, width: int, apart: int) -> Prepared:
+    """Join lookups, and say where their gradients will stand; arguments as of `Prepared`."""
+    rows = [part.rows.reshape(-1) for part in parts]
+    joined = rows[0] if len(rows) == 1 else torch.cat(rows)
+    kept = len(parts) == 1 and parts[0].offsets is None
+    sources = None if kept else _sources(parts, len(joined), size, apart)
+    return Prepared(tuple(parts), joined, sources, _join_weights(parts), size, width, apart)
+
+
+def sources_type(size: int, apart: int) -> torch.dtype:
+    """Return the type of places in a gradient of `size` rows that begin `apart` from one another.
+
+    Example:
+        >>> sources_type(2**20, 2**10), sources_type(2**20, 2**11)
+        (torch.int32, torch.int64)
+    """
+    return torch.int32 if size * apart < 2**31 else torch.int64
+
+
+def _sources(parts: Sequence[Part], count: int, size: int, apart: int) -> Tensor:
+    sources = torch.empty(count, dtype=sources_type(size, apart), device=parts[0].rows.device)
+    start = 0
+    for part in parts:
+        stop = start + part.rows.numel()
+        entry_sources(part.offsets, part.columns, size, apart, sources[start:stop])
+        start = stop
+    return sources
+
+
+def _join_weights(parts: Sequence[Part]) -> Tensor | None:
+    if len(parts) == 1 or all(part.weights is None for part in parts):
+        return None if parts[0].weights is None else parts[0].weights.reshape(-1)
+    own = (torch.ones_like(p.rows, dtype=torch.float32) if p.weights is None else p.weights for p in parts)
+    return torch.cat([one.reshape(-1) for one in own])
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    """Whether two lists are one in memory."""
+    return one is not None and one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
