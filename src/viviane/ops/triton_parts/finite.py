@@ -15,6 +15,20 @@ def is_bad(x):
 
 
 @triton.jit
+def report_largest(x, status):
+    """Set status[0] where one of a tile's numbers, of 32 or 16 bits, is NaN or infinite.
+
+    Without their signs such numbers are the largest as whole ones, so that one comparison does for all.
+    """
+    bits: tl.constexpr = x.dtype.primitive_bitwidth
+    mantissa: tl.constexpr = x.dtype.fp_mantissa_width
+    whole = x.to(tl.int32 if bits == 32 else tl.int16, bitcast=True) & ((1 << (bits - 1)) - 1)
+    infinite: tl.constexpr = (1 << (bits - 1)) - (1 << mantissa)
+    if tl.max(whole) >= infinite:
+        tl.store(status, tl.full([], 1, tl.int64))
+
+
+@triton.jit
 def report_bad(bad, status):
     """Set status[0] where one of these (N,) numbers is not 0."""
     if tl.max(bad, 0) > 0:
