@@ -36,7 +36,7 @@ from viviane.embedding.state import (
     summarize,
 )
 from viviane.embedding.storage import Storage
-from viviane.embedding.wide_rows import WideRows
+from viviane.embedding.wide_rows import WideRows, output_memory
 
 _MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread
 
@@ -201,12 +201,8 @@ class EmbeddingCollection(TableCollection):
 
     def _output_memory(self) -> tuple[Memory, WideRows | None]:
         """Return where the output goes, twice where that has room beside it."""
-        device, margins = self.device, self.margins
-        own = autocast_buffers(self._memory, self._width, device)
-        if margins is None or not margins.suit(self._width, own.dtype, device):
-            return own, None
-        wide = WideRows(own, margins)
-        return wide, wide
+        own = autocast_buffers(self._memory, self._width, self.device)
+        return output_memory(own, self.margins, self._width, self.device)
 
     def _plan(self, one_hot: tuple[str, ...]) -> Plan:
         key = (one_hot, self.device)

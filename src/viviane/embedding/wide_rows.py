@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from viviane.embedding.buffers import Memory
+from viviane.embedding.buffers import Buffers, Memory
 
 _WHOLE_BYTES = 16  # what a GPU stores at once
 
@@ -60,7 +60,6 @@ class WideRows:
         margins: L and R.
 
     Example:
-        >>> from viviane.embedding.buffers import Buffers
         >>> rows = WideRows(Buffers(torch.float32), Margins(1, 2))
         >>> own = rows.take(2, 3, torch.device("cpu")).fill_(1)
         >>> whole = rows.join([torch.zeros(2, 1), own, torch.full((2, 2), 2.0)], 1)
@@ -94,6 +93,21 @@ class WideRows:
         self._whole = None
         joined: Tensor = _Join.apply((whole,), place, *parts)  # type: ignore[no-untyped-call]
         return joined
+
+
+def output_memory(
+    own: Buffers, margins: Margins | None, width: int, device: torch.device
+) -> tuple[Memory, WideRows | None]:
+    """Return where a lookup's output goes: memory of its own, or wider rows where that serves; those beside it again.
+
+    Example:
+        >>> output_memory(Buffers(torch.float32), None, 3, torch.device("cpu"))[1] is None
+        True
+    """
+    if margins is None or not margins.suit(width, own.dtype, device):
+        return own, None
+    wide = WideRows(own, margins)
+    return wide, wide
 
 
 def _is_own(part: Tensor, whole: Tensor, margins: Margins) -> bool:
