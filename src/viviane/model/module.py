@@ -259,7 +259,7 @@ class _Stack:
         return self.collection.begin(batch) if isinstance(self.collection, ShardedCollection) else batch
 
     def leave_room(self, margins: Margins) -> None:
-        """Return the rows that the vectors are part of, too, or None where they have no room beside them."""
+        """From now on return the rows that the vectors are part of, too: None where they have no room beside them."""
         self.collection.margins, self._leaves_room = margins, True
 
     def __call__(self, batch: Batch | AnyAsked) -> Any:
