@@ -17,6 +17,7 @@ from test_sharded_collection import FEATURES, plans, tables
 
 from viviane.config import SGD, AdaGrad
 from viviane.embedding import FeatureConfig, TableConfig
+from viviane.embedding.wide_rows import Margins
 from viviane.parallel import Group, Plan, ShardedCollection, TablePlan, fixed
 from viviane.parallel.peers import obstacle, open_peer_memory
 
@@ -171,11 +172,58 @@ def what_prevents_it():
     assert "no GPU" in emb.routes.open_peers()
 
 
+def joined_beside(folder):
+    """Inputs of a concatenation beside the vectors: all that is read and moved has the bits of torch.cat's."""
+    group, made = Group.world(), mapped(folder)
+    settings = [TableConfig(name=n, num_rows=9, dim=4, init="normal") for n in "abd"]
+    features = [FeatureConfig(name=n, table=n) for n in "abd"]
+    lines = [TablePlan(table=n, kind="table", ranks=[rank]) for n, rank in (("a", 0), ("b", group.size - 1))]
+    whole = Plan(world_size=group.size, tables=[*lines, TablePlan(table="d", kind="replicated", ranks=[])])
+    rng = torch.Generator().manual_seed(group.rank)
+    ids = [{n: torch.randint(0, 9, (SIZE,), generator=rng) for n in "abd"} for _ in range(5)]
+    kinds = {
+        "direct": (settings, features, whole, {}, ids, torch.float32),
+        "blocks": (tables(), FEATURES, plans(group.size)["row"], HOTNESS,
+                   [batches(group.size, 2 * step)[group.rank] for step in range(5)], torch.bfloat16),
+    }  # fmt: skip
+    for name, (own, read, plan, hotness, data, wire) in kinds.items():
+        ends = []
+        for way in ("cat", "group", "peers"):
+            emb = ShardedCollection(own, read, AdaGrad(), plan=plan, group=group, seed=2, wire_dtype=wire)
+            emb.fix_sizes(SIZE, hotness)
+            emb.margins = None if way == "cat" else Margins(3, 2)
+            front, behind = (torch.randn(SIZE, n, generator=torch.Generator().manual_seed(n)) for n in (3, 2))
+            front.requires_grad_()
+            seen = []
+            for step, batch in enumerate(data):
+                if way == "peers" and step == 1:
+                    assert emb.routes.open_peers() is None
+                with emb.routes.through_peers():
+                    out = emb(batch)
+                    parts = [front, out.flat, behind]
+                    if way == "cat":
+                        x = torch.cat(parts, 1)
+                    else:
+                        x = out.wide.join(parts, 1)
+                        assert x.data_ptr() + 12 == out.flat.data_ptr()
+                    kept = x.square()  # reads x again in backward
+                    seen.append(kept.detach().clone())
+                    kept.sum().backward()
+                    emb.step(0.1)
+            ends.append([*seen, front.grad, *(emb.export_table(one).weight for one in emb.tables)])
+        [route] = emb.routes.fixed.values()
+        assert route.peers.is_direct == (name == "direct")
+        for other in ends[1:]:
+            assert all(torch.equal(one, two) for one, two in zip(ends[0], other, strict=True)), name
+    assert len(made) == 2
+
+
 def everything(folder):
     what_prevents_it()
     every_plan(folder)
     vectors_at_their_place(folder)
     once_in_a_recording(folder)
+    joined_beside(folder)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -17,6 +17,7 @@ from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import TableState, TableSummary
 from viviane.embedding.storage import Storage
+from viviane.embedding.wide_rows import Margins
 
 if TYPE_CHECKING:
     from viviane.embedding.collection import EmbeddingCollection
@@ -40,6 +41,8 @@ class TableCollection(nn.Module, ABC):
     optimizer: AnyOptimizer
     gradient_watch: Callable[[Tensor], None] | None = None
     """Called in backward with the gradient of the flat output, before storages take it over."""
+    margins: Margins | None = None
+    """Columns to leave free beside the flat output, where that serves; it is a view of wider rows then."""
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,14 @@ from torch import Tensor
 _SMALL_BYTES = 1 << 20  # below, the allocator hands out warm memory by itself
 _MOST = 4
 _WIDE_LOAD = 8  # numbers of 16 bits
+
+
+class Memory(Protocol):
+    """Where the output of a lookup comes from."""
+
+    def take(self, size: int, width: int, device: torch.device) -> Tensor:
+        """Return a matrix (size, width) of whole rows with any content."""
+        ...
 
 
 class Buffers:

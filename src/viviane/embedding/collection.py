@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import dynamic_content
 from viviane.embedding.base import TableCollection
-from viviane.embedding.buffers import Buffers, autocast_buffers
+from viviane.embedding.buffers import Buffers, Memory, autocast_buffers
 from viviane.embedding.compiled import compiled_call, compiled_lookup, compiled_norm_squared, compiled_step
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic import DynamicTable
@@ -22,6 +22,7 @@ from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.keys import Violations
 from viviane.embedding.lookup import Lookup, Part, gather
+from viviane.embedding.making import by_name, checked_dtype, make_storages
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import AnyKeys, Plan, Planner, place_features, read_keys
@@ -35,6 +36,7 @@ from viviane.embedding.state import (
     summarize,
 )
 from viviane.embedding.storage import Storage
+from viviane.embedding.wide_rows import WideRows, output_memory
 
 _MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread
 
@@ -83,8 +85,8 @@ class EmbeddingCollection(TableCollection):
         output_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.tables: dict[str, TableConfig | DynamicTableConfig] = _by_name("table", tables)
-        self.features: dict[str, FeatureConfig] = _by_name("feature", features)
+        self.tables: dict[str, TableConfig | DynamicTableConfig] = by_name("table", tables)
+        self.features: dict[str, FeatureConfig] = by_name("feature", features)
         self.optimizer = optimizer
         for feature in features:
             if feature.table not in self.tables:
@@ -94,11 +96,11 @@ class EmbeddingCollection(TableCollection):
             raise ConfigError("an embedding collection needs at least one feature")
         self._places = place_features(features, self.tables)
         self._width = max(place.stop for place in self._places.values())
-        self.storages = nn.ModuleList(_storages(tables, optimizer, resolve_device(str(device)), seed))
+        self.storages = nn.ModuleList(make_storages(tables, optimizer, resolve_device(str(device)), seed))
         self._storage_of = {name: i for i, s in enumerate(self.storages) for name in s.tables}  # type: ignore[union-attr]
         self._frozen = frozenset(table.name for table in tables if not table.trainable)
         self._violations = Violations()
-        self._memory = Buffers(_output_dtype(output_dtype))
+        self._memory = Buffers(checked_dtype(output_dtype))
         self._plans: dict[tuple[tuple[str, ...], torch.device], Plan] = {}
         self._number = new_number(self)
 
@@ -174,14 +176,15 @@ class EmbeddingCollection(TableCollection):
             flat, masks = compiled_lookup(self._number, batch, tuple(self.features), trains)
             return EmbeddingOutput(flat, self._places, masks)
         size, parts, masks = self._resolve(batch, training)
+        memory, wide = self._output_memory()
         if training and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
-            flat = Lookup.apply(anchor, parts, size, self._width, self._output_buffers())  # type: ignore[no-untyped-call]
+            flat = Lookup.apply(anchor, parts, size, self._width, memory)  # type: ignore[no-untyped-call]
             if self.gradient_watch is not None:
                 flat.register_hook(self.gradient_watch)
         else:
-            flat = self._gather(parts, size)
-        return EmbeddingOutput(flat, self._places, masks)
+            flat = self._gather(parts, size, memory)
+        return EmbeddingOutput(flat, self._places, masks, wide)
 
     def _resolve(self, batch: AnyKeys, training: bool) -> tuple[int, list[Part], dict[str, Tensor]]:
         """Return the number of rows of the batch, what to look up, and the masks of "concat" features."""
@@ -192,12 +195,14 @@ class EmbeddingCollection(TableCollection):
         return keys.size, parts, masks
 
     @torch.no_grad()
-    def _gather(self, parts: Sequence[Part], size: int) -> Tensor:
+    def _gather(self, parts: Sequence[Part], size: int, memory: Memory) -> Tensor:
         """Look up what `_resolve` found, apart from autograd: (B, W)."""
-        return gather(parts, size, self._width, self._output_buffers())
+        return gather(parts, size, self._width, memory)
 
-    def _output_buffers(self) -> Buffers:
-        return autocast_buffers(self._memory, self._width, self.device)
+    def _output_memory(self) -> tuple[Memory, WideRows | None]:
+        """Return where the output goes, twice where that has room beside it."""
+        own = autocast_buffers(self._memory, self._width, self.device)
+        return output_memory(own, self.margins, self._width, self.device)
 
     def _plan(self, one_hot: tuple[str, ...]) -> Plan:
         key = (one_hot, self.device)
@@ -372,29 +377,3 @@ class EmbeddingCollection(TableCollection):
             num_rows = len(storage.table) if isinstance(storage, DynamicStorage) else storage.tables[name].num_rows
             lines.append(summarize(table, self.optimizer, users, num_rows, name not in self._frozen))
         return lines
-
-
-def _storages(
-    tables: Sequence[TableConfig | DynamicTableConfig], optimizer: AnyOptimizer, device: torch.device, seed: int
-) -> Iterator[Storage | DynamicStorage]:
-    plain = [table for table in tables if isinstance(table, TableConfig)]
-    for kind in dict.fromkeys((table.dim, table.dtype) for table in plain):
-        yield Storage([table for table in plain if (table.dim, table.dtype) == kind], optimizer, device, seed)
-    for table in tables:
-        if isinstance(table, DynamicTableConfig):
-            yield DynamicStorage(table, optimizer, device, seed)
-
-
-def _by_name(kind: str, items: Sequence[Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for item in items:
-        if item.name in result:
-            raise ConfigError(f"two {kind}s of one name", value=item.name)
-        result[item.name] = item
-    return result
-
-
-def _output_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ConfigError("no such output type", value=str(dtype), allowed="float32, float16, bfloat16")
-    return dtype

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from viviane.embedding.buffers import Buffers
+from viviane.embedding.buffers import Memory
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.gradients import RowGradients
 from viviane.embedding.prepared import sources_type
@@ -49,7 +49,7 @@ class Part:
     tables: frozenset[str]
 
 
-def gather(parts: Sequence[Part], size: int, width: int, buffers: Buffers) -> Tensor:
+def gather(parts: Sequence[Part], size: int, width: int, buffers: Memory) -> Tensor:
     """Look everything up: (B, W)."""
     out = buffers.take(size, width, parts[0].storage.weight.device)
     for part in parts:
@@ -119,7 +119,7 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, anchor: Tensor, parts: Sequence[Part], size: int, width: int, buffers: Buffers
+        ctx: FunctionCtx, anchor: Tensor, parts: Sequence[Part], size: int, width: int, buffers: Memory
     ) -> Tensor:
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]

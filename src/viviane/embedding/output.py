@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, suggest
+from viviane.embedding.wide_rows import WideRows
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,10 @@ class EmbeddingOutput:
     """The vectors of a batch.
 
     Args:
-        flat: all features side by side in the collection's order, (B, sum of widths), contiguous.
+        flat: all features side by side in the collection's order, (B, sum of widths); contiguous without `wide`.
         places: where each feature stands.
         masks: (B, L), bool, of "concat" features: which places hold a vector.
+        wide: the rows that `flat` is columns of, where the collection has margins.
 
     Example:
         >>> import torch
@@ -44,6 +46,7 @@ class EmbeddingOutput:
     flat: Tensor
     places: Mapping[str, Place]
     masks: Mapping[str, Tensor] = field(default_factory=dict)
+    wide: WideRows | None = None
 
     @property
     def stacked(self) -> Tensor:

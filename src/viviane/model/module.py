@@ -14,10 +14,12 @@ from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
-from viviane.embedding import FeatureConfig, TableCollection
+from viviane.embedding import EmbeddingOutput, FeatureConfig, TableCollection
+from viviane.embedding.wide_rows import Margins
 from viviane.model.fusion import FusedMLP, Step, fuse
 from viviane.model.graph import Plan
 from viviane.model.ids import Ids
+from viviane.model.joining import join_in_room
 from viviane.model.nodes import DenseLayer, SparseEmbedding
 from viviane.nn.registry import Layer
 from viviane.ops.capture import is_capturing, join_ahead
@@ -36,8 +38,8 @@ class Source(Protocol):
     columns: tuple[str, ...]
     """The columns that it reads."""
 
-    def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, ...]:
-        """Return them."""
+    def __call__(self, batch: Batch) -> Any:
+        """Return them: a tensor, or a tuple."""
         ...
 
 
@@ -94,8 +96,20 @@ class GraphModule(nn.Module):
                     self._steps.append((layer, bottoms, tuple(_slot(slots, top) for top in node.top)))
         self._slots = slots
         self._outputs = tuple(slots[loss.output] for loss in plan.losses)
-        self._fused = fuse(self._steps, self._outputs)
+        self._fused = self._make_room(fuse(self._steps, self._outputs))
         self._in_turn = self._split(self._sources, self._fused)
+
+    def _make_room(self, steps: Sequence[Step]) -> list[Step]:
+        """Let lookups leave room for what is joined to their vectors alone; returns steps that make use of it."""
+        lookups = [tops[0] for tops, source in self._sources if isinstance(source, _Stack)]
+        steps, joined = join_in_room(steps, self._outputs, lookups, len(self._slots))
+        for i, (tops, source) in enumerate(self._sources):
+            if isinstance(source, _Stack) and tops[0] in joined:
+                own = joined[tops[0]]
+                source.leave_room(own.margins)
+                self._sources[i] = ((*tops, own.slot), source)
+        self._num_values = len(self._slots) + len(joined)
+        return steps
 
     def _keep(self, name: str, module: nn.Module) -> None:
         # Not add_module: it refuses names that nn.Module uses itself, such as "type" or "train".
@@ -170,7 +184,7 @@ class GraphModule(nn.Module):
 
         Backward goes the other way: their gradients are on the wire before those of the early layers are taken.
         """
-        values: list[Any] = [None] * len(self._slots)
+        values: list[Any] = [None] * self._num_values
         begun: list[tuple[tuple[int, ...], _Stack, Batch | AnyAsked]] = []
         for tops, source in sources:
             if _is_spread(source):
@@ -253,23 +267,32 @@ class _Stack:
         self.collection = collection
         self.shape = shape
         self.columns = tuple(collection.features)
+        self._leaves_room = False
 
     def begin(self, batch: Batch) -> Batch | AnyAsked:
         """Begin a lookup over processes; what is returned is called with in the batch's place."""
         return self.collection.begin(batch) if isinstance(self.collection, ShardedCollection) else batch
 
-    def __call__(self, batch: Batch | AnyAsked) -> Tensor:
-        flat: Tensor = self.collection(batch).flat
-        return flat.view(flat.shape[0], *self.shape)
+    def leave_room(self, margins: Margins) -> None:
+        """From now on return the rows that the vectors are part of, too: None where they have no room beside them."""
+        self.collection.margins, self._leaves_room = margins, True
+
+    def __call__(self, batch: Batch | AnyAsked) -> Any:
+        out = self.collection(batch)
+        found = [out.flat.view(out.flat.shape[0], *self.shape), *self._more(out)]
+        if self._leaves_room:
+            found.append(out.wide)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _more(self, out: EmbeddingOutput) -> list[Tensor]:
+        return []
 
 
 class _StackAndMask(_Stack):
     """Looks a batch up and returns (B, S, D), and the mask (B, S) as ones and zeros."""
 
-    def __call__(self, batch: Batch | AnyAsked) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        out = self.collection(batch)
-        mask = torch.cat([out.mask(name) for name in out.places], 1).to(out.flat.dtype)
-        return out.flat.view(out.flat.shape[0], *self.shape), mask
+    def _more(self, out: EmbeddingOutput) -> list[Tensor]:
+        return [torch.cat([out.mask(name) for name in out.places], 1).to(out.flat.dtype)]
 
 
 class _Dense:

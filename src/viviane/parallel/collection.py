@@ -177,7 +177,7 @@ class ShardedCollection(TableCollection):
             flat = asked.route.look_up(asked, training=training)
             if training and self.gradient_watch is not None:
                 flat.register_hook(self.gradient_watch)  # type: ignore[no-untyped-call]
-            return EmbeddingOutput(flat, self._places, asked.masks)
+            return EmbeddingOutput(flat, self._places, asked.masks, asked.wide)
         size = asked.size if isinstance(asked, DistinctAsked) else asked.sizes[self.group.rank]
         local = self._look_up(self.replicas, asked.local, size, training)
         if isinstance(asked, DistinctAsked):

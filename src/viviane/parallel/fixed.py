@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from viviane.embedding.buffers import Buffers
 from viviane.embedding.lookup import Part, hand_over, prepare
 from viviane.embedding.plan import Keys
+from viviane.embedding.wide_rows import WideRows, output_memory
 from viviane.ops.capture import branch, refuse_capture
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import cut_blocks, has_whole_rows, join_blocks, pack_rows, pool_columns
@@ -40,12 +42,14 @@ class Begun:
         own, local: its parts.
         taken: waits for the vectors of the others and returns them; None: they are in the output.
         out: the output, not yet whole.
+        wide: the rows that it is columns of, where it has room beside it.
     """
 
     own: list[Part]
     local: list[Part]
     taken: Callable[[], Tensor | None]
     out: Tensor
+    wide: WideRows | None
 
 
 @dataclass
@@ -62,6 +66,7 @@ class FixedAsked:
         ready: of the stream that made it; None: the current one.
         begun: a lookup that is under way.
         peers: what it was sent through; None: the group.
+        wide: what the output of its lookup is columns of; see `Begun`.
     """
 
     route: FixedRoute
@@ -74,6 +79,7 @@ class FixedAsked:
     ready: torch.cuda.Event | None = None
     begun: Begun | None = None
     peers: PeerExchange | None = None
+    wide: WideRows | None = None
 
     def take(self, device: torch.device) -> None:
         """Let the current stream wait for what another one made, and hold it for this one."""
@@ -122,13 +128,24 @@ class FixedRoute:
         sent = self.size * (group.size - 1) * max(self.layout.widths) * self.wire.itemsize
         if sent < least_bytes:
             return f"a process sends {sent / 2**20:.1f} MiB of vectors, less than {least_bytes / 2**20:.0f}"
-        regions = Regions.of(self.layout, group.size, self.size, width, self.wire)
+        margins = self._sharded.margins
+        if margins is not None and not margins.suit(width, self.wire, device):
+            margins = None
+        regions = Regions.of(self.layout, group.size, self.size, width, self.wire, margins)
         memory, reason = open_peer_memory(regions.size, group, device)
         if memory is None:
             return reason
         has_means = any(map(self.resolve.is_mean, self.layout.owners))
         peers = PeerExchange(
-            memory, regions, self.layout, group.rank, self.size, width, self.wire, is_multiplied=has_means
+            memory,
+            regions,
+            self.layout,
+            group.rank,
+            self.size,
+            width,
+            self.wire,
+            margins,
+            is_multiplied=has_means,
         )
         columns = sum(len(span) for span in self.resolve.columns.values())
         factors = torch.ones(self.size, len(self.layout.owners), device=device) if has_means else None
@@ -236,10 +253,15 @@ class FixedRoute:
         taken = group.start_all_to_all(vectors.view(-1), [size * width] * n, splits)
         if training:
             self._prepare(own, local)
-        out = torch.empty(size, self._sharded.width, dtype=self._dtype(device), device=device)
+        out, wide = self._output(self._dtype(device))
         for part, shape in zip(local, layout.local, strict=True):
             _gather(part, shape, out)
-        return Begun(own, local, taken, out)
+        return Begun(own, local, taken, out, wide)
+
+    def _output(self, dtype: torch.dtype) -> tuple[Tensor, WideRows | None]:
+        """Return memory for the output, (B, W), and the rows that it is columns of, where it has room beside it."""
+        memory, wide = output_memory(Buffers(dtype), self._sharded.margins, self._sharded.width, self._sharded.device)
+        return memory.take(self.size, self._sharded.width, self._sharded.device), wide
 
     def _prepare(self, own: list[Part], local: list[Part]) -> None:
         """Begin the part of the update that needs no gradients."""
@@ -255,7 +277,7 @@ class FixedRoute:
         device, dtype = peers.device, self._dtype(peers.device)
         direct = peers.is_direct and dtype == self.wire
         rows = [part.rows for part in own]
-        out = peers.output() if direct else torch.empty(self.size, self._sharded.width, dtype=dtype, device=device)
+        out, wide = peers.output() if direct else self._output(dtype)
         # The link holds up what goes to the others; this process's own lookups run beside it, and the sorts, too.
         with branch(device, "at home") as done:
             peers.keep_vectors(rows, direct=direct)
@@ -271,7 +293,7 @@ class FixedRoute:
                 wait()
             return None if direct else peers.blocks
 
-        return Begun(own, local, taken, out)
+        return Begun(own, local, taken, out, wide)
 
     @torch.no_grad()
     def join(self, asked: FixedAsked) -> Tensor:
@@ -281,7 +303,7 @@ class FixedRoute:
         taken = begun.taken()
         if taken is not None:
             join_blocks(taken, self.layout.segments, begun.out, asked.factors)
-        asked.begun = None
+        asked.begun, asked.wide = None, begun.wide
         return begun.out
 
     def _dtype(self, device: torch.device) -> torch.dtype:

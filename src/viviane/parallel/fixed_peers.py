@@ -6,6 +6,9 @@ every column of the output comes from one process and is not multiplied, vectors
 
 Nobody writes what another still reads: before ids are written all processes wait for each other, which are through with
 the step before this one then, and each of the three kinds of memory is written only after the one before it was read.
+What layers keep of the output for backward, such as a concatenation made in the room beside it, lies in this memory
+too: the graph that looked up runs backward as well, and is over, with all its branches, when the next one's first
+kernel comes to that wait.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from viviane.embedding.wide_rows import Margins, WideRows
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import Columns, Segment, Segments, Source, cut_blocks, pack_rows, pool_columns
 from viviane.parallel.fixed_layout import FixedLayout
@@ -35,7 +39,9 @@ class Regions:
     size: int
 
     @classmethod
-    def of(cls, layout: FixedLayout, num_ranks: int, size: int, width: int, wire: torch.dtype) -> Regions:
+    def of(
+        cls, layout: FixedLayout, num_ranks: int, size: int, width: int, wire: torch.dtype, margins: Margins | None
+    ) -> Regions:
         """Lay out the memory of a kind of batch.
 
         Args:
@@ -44,12 +50,28 @@ class Regions:
             size: B.
             width: W.
             wire: type of vectors and gradients.
+            margins: of the output.
         """
+        width += 0 if margins is None else margins.front + margins.behind
         ids = size * (num_ranks * max(layout.counts[:num_ranks]) + sum(layout.counts[num_ranks:]))
         vectors = rounded(ids * layout.dtype.itemsize)
         gradients = vectors + rounded(size * max(width, sum(layout.widths)) * wire.itemsize)
         end = gradients + rounded(num_ranks * size * max(layout.widths) * wire.itemsize)
         return cls(0, vectors, gradients, end)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A process's piece, from byte `start` on, as the memory of an output."""
+
+    memory: SymmetricMemory
+    rank: int
+    start: int
+    dtype: torch.dtype
+
+    def take(self, size: int, width: int, _: torch.device) -> Tensor:
+        """Return the same matrix at every call."""
+        return self.memory.view(self.rank, self.start, (size, width), self.dtype)
 
 
 class PeerExchange:
@@ -63,6 +85,7 @@ class PeerExchange:
         size: B.
         width: W.
         wire: type of vectors and gradients.
+        margins: columns beside the output; None: it has no room.
         is_multiplied: whether sums become means, so that the output is more than what was looked up.
 
     Attributes:
@@ -79,6 +102,7 @@ class PeerExchange:
         size: int,
         width: int,
         wire: torch.dtype,
+        margins: Margins | None,
         *,
         is_multiplied: bool,
     ) -> None:
@@ -99,8 +123,8 @@ class PeerExchange:
         self.gradients = memory.view(rank, regions.gradients, (n * size, widths[rank]), wire)
         before = size * sum(widths[:rank]) * wire.itemsize
         ranks = range(n)
-        self._start, self._width = regions.vectors, width
-        self._outputs = [self._output(q) for q in ranks]
+        self._start, self._width, self._margins = regions.vectors, width, margins
+        self._outputs = [self._output(q)[0] for q in ranks]
         self._theirs = [memory.view(q, regions.vectors + before, (size, widths[rank]), wire) for q in ranks]
 
     def _matrices(self, start: int, size: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
@@ -111,12 +135,17 @@ class PeerExchange:
             start += size * count * kind.itemsize
         return tuple(found)
 
-    def output(self) -> Tensor:
-        """Return the output, (B, W), where `is_direct`; a new tensor each time: autograd marks it as its own."""
+    def output(self) -> tuple[Tensor, WideRows | None]:
+        """Return the output, (B, W), where `is_direct`, and the rows that it is columns of, where it has room.
+
+        New tensors each time: autograd marks them as its own.
+        """
         return self._output(self.rank)
 
-    def _output(self, rank: int) -> Tensor:
-        return self.memory.view(rank, self._start, (self.size, self._width), self.wire)
+    def _output(self, rank: int) -> tuple[Tensor, WideRows | None]:
+        memory = _Piece(self.memory, rank, self._start, self.wire)
+        wide = None if self._margins is None else WideRows(memory, self._margins)
+        return (wide or memory).take(self.size, self._width, self.device), wide
 
     def _lines(self, regions: Regions) -> list[list[int]]:
         """Return how ids go into the owners' memory, a matrix for each storage; those of replicas into this one's."""
@@ -200,5 +229,9 @@ class PeerExchange:
         for direct in (False, True) if self.is_direct else (False,):
             self.send_vectors(first, direct=direct)
             self.keep_vectors(first, direct=direct)
+        margins = self._margins or Margins(0, 0)
+        own = slice(margins.front, margins.front + self._width)
         for dtype in dict.fromkeys((self.wire, torch.float32)):
-            self.send_gradients(torch.zeros_like(self.output(), dtype=dtype), factors)
+            whole = torch.zeros(self.size, own.stop + margins.behind, dtype=dtype, device=self.device)
+            for gradient in (whole[:, own], whole[:, own].contiguous()):
+                self.send_gradients(gradient, factors)

@@ -100,6 +100,26 @@ def test_sums_of_other_types(device, dtype, out_dtype):
     torch.testing.assert_close(out.double(), truth, **HALF[out_dtype])
 
 
+@pytest.mark.parametrize("front", [8, 3])
+@pytest.mark.parametrize("size", [1, 5])
+def test_columns_of_wider_rows_are_written_and_nothing_beside_them(device, front, size):
+    storage, rows = table(device, 11, 8), ids(device, (size, 3), 11)
+    offsets = torch.arange(0, 3 * size + 1, device=device)
+    for columns in ((0, 8, 16), (16, 0, 8)):
+        for write in (
+            lambda module, out, columns=columns: module.gather_rows(storage, rows, out, columns, None),
+            lambda module, out, columns=columns: module.gather_rows(storage, rows, out, columns, None, aside=True),
+            lambda module, out, columns=columns: module.pool_rows(
+                storage, rows.view(-1), offsets, out, columns, None
+            ),
+        ):  # fmt: skip
+            whole = poisoned(device, size, front + 24 + 8)
+            expected = whole.clone()
+            write(gpu, whole[:, front : front + 24])
+            write(reference, expected[:, front : front + 24])
+            assert torch.equal(whole, expected)
+
+
 def test_nothing_to_do(device):
     none, out = torch.zeros(0, dtype=torch.int32, device=device), poisoned(device, 0, 4)
     storage = table(device, 3, 4)

@@ -121,6 +121,24 @@ def test_the_same_bits_whoever_else_is_pooled(device):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("front", [16, 3])
+def test_columns_of_wider_rows_are_pooled_and_joined(device, front):
+    rng = torch.Generator().manual_seed(0)
+    storage, rows = (
+        torch.randn(9, 16, generator=rng).to(device),
+        torch.randint(0, 9, (50, 12), generator=rng).to(device),
+    )
+    blocks = torch.randn(50 * 16, generator=rng).to(device)
+    segments = Segments([Segment(16, 16, (Source(0, 16),))], torch.device(device))
+    whole, narrow = (torch.full((50, n), -3.0, device=device) for n in (front + 32 + 16, 32))
+    for out in (whole[:, front : front + 32], narrow):
+        gpu.pool_columns(storage, rows, (PooledPiece(0, 11, 0),), out, None)
+        gpu.join_blocks(blocks, segments, out, None)
+    assert torch.equal(whole[:, front : front + 32], narrow)
+    assert (whole[:, :front] == -3).all()
+    assert (whole[:, front + 32 :] == -3).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_first_difference(device, dtype):
     truth = torch.arange(5000, dtype=dtype, device=device)

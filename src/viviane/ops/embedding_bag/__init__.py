@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import implementation
 from viviane.ops.row_update import check_table
+from viviane.ops.wire_blocks import has_whole_rows
 
 __all__ = ["entry_bags", "entry_sources", "gather_rows", "mean_weights", "pool_rows"]
 
@@ -38,7 +39,7 @@ def gather_rows(
     Args:
         storage: (R, D), contiguous.
         rows: (B, F), int32 or int64, contiguous.
-        out: (B, W), contiguous.
+        out: (B, W), contiguous or columns of a wider one.
         columns: F columns of `out`, each followed by room for D.
         weights: (B, F), float32, or None for ones.
         aside: leave most of a GPU to other kernels: for an `out` behind a link, which is slower than the memory.
@@ -73,7 +74,7 @@ def pool_rows(
         storage: (R, D), contiguous.
         rows: (N,), int32 or int64, contiguous.
         offsets: (F * B + 1,), int64, rising from 0 to N: the bags of the first feature, then of the second, ...
-        out: (B, W), contiguous.
+        out: (B, W), contiguous or columns of a wider one.
         columns: F columns of `out`, each followed by room for D.
         weights: (N,), float32, or None for ones.
 
@@ -155,8 +156,8 @@ def entry_sources(offsets: Tensor | None, columns: Sequence[int], size: int, apa
 
 def _check_call(storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None) -> None:
     check_table(storage)
-    if out.dim() != 2 or not out.is_contiguous():
-        raise VivianeError("the output must be a contiguous matrix (B, W)", value=tuple(out.shape))
+    if out.dim() != 2 or not has_whole_rows(out):
+        raise VivianeError("the output must be a matrix (B, W) of whole rows", value=tuple(out.shape))
     last = out.shape[1] - storage.shape[1]
     if any(not 0 <= column <= last for column in columns):
         raise VivianeError("a feature does not fit into the output", value=list(columns), allowed=f"0 to {last}")

@@ -91,7 +91,7 @@ def gather_rows(
     aside: bool = False,
 ) -> None:
     """out[b, columns[f] : + D] = weights[b, f] * storage[rows[b, f]]."""
-    dim, width = storage.shape[1], out.shape[1]
+    dim, width = storage.shape[1], out.stride(0)
     if not rows.numel() or not dim:
         return
     shape = aside_shape(dim, storage.element_size()) if aside else gather_shape(dim, storage.element_size())
@@ -109,7 +109,7 @@ def pool_rows(
     storage: Tensor, rows: Tensor, offsets: Tensor, out: Tensor, columns: tuple[int, ...], weights: Tensor | None
 ) -> None:
     """out[b, columns[f] : + D] = sum of weights[n] * storage[rows[n]] over bag f * B + b."""
-    dim, (size, width) = storage.shape[1], out.shape
+    dim, size, width = storage.shape[1], len(out), out.stride(0)
     bags = size * len(columns)
     if not bags or not dim:
         return

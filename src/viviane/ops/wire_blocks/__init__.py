@@ -28,6 +28,7 @@ __all__ = [
     "Source",
     "cut_blocks",
     "first_difference",
+    "has_whole_rows",
     "join_blocks",
     "pack_rows",
     "pool_columns",
@@ -139,7 +140,7 @@ def join_blocks(taken: Tensor, segments: Segments, out: Tensor, factors: Tensor 
     Args:
         taken: (N,), the blocks; of any floating type.
         segments: S of them.
-        out: (B, W), contiguous.
+        out: (B, W), contiguous or columns of a wider one.
         factors: (B, S), float32, contiguous; None: ones.
 
     Example:
@@ -203,7 +204,7 @@ def pool_columns(
         storage: (R, D), contiguous.
         rows: (B, C), int32 or int64, contiguous, 0 <= row < R.
         pieces: P of them; sums are made in float32, in the order of the columns.
-        out: (B, W), contiguous.
+        out: (B, W), contiguous or columns of a wider one.
         weights: (B, C), float32, contiguous, or None for ones.
 
     Example:
@@ -212,8 +213,8 @@ def pool_columns(
         >>> out.tolist()
         [[1.0, 0.0, 2.0]]
     """
-    if rows.dim() != 2 or not rows.is_contiguous() or out.shape[0] != rows.shape[0] or not out.is_contiguous():
-        raise VivianeError("rows (B, C) and the output (B, W) must be contiguous", value=tuple(rows.shape))
+    if rows.dim() != 2 or not rows.is_contiguous() or out.shape[0] != rows.shape[0] or not has_whole_rows(out):
+        raise VivianeError("rows (B, C) must be contiguous, the output (B, W) of whole rows", value=tuple(rows.shape))
     _module(storage.device).pool_columns(storage, rows, tuple(pieces), out, weights)
 
 

@@ -96,7 +96,7 @@ def pool_columns(
     storage: Tensor, rows: Tensor, pieces: tuple[PooledPiece, ...], out: Tensor, weights: Tensor | None
 ) -> None:
     """out[b, target : + D] = sum of weights[b, c] * storage[rows[b, c]]; pieces of like length share a launch."""
-    (size, row_width), dim, width = rows.shape, storage.shape[1], out.shape[1]
+    (size, row_width), dim, width = rows.shape, storage.shape[1], out.stride(0)
     if not size or not dim:
         return
     aligned, block = math.gcd(16, width, *(one.target for one in pieces)), power_of_two(dim)

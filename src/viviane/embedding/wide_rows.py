@@ -1,0 +1,165 @@
+"""Room beside a lookup's output for what is joined to it: a concatenation then copies the other inputs alone.
+
+Shapes: B rows of the batch, W columns of the lookup's output, L columns in front of it, R behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from viviane.embedding.buffers import Buffers, Memory
+
+_WHOLE_BYTES = 16  # what a GPU stores at once
+
+
+class Margins:
+    """Columns that a collection leaves free beside its output.
+
+    Args:
+        front: L.
+        behind: R.
+
+    Attributes:
+        refused: types of output beside which the columns were left as they were, since what was to be joined was of
+            another type: they are not left free again.
+
+    Example:
+        >>> margins = Margins(1, 0)
+        >>> margins.suit(3, torch.float32, torch.device("cpu")), margins.suit(3, torch.float32, torch.device("cuda"))
+        (True, False)
+    """
+
+    def __init__(self, front: int, behind: int) -> None:
+        self.front, self.behind = front, behind
+        self.refused: set[torch.dtype] = set()
+
+    def suit(self, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether a lookup of W columns is to leave room; on a GPU only where its vectors stay whole words of memory.
+
+        Not in what is traced: a trace knows no room.
+        """
+        is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if dtype in self.refused or is_traced:
+            return False
+        places = (self.front, self.front + width + self.behind)
+        return device.type == "cpu" or all(place * dtype.itemsize % _WHOLE_BYTES == 0 for place in places)
+
+
+class WideRows:
+    """Memory of one lookup's output, and of the columns beside it.
+
+    A lookup takes its output from it as from `Buffers`: columns of wider rows.
+
+    Args:
+        memory: where the wider rows come from.
+        margins: L and R.
+
+    Example:
+        >>> rows = WideRows(Buffers(torch.float32), Margins(1, 2))
+        >>> own = rows.take(2, 3, torch.device("cpu")).fill_(1)
+        >>> whole = rows.join([torch.zeros(2, 1), own, torch.full((2, 2), 2.0)], 1)
+        >>> whole.tolist()[0], whole[:, 1].data_ptr() == own.data_ptr()
+        ([0.0, 1.0, 1.0, 1.0, 2.0, 2.0], True)
+    """
+
+    def __init__(self, memory: Memory, margins: Margins) -> None:
+        self._memory, self._margins = memory, margins
+        self._whole: Tensor | None = None
+
+    def take(self, size: int, width: int, device: torch.device) -> Tensor:
+        """Return a matrix (B, W) with any content, whose rows stand L + W + R apart."""
+        margins = self._margins
+        self._whole = self._memory.take(size, margins.front + width + margins.behind, device)
+        return _apart(self._whole, margins.front, (size, width))
+
+    def join(self, parts: Sequence[Tensor], place: int) -> Tensor | None:
+        """Join parts along axis 1, where the one at `place` is the lookup's output and has room for the others.
+
+        None where it has not, or was joined before: `torch.cat` serves then.
+        """
+        whole, margins = self._whole, self._margins
+        if whole is None or not _is_own(parts[place], whole, margins):
+            return None
+        if any(part.dtype != whole.dtype for part in parts):
+            margins.refused.add(whole.dtype)
+            return None
+        if not _fit(parts, place, margins):
+            return None
+        self._whole = None
+        joined: Tensor = _Join.apply((whole,), place, *parts)  # type: ignore[no-untyped-call]
+        return joined
+
+
+def output_memory(
+    own: Buffers, margins: Margins | None, width: int, device: torch.device
+) -> tuple[Memory, WideRows | None]:
+    """Return where a lookup's output goes: memory of its own, or wider rows where that serves; those beside it again.
+
+    Example:
+        >>> output_memory(Buffers(torch.float32), None, 3, torch.device("cpu"))[1] is None
+        True
+    """
+    if margins is None or not margins.suit(width, own.dtype, device):
+        return own, None
+    wide = WideRows(own, margins)
+    return wide, wide
+
+
+def _is_own(part: Tensor, whole: Tensor, margins: Margins) -> bool:
+    """Whether a tensor is the lookup's output, in whatever shape."""
+    size, total = whole.shape
+    first = whole.data_ptr() + margins.front * whole.element_size()
+    is_there = part.data_ptr() == first and part.dtype == whole.dtype and part.device == whole.device
+    width = total - margins.front - margins.behind
+    if not is_there or not size or part.shape[0] != size or part.numel() != size * width:
+        return False
+    row = part.as_strided(part.shape[1:], part.stride()[1:], part.storage_offset())
+    return row.is_contiguous() and (size == 1 or part.stride(0) == total)
+
+
+def _fit(parts: Sequence[Tensor], place: int, margins: Margins) -> bool:
+    """Whether the other parts fill the columns beside the output."""
+    own = parts[place]
+    if any(len(part) != len(own) or part.shape[2:] != own.shape[2:] or part.device != own.device for part in parts):
+        return False
+    columns = [math.prod(part.shape[1:]) for part in parts]
+    return sum(columns[:place]) == margins.front and sum(columns[place + 1 :]) == margins.behind
+
+
+def _apart(whole: Tensor, column: int, shape: Sequence[int]) -> Tensor:
+    """Return rows of a matrix, from a column on, as a tensor that autograd takes for no view of it.
+
+    A view's history would be worked out anew from the matrix once somebody wrote beside it.
+    """
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    strides[0] = whole.shape[1]
+    own = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    return own.set_(whole.untyped_storage(), whole.storage_offset() + column, tuple(shape), strides)
+
+
+class _Join(torch.autograd.Function):
+    """Copies all parts but one beside that one; backward gives each its columns of the gradient, as views."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: tuple[Tensor], place: int, *parts: Tensor) -> Tensor:
+        """Return the whole, which is the memory that the part at `place` lies in."""
+        counts = [part.shape[1] for part in parts]
+        ctx.counts = counts
+        [whole] = memory
+        out = _apart(whole, 0, (len(whole), sum(counts), *parts[place].shape[2:]))
+        for i, (target, part) in enumerate(zip(torch.split(out, counts, 1), parts, strict=True)):
+            if i != place:
+                target.copy_(part)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Give each part its columns."""
+        needed = ctx.needs_input_grad[2:]
+        columns = torch.split(gradients[0], ctx.counts, 1)
+        return None, None, *(part if wanted else None for part, wanted in zip(columns, needed, strict=True))

@@ -1,0 +1,108 @@
+"""Concatenations that need not copy what a lookup wrote: it leaves room beside its vectors for the other inputs.
+
+A `Concat` is found that alone reads a lookup's vectors, as they are or flattened to rows. Whether there is room is
+known when it runs, and without it `torch.cat` serves; the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from viviane.embedding.wide_rows import Margins, WideRows
+from viviane.model.fusion import Step
+from viviane.nn.linear import is_heard
+from viviane.nn.registry import Layer
+from viviane.nn.rows import BATCH, rows_of
+from viviane.nn.shape import Concat, ConcatParameters, Reshape, ReshapeParameters
+
+
+class JoinInRoom(nn.Module):
+    """A `Concat` whose other inputs go beside a lookup's vectors; where somebody listens to it, it is called itself.
+
+    Args:
+        concat: the layer.
+        place: of the input that the lookup wrote.
+    """
+
+    def __init__(self, concat: Concat, place: int) -> None:
+        super().__init__()
+        self._concat = (concat,)  # in a tuple nn.Module takes no notice of it: it is a submodule of the graph already
+        self._place = place
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """Return the joined tensor.
+
+        Args:
+            inputs: of the layer, and the lookup's rows, or None where they have no room.
+        """
+        parts: tuple[Tensor, ...] = inputs[:-1]
+        wide: WideRows | None = inputs[-1]
+        [concat] = self._concat
+        joined = None if wide is None or is_heard([concat]) else wide.join(parts, self._place)
+        return cast(Tensor, concat(*parts)) if joined is None else joined
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A lookup that leaves room.
+
+    Args:
+        slot: of its rows, a new one.
+        margins: the columns that it leaves free.
+    """
+
+    slot: int
+    margins: Margins
+
+
+def join_in_room(
+    steps: Sequence[Step], outputs: Sequence[int], lookups: Sequence[int], num_slots: int
+) -> tuple[list[Step], dict[int, Joined]]:
+    """Return steps that join beside lookups where that gives the same; and those lookups, by the slot of their vectors.
+
+    Args:
+        steps: layer, slots it reads, slots it writes; in order.
+        outputs: slots that are read in the end.
+        lookups: slots of vectors.
+        num_slots: the first slot that is free.
+    """
+    readers = Counter(slot for _, bottoms, _ in steps for slot in bottoms) + Counter(outputs)
+    by_reader = {slot: i for i, (_, bottoms, _) in enumerate(steps) for slot in bottoms if readers[slot] == 1}
+    found = list(steps)
+    widest: dict[int, tuple[int, int, int]] = {}  # by Concat: a lookup has room for the others, not each for each
+    for lookup in lookups:
+        end = _concat_of(steps, by_reader, lookup)
+        if end is not None:
+            at, place = end
+            width = math.prod(cast(Layer, steps[at][0]).in_shapes[place])
+            widest[at] = max(widest.get(at, (0, 0, 0)), (width, place, lookup))
+    joined: dict[int, Joined] = {}
+    for number, (at, (_, place, lookup)) in enumerate(widest.items(), num_slots):
+        concat, bottoms, tops = steps[at]
+        assert isinstance(concat, Concat)
+        widths = [math.prod(shape) for shape in concat.in_shapes]
+        joined[lookup] = Joined(number, Margins(sum(widths[:place]), sum(widths[place + 1 :])))
+        found[at] = (JoinInRoom(concat, place), (*bottoms, number), tops)
+    return found, joined
+
+
+def _concat_of(steps: Sequence[Step], by_reader: Mapping[int, int], slot: int) -> tuple[int, int] | None:
+    """Return the step that joins a lookup's vectors, and their place there; None where others read them too."""
+    while slot in by_reader:
+        layer, bottoms, tops = steps[by_reader[slot]]
+        if type(layer) is Concat:
+            is_flat = cast(ConcatParameters, layer.settings).axis == 1
+            of_batch = all(rows_of(shape) == BATCH for shape in layer.in_shapes)
+            return (by_reader[slot], bottoms.index(slot)) if is_flat and of_batch else None
+        if type(layer) is not Reshape or cast(ReshapeParameters, layer.settings).slots is not None:
+            return None
+        if rows_of(layer.out_shapes[0]) != BATCH:
+            return None
+        [slot] = tops
+    return None
