@@ -22,7 +22,7 @@ from viviane.model.ids import Ids
 from viviane.model.joining import join_in_room
 from viviane.model.nodes import DenseLayer, SparseEmbedding
 from viviane.nn.registry import Layer
-from viviane.ops.capture import is_capturing, join_ahead
+from viviane.ops.capture import branch, is_capturing, join_ahead
 from viviane.ops.packing_ahead import pack_ahead
 from viviane.parallel import Group, ShardedCollection, Traffic, check_plan_names, choose_plan, make_tables
 from viviane.parallel.automatic import GivenPlan, is_whole, own_kinds
@@ -98,6 +98,7 @@ class GraphModule(nn.Module):
         self._outputs = tuple(slots[loss.output] for loss in plan.losses)
         self._fused = self._make_room(fuse(self._steps, self._outputs))
         self._in_turn = self._split(self._sources, self._fused)
+        self._recorded = self._split(self._sources, self._fused, records=True)
 
     def _make_room(self, steps: Sequence[Step]) -> list[Step]:
         """Let lookups leave room for what is joined to their vectors alone; returns steps that make use of it."""
@@ -120,7 +121,7 @@ class GraphModule(nn.Module):
         records = not torch.compiler.is_compiling() and is_capturing(batch.dense.device)
         if records:
             self._pack_ahead()
-        values = self._run(batch, self._sources, self._in_turn)
+        values = self._run(batch, self._sources, self._recorded if records else self._in_turn, records=records)
         if records:
             join_ahead(batch.dense.device)
         logits = [values[slot] for slot in self._outputs]
@@ -160,10 +161,10 @@ class GraphModule(nn.Module):
         return [one for one in self._sources if wanted.intersection(one[0])], steps[::-1]
 
     def _split(
-        self, sources: Sequence[tuple[tuple[int, ...], Source]], steps: Sequence[Step]
+        self, sources: Sequence[tuple[tuple[int, ...], Source]], steps: Sequence[Step], *, records: bool = False
     ) -> tuple[list[Step], list[Step]]:
-        """Return the steps that need no vectors of other processes, and those that do, each in order."""
-        waiting = {slot for tops, source in sources if _is_spread(source) for slot in tops}
+        """Return the steps that need no vectors which are waited for, and those that do, each in order."""
+        waiting = {slot for tops, source in sources if _is_awaited(source, records) for slot in tops}
         early: list[Step] = []
         late: list[Step] = []
         for step in steps:
@@ -179,22 +180,29 @@ class GraphModule(nn.Module):
         batch: Batch,
         sources: Sequence[tuple[tuple[int, ...], Source]],
         steps: tuple[Sequence[Step], Sequence[Step]],
+        *,
+        records: bool = False,
     ) -> list[Any]:
-        """Begin lookups over processes, run what needs none of their vectors beside the exchange, then the rest.
+        """Begin lookups that are waited for, run what needs none of their vectors beside them, then the rest.
 
         Backward goes the other way: their gradients are on the wire before those of the early layers are taken.
+
+        Args:
+            batch: to run.
+            sources, steps: what is needed of the graph.
+            records: whether a CUDA graph is recorded.
         """
         values: list[Any] = [None] * self._num_values
-        begun: list[tuple[tuple[int, ...], _Stack, Batch | AnyAsked]] = []
+        begun: list[tuple[tuple[int, ...], Callable[[], Any]]] = []
         for tops, source in sources:
-            if _is_spread(source):
-                begun.append((tops, source, source.begin(batch)))
+            if _is_awaited(source, records):
+                begun.append((tops, source.begin(batch)))
             else:
                 _keep_results(values, tops, source(batch))
         early, late = steps
         _compute(values, early)
-        for tops, lookup, asked in begun:
-            _keep_results(values, tops, lookup(asked))
+        for tops, finish in begun:
+            _keep_results(values, tops, finish())
         _compute(values, late)
         return values
 
@@ -204,9 +212,9 @@ def _compute(values: list[Any], steps: Sequence[Step]) -> None:
         _keep_results(values, tops, layer(*[values[slot] for slot in bottoms]))
 
 
-def _is_spread(source: Source) -> TypeGuard[_Stack]:
-    """Whether a source looks tables up that other processes have parts of, and so has to wait for them."""
-    return isinstance(source, _Stack) and isinstance(source.collection, ShardedCollection)
+def _is_awaited(source: Source, records: bool) -> TypeGuard[_Stack]:
+    """Whether a source looks tables up beside other work: over processes, and in a CUDA graph on one GPU, too."""
+    return isinstance(source, _Stack) and (records or isinstance(source.collection, ShardedCollection))
 
 
 def _keep_results(values: list[Any], tops: tuple[int, ...], result: Any) -> None:
@@ -269,9 +277,19 @@ class _Stack:
         self.columns = tuple(collection.features)
         self._leaves_room = False
 
-    def begin(self, batch: Batch) -> Batch | AnyAsked:
-        """Begin a lookup over processes; what is returned is called with in the batch's place."""
-        return self.collection.begin(batch) if isinstance(self.collection, ShardedCollection) else batch
+    def begin(self, batch: Batch) -> Callable[[], Any]:
+        """Begin a lookup: over processes, else in a branch of the graph; what is returned waits for it."""
+        if isinstance(self.collection, ShardedCollection):
+            asked = self.collection.begin(batch)
+            return lambda: self(asked)
+        with branch(batch.dense.device, "lookup") as join:  # what memory holds up goes beside the products
+            found = self(batch)
+
+        def finish() -> Any:
+            join()
+            return found
+
+        return finish
 
     def leave_room(self, margins: Margins) -> None:
         """From now on return the rows that the vectors are part of, too: None where they have no room beside them."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from viviane.batch import Batch
-from viviane.ops.capture import branch, join_branches
+from viviane.ops.capture import branch, forget_branches, join_branches
 from viviane.ops.copies import LARGE_BYTES
 from viviane.ops.dense_update import Room, check_finite, judge, judge_scaled, mark
 from viviane.ops.watch import Watch, watching
@@ -131,6 +131,7 @@ def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Ve
 
 
 def _record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Verdict, room: Room) -> Tensor:
+    forget_branches(step.device)  # of a graph that somebody else recorded
     guard, gate = step.guard, verdict.gate
     follows = step.loss_scale is not None and step.loss_scale.held is not None
     found = verdict.overflow if follows else verdict.status  # what is wrong with gradients may be the scale's doing
