@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from viviane.batch import Batch
 from viviane.ops.capture import branch, forget_branches, join_branches
-from viviane.ops.copies import LARGE_BYTES
 from viviane.ops.dense_update import Room, check_finite, judge, judge_scaled, mark
-from viviane.ops.watch import Watch, watching
+from viviane.ops.watch import watching
 from viviane.training import loss_scale
 from viviane.training.controls import Controls
 from viviane.training.loss_scale import LossScale
@@ -137,12 +135,11 @@ def _record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: V
     found = verdict.overflow if follows else verdict.status  # what is wrong with gradients may be the scale's doing
     if guard is not None:
         guard.save_buffers()
-    with _watching(step, found) if guard is not None else nullcontext() as watch:
+    with _watching(step, found) if guard is not None else nullcontext():
         mean = step._backward(step._forward(batch, precision))
     join_branches(step.device)
-    if watch is not None and step.together is None:
-        rest = [one for one in step.gradients.all() if not watch.covers(one)]
-        check_finite([one.contiguous() for one in rest], found, room)
+    if guard is not None and step.together is None:
+        check_finite([one.contiguous() for one in step.gradients.all()], found, room)
     mark([one for collection in step.collections.values() for one in collection.key_records()], verdict.status)
     if step.together is not None:  # what one process found closes the gates of all
         step.group.all_reduce(verdict.flags)
@@ -170,39 +167,23 @@ def _record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: V
 
 
 @contextmanager
-def _watching(step: TrainStep, status: Tensor) -> Iterator[Watch]:
-    """Look at gradients of lookups and large dense ones, or sums of these, as soon as they are there, beside the rest.
-
-    Gives what kernels looked at.
-    """
+def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
+    """Look at gradients of lookups and sums of dense ones as soon as they are there, beside the rest of backward."""
 
     def look(gradient: Tensor) -> None:
         if not watch.covers(gradient):
             with branch(step.device, "look", reads=(gradient,)):
                 check_finite([gradient if gradient.stride(1) == 1 else gradient.contiguous()], status)
 
-    def look_at_weights(parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_contiguous():
-            with branch(step.device, "look", reads=(gradient,)):
-                check_finite([gradient], status)
-            watch.add(gradient)
-
     for collection in step.collections.values():
         collection.gradient_watch = look
-    handles: list[RemovableHandle] = []
     if step.together is not None:
         # The sums are looked at, which one bad number of any process makes bad.
         step.exchange.look = lambda sums: check_finite([sums], status)
-    else:
-        large = (one for one in step.parameters.values() if one.requires_grad and one.nbytes >= LARGE_BYTES)
-        handles += [one.register_post_accumulate_grad_hook(look_at_weights) for one in large]  # type: ignore[no-untyped-call]
     with watching(status) as watch:
         try:
-            yield watch
+            yield
         finally:
-            for handle in handles:
-                handle.remove()
             for collection in step.collections.values():
                 collection.gradient_watch = None
             if step.together is not None:
