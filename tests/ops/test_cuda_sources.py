@@ -17,6 +17,7 @@ SORT = ("ops/row_update/gpu_sort.py", gpu_sort.SOURCE, "sm_90")
 # The source, and the macros of a launch. A launch that needs more of a device than another stands for all.
 SOURCES = {
     "sort": (SORT, {"THREADS": 1024, "ITEMS": 14, "DIGIT_BITS": 9}),
+    "sort by few digits": (SORT, {"THREADS": 512, "ITEMS": 8, "DIGIT_BITS": 1}),
     **{
         f"product {mode} {layers} {depths} {kind}": (
             PRODUCT, {"MODE": mode, "PASSES": layers, "DEPTHS": depths, "STAGES": 16, **({kind: 1} if kind else {})}

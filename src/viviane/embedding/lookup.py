@@ -123,9 +123,8 @@ class Lookup(torch.autograd.Function):
     ) -> Tensor:
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]
-        out = gather(parts, size, width, buffers)
-        prepare(parts, size, width)
-        return out
+        prepare(parts, size, width)  # first: the sort runs beside the lookup, which memory holds up, not after it
+        return gather(parts, size, width, buffers)
 
     @staticmethod
     @once_differentiable

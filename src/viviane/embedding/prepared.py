@@ -26,8 +26,8 @@ class Prepared:
     Args:
         parts: the lookups.
         rows: of all of them, (N,).
-        sources: (N,), where their gradients will stand if its rows begin `apart` from one another; None where there is
-            one part without bags, whose sources are kept from batch to batch.
+        sources: (N,), where their gradients will stand if its rows begin `apart` from one another; None before they are
+            placed, and where there is one part without bags, whose sources are kept from batch to batch.
         weights: (N,), or None for ones.
         size: B.
         width: W.
@@ -41,6 +41,12 @@ class Prepared:
     size: int
     width: int
     apart: int
+
+    def placed(self) -> Prepared:
+        """Return what has the sources, too."""
+        if len(self.parts) == 1 and self.parts[0].offsets is None:
+            return self
+        return replace(self, sources=_sources(self.parts, len(self.rows), self.size, self.apart))
 
     def at(self, apart: int) -> Prepared:
         """Return what holds for a gradient whose rows begin this far from one another."""
@@ -74,12 +80,10 @@ class Prepared:
 
 
 def prepare_entries(parts: Sequence[Part], size: int, width: int, apart: int) -> Prepared:
-    """Join lookups, and say where their gradients will stand; arguments as of `Prepared`."""
+    """Join lookups, without their sources; arguments as of `Prepared`."""
     rows = [part.rows.reshape(-1) for part in parts]
     joined = rows[0] if len(rows) == 1 else torch.cat(rows)
-    kept = len(parts) == 1 and parts[0].offsets is None
-    sources = None if kept else _sources(parts, len(joined), size, apart)
-    return Prepared(tuple(parts), joined, sources, _join_weights(parts), size, width, apart)
+    return Prepared(tuple(parts), joined, None, _join_weights(parts), size, width, apart)
 
 
 def sources_type(size: int, apart: int) -> torch.dtype:

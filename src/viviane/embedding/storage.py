@@ -171,8 +171,9 @@ class Storage(nn.Module):
         apart = self._apart[1] if self._apart[0] == width else width
         read = [one for part in parts for one in (part.rows, part.offsets, part.weights) if one is not None]
         with prepare_aside(device, self._scratch, read):
-            self._prepared = prepare_entries(parts, size, width, apart)
-            prepare_rows(self._prepared.rows, self._scratch, self.null_row + _ZERO_ROWS)
+            joined = prepare_entries(parts, size, width, apart)
+            prepare_rows(joined.rows, self._scratch, self.null_row + _ZERO_ROWS)
+            self._prepared = joined.placed()
 
     def prepared_sources(self, part: Part, apart: int) -> Tensor | None:
         """Return where the gradients of a part stand, if `prepare` has made that.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
-from viviane.ops.capture import is_capturing
+from viviane.ops.capture import URGENT, is_capturing
 from viviane.ops.row_update import initial_state
 from viviane.ops.row_update.gpu_kernels import join_spans_kernel, rest_kernel, span_kernel
 from viviane.ops.row_update.gpu_numbers import rule_on_device, signed
@@ -127,7 +127,7 @@ def join_shape(dim: int) -> tuple[int, int]:
 def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> None:
     """Sort rows on a stream of its own, after all that the current stream was given so far."""
     with aside(rows.device, scratch, [rows]):
-        sort_entries(rows, scratch, bound)
+        sort_entries(rows, scratch, bound, beside=True)
 
 
 @contextmanager
@@ -144,7 +144,8 @@ def aside(device: torch.device, scratch: Scratch, reads: Sequence[Tensor]) -> It
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # What it launches is small or takes a part of each multiprocessor, and would wait for all of a large lookup.
+    return torch.cuda.Stream(device, priority=URGENT)  # type: ignore[no-untyped-call]
 
 
 def join_rows(device: torch.device, scratch: Scratch) -> None:
@@ -166,7 +167,9 @@ def _sorted(entries: Entries, scratch: Scratch) -> tuple[Tensor, Tensor]:
     return sort_entries(entries.rows, scratch, entries.bound)
 
 
-def sort_entries(rows: Tensor, scratch: Scratch, bound: int | None = None) -> tuple[Tensor, Tensor]:
+def sort_entries(
+    rows: Tensor, scratch: Scratch, bound: int | None = None, *, beside: bool = False
+) -> tuple[Tensor, Tensor]:
     """Sort rows, those of equal rows in the order of the entries; kept in the scratch until other rows come.
 
     A later `update_rows` or `sum_rows` with this scratch and the same tensor takes what is kept. Where it runs on a
@@ -176,6 +179,7 @@ def sort_entries(rows: Tensor, scratch: Scratch, bound: int | None = None) -> tu
         rows: (N,), int32 or int64.
         scratch: of the table.
         bound: as in `Entries`.
+        beside: whether other kernels are to run at the same time.
 
     Returns:
         rows in rising order, and the entry that each came from, int32 or int64; (N,) each.
@@ -188,7 +192,7 @@ def sort_entries(rows: Tensor, scratch: Scratch, bound: int | None = None) -> tu
     kept, recorded = scratch.tensors.get(_SORTED[0]), is_capturing(rows.device)
     # What a graph sorts holds once it is replayed, and what was sorted before it is not sorted by its replays.
     if kept is None or recorded != scratch.recorded or not _same(kept, rows):
-        found, order = sort_rows(rows, bound)
+        found, order = sort_rows(rows, bound, beside=beside)
         scratch.tensors.update(zip(_SORTED, (rows, found, order), strict=True))
         scratch.recorded = recorded
     return scratch.tensors[_SORTED[1]], scratch.tensors[_SORTED[2]]

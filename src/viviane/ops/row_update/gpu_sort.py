@@ -4,7 +4,8 @@ torch.sort goes through all 32 bits in four passes and carries 64-bit places. He
 25 bits take three passes, and places have 32 bits. The blocks of the launch wait for one another between the steps of
 a pass, so that nothing is launched again:
 
-    count      each block ranks the rows of its part by their digit, in the order in which they stand
+    count      each block counts the rows of its part by their digit; a part of one tile is ranked at once, in the order
+               in which the rows stand
     offsets    each digit's counts are summed over the blocks before, by one warp a digit
     scatter    each row goes to: rows of lower digits + rows of its digit in blocks before + its rank; a block first
                puts its own in order in shared memory, since single rows cost eight times what neighbours do
@@ -25,8 +26,9 @@ from viviane.ops.triton_parts.launch import ceil_div, multiprocessors
 
 _THREADS = 1024
 _DIGIT_BITS = 9
-_ROOM = 1 << _DIGIT_BITS
+_COUNTERS = 32
 _ITEMS = (1, 2, 4, 8, 14)
+_ITEMS_OF_MANY_TILES = (14, 8)
 _SIGN = -(2**31)
 
 SOURCE = r"""
@@ -63,18 +65,35 @@ __device__ u32 sum_before(u32 value, u32* of_warps) {
     return before;
 }
 
+// Counts rows by their digit, as many as one thread's.
+__device__ u32 count_digits(const u32* keys, u32 begin, u32 end, u32 flip, int shift, int bits, u32* counts) {
+    const u32 mask = (1u << bits) - 1;
+    if (threadIdx.x < DIGITS) counts[threadIdx.x] = 0;
+    __syncthreads();
+    for (u32 start = begin + threadIdx.x; start < end; start += TILE) {
+        u32 key[ITEMS];
+        #pragma unroll
+        for (int i = 0; i < ITEMS; i++) key[i] = start + i * THREADS < end ? __ldcg(keys + start + i * THREADS) : 0u;
+        #pragma unroll
+        for (int i = 0; i < ITEMS; i++)
+            if (start + i * THREADS < end) atomicAdd(counts + (((key[i] ^ flip) >> shift) & mask), 1u);
+    }
+    __syncthreads();
+    return threadIdx.x < DIGITS ? counts[threadIdx.x] : 0u;
+}
+
 // Ranks a tile's rows among those of their digit in the warp, and counts them by warp.
-__device__ void rank_tile(const u32* keys, u32 start, u32 n, u32 flip, int shift, int bits,
+__device__ void rank_tile(const u32* keys, u32 start, u32 end, u32 flip, int shift, int bits,
                           unsigned short (*counts)[DIGITS], u32* key, unsigned short* rank) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 first = start + warp * (32 * ITEMS) + lane, mask = (1u << bits) - 1;
     for (u32 i = threadIdx.x; i < WARPS * DIGITS / 2; i += THREADS) ((u32*)counts)[i] = 0;
     #pragma unroll
-    for (int i = 0; i < ITEMS; i++) key[i] = first + i * 32 < n ? __ldcg(keys + first + i * 32) ^ flip : 0u;
+    for (int i = 0; i < ITEMS; i++) key[i] = first + i * 32 < end ? __ldcg(keys + first + i * 32) ^ flip : 0u;
     __syncthreads();
     #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        const bool here = first + i * 32 < n;
+        const bool here = first + i * 32 < end;
         const u32 digit = (key[i] >> shift) & mask;
         u32 same = __ballot_sync(0xffffffffu, here);
         #pragma unroll
@@ -104,8 +123,8 @@ __device__ u32 sum_warps(unsigned short (*counts)[DIGITS]) {
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
-    const u32* rows, u32* work, u32* sums, u32 n, int total_bits, int digit_bits, u32 sign, int tiles) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sort_rows(
+    const u32* rows, u32* work, u32* sums, u32 n, int total_bits, int digit_bits, u32 sign, u32 part) {
     extern __shared__ u32 shared[];  // keys and places of a tile, then counts by warp
     __shared__ u32 base[DIGITS], local[DIGITS], of_warps[WARPS];
     u32* const tile_keys = shared;
@@ -117,17 +136,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
     u32* const by_block = totals + DIGITS;
     const u32* keys = rows;
     const u32* places = 0;
+    const u32 begin = block * part, end = min(begin + part, n);
     u32 phase = 0, key[ITEMS];
     unsigned short rank[ITEMS];
     int which = 0;
     for (int shift = 0; shift < total_bits; shift += digit_bits, which ^= 1) {
         const int bits = min(digit_bits, total_bits - shift);
-        const u32 digits = 1u << bits, begin = block * tiles * TILE, flip = shift == 0 ? sign : 0u;
+        const u32 digits = 1u << bits, flip = shift == 0 ? sign : 0u;
         u32 own = 0;
-        for (int t = 0; t < tiles; t++) {
-            rank_tile(keys, begin + t * TILE, n, flip, shift, bits, counts, key, rank);
-            if (threadIdx.x < digits) own += sum_warps(counts);
+        if (part <= TILE) {
+            rank_tile(keys, begin, end, flip, shift, bits, counts, key, rank);
+            if (threadIdx.x < digits) own = sum_warps(counts);
             __syncthreads();
+        } else {
+            own = count_digits(keys, begin, end, flip, shift, bits, local);
         }
         if (threadIdx.x < digits) __stcg(by_block + threadIdx.x * blocks + block, own);
         wait_for_all(arrived, ++phase * blocks);
@@ -161,10 +183,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
         u32* const next_keys = work + (size_t)which * 2 * n;
         u32* const next_places = next_keys + n;
         const u32 back = shift + digit_bits >= total_bits ? sign : 0u, mask = digits - 1;
-        for (int t = 0; t < tiles; t++) {
-            const u32 start = begin + t * TILE, mine = warp * (32 * ITEMS) + lane;
-            if (tiles > 1) {  // of a single tile everything is still there
-                rank_tile(keys, start, n, flip, shift, bits, counts, key, rank);
+        for (u32 start = begin; start < end; start += TILE) {
+            const u32 mine = warp * (32 * ITEMS) + lane;
+            if (part > TILE) {  // of a single tile everything is still there
+                rank_tile(keys, start, end, flip, shift, bits, counts, key, rank);
                 if (threadIdx.x < digits) own = sum_warps(counts);
             }
             __syncthreads();
@@ -178,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
                 const u32 from = start + mine + i * 32;
-                if (from < n) {
+                if (from < end) {
                     const u32 digit = (key[i] >> shift) & mask, to = local[digit] + counts[warp][digit] + rank[i];
                     tile_keys[to] = key[i];
                     tile_places[to] = places ? __ldcg(places + from) : from;
@@ -188,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
                 const u32 from = i * THREADS + threadIdx.x;
-                if (start + from < n) {
+                if (start + from < end) {
                     const u32 one = tile_keys[from], to = base[(one >> shift) & mask] + from;
                     __stcg(next_keys + to, one ^ back);
                     __stcg(next_places + to, tile_places[from]);
@@ -205,12 +227,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_rows(
 """
 
 
-def sort_rows(rows: Tensor, bound: int | None) -> tuple[Tensor, Tensor]:
+def sort_rows(rows: Tensor, bound: int | None, *, beside: bool = False) -> tuple[Tensor, Tensor]:
     """Sort rows; equal ones in the order in which they stand.
 
     Args:
         rows: (N,), int32 or int64.
         bound: of rows that are all 0 <= row < bound; None where that is not known.
+        beside: leave half of each multiprocessor to kernels that run at the same time; takes a fourth longer alone.
 
     Returns:
         rows in rising order, and the place that each came from, int32 or int64; (N,) each.
@@ -224,35 +247,44 @@ def sort_rows(rows: Tensor, bound: int | None) -> tuple[Tensor, Tensor]:
         return found, order
     count, device = len(rows), rows.device
     bits = 32 if bound is None else max(1, (bound - 1).bit_length())
+    threads = _THREADS // 2 if beside else _THREADS
+    blocks, items, part = sort_shape(count, multiprocessors(device), threads)
     passes = ceil_div(bits, _DIGIT_BITS)
-    blocks, items, tiles = sort_shape(count, multiprocessors(device))
+    digit_bits = ceil_div(bits, passes)
     work = torch.empty(4 * count, dtype=torch.int32, device=device)
-    sums = torch.zeros(32 + _ROOM * (blocks + 1), dtype=torch.int32, device=device)
+    sums = torch.empty(_COUNTERS + (blocks + 1 << digit_bits), dtype=torch.int32, device=device)
+    sums[:_COUNTERS].zero_()
     sign = _SIGN if bound is None else 0
-    pointers = [ctypes.c_void_p(part.data_ptr()) for part in (rows, work, sums)]
-    numbers = [ctypes.c_int(part) for part in (count, bits, ceil_div(bits, passes), sign, tiles)]
-    _kernel(items, device).launch_together(blocks, _THREADS, [*pointers, *numbers], _shared_bytes(items))
+    pointers = [ctypes.c_void_p(one.data_ptr()) for one in (rows, work, sums)]
+    numbers = [ctypes.c_int(one) for one in (count, bits, digit_bits, sign, part)]
+    shared = _shared_bytes(threads, items, digit_bits)
+    _kernel(threads, items, digit_bits, device).launch_together(blocks, threads, [*pointers, *numbers], shared)
     start = 2 * count * ((passes - 1) & 1)
     return work[start : start + count], work[start + count : start + 2 * count]
 
 
-def sort_shape(count: int, multiprocessors: int) -> tuple[int, int, int]:
-    """Choose blocks, rows a thread, and tiles a block.
+def sort_shape(count: int, multiprocessors: int, threads: int) -> tuple[int, int, int]:
+    """Choose blocks, rows a thread has of a tile, and rows a block.
+
+    Of many rows each multiprocessor gets as many, in tiles of whichever size leaves the last one least empty.
 
     Example:
-        >>> sort_shape(1_048_570, 132), sort_shape(53_248, 132)
-        ((128, 8, 1), (52, 1, 1))
+        >>> sort_shape(1_048_570, 132, 1024), sort_shape(53_248, 132, 1024), sort_shape(3_506_176, 132, 1024)
+        ((128, 8, 8192), (52, 1, 1024), (132, 14, 26592))
     """
-    items = next((one for one in _ITEMS if count <= one * _THREADS * multiprocessors), _ITEMS[-2])
-    tiles = ceil_div(count, items * _THREADS * multiprocessors)
-    return ceil_div(count, items * _THREADS * tiles), items, tiles
+    items = next((one for one in _ITEMS if count <= one * threads * multiprocessors), None)
+    if items is not None:
+        return ceil_div(count, items * threads), items, items * threads
+    part = ceil_div(ceil_div(count, multiprocessors), 32) * 32
+    items = min(_ITEMS_OF_MANY_TILES, key=lambda one: ceil_div(part, one * threads) * one)
+    return ceil_div(count, part), items, part
 
 
 @cache
-def _kernel(items: int, device: torch.device) -> Kernel:
-    defines = {"THREADS": _THREADS, "ITEMS": items, "DIGIT_BITS": _DIGIT_BITS}
-    return Kernel(SOURCE, "sort_rows", defines, device, _shared_bytes(items))
+def _kernel(threads: int, items: int, digit_bits: int, device: torch.device) -> Kernel:
+    defines = {"THREADS": threads, "ITEMS": items, "DIGIT_BITS": digit_bits}
+    return Kernel(SOURCE, "sort_rows", defines, device, _shared_bytes(threads, items, digit_bits))
 
 
-def _shared_bytes(items: int) -> int:
-    return 8 * items * _THREADS + 2 * _ROOM * _THREADS // 32
+def _shared_bytes(threads: int, items: int, digit_bits: int) -> int:
+    return 8 * items * threads + (2 << digit_bits) * threads // 32

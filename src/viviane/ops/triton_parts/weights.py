@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from viviane.ops.packing import Packing, packing
-from viviane.ops.triton_parts.launch import ceil_div, on_device
+from viviane.ops.triton_parts.launch import ceil_div, multiprocessors, on_device
 
 _BLOCK = 4096
+_PROGRAMS = 4  # a multiprocessor: enough for memory's speed, and smaller kernels find room beside them
 
 
 def pack(tensors: list[Tensor], layout: Packing, dtype: torch.dtype) -> Tensor:
@@ -25,8 +26,9 @@ def pack(tensors: list[Tensor], layout: Packing, dtype: torch.dtype) -> Tensor:
     counts = tuple(part.numel() for part in layout.parts(packed))
     widths = tuple(one.shape[-1] for one in sources)
     new_widths = tuple(shape[-1] for shape in layout.shapes)
+    programs = ceil_div(_PROGRAMS * multiprocessors(packed.device) if packed.is_cuda else 2, len(sources))
     with on_device(packed):
-        pack_kernel[(ceil_div(max(counts), _BLOCK), len(sources))](
+        pack_kernel[(min(ceil_div(max(counts), _BLOCK), programs), len(sources))](
             sources, counts, widths, new_widths, layout.starts, packed, block=_BLOCK, num_warps=8
         )
     return packed
@@ -39,18 +41,19 @@ def pack_weights(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def pack_kernel(sources, counts, widths, new_widths, starts, out, block: tl.constexpr):
-    """Copy a block of one source; the second axis of the grid says which."""
-    n = tl.program_id(0) * block + tl.arange(0, block)
+    """Copy blocks of one source; the second axis of the grid says which."""
     for i in tl.static_range(len(sources)):
         if tl.program_id(1) == i:
-            here = n < counts[i]
-            if widths[i] == new_widths[i]:
-                values = tl.load(sources[i] + n, mask=here, other=0.0)
-            else:
-                row = n // new_widths[i]
-                column = n - row * new_widths[i]
-                values = tl.load(sources[i] + row * widths[i] + column, mask=here & (column < widths[i]), other=0.0)
-            tl.store(out + starts[i] + n, values.to(out.dtype.element_ty), mask=here)
+            for first in range(tl.program_id(0) * block, counts[i], tl.num_programs(0) * block):
+                n = first + tl.arange(0, block)
+                here = n < counts[i]
+                if widths[i] == new_widths[i]:
+                    values = tl.load(sources[i] + n, mask=here, other=0.0)
+                else:
+                    row = n // new_widths[i]
+                    column = n - row * new_widths[i]
+                    values = tl.load(sources[i] + row * widths[i] + column, mask=here & (column < widths[i]), other=0.0)
+                tl.store(out + starts[i] + n, values.to(out.dtype.element_ty), mask=here)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
