@@ -62,3 +62,12 @@ def test_the_largest_key_of_a_large_table_and_an_empty_batch():
 def test_keys_that_are_no_whole_numbers_are_refused():
     with pytest.raises(VivianeError, match="whole numbers"):
         key_rows(torch.zeros(1, 1), KeyRules([ColumnRule(0, 1, RAISE)], 1, CPU))
+
+
+def test_rows_go_where_they_are_told():
+    rules = KeyRules([ColumnRule(10, 5, SKIP)], 99, CPU)
+    out = torch.zeros(2, 1, dtype=torch.int32)
+    assert key_rows(torch.tensor([[4], [5]]), rules, out=out)[0] is out
+    assert out.tolist() == [[14], [99]]
+    with pytest.raises(VivianeError, match="do not fit"):
+        key_rows(torch.tensor([[4]]), rules, out=out)

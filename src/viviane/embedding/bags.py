@@ -120,18 +120,25 @@ class PooledPlan:
     group: tuple[BagPlan, ...]
     row_maps: tuple[BagRowMap, ...]
 
-    def part(self, keys: Keys, found: Mapping[str, Tensor], frozen: frozenset[str]) -> Part:
+    def room(self, keys: Keys) -> int | None:
+        """Return how many rows `part` can write to where it is told; None where it makes them elsewhere."""
+        if len(self.row_maps) != 1 or not kernels_serve(keys.bags[self.group[0].feature.name].offsets.device):
+            return None
+        return sum(len(keys.bags[one.feature.name].values) for one in self.group)
+
+    def part(self, keys: Keys, found: Mapping[str, Tensor], frozen: frozenset[str], out: Tensor | None = None) -> Part:
         """Resolve a batch's bags.
 
         Args:
             keys: of the batch.
             found: rows of dynamic tables, by feature.
             frozen: tables that do not move.
+            out: where the rows go, as many as `room` says; None: a new tensor.
         """
         group = self.group
         bags = [keys.bags[one.feature.name] for one in group]
         if self.row_maps and kernels_serve(bags[0].offsets.device):
-            joined, offsets = self._map(bags, keys.origin)
+            joined, offsets = self._map(bags, keys.origin) if out is None else self.row_maps[0](bags, keys.origin, out)
             rows = list(torch.split(joined, [len(bag.values) for bag in bags]))
         else:
             rows = [one.rows(keys, found) for one in group]

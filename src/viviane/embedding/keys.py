@@ -255,18 +255,26 @@ class RowMap:
         self._raises = any(rule.policy == RAISE for rule in rules)
         self._columns = None if columns is None else torch.tensor(columns, dtype=torch.int64, device=device)
 
-    def __call__(self, keys: Tensor, offsets: Tensor | None = None, origin: str = "") -> Tensor:
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The type of rows."""
+        return self._rules.row_dtype
+
+    def __call__(
+        self, keys: Tensor, offsets: Tensor | None = None, origin: str = "", out: Tensor | None = None
+    ) -> Tensor:
         """Return the storage rows of keys, (N, F).
 
         Args:
             keys: (N, C), int32 or int64.
             offsets: of the bags, where the keys are entries of bags, for messages.
             origin: of the batch, for messages.
+            out: where the rows go; None: a new tensor.
         """
         check_key_type(keys, self.features[0])
         name = ("key", *self.features)
         kept = self.violations.room(name, keys.device) if self._raises and is_capturing(keys.device) else None
-        rows, record = key_rows(keys, self._rules, self._columns, kept)
+        rows, record = key_rows(keys, self._rules, self._columns, kept, out)
         if self._raises:
             report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations, name)
         return rows
@@ -295,19 +303,20 @@ class BagRowMap:
         self._rules = KeyRules(rules, null_row, device)
         self._raises = any(rule.policy == RAISE for rule in rules)
 
-    def __call__(self, bags: Sequence[Bag], origin: str = "") -> tuple[Tensor, Tensor]:
+    def __call__(self, bags: Sequence[Bag], origin: str = "", out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the storage rows of all keys, (N,), and the offsets of all bags, (F * B + 1,).
 
         Args:
             bags: of each feature.
             origin: of the batch, for messages.
+            out: where the rows go; None: a new tensor.
         """
         for bag, feature in zip(bags, self.features, strict=True):
             check_key_type(bag.values, feature)
         keys, offsets = [bag.values for bag in bags], tuple(bag.offsets for bag in bags)
         device, name = offsets[0].device, ("bag key", *self.features)
         kept = self.violations.room(name, device) if self._raises and is_capturing(device) else None
-        rows, joined, record = bag_rows(keys, offsets, self._rules, kept)
+        rows, joined, record = bag_rows(keys, offsets, self._rules, kept, out)
         if self._raises:
             starts = (0, *accumulate(len(one) for one in keys[:-1]))
             found = BagKeyOutOfRange(record, origin, self.features, self.tables, starts, offsets)

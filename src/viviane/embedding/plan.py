@@ -46,9 +46,9 @@ class OneHotPlan:
     places: tuple[int, ...]
     """Column of the output where each feature begins."""
 
-    def part(self, one_hot: Tensor, frozen: frozenset[str], origin: str) -> Part:
-        """Resolve a batch's ids (B, F)."""
-        rows = self.row_map(one_hot, origin=origin)
+    def part(self, one_hot: Tensor, frozen: frozenset[str], origin: str, out: Tensor | None = None) -> Part:
+        """Resolve a batch's ids (B, F); their rows go to `out`, or to a new tensor."""
+        rows = self.row_map(one_hot, origin=origin, out=out)
         return Part(self.storage, rows, None, None, self.places, frozenset(self.tables) - frozen)
 
 
@@ -109,7 +109,11 @@ class Plan:
             frozen: tables that do not move.
             training: whether dynamic tables that move may take new keys in.
         """
-        parts = [one.part(keys.one_hot, frozen, keys.origin) for one in self.one_hot]
+        rooms = self._rooms(keys)
+        parts = [
+            one.part(keys.one_hot, frozen, keys.origin, rooms.get(id(one.storage), _NO_ROOMS)[0])
+            for one in self.one_hot
+        ]
         found: dict[str, Tensor] = {}
         for table in self.dynamic:
             moving = frozenset(table.storage.tables) - frozen
@@ -117,13 +121,31 @@ class Plan:
             found |= bags
             if singles is not None:
                 parts.append(Part(table.storage, singles, None, None, table.places, moving))
-        parts += [group.part(keys, found, frozen) for group in self.pooled]
+        parts += [
+            group.part(keys, found, frozen, rooms.get(id(group.group[0].storage), _NO_ROOMS)[1])
+            for group in self.pooled
+        ]
         masks = {}
         for one in self.concat:
             bag = keys.bags[one.feature.name]
             part, masks[one.feature.name] = one.concat(bag, one.rows(keys, found), frozen, keys.origin)
             parts.append(part)
         return parts, masks
+
+    def _rooms(self, keys: Keys) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return by storage where its rows go, those of bags right behind the others: a sort wants them as one list."""
+        rooms: dict[int, tuple[Tensor, Tensor]] = {}
+        for one in self.one_hot:
+            group = next((group for group in self.pooled if group.group[0].storage is one.storage), None)
+            count = None if group is None else group.room(keys)
+            if count is not None:
+                size, features = len(keys.one_hot), len(one.places)
+                whole = torch.empty(size * features + count, dtype=one.row_map.row_dtype, device=keys.one_hot.device)
+                rooms[id(one.storage)] = whole[: size * features].view(size, features), whole[size * features :]
+        return rooms
+
+
+_NO_ROOMS: tuple[None, None] = (None, None)
 
 
 @dataclass(frozen=True)

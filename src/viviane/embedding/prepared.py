@@ -82,8 +82,21 @@ class Prepared:
 def prepare_entries(parts: Sequence[Part], size: int, width: int, apart: int) -> Prepared:
     """Join lookups, without their sources; arguments as of `Prepared`."""
     rows = [part.rows.reshape(-1) for part in parts]
-    joined = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return Prepared(tuple(parts), joined, None, _join_weights(parts), size, width, apart)
+    return Prepared(tuple(parts), _join_rows(rows), None, _join_weights(parts), size, width, apart)
+
+
+def _join_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Return lists of rows as one, without a copy where they stand behind one another already."""
+    first, end = rows[0], rows[0].data_ptr()
+    for one in rows:
+        if one.data_ptr() != end or one.dtype != first.dtype or not one.is_contiguous() or not _share(one, first):
+            return torch.cat(list(rows))
+        end += one.nbytes
+    return first.as_strided((sum(map(len, rows)),), (1,))
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def sources_type(size: int, apart: int) -> torch.dtype:

@@ -146,6 +146,26 @@ def test_passes_that_are_not_those_prepared(device):
         assert_alike(found[1], found[3])
 
 
+@pytest.mark.parametrize("num_bags", [1, 3])
+def test_rows_of_a_storage_stand_behind_one_another(device, num_bags, monkeypatch):
+    """What is sorted is the list that the lookups read; where they were made apart, as of one bag, it is a copy."""
+    emb = build(device, num_bags=num_bags)
+    seen = []
+    prepare = Storage.prepare
+
+    def listen(storage, parts, size, width):
+        prepare(storage, parts, size, width)
+        seen.append((parts, storage._prepared.rows))
+
+    monkeypatch.setattr(Storage, "prepare", listen)
+    with use_implementation("gpu"):
+        emb(keys_for(emb, 5, device)).flat.sum().backward()
+        emb.step(lr=0.1)
+    [(parts, rows)] = seen
+    assert torch.equal(rows, torch.cat([part.rows.reshape(-1) for part in parts]))
+    assert (rows.data_ptr() == parts[0].rows.data_ptr()) == (num_bags > 1)
+
+
 def test_bags_without_any_keys_and_one_key_very_often(device):
     for lengths in ({}, {1: [0, 0, 3_000]}, {0: [0, 3, 0], 2: [3_000, 0, 1]}):
         found = []

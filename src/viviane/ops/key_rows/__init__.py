@@ -95,7 +95,11 @@ def lasting_record(device: torch.device) -> Tensor:
 
 
 def key_rows(
-    keys: Tensor, rules: KeyRules, columns: Tensor | None = None, kept: Tensor | None = None
+    keys: Tensor,
+    rules: KeyRules,
+    columns: Tensor | None = None,
+    kept: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the storage rows of keys, (N, F), and the record of the first key out of range under RAISE.
 
@@ -105,6 +109,7 @@ def key_rows(
         columns: (F,), int64: column of `keys` that each rule is for; None: they are all, in order.
         kept: a `lasting_record`: where it is empty it takes this call's record, else it stays, so that the first
             offender of many calls, such as the replays of a CUDA graph, can be read later.
+        out: where the rows go, (N, F), contiguous, of `rules.row_dtype`; None: a new tensor.
 
     Returns:
         rows, (N, F), contiguous, int32 where the storage allows it, else int64; and (3,), int64, on the keys'
@@ -121,20 +126,24 @@ def key_rows(
         raise VivianeError("one rule per column", value=f"{tuple(keys.shape)}", allowed=f"(N, {len(rules.columns)})")
     if keys.dtype not in (torch.int32, torch.int64):
         raise VivianeError("keys must be whole numbers", value=str(keys.dtype), allowed="int32, int64")
+    if out is not None and (out.shape, out.dtype) != ((len(keys), width), rules.row_dtype):
+        raise VivianeError("the rows do not fit where they are to go", value=f"{tuple(out.shape)}, {out.dtype}")
     module = implementation("key_rows", keys.device)
-    if kept is None:
-        rows, record = module.key_rows(keys, rules, columns)
-        return rows, record
     if choose(keys.device) == "gpu":
-        rows, _ = module.key_rows(keys, rules, columns, kept)
-    else:
-        rows, record = module.key_rows(keys, rules, columns)
+        rows, record = module.key_rows(keys, rules, columns, kept, out)
+        return rows, record[:3]
+    rows, record = module.key_rows(keys, rules, columns)
+    if kept is not None:
         kept[:3] = torch.where(kept[0] != 0, kept[:3], record)
-    return rows, kept[:3]
+    return (rows if out is None else out.copy_(rows)), record if kept is None else kept[:3]
 
 
 def bag_rows(
-    keys: Sequence[Tensor], offsets: Sequence[Tensor], rules: KeyRules, kept: Tensor | None = None
+    keys: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    rules: KeyRules,
+    kept: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the storage rows of the keys of several features, each with bags, as one list of bags.
 
@@ -143,6 +152,7 @@ def bag_rows(
         offsets: of each feature's bags, (B + 1,), int32 or int64, from 0 to N_f.
         rules: of one column for each feature.
         kept: as for `key_rows`.
+        out: where the rows go, (N,), of `rules.row_dtype`; None: a new tensor.
 
     Returns:
         rows, (N,), those of the first feature, then of the second, ...; offsets of all bags in them, (F * B + 1,),
@@ -161,16 +171,17 @@ def bag_rows(
         raise VivianeError("keys and offsets must be whole numbers", allowed="int32, int64")
     if any(len(one) != len(offsets[0]) for one in offsets):
         raise VivianeError("features differ in their number of bags", value=[len(one) - 1 for one in offsets])
+    if out is not None and (out.shape, out.dtype) != ((sum(map(len, keys)),), rules.row_dtype):
+        raise VivianeError("the rows do not fit where they are to go", value=f"{tuple(out.shape)}, {out.dtype}")
     module = implementation("key_rows", offsets[0].device)
     if choose(offsets[0].device) == "gpu":
         flat = [one.contiguous() for one in keys], [one.contiguous() for one in offsets]
-        rows, joined, record = module.bag_rows(*flat, rules, kept)
+        rows, joined, record = module.bag_rows(*flat, rules, kept, out)
         return rows, joined, record[:3]
     rows, joined, record = module.bag_rows(keys, offsets, rules)
-    if kept is None:
-        return rows, joined, record
-    kept[:3] = torch.where(kept[0] != 0, kept[:3], record)
-    return rows, joined, kept[:3]
+    if kept is not None:
+        kept[:3] = torch.where(kept[0] != 0, kept[:3], record)
+    return (rows if out is None else out.copy_(rows)), joined, record if kept is None else kept[:3]
 
 
 def mix(keys: Tensor) -> Tensor:

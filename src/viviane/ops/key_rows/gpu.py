@@ -22,11 +22,15 @@ _hash = tl.constexpr(HASH)
 
 
 def key_rows(
-    keys: Tensor, rules: KeyRules, columns: Tensor | None = None, kept: Tensor | None = None
+    keys: Tensor,
+    rules: KeyRules,
+    columns: Tensor | None = None,
+    kept: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the storage rows of keys, (N, F), and the record of the first key out of range under RAISE."""
     size, features = keys.shape[0], len(rules.columns)
-    rows = torch.empty(size, features, dtype=rules.row_dtype, device=keys.device)
+    rows = torch.empty(size, features, dtype=rules.row_dtype, device=keys.device) if out is None else out
     policies = {rule.policy for rule in rules.columns}
     watched = RAISE in policies and rows.numel() > 0
     record, place = _record(kept, watched, keys.device)
@@ -48,14 +52,18 @@ def key_rows(
 
 
 def bag_rows(
-    keys: Sequence[Tensor], offsets: Sequence[Tensor], rules: KeyRules, kept: Tensor | None = None
+    keys: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    rules: KeyRules,
+    kept: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the storage rows of the keys of bags, (N,), their offsets, and the record of the first out of range."""
     if not devices_agree([*keys, *offsets, rules.table]):  # kernels are given addresses alone
         raise VivianeError("the keys of bags, their offsets and their tables must be on one device")
     device, size = offsets[0].device, len(offsets[0]) - 1
     lengths = [len(one) for one in keys]
-    rows = torch.empty(sum(lengths), dtype=rules.row_dtype, device=device)
+    rows = torch.empty(sum(lengths), dtype=rules.row_dtype, device=device) if out is None else out
     joined = torch.empty(len(keys) * size + 1, dtype=torch.int64, device=device)
     policies = {rule.policy for rule in rules.columns}
     watched = RAISE in policies and len(rows) > 0
