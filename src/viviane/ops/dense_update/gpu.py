@@ -75,11 +75,11 @@ def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room) -> None:
             )  # fmt: skip
         return
     given = KINDS[gradient_type(tensors)]
-    pieces = _pieces(tensors, PIECE, room)
+    pieces = _pieces(tensors, _LARGE_BLOCK, room)
     table, wide = _addresses([tensors], room)
     with on_device(status):
         check_kernel[(len(pieces),)](
-            table, pieces, 0, status, wide=wide, given=given, block=PIECE, turns=1, num_warps=4
+            table, pieces, 0, status, wide=wide, given=given, block=_LARGE_BLOCK, turns=1, num_warps=4
         )  # fmt: skip
 
 
