@@ -215,8 +215,9 @@ def _find(p, counts, per: tl.constexpr):
 
 @triton.jit
 def _pick(addresses, f):
-    address = addresses[0]
-    for i in tl.static_range(1, len(addresses)):
+    """Return one of the addresses, with 64 bits: a low one comes with 32."""
+    address = tl.full([], 0, tl.int64)
+    for i in tl.static_range(len(addresses)):
         address = tl.where(f == i, addresses[i], address)
     return address
 
