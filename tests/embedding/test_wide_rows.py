@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from viviane.config import SGD
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, wide_rows
 from viviane.embedding.buffers import Buffers
 from viviane.embedding.wide_rows import Margins, WideRows
 
@@ -127,3 +127,14 @@ def test_memory_is_used_again_when_nothing_refers_to_the_whole() -> None:
         assert buffers.take(1024, 512, CPU).data_ptr() != whole.data_ptr()
         del whole
     assert places[0] == places[1] == places[2]
+
+
+def test_what_was_refused_is_recorded_as_it_ran_first(monkeypatch):
+    """One step may be all that runs before a recording, and that had room: its kernels are there."""
+    margins, device = Margins(8, 0), torch.device("cuda")
+    monkeypatch.setattr(wide_rows, "is_capturing", lambda device: False)
+    assert margins.suit(8, torch.float16, device)
+    margins.refused.add(torch.float16)
+    assert not margins.suit(8, torch.float16, device)
+    monkeypatch.setattr(wide_rows, "is_capturing", lambda device: True)
+    assert margins.suit(8, torch.float16, device)

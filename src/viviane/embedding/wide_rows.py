@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from viviane.embedding.buffers import Buffers, Memory
+from viviane.ops.capture import is_capturing
 
 _WHOLE_BYTES = 16  # what a GPU stores at once
 
@@ -44,7 +45,9 @@ class Margins:
         Not in what is traced: a trace knows no room.
         """
         is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        if dtype in self.refused or is_traced:
+        # A graph is recorded after one step at least, the first, which found the refusal: by the way of that one.
+        is_refused = dtype in self.refused and not is_capturing(device)
+        if is_refused or is_traced:
             return False
         places = (self.front, self.front + width + self.behind)
         return device.type == "cpu" or all(place * dtype.itemsize % _WHOLE_BYTES == 0 for place in places)
