@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,6 @@ class GraphModule(nn.Module):
         self._outputs = tuple(slots[loss.output] for loss in plan.losses)
         self._fused = self._make_room(fuse(self._steps, self._outputs))
         self._in_turn = self._split(self._sources, self._fused)
-        self._recorded = self._split(self._sources, self._fused, records=True)
 
     def _make_room(self, steps: Sequence[Step]) -> list[Step]:
         """Let lookups leave room for what is joined to their vectors alone; returns steps that make use of it."""
@@ -118,10 +117,10 @@ class GraphModule(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return what the losses read side by side: the logits, (B, L), where there is one for each label."""
-        records = not torch.compiler.is_compiling() and is_capturing(batch.dense.device)
+        records = _records(batch)
         if records:
             self._pack_ahead()
-        values = self._run(batch, self._sources, self._recorded if records else self._in_turn, records=records)
+        values = self._run(batch, self._sources, self._in_turn)
         if records:
             join_ahead(batch.dense.device)
         logits = [values[slot] for slot in self._outputs]
@@ -161,10 +160,10 @@ class GraphModule(nn.Module):
         return [one for one in self._sources if wanted.intersection(one[0])], steps[::-1]
 
     def _split(
-        self, sources: Sequence[tuple[tuple[int, ...], Source]], steps: Sequence[Step], *, records: bool = False
+        self, sources: Sequence[tuple[tuple[int, ...], Source]], steps: Sequence[Step]
     ) -> tuple[list[Step], list[Step]]:
-        """Return the steps that need no vectors which are waited for, and those that do, each in order."""
-        waiting = {slot for tops, source in sources if _is_awaited(source, records) for slot in tops}
+        """Return the steps that need no vectors of tables, and those that do, each in order."""
+        waiting = {slot for tops, source in sources if isinstance(source, _Stack) for slot in tops}
         early: list[Step] = []
         late: list[Step] = []
         for step in steps:
@@ -180,22 +179,16 @@ class GraphModule(nn.Module):
         batch: Batch,
         sources: Sequence[tuple[tuple[int, ...], Source]],
         steps: tuple[Sequence[Step], Sequence[Step]],
-        *,
-        records: bool = False,
     ) -> list[Any]:
-        """Begin lookups that are waited for, run what needs none of their vectors beside them, then the rest.
+        """Begin lookups, run what needs none of their vectors beside them, then the rest.
 
-        Backward goes the other way: their gradients are on the wire before those of the early layers are taken.
-
-        Args:
-            batch: to run.
-            sources, steps: what is needed of the graph.
-            records: whether a CUDA graph is recorded.
+        Backward goes the other way: their gradients are on the wire before those of the early layers are taken. The
+        order is one everywhere, so that layers draw the same random numbers in a graph and over processes.
         """
         values: list[Any] = [None] * self._num_values
         begun: list[tuple[tuple[int, ...], Callable[[], Any]]] = []
         for tops, source in sources:
-            if _is_awaited(source, records):
+            if isinstance(source, _Stack):
                 begun.append((tops, source.begin(batch)))
             else:
                 _keep_results(values, tops, source(batch))
@@ -212,9 +205,9 @@ def _compute(values: list[Any], steps: Sequence[Step]) -> None:
         _keep_results(values, tops, layer(*[values[slot] for slot in bottoms]))
 
 
-def _is_awaited(source: Source, records: bool) -> TypeGuard[_Stack]:
-    """Whether a source looks tables up beside other work: over processes, and in a CUDA graph on one GPU, too."""
-    return isinstance(source, _Stack) and (records or isinstance(source.collection, ShardedCollection))
+def _records(batch: Batch) -> bool:
+    """Whether a CUDA graph is recorded."""
+    return not torch.compiler.is_compiling() and is_capturing(batch.dense.device)
 
 
 def _keep_results(values: list[Any], tops: tuple[int, ...], result: Any) -> None:
@@ -282,6 +275,9 @@ class _Stack:
         if isinstance(self.collection, ShardedCollection):
             asked = self.collection.begin(batch)
             return lambda: self(asked)
+        if not _records(batch):
+            looked_up = self(batch)
+            return lambda: looked_up
         with branch(batch.dense.device, "lookup") as join:  # what memory holds up goes beside the products
             found = self(batch)
 
