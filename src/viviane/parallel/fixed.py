@@ -137,15 +137,7 @@ class FixedRoute:
             return reason
         has_means = any(map(self.resolve.is_mean, self.layout.owners))
         peers = PeerExchange(
-            memory,
-            regions,
-            self.layout,
-            group.rank,
-            self.size,
-            width,
-            self.wire,
-            margins,
-            is_multiplied=has_means,
+            memory, regions, self.layout, group.rank, self.size, width, self.wire, margins, is_multiplied=has_means
         )
         columns = sum(len(span) for span in self.resolve.columns.values())
         factors = torch.ones(self.size, len(self.layout.owners), device=device) if has_means else None

@@ -36,19 +36,9 @@ def gated_gradient(grad: Tensor, gate: Tensor | None, *, relu: bool, in_place: b
     columns = min(_MOST_COLUMNS, power_of_two(width))
     with on_device(grad):
         gate_kernel[(len(partial), ceil_div(width, columns))](
-            grad,
-            gate,
-            out,
-            partial,
-            size,
-            width,
-            grad.stride(0),
-            relu=relu,
-            rows=_ROWS,
-            step=_STEP,
-            columns=columns,
+            grad, gate, out, partial, size, width, grad.stride(0), relu=relu, rows=_ROWS, step=_STEP, columns=columns,
             num_warps=4,
-        )
+        )  # fmt: skip
     return out, partial
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from viviane.ops.capture import refuse_capture
 
 WARP = 32
-_LINK_PROGRAMS = 4  # on each multiprocessor
+_PROGRAMS_BESIDE = 4  # on each multiprocessor
 _ALIGNED = 16  # elements; kernels profit from no more
 
 
@@ -63,15 +63,16 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 
 @cache
 def few_programs(device: torch.device) -> int:
-    """Return how many programs write over a link beside other kernels: four for each multiprocessor.
+    """Return how many programs run beside other kernels: four for each multiprocessor.
 
-    More would wait for the link in places that the others could use; they keep some 400 GB/s on their way.
+    More would wait, for a link or for memory, in places that the others could use; these keep some 400 GB/s of a link
+    on their way, and are enough for memory's speed where each holds 16 KiB.
 
     Example:
         >>> few_programs(torch.device("cpu"))
         8
     """
-    return _LINK_PROGRAMS * (multiprocessors(device) if device.type == "cuda" else 2)
+    return _PROGRAMS_BESIDE * (multiprocessors(device) if device.type == "cuda" else 2)
 
 
 @cache

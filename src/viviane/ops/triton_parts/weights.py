@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from viviane.ops.packing import Packing, packing
-from viviane.ops.triton_parts.launch import ceil_div, multiprocessors, on_device
+from viviane.ops.triton_parts.launch import ceil_div, few_programs, on_device
 
 _BLOCK = 4096
-_PROGRAMS = 4  # a multiprocessor: enough for memory's speed, and smaller kernels find room beside them
 
 
 def pack(tensors: list[Tensor], layout: Packing, dtype: torch.dtype) -> Tensor:
@@ -26,7 +25,7 @@ def pack(tensors: list[Tensor], layout: Packing, dtype: torch.dtype) -> Tensor:
     counts = tuple(part.numel() for part in layout.parts(packed))
     widths = tuple(one.shape[-1] for one in sources)
     new_widths = tuple(shape[-1] for shape in layout.shapes)
-    programs = ceil_div(_PROGRAMS * multiprocessors(packed.device) if packed.is_cuda else 2, len(sources))
+    programs = ceil_div(few_programs(packed.device), len(sources))  # smaller kernels find room beside them
     with on_device(packed):
         pack_kernel[(min(ceil_div(max(counts), _BLOCK), programs), len(sources))](
             sources, counts, widths, new_widths, layout.starts, packed, block=_BLOCK, num_warps=8
