@@ -222,7 +222,33 @@ def check_key_type(keys: Tensor, feature: str) -> None:
         raise DataError("keys must be whole numbers", where=f"feature {feature!r}", value=str(keys.dtype))
 
 
-class RowMap:
+class _KeyMap:
+    """The policies of some features' tables, as kernels read them; arguments as of `RowMap`."""
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        tables: Sequence[TableConfig],
+        bases: Sequence[int],
+        null_row: int,
+        violations: Violations,
+        device: torch.device,
+    ) -> None:
+        self.features = tuple(features)
+        self.tables = tuple(tables)
+        self.violations = violations
+        rules = [_rule(table, base, null_row) for table, base in zip(tables, bases, strict=True)]
+        refuse_capture(device, "a new kind of batch", fix="run an iteration with such a batch before the capture")
+        self._rules = KeyRules(rules, null_row, device)
+        self._raises = any(rule.policy == RAISE for rule in rules)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The type of rows."""
+        return self._rules.row_dtype
+
+
+class RowMap(_KeyMap):
     """Maps the keys of some features, one a column, to rows of their storage.
 
     Args:
@@ -245,20 +271,8 @@ class RowMap:
         device: torch.device,
         columns: Sequence[int] | None = None,
     ) -> None:
-        self.features = tuple(features)
-        self.tables = tuple(tables)
-        self.null_row = null_row
-        self.violations = violations
-        rules = [_rule(table, base, null_row) for table, base in zip(tables, bases, strict=True)]
-        refuse_capture(device, "a new kind of batch", fix="run an iteration with such a batch before the capture")
-        self._rules = KeyRules(rules, null_row, device)
-        self._raises = any(rule.policy == RAISE for rule in rules)
+        super().__init__(features, tables, bases, null_row, violations, device)
         self._columns = None if columns is None else torch.tensor(columns, dtype=torch.int64, device=device)
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """The type of rows."""
-        return self._rules.row_dtype
 
     def __call__(
         self, keys: Tensor, offsets: Tensor | None = None, origin: str = "", out: Tensor | None = None
@@ -280,28 +294,11 @@ class RowMap:
         return rows
 
 
-class BagRowMap:
+class BagRowMap(_KeyMap):
     """Maps the keys of several features' bags to rows of their storage, at once; see `viviane.ops.key_rows.bag_rows`.
 
     Arguments are those of `RowMap`, without columns.
     """
-
-    def __init__(
-        self,
-        features: Sequence[str],
-        tables: Sequence[TableConfig],
-        bases: Sequence[int],
-        null_row: int,
-        violations: Violations,
-        device: torch.device,
-    ) -> None:
-        self.features = tuple(features)
-        self.tables = tuple(tables)
-        self.violations = violations
-        rules = [_rule(table, base, null_row) for table, base in zip(tables, bases, strict=True)]
-        refuse_capture(device, "a new kind of batch", fix="run an iteration with such a batch before the capture")
-        self._rules = KeyRules(rules, null_row, device)
-        self._raises = any(rule.policy == RAISE for rule in rules)
 
     def __call__(self, bags: Sequence[Bag], origin: str = "", out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the storage rows of all keys, (N,), and the offsets of all bags, (F * B + 1,).
