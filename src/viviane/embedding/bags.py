@@ -16,6 +16,7 @@ from viviane.batch import Bag
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.gradients import join_weights
 from viviane.embedding.keys import BagRowMap, BagTooLong, RowMap, Violations, report
 from viviane.embedding.lookup import Part
 from viviane.embedding.output import Place
@@ -147,7 +148,7 @@ class PooledPlan:
         weights = [one.weights(bag, own) for one, bag, own in zip(group, bags, rows, strict=True)]
         columns = tuple(one.place.start for one in group)
         tables = frozenset(one.feature.table for one in group) - frozen
-        return Part(group[0].storage, joined, offsets, _join_weights(weights, rows), columns, tables)
+        return Part(group[0].storage, joined, offsets, join_weights(weights, rows), columns, tables)
 
     def _map(self, bags: Sequence[Bag], origin: str) -> tuple[Tensor, Tensor]:
         """Return the rows of all bags, and all offsets, of one launch; of one for each map, where there are more."""
@@ -170,11 +171,3 @@ def _join_offsets(offsets: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
         joined.append(own[1:] + start)
         start += len(entries)
     return torch.cat(joined)
-
-
-def _join_weights(weights: Sequence[Tensor | None], rows: Sequence[Tensor]) -> Tensor | None:
-    """Return the weights of all entries; None where none has any."""
-    if len(weights) == 1 or all(one is None for one in weights):
-        return weights[0]
-    pairs = zip(rows, weights, strict=True)
-    return torch.cat([torch.ones(len(r), device=r.device) if w is None else w for r, w in pairs])

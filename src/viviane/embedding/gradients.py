@@ -48,9 +48,20 @@ def join_entries(waiting: Sequence[Entries]) -> Entries:
         assert one.sources is not None
         sources.append(one.sources.to(torch.int64) + start if start else one.sources)
         aligned = math.gcd(aligned, one.aligned, start)
-    weights = None
-    if any(one.weights is not None for one in waiting):
-        ones = (torch.ones(len(e.rows), device=e.rows.device) if e.weights is None else e.weights for e in waiting)
-        weights = torch.cat(list(ones))
+    weights = join_weights([one.weights for one in waiting], [one.rows for one in waiting])
     flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
     return Entries(torch.cat([one.rows for one in waiting]), flat, torch.cat(sources), weights, aligned)
+
+
+def join_weights(weights: Sequence[Tensor | None], rows: Sequence[Tensor]) -> Tensor | None:
+    """Join the weights of lists of entries, flat, with ones where a list has none; None where no list has any.
+
+    Example:
+        >>> join_weights([None, torch.tensor([0.5])], [torch.tensor([3, 4]), torch.tensor([5])])
+        tensor([1.0000, 1.0000, 0.5000])
+    """
+    if all(one is None for one in weights):
+        return None
+    pairs = zip(weights, rows, strict=True)
+    own = [torch.ones(r.numel(), device=r.device) if w is None else w.reshape(-1) for w, r in pairs]
+    return own[0] if len(own) == 1 else torch.cat(own)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from viviane.embedding.gradients import join_weights
 from viviane.ops.embedding_bag import entry_sources
 from viviane.ops.row_update import Entries
 
@@ -82,7 +83,8 @@ class Prepared:
 def prepare_entries(parts: Sequence[Part], size: int, width: int, apart: int) -> Prepared:
     """Join lookups, without their sources; arguments as of `Prepared`."""
     rows = [part.rows.reshape(-1) for part in parts]
-    return Prepared(tuple(parts), _join_rows(rows), None, _join_weights(parts), size, width, apart)
+    weights = join_weights([part.weights for part in parts], rows)
+    return Prepared(tuple(parts), _join_rows(rows), None, weights, size, width, apart)
 
 
 def _join_rows(rows: Sequence[Tensor]) -> Tensor:
@@ -117,13 +119,6 @@ def _sources(parts: Sequence[Part], count: int, size: int, apart: int) -> Tensor
         entry_sources(part.offsets, part.columns, size, apart, sources[start:stop])
         start = stop
     return sources
-
-
-def _join_weights(parts: Sequence[Part]) -> Tensor | None:
-    if len(parts) == 1 or all(part.weights is None for part in parts):
-        return None if parts[0].weights is None else parts[0].weights.reshape(-1)
-    own = (torch.ones_like(p.rows, dtype=torch.float32) if p.weights is None else p.weights for p in parts)
-    return torch.cat([one.reshape(-1) for one in own])
 
 
 def _same(one: Tensor | None, other: Tensor) -> bool:
