@@ -16,6 +16,7 @@ from viviane.ops.dot_interaction.reference import dot_interaction as plain_dots
 from viviane.ops.logistic_loss.reference import logistic_loss as plain_loss
 from viviane.ops.mlp.gpu import forward as activations_of
 from viviane.ops.mlp.reference import mlp as plain_mlp
+from viviane.ops.packing import packing
 from viviane.ops.triton_parts.weights import pack_weights
 
 ON_GPU = torch.cuda.is_available()
@@ -257,6 +258,16 @@ def test_gradients_that_are_columns_of_a_wider_one(device, relu):
     alike = torch.autograd.grad(layers.mlp(x, [w], [b], [relu]), [w, b], wide[:, :24].contiguous())
     for one, other in zip(grads[2], alike, strict=True):
         assert torch.equal(one, other)
+
+
+def test_weights_of_more_blocks_than_there_are_programs(device):
+    """Programs take several blocks each; of a matrix whose rows are padded, too."""
+    tensors = [draw(device, 90, 100), draw(device, 700, 13), *(draw(device, 5, seed=i) for i in range(7))]
+    packed = pack_weights(tensors, torch.float16)
+    parts = packing([one.shape for one in tensors], torch.float16).parts(packed)
+    for part, one in zip(parts, tensors, strict=True):
+        assert torch.equal(part[..., : one.shape[-1]], one.half())
+        assert not part[..., one.shape[-1] :].any()
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from viviane.ops.row_update.gpu_numbers import held_numbers
 from viviane.ops.row_update.gpu_one_by_one import take_one_by_one
-from viviane.ops.row_update.gpu_rows import load_rows, load_vectors, moved, scaled, store_rows
+from viviane.ops.row_update.gpu_rows import find_gradients, load_rows, load_vectors, moved, scaled, store_rows
 from viviane.ops.row_update.gpu_rules import move
 
 
@@ -40,13 +40,8 @@ def _summed(starts, sums, carry):
 def _find_entries(rows, order, sources, n, stop, dim: tl.constexpr, aligned: tl.constexpr):
     """Return the rows of the sorted entries n, which entries they are, and where their gradients begin."""
     row = tl.load(rows + n, mask=n < stop, other=-1)
-    entry = n.to(tl.int64)
-    if order is not None:
-        entry = tl.load(order + n, mask=n < stop, other=0).to(tl.int64)
-    source = entry * dim
-    if sources is not None:
-        source = tl.load(sources + entry, mask=n < stop, other=0).to(tl.int64)
-    return row, entry, tl.multiple_of(source, [aligned])
+    entry, source = find_gradients(order, sources, n, stop, dim, aligned)
+    return row, entry, source
 
 
 @triton.jit

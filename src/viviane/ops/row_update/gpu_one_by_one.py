@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from viviane.ops.row_update.gpu_rows import load_rows, load_vectors, moved, store_rows
+from viviane.ops.row_update.gpu_rows import find_gradients, load_rows, load_vectors, moved, store_rows
 
 
 @triton.jit
@@ -20,14 +20,8 @@ def _look_ahead(rows, order, sources, at, count, stop, dim: tl.constexpr, aligne
     for t in tl.static_range(tile):
         n = at + t
         behind = behind + (tl.load(rows + n + 1, mask=n + 1 < count, other=-1),)
-        entry = n.to(tl.int64)
-        if order is not None:
-            entry = tl.load(order + n, mask=n < stop, other=0).to(tl.int64)
-        source = entry * dim
-        if sources is not None:
-            source = tl.load(sources + entry, mask=n < stop, other=0).to(tl.int64)
-        entries = entries + (entry,)
-        places = places + (tl.multiple_of(source, [aligned]),)
+        entry, place = find_gradients(order, sources, n, stop, dim, aligned)
+        entries, places = entries + (entry,), places + (place,)
     return behind, entries, places
 
 

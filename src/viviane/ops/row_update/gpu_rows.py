@@ -1,4 +1,4 @@
-"""Rows of a table in Triton's kernels of the update: loaded with their state, moved, stored.
+"""Rows of a table in Triton's kernels of the update, loaded with their state, moved, stored; and their gradients.
 
 Shapes: T rows at once, D numbers in each.
 """
@@ -43,6 +43,18 @@ def moved(kind: tl.constexpr, inside: tl.constexpr, dim: tl.constexpr, g, parts,
         g = scaled(g, w, scale, scale_at, clip, decay)
         w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
     return w, one, two, per_row
+
+
+@triton.jit
+def find_gradients(order, sources, n, stop, dim: tl.constexpr, aligned: tl.constexpr):
+    """Return which entries the sorted ones n are, and where their gradients begin; n is one number or several."""
+    entry = n.to(tl.int64)
+    if order is not None:
+        entry = tl.load(order + n, mask=n < stop, other=0).to(tl.int64)
+    source = entry * dim
+    if sources is not None:
+        source = tl.load(sources + entry, mask=n < stop, other=0).to(tl.int64)
+    return entry, tl.multiple_of(source, [aligned])
 
 
 @triton.jit
