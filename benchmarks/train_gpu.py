@@ -2,10 +2,10 @@
 
     python benchmarks/train_gpu.py [--small] [--only TEXT] [--alone] [--trace] [--timeline FILE]
 
-Batches lie on the device already; what is timed is `model.trainer.train_step`, a step after another, between two
-events, so with the host's time where the host is slower. Both train the same network in bf16 with SGD. The peer has all
-tables in one `nn.EmbeddingBag(sparse=True)` with offsets added beforehand, its dense part compiled, its optimizer
-fused.
+Batches lie on the device already, and say so, as those of `fit` do (`Batch.ready_after`); what is timed is
+`model.trainer.train_step`, a step after another, between two events, so with the host's time where the host is slower.
+Both train the same network in bf16 with SGD. The peer has all tables in one `nn.EmbeddingBag(sparse=True)` with offsets
+added beforehand, its dense part compiled, its optimizer fused.
 --trace prints the kernels of a step and their times, by kind and by name, and the gaps between them; with --timeline
 FILE the kernels of six steps in order go there, one JSON list a line.
 """
@@ -103,7 +103,10 @@ def draw(schema: vv.Schema, hotness: Sequence[int], size: int, exponent: float, 
             bags[column.name] = Bag(ids, torch.arange(size + 1, device="cuda") * hot)
     dense = torch.rand(size, NUM_DENSE, generator=generator, device="cuda")
     labels = (torch.rand(size, 1, generator=generator, device="cuda") < 0.25).float()
-    return Batch(Layout.of(schema), labels, dense, torch.stack(singles, 1), bags)
+    batch = Batch(Layout.of(schema), labels, dense, torch.stack(singles, 1), bags)
+    there = torch.cuda.Event()
+    there.record()
+    return batch.ready_after(there)  # as a reader's batches, which are copied on a stream of their own
 
 
 def solver_of(graph: bool = True, **settings: Any) -> vv.Solver:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -137,6 +137,7 @@ class Batch:
     bags: Mapping[str, Bag] = field(default_factory=dict)
     weight: Tensor | None = None
     origin: str = ""
+    _ready: tuple[torch.cuda.Event, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -183,6 +184,53 @@ class Batch:
         parts = (self.labels, self.dense, self.one_hot, self.weight, *bags)
         return [part for part in parts if part is not None]
 
+    def ready_after(self, event: torch.cuda.Event) -> Self:
+        """Say that the tensors are on a GPU once this event has come, whatever its streams do until then.
+
+        A step that is replayed from a CUDA graph then takes the batch over beside the update of the step before. It
+        holds for this very object: a copy with other tensors, or tensors written to since, go without.
+
+        Example:
+            >>> import torch
+            >>> schema = Schema(dense=[{"name": "x"}])
+            >>> batch = Batch.from_columns(schema, {"x": [0.0, 1.0]})
+            >>> if torch.cuda.is_available():
+            ...     batch = batch.to("cuda")
+            ...     event = torch.cuda.Event()
+            ...     event.record()
+            ...     batch = batch.ready_after(event)
+        """
+        object.__setattr__(self, "_ready", (event, self._versions()))
+        return self
+
+    @property
+    def ready(self) -> torch.cuda.Event | None:
+        """The event of `ready_after`; None: the tensors are there after all that the current stream was given."""
+        if self._ready is None or self._ready[1] != self._versions():
+            return None
+        return self._ready[0]
+
+    def wait(self) -> None:
+        """Let the current stream wait until the tensors are there, and their memory live until it is done with them.
+
+        Only where `ready_after` said when that is.
+        """
+        event = self.ready
+        if event is None:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(event)
+        known: set[int] = set()
+        for part in self.tensors():
+            storage = part.untyped_storage().data_ptr()
+            if storage not in known:  # of a batch that was copied in one piece there is one
+                known.add(storage)
+                part.record_stream(stream)
+
+    def _versions(self) -> int:
+        """Count how often the tensors were written to."""
+        return sum(0 if part.is_inference() else part._version for part in self.tensors())
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
@@ -194,7 +242,7 @@ class Batch:
         A batch whose tensors lie side by side in one piece of memory, as those of a reader with pin_memory do, is
         moved by one copy.
         """
-        if self.device == torch.device(device):
+        if self._is_on(torch.device(device)):
             return self
         piece = _piece(self.tensors())
         if piece is None:
@@ -215,6 +263,12 @@ class Batch:
             return whole.as_strided(part.shape, part.stride(), start // each)
 
         return self._map(lambda one: _map_bag(one, move) if isinstance(one, Bag) else move(one))
+
+    def _is_on(self, device: torch.device) -> bool:
+        """Whether this is where the tensors are; a GPU without a number is the current one."""
+        if self.device.type == "cuda" and str(device) == "cuda":
+            return self.device.index == torch.cuda.current_device()
+        return self.device == device
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked host memory."""

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,3 +113,19 @@ def test_to_the_same_device_is_no_copy() -> None:
     assert meta.device.type == "meta"
     assert meta.bags["tags"].weights is not None
     assert meta.bags["tags"].weights.device.type == "meta"
+
+
+def test_when_a_batch_is_there_holds_for_its_own_tensors() -> None:
+    event: Any = object()
+    batch = Batch.from_columns(SCHEMA, columns())
+    assert batch.ready is None
+    assert batch.ready_after(event) is batch
+    assert batch.ready is batch.to("cpu").ready is event
+    assert replace(batch, dense=batch.dense * 2).ready is None
+    assert batch.to("meta").ready is None
+    batch.bags["tags"].values.fill_(4)
+    assert batch.ready is None
+    assert batch.ready_after(event).ready is event
+    with torch.inference_mode():
+        inferred = Batch.from_columns(SCHEMA, columns())
+        assert inferred.ready_after(event).ready is event

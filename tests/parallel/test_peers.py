@@ -69,11 +69,18 @@ def trained(make, data, pulls, *, peers):
         if peers and step == 1:
             assert "MiB of vectors, less than 1" in emb.routes.open_peers(1 << 20)
             assert emb.routes.open_peers() is None
+        assert not emb.resolves_ahead
         with emb.routes.through_peers():
+            ahead = peers and step > 1
+            assert emb.resolves_ahead == (peers and step > 0)
+            if ahead:
+                emb.resolve_ahead(batch)
             asked = emb.begin(batch) if step % 2 else batch
             flat = emb(asked).flat
+            assert emb.end_ahead() == ahead
             found.append(flat.detach().clone())
             flat.backward(pull)
+            emb.settle_rows()
             emb.step(0.1, 0.5)
     return found, emb
 

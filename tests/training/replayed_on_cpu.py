@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from viviane.training import captured, controls
+from viviane.training.ahead import Ahead
 from viviane.training.controls import Controls
 from viviane.training.recorded_step import Verdict, record_step
 from viviane.training.recording import Recording
@@ -15,8 +16,8 @@ CPU = torch.device("cpu")
 class Rerun:
     """Runs what a graph would repeat."""
 
-    def __init__(self, step, static, precision, verdict, loss):
-        self.run = lambda: record_step(step, static.batch, precision, verdict, None)
+    def __init__(self, step, static, precision, verdict, loss, through):
+        self.run = lambda: record_step(step, static.batch, precision, verdict, None, through)
         self.step, self.verdict, self.loss = step, verdict, loss
 
     def replay(self):
@@ -37,6 +38,36 @@ class Rerun:
         self.replay = None
 
 
+class First:
+    """Resolves the batch's keys, as the graph before that of the step."""
+
+    def __init__(self, step, static):
+        self.run = lambda: [one.resolve_ahead(static.batch) for one in step.collections.values()]
+
+    def replay(self):
+        self.run()
+
+    def reset(self):
+        """As of a graph: it is not replayed any more."""
+        self.replay = None
+
+
+class Through:
+    """In the place of an event: the batch may be written to then, and is, but for ids, which a CPU sorts later."""
+
+    def __init__(self, static):
+        self.batch = static.batch
+
+    def record(self):
+        for tensor in (self.batch.dense, self.batch.labels, self.batch.weight):
+            if tensor is not None:
+                tensor.fill_(float("nan"))
+        for bag in self.batch.bags.values():
+            bag.offsets.fill_(-1)
+            if bag.weights is not None:
+                bag.weights.fill_(float("nan"))
+
+
 class Recorder:
     """As `viviane.training.recording.Recorder`; `failure` is what every recording fails by."""
 
@@ -46,6 +77,7 @@ class Recorder:
         self.step = step
         means = 0 if step.mean is None else len(step.mean.numbers)
         rows = num_slots if step.loss_scale is not None and step.loss_scale.is_dynamic else 1
+        self.ahead = Ahead(CPU)
         self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), num_slots, means, rows))
 
     def record(self, batch, precision):
@@ -54,8 +86,10 @@ class Recorder:
         if self.step.mean is not None:
             self.step.mean.hold(self.verdict.controls.means)
         static, loss = StaticBatch(batch, 1), torch.zeros(())
-        rerun = Rerun(self.step, static, precision, self.verdict, loss)
-        return Recording(rerun, static, loss, []), None
+        through = Through(static) if self.step.mean is None else None
+        first = None if through is None else First(self.step, static)
+        rerun = Rerun(self.step, static, precision, self.verdict, loss, through)
+        return Recording(rerun, static, loss, [], first, through), None
 
 
 @pytest.fixture

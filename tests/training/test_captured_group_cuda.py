@@ -58,10 +58,28 @@ def recorded_equals_eager(folder):
         assert [goes_through_peers(one) for one in (recorded, over_nccl, eager)] == [True, False, False]
         losses = [[row["loss"] for row in one.history.rows] for one in (recorded, eager)]
         assert losses[0] == losses[1]
+    two_storages(folder)
     plain = on_gpu(eval_every=7, cuda_graph=False)
     truth = fixed.fit(folder, Group(), "said", plain)
     recorded = fixed.fit(folder, group, "said", on_gpu(eval_every=7, cuda_graph=True))
     fixed.close(fixed.tensors_of(recorded), fixed.tensors_of(truth))
+
+
+def two_storages(folder):
+    """Tables of two widths in a process: rows of one are sorted beside lookups, those of the other in backward."""
+    before = fixed.group_model.PLAN
+    fixed.group_model.PLAN = {"user": "column", "item": "table"}
+    try:
+        for changes in PRECISIONS[:2]:
+            group, given = Group.world(), {"eval_every": 7, "cuda_graph": True, "peer_memory": True, **changes}
+            recorded, eager = (
+                fixed.fit(folder, group, "said", on_gpu(**{**given, **other})) for other in ({}, {"cuda_graph": False})
+            )
+            assert goes_through_peers(recorded)
+            assert len(recorded.module.tables.own.all_storages()) == (2 if group.rank == 0 else 1)
+            assert fixed.differing(recorded, eager) == [], changes
+    finally:
+        fixed.group_model.PLAN = before
 
 
 def goes_through_peers(trainer):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp, Solver
 from viviane.core.errors import ConfigError, KeyRangeError, NumericsError
+from viviane.embedding import EmbeddingCollection
 from viviane.training import Trainer
 from viviane.training.static_batch import StaticBatch, batch_shape
 
@@ -249,3 +250,51 @@ def test_a_module_without_tables_is_recorded_too():
         train(trainers[-1], range(8))
     assert differing(*trainers) == []
     assert trainers[1].stepper.captured.num_replays == 7
+
+
+@gpu
+@pytest.mark.parametrize("names", [("user", "item", "seen"), ("who", "what", "before")], ids=["same", "own"])
+def test_keys_that_a_module_makes_are_resolved_in_the_step(names):
+    """What it looks up is not the batch: nothing can be resolved before it runs, and it is recorded all the same."""
+
+    class Makes(ClickModel):
+        def __init__(self):
+            super().__init__()
+            old = self.tables.features.values()
+            features = [one.model_copy(update={"name": name}) for name, one in zip(names, old, strict=True)]
+            self.tables = EmbeddingCollection(list(self.tables.tables.values()), features, Adam())
+
+        def forward(self, batch):
+            user, item = batch.one_hot.unbind(1)
+            found = self.tables(dict(zip(names, (user, item.flip(0), batch.bags["seen"]), strict=True)))
+            return self.net(torch.cat([found.flat, batch.dense], 1))
+
+    trainers = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        solver = BASE.model_copy(update={"cuda_graph": graph})
+        trainers.append(Trainer(Makes(), SCHEMA, solver, Adam(), progress=False))
+        train(trainers[-1], range(8))
+    assert differing(*trainers) == []
+    assert trainers[1].stepper.captured.num_replays == 7
+    assert [one.first for one in trainers[1].stepper.captured._graphs.values()] == [None]
+
+
+@gpu
+def test_a_batch_that_is_on_its_way_is_waited_for():
+    """A loop copies batches on a stream of its own; steps from Python and replays take them once they are there."""
+    plain, *others = (trainer_of(graph) for graph in (False, False, True))
+    truth = train(plain, range(12))
+    copies = torch.cuda.Stream()
+    for trainer in others:
+        losses, held = [], [fixed_batch(32, seed).pin_memory() for seed in range(12)]
+        for batch in held:
+            with torch.cuda.stream(copies):
+                torch.cuda._sleep(5_000_000)  # some milliseconds
+                there = batch.to("cuda", non_blocking=True)
+                event = copies.record_event()
+            losses.append(trainer.train_step(there.ready_after(event)))
+            del there
+        assert [float(one) for one in losses] == truth
+        assert differing(plain, trainer) == []
+    assert others[1].stepper.captured.num_replays == 11

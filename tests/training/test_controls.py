@@ -82,6 +82,8 @@ def test_controls_hold_each_group_where_its_launch_reads():
     controls = Controls(torch.device("cpu"), 2, num_slots=2)
     first, second = controls.group(0), controls.group(1)
     controls.write([step_values(0.2, 2.0, optimizer)])
+    assert controls.lr.item() == 0.0  # the step under way goes on with its own
+    controls.take()
     assert (controls.lr.item(), controls.factor.item()) == (0.2, 2.0)
     # Adam's correction of the first step: sqrt(1 - 0.75) / (1 - 0.5) = 1.
     assert first.tolist() == pytest.approx([0.2, 0.0, 1e-3, 0.5, 0.75, 0.5, 0.25])
@@ -93,10 +95,10 @@ def test_the_device_takes_the_numbers_of_the_steps_that_were_not_skipped():
     controls = Controls(torch.device("cpu"), 0, num_slots=2, num_means=1, num_rows=3)
     for known, skipped, wanted in ((0, 0, 10.0), (0, 2, 12.0), (4, 5, 11.0)):
         controls.write([[0.1, 1.0, 10.0], [0.1, 1.0, 11.0], [0.1, 1.0, 12.0]], known)
-        controls.choose(torch.tensor(float(skipped), dtype=torch.float64))
+        controls.take(torch.tensor(float(skipped), dtype=torch.float64))
         assert (controls.lr.item(), controls.factor.item(), controls.means.tolist()) == (0.1, 1.0, [wanted])
     controls.write([[0.2, 1.0, 3.0]], 1)  # nothing is under way
-    controls.choose(torch.tensor(1.0, dtype=torch.float64))
+    controls.take(torch.tensor(1.0, dtype=torch.float64))
     assert controls.means.tolist() == [3.0]
 
 

@@ -1,4 +1,7 @@
-"""Graphs of layers on a GPU: recorded steps, whose lookups run beside layers, give the bits of steps from Python."""
+"""Graphs of layers on a GPU: recorded steps, whose lookups run beside layers, give the bits of steps from Python.
+
+A batch that says when it is there is taken over, and its keys are resolved, beside the update of the step before.
+"""
 
 import pytest
 import torch
@@ -6,6 +9,7 @@ from click_model import assert_same_bits, tensors_of
 
 import viviane as vv
 from viviane.batch import Bag, Batch, Layout
+from viviane.embedding import EmbeddingCollection
 from viviane.zoo import DCN, DLRM, DeepFM, WideDeep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -33,7 +37,10 @@ def draw(schema, seed):
             bags[column.name] = Bag(values.cuda(), offsets.cuda())
     labels = torch.randint(2, (SIZE, 1), generator=generator).float()
     dense = torch.rand(SIZE, 3, generator=generator)
-    return Batch(Layout.of(schema), labels.cuda(), dense.cuda(), torch.stack(singles, 1).cuda(), bags)
+    batch = Batch(Layout.of(schema), labels.cuda(), dense.cuda(), torch.stack(singles, 1).cuda(), bags)
+    there = torch.cuda.Event()
+    there.record()
+    return batch.ready_after(there)
 
 
 def crossed(model):
@@ -58,21 +65,55 @@ MODELS = {
 }
 
 
+def train(name, precision, graph):
+    """Train a model; returns its trainer, losses and all that it has."""
+    add, bags = MODELS[name]
+    schema = schema_of(bags)
+    batches = [draw(schema, seed) for seed in range(STEPS)]
+    solver = vv.Solver.from_dict({"lr": 0.05, "device": "cuda", "precision": precision, "cuda_graph": graph})
+    model = vv.Model(solver, schema)
+    add(model)
+    model.compile(optimizer=vv.Adam(), embedding_optimizer=vv.AdaGrad())
+    losses = [model.trainer.train_step(batch) for batch in batches]  # nothing waits: steps follow on one another
+    model.trainer.settle()
+    tensors = {key: one.cpu() for key, one in tensors_of(model.trainer).items()}
+    return model.trainer, [loss.item() for loss in losses], tensors
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_graph_of_layers_is_recorded_with_the_bits_of_eager_steps(name, precision):
-    add, bags = MODELS[name]
-    schema, found = schema_of(bags), []
-    batches = [draw(schema, seed) for seed in range(STEPS)]
-    for graph in (False, True):  # one after the other: dropout draws from one generator
-        solver = vv.Solver.from_dict({"lr": 0.05, "device": "cuda", "precision": precision, "cuda_graph": graph})
-        model = vv.Model(solver, schema)
-        add(model)
-        model.compile(optimizer=vv.Adam(), embedding_optimizer=vv.AdaGrad())
-        losses = [model.trainer.train_step(batch).item() for batch in batches]
-        model.trainer.settle()
-        found.append((losses, {key: one.cpu() for key, one in tensors_of(model.trainer).items()}))
-    assert model.trainer.cuda_graph.startswith("replayed: 1 shape(s) recorded")
-    assert found[0][0] == found[1][0]
-    assert_same_bits(found[0][1], found[1][1])
-    assert len(set(found[0][0])) == STEPS
+    _, losses, tensors = train(name, precision, False)
+    trainer, recorded_losses, recorded = train(name, precision, True)
+    assert trainer.cuda_graph.startswith("replayed: 1 shape(s) recorded")
+    assert [one.first is not None for one in trainer.stepper.captured._graphs.values()] == [True]
+    assert losses == recorded_losses
+    assert_same_bits(tensors, recorded)
+    assert len(set(losses)) == STEPS
+
+
+@pytest.mark.parametrize("name", ["crossed", "DCN"])
+def test_updates_read_nothing_of_the_batch(name, monkeypatch):
+    """Else the next batch, which is taken over beside them, would change them now and then."""
+    losses, tensors = train(name, "fp32", False)[1:]
+    seen = []
+    resolve, settle = EmbeddingCollection.resolve_ahead, EmbeddingCollection.settle_rows
+
+    def resolve_ahead(self, batch):
+        found = resolve(self, batch)
+        seen.append((batch, self._kept_keys._found[1]))
+        return found
+
+    def settle_rows(self):
+        settle(self)
+        [(batch, parts)] = seen
+        of_parts = [one for part in parts for one in (part.rows, part.offsets, part.weights) if one is not None]
+        for tensor in [*batch.tensors(), *of_parts]:
+            tensor.fill_(1)
+
+    monkeypatch.setattr(EmbeddingCollection, "resolve_ahead", resolve_ahead)
+    monkeypatch.setattr(EmbeddingCollection, "settle_rows", settle_rows)
+    trainer, recorded_losses, recorded = train(name, "fp32", True)
+    assert trainer.stepper.captured.num_replays > STEPS // 2
+    assert losses == recorded_losses
+    assert_same_bits(tensors, recorded)

@@ -265,6 +265,51 @@ def test_what_is_made_ahead_is_taken_once_and_waited_for(monkeypatch):
     assert main.waited == ["a", "b"]
 
 
+class Graph:
+    def __init__(self):
+        self.was_reset = False
+
+    def reset(self):
+        self.was_reset = True
+
+
+@pytest.mark.parametrize(
+    ("first", "fails", "was_taken", "elsewhere", "again"),
+    [
+        (True, False, True, False, False),
+        (True, False, False, False, True),
+        (True, False, True, True, True),
+        (False, False, False, False, False),
+        (False, True, False, False, True),
+    ],
+    ids=["taken", "not taken", "not taken by another process", "nothing to resolve", "failed"],
+)
+def test_keys_are_not_resolved_ahead_where_that_is_in_vain(first, fails, was_taken, elsewhere, again):
+    """All processes then record anew without it, for this shape and all later ones."""
+    recorder = recording.Recorder.__new__(recording.Recorder)
+    group = SimpleNamespace(gather_data=lambda own: [own, elsewhere])
+    recorder.step, recorder._goes_ahead = SimpleNamespace(group=group), True
+    graphs, asked = [Graph(), Graph()], []
+
+    def record(batch, precision):
+        asked.append(recorder._goes_ahead)
+        recorder._fails_ahead, recorder._was_taken = fails and recorder._goes_ahead, was_taken
+        if recorder._fails_ahead:
+            return None, ValueError("the batch lacks a feature")
+        has_first = first and recorder._goes_ahead
+        return recording.Recording(graphs[0], None, None, [], graphs[1] if has_first else None), None
+
+    recorder._record = record
+    batch = SimpleNamespace(wait=lambda: None)
+    made, failure = recorder.record(batch, None)
+    assert failure is None
+    assert asked == ([True, False] if again else [True])
+    assert (made.first is None) == (again or not first)
+    assert [one.was_reset for one in graphs] == [again and first] * 2
+    recorder.record(batch, None)
+    assert asked[-1] != again
+
+
 @pytest.mark.parametrize(
     ("setting", "reason", "seen"),
     [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from viviane.batch import Batch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
@@ -20,9 +21,11 @@ from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.kept_keys import KeptKeys
 from viviane.embedding.keys import Violations
 from viviane.embedding.lookup import Lookup, Part, gather
 from viviane.embedding.making import by_name, checked_dtype, make_storages
+from viviane.embedding.moving import begin_moves
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import AnyKeys, Plan, Planner, place_features, read_keys
@@ -102,6 +105,7 @@ class EmbeddingCollection(TableCollection):
         self._violations = Violations()
         self._memory = Buffers(checked_dtype(output_dtype))
         self._plans: dict[tuple[tuple[str, ...], torch.device], Plan] = {}
+        self._kept_keys = KeptKeys[tuple[int, list[Part], dict[str, Tensor]]]()
         self._number = new_number(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -175,7 +179,7 @@ class EmbeddingCollection(TableCollection):
             trains = training and any(feature.table not in self._frozen for feature in self.features.values())
             flat, masks = compiled_lookup(self._number, batch, tuple(self.features), trains)
             return EmbeddingOutput(flat, self._places, masks)
-        size, parts, masks = self._resolve(batch, training)
+        size, parts, masks = self._kept_keys.take(batch) or self._resolve(batch, training)
         memory, wide = self._output_memory()
         if training and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
@@ -193,6 +197,16 @@ class EmbeddingCollection(TableCollection):
         keys = read_keys(batch, self.features, self.device)
         parts, masks = self._plan(keys.one_hot_names).parts(keys, self._frozen, training)
         return keys.size, parts, masks
+
+    def resolve_ahead(self, batch: Batch) -> None:
+        """Resolve a batch's keys now, for the lookup of this very object that follows."""
+        self._kept_keys.keep(batch, self._resolve(batch, True))
+
+    def settle_rows(self) -> None:
+        """Make all that a step still needs of the batch while a CUDA graph is recorded."""
+        for storage in self.all_storages():
+            if isinstance(storage, Storage):  # steps with dynamic tables are not recorded
+                storage.settle_rows()
 
     @torch.no_grad()
     def _gather(self, parts: Sequence[Part], size: int, memory: Memory) -> Tensor:
@@ -250,9 +264,15 @@ class EmbeddingCollection(TableCollection):
                 )
             compiled_step(self._number, lr, scale, factor)
             return
+        self.begin_step(lr, scale, factor, gate)()
+
+    def begin_step(
+        self, lr: float | Tensor, scale: float | Tensor, factor: float | Tensor, gate: Tensor | None
+    ) -> Callable[[], None]:
+        """Do what `step` does, in a recording beside the rest; what is returned waits for it, and has to be called."""
         self.check()
-        for storage in self.all_storages():
-            storage.step(lr, factor, scale, gate)
+        storages, name = self.all_storages(), f"update {self._number}"
+        return begin_moves(storages, self.device, name, lambda one: one.step(lr, factor, scale, gate))
 
     def key_records(self) -> list[Tensor]:
         """Return the records, (3,), int64, that recorded lookups write: the first number is 0 until a key is wrong."""

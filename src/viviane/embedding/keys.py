@@ -212,7 +212,8 @@ def report(violation: Violation, violations: Violations, name: tuple[str, ...]) 
         return
     record = room[:3]
     if violation.record.data_ptr() != room.data_ptr():
-        record.copy_(torch.where(record[:1] != 0, record, violation.record))
+        # Not copied: a graph's copies have no priority, and would wait for all blocks of an update beside them.
+        torch.where(record[:1] != 0, record, violation.record, out=record)
     violations.keep(name, replace(violation, record=record, origin=_REPLAYED))
 
 

@@ -212,6 +212,12 @@ class Storage(nn.Module):
         """Give each flat gradient that waits, once."""
         return distinct_gradients(self._pending)
 
+    def waiting_tensors(self) -> list[Tensor]:
+        """Return all that the next step reads of what waits."""
+        every = [one.entries for one in self._pending] + ([] if self._all is None else [self._all])
+        parts = [part for one in every for part in (one.rows, one.gradients, one.sources, one.weights, one.order)]
+        return [part for part in parts if part is not None]
+
     def waiting_tables(self) -> frozenset[str]:
         """Return the tables that the waiting gradients may move."""
         return frozenset().union(*(one.tables for one in self._pending))
@@ -251,6 +257,17 @@ class Storage(nn.Module):
         if self._all is None:
             self._all = replace(self._joined(), bound=self.null_row + _ZERO_ROWS)
         return self._all
+
+    def settle_rows(self) -> None:
+        """Let the next step of what waits read nothing that a batch brought: rows are sorted, weights are copied."""
+        if not self._pending:
+            return
+        entries = self._entries()
+        if entries.order is None:  # where `prepare` has sorted them nothing is launched
+            prepare_rows(entries.rows, self._scratch, entries.bound)
+        join_rows(self.weight.device, self._scratch)
+        if entries.weights is not None:
+            self._all = replace(entries, weights=entries.weights.clone())
 
     def step(
         self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor, gate: Tensor | None = None

@@ -14,6 +14,8 @@ from viviane.core.errors import ConfigError
 
 URGENT: Final = -1
 """The priority of streams whose kernels others wait for; lower numbers go first, 0 is that of any stream."""
+FIRST: Final = -2
+"""The priority of a stream whose few small kernels find room beside all others."""
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from viviane.embedding import (
     TableState,
     TableSummary,
 )
+from viviane.embedding.kept_keys import KeptKeys
 from viviane.embedding.keys import Violations
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import place_features
@@ -107,6 +108,7 @@ class ShardedCollection(TableCollection):
         wide = any(not isinstance(table, TableConfig) or table.num_rows >= 2**31 for table in tables)
         self.routes = Routes(self, torch.int64 if wide else torch.int32)
         self.violations = Violations()
+        self._kept_keys = KeptKeys[AnyAsked]()
         self._stream: torch.cuda.Stream | None = None
         self._own_waiting: list[Callable[[], None]] = []
         self._replicas_waiting: list[Callable[[], None]] = []
@@ -167,7 +169,7 @@ class ShardedCollection(TableCollection):
                 raise it.
             DataError: the processes' batches differ in which columns are bags or have weights.
         """
-        asked = batch if isinstance(batch, Asked | FixedAsked | DistinctAsked) else self.routes.ask(batch)
+        asked = self._asked(batch)
         asked.take(self.device)
         self._finish()
         training = self.training and torch.is_grad_enabled()
@@ -199,11 +201,31 @@ class ShardedCollection(TableCollection):
         What runs between the two, such as layers that need no embeddings, runs beside the exchange where sizes are
         fixed. All processes call it together; tables must not move between it and its `forward`.
         """
-        asked = batch if isinstance(batch, Asked | FixedAsked | DistinctAsked) else self.routes.ask(batch)
+        asked = self._asked(batch)
         asked.take(self.device)
         if isinstance(asked, FixedAsked):
             asked.route.begin(asked, training=self.training and torch.is_grad_enabled())
         return asked
+
+    def _asked(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyAsked) -> AnyAsked:
+        if isinstance(batch, Asked | FixedAsked | DistinctAsked):
+            return batch
+        return self._kept_keys.take(batch) or self.routes.ask(batch)
+
+    @property
+    def resolves_ahead(self) -> bool:
+        """Whether ids go straight to their owners; over NCCL exchanges follow one another, in one order everywhere."""
+        return self.routes.has_peers
+
+    def resolve_ahead(self, batch: Batch) -> None:
+        """Resolve a batch's keys and write ids to the processes that have their rows, for the lookup that follows."""
+        self._kept_keys.keep(batch, self.routes.ask(batch, ahead=True))
+
+    def settle_rows(self) -> None:
+        """Make all that a step still needs of the batch while a CUDA graph is recorded."""
+        self._finish(replicas=False)
+        for part in self.parts():
+            part.settle_rows()
 
     def distribute(self, batch: Batch | Mapping[str, Bag | Tensor]) -> AnyAsked:
         """Resolve a batch's keys and exchange ids ahead; `forward` takes what is returned in the batch's place.
@@ -248,12 +270,15 @@ class ShardedCollection(TableCollection):
         if self.batch_size is None or self.device.type == "cpu":
             self.check()
         self._finish(replicas=False)
+        moving = []
         if self.own is not None:
-            self.own.step(lr, scale, factor, gate)
+            moving.append(self.own.begin_step(lr, scale, factor, gate))
         self._finish()
         if self.replicas is not None:
             join_replicas(self.replicas, self.group)
-            self.replicas.step(lr, scale, factor, gate)
+            moving.append(self.replicas.begin_step(lr, scale, factor, gate))
+        for finish in moving:
+            finish()
 
     def wait_for(self, own: Callable[[], None], replicas: Sequence[Callable[[], None]]) -> None:
         """Keep what a step has to wait for: gradients on their way to this process's shards, and sums under way."""

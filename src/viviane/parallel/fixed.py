@@ -8,7 +8,8 @@ type of the wire; blocks of vectors become the output in one pass. Backward goes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +68,7 @@ class FixedAsked:
         begun: a lookup that is under way.
         peers: what it was sent through; None: the group.
         wide: what the output of its lookup is columns of; see `Begun`.
+        unsorted: lookups whose rows are sorted when gradients are on their way.
     """
 
     route: FixedRoute
@@ -80,6 +82,7 @@ class FixedAsked:
     begun: Begun | None = None
     peers: PeerExchange | None = None
     wide: WideRows | None = None
+    unsorted: list[Part] = field(default_factory=list)
 
     def take(self, device: torch.device) -> None:
         """Let the current stream wait for what another one made, and hold it for this one."""
@@ -147,11 +150,12 @@ class FixedRoute:
 
     # Ids ----------------------------------------------------------------------------------------------------
 
-    def ask(self, keys: Keys) -> FixedAsked:
-        """Resolve this process's keys, and exchange ids."""
+    def ask(self, keys: Keys, *, ahead: bool = False) -> FixedAsked:
+        """Resolve this process's keys, and exchange ids; `ahead`: nothing but this is recorded, and needs no branch."""
         peers = self._take_peers()
         if peers is not None:
-            with branch(self._sharded.device, "exchange", _tensors_of(keys), is_urgent=True):
+            device = self._sharded.device
+            with nullcontext() if ahead else branch(device, "exchange", _tensors_of(keys), is_urgent=True):
                 found = self.resolve(keys)
                 factors, weights = self._factors(found.shares)
                 peers.send_ids(found.rows)
@@ -203,7 +207,7 @@ class FixedRoute:
             asked.begun = self._begin(*self._all_parts(asked), asked, training)
             return
         with branch(self._sharded.device, "exchange", is_urgent=True) as join:
-            asked.begun = self._begin_through(asked.peers, *self._all_parts(asked), training, join)
+            asked.begun = self._begin_through(asked, *self._all_parts(asked), training, join)
 
     def look_up(self, asked: FixedAsked, *, training: bool) -> Tensor:
         """Return the output, (B, W); in training one whose gradient moves the tables."""
@@ -255,18 +259,21 @@ class FixedRoute:
         memory, wide = output_memory(Buffers(dtype), self._sharded.margins, self._sharded.width, self._sharded.device)
         return memory.take(self.size, self._sharded.width, self._sharded.device), wide
 
-    def _prepare(self, own: list[Part], local: list[Part]) -> None:
+    def _prepare(self, own: list[Part], local: Sequence[Part] | None = None) -> None:
         """Begin the part of the update that needs no gradients."""
         prepare(own, self.group.size * self.size, self.layout.widths[self.group.rank])
-        for part, one in zip(local, self._sums, strict=True):
-            one.prepare(part)
+        if local is not None:
+            for part, one in zip(local, self._sums, strict=True):
+                one.prepare(part)
 
     @torch.no_grad()
     def _begin_through(
-        self, peers: PeerExchange, own: list[Part], local: list[Part], training: bool, join: Callable[[], None]
+        self, asked: FixedAsked, own: list[Part], local: list[Part], training: bool, join: Callable[[], None]
     ) -> Begun:
         """Begin a lookup whose vectors are written to the processes that asked."""
-        device, dtype = peers.device, self._dtype(peers.device)
+        peers, device = asked.peers, self._sharded.device
+        assert peers is not None
+        dtype = self._dtype(device)
         direct = peers.is_direct and dtype == self.wire
         rows = [part.rows for part in own]
         out, wide = peers.output() if direct else self._output(dtype)
@@ -278,7 +285,10 @@ class FixedRoute:
         with branch(device, "vectors", is_open=True, is_urgent=True) as arrived:
             peers.send_vectors(rows, direct=direct)
         if training:
-            self._prepare(own, local)
+            # One storage's rows are sorted beside the lookups, the others' where GPUs wait for each other's gradients:
+            # a sort that is still running when the lookups are through keeps the products behind them out.
+            asked.unsorted = own[1:]
+            self._prepare(own[:1], local)
 
         def taken() -> Tensor | None:
             for wait in (join, done, arrived):
@@ -340,6 +350,7 @@ class FixedRoute:
         """Do so by writing to the memory of the shards' processes."""
         peers, reads = asked.peers, [gradient, asked.factors]
         assert peers is not None
+        self._prepare(asked.unsorted)
         with branch(gradient.device, "gradients", is_open=True, is_urgent=True) as join:
             peers.send_gradients(gradient, asked.factors)
 

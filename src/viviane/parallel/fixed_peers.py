@@ -4,11 +4,11 @@ The kernels of `viviane.parallel.fixed` write blocks where the process that need
 of the rows' owners, vectors into that of the process whose batch asked, gradients into that of the owners again. Where
 every column of the output comes from one process and is not multiplied, vectors go to their place in the output itself.
 
-Nobody writes what another still reads: before ids are written all processes wait for each other, which are through with
-the step before this one then, and each of the three kinds of memory is written only after the one before it was read.
-What layers keep of the output for backward, such as a concatenation made in the room beside it, lies in this memory
-too: the graph that looked up runs backward as well, and is over, with all its branches, when the next one's first
-kernel comes to that wait.
+Nobody writes what another still reads. Ids of a step may be written beside the update of the step before: before they
+are, all processes wait for each other, which have run backward of that step then and sorted its ids. Vectors are
+written when all ids are there; what layers keep of the output for backward, such as a concatenation made in the room
+beside it, lies in this memory too, and that backward is through. Gradients are written after a wait for vectors, to
+which a process comes in its next step, when its update has read those of the step before.
 """
 
 from __future__ import annotations

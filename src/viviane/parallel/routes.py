@@ -46,8 +46,13 @@ class Routes:
         self.fixed: dict[tuple[Any, ...], FixedRoute] = {}
         self.distinct: dict[tuple[str, ...], DistinctRoute] = {}
 
-    def ask(self, batch: Batch | Mapping[str, Bag | Tensor]) -> AnyAsked:
-        """Exchange a batch's ids; all processes call it together."""
+    def ask(self, batch: Batch | Mapping[str, Bag | Tensor], *, ahead: bool = False) -> AnyAsked:
+        """Exchange a batch's ids; all processes call it together.
+
+        Args:
+            batch: of this process.
+            ahead: see `FixedRoute.ask`.
+        """
         sharded = self._sharded
         if len(sharded.violations) >= _MOST_UNCHECKED:
             sharded.check()
@@ -56,7 +61,7 @@ class Routes:
             return self._distinct_route(keys.one_hot_names).ask(keys)
         size = sharded.batch_size if sharded.training else None
         fixed = None if size is None else self._fixed_route(keys, size)
-        return self._ask_varying(keys, size) if fixed is None else fixed.ask(keys)
+        return self._ask_varying(keys, size) if fixed is None else fixed.ask(keys, ahead=ahead)
 
     def open_peers(self, least_bytes: int = 0) -> str | None:
         """Let recorded batches of the present size be exchanged through the GPUs' memory; returns why not, or None.
@@ -69,6 +74,14 @@ class Routes:
             return "no batch of this size has been looked up so far"
         reasons = [route.open_peers(least_bytes) for route in routes]
         return next((one for one in reasons if one is not None), None)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether all that is recorded now of batches of the present size goes through memory of all processes."""
+        own = self._sharded
+        routes = [route for route in self.fixed.values() if route.size == own.batch_size]
+        through = self.uses_peers and own.training and not own.deduplicate_ids
+        return through and bool(routes) and all(one.peers is not None for one in routes)
 
     @contextmanager
     def through_peers(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from viviane.core.errors import ConfigError, NumericsError
 from viviane.core.logging import get_logger
 from viviane.core.ranges import timed_as
 from viviane.embedding import DynamicStorage, Storage
+from viviane.training.ahead import Ahead
 from viviane.training.capture_rules import obstacle, unlike
 from viviane.training.guard import FIX
 from viviane.training.precision import Precision
@@ -121,7 +122,10 @@ class CapturedSteps:
         if self._never:
             return None
         with _current(self.step.device):
-            return self._replay_or_not(batch, step, precision, lr)
+            loss = self._replay_or_not(batch, step, precision, lr)
+        if loss is None and self._recorder is not None:
+            self._recorder.ahead.forget()
+        return loss
 
     def _replay_or_not(self, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor | None:
         self._renew()
@@ -155,20 +159,26 @@ class CapturedSteps:
             self._land()
         own, verdict = self.step, self._verdict
         own.group.at_step(step)
-        if own.together is not None:
-            own.together.begin(batch)
-        found.batch.fill(batch)
         rate = own.schedule.lr(step) if lr is None else lr
         factor = rate / own.solver.lr
         if own.optimizer is not None:
             own.optimizer.set_lr(rate, factor)
         if not self._flights:
             verdict.take(own.loss_scale)
-        rows = self._counts.start(rate, factor, verdict.controls.num_rows)
-        verdict.controls.write(rows, verdict.num_skipped)
+        loss = torch.empty_like(found.loss)  # its own memory: the next replay writes to that of the graph again
+        with self._ahead.before(batch):
+            if own.together is not None:
+                own.together.begin(batch)
+            rows = self._counts.start(rate, factor, verdict.controls.num_rows)
+            found.batch.fill(batch)
+            verdict.controls.write(rows, verdict.num_skipped)
+            if found.first is not None:
+                found.first.replay()
         found.graph.replay()
-        loss = found.loss.clone()  # the next replay writes there again
-        done = verdict.send()
+        with self._ahead.after(found.through):
+            loss.copy_(found.loss)
+            verdict.send()
+        done = verdict.sent()
         self._flights.append(_Flight(verdict.next_number(), step, batch, precision, done))
         self.num_replays += 1
         own.num_rows = batch.size if own.together is None else own.together.num_rows
@@ -178,6 +188,11 @@ class CapturedSteps:
     def _verdict(self) -> Verdict:
         assert self._recorder is not None  # there are replays only after a recording
         return self._recorder.verdict
+
+    @property
+    def _ahead(self) -> Ahead:
+        assert self._recorder is not None
+        return self._recorder.ahead
 
     # Verdicts -----------------------------------------------------------------------------------------------
 
@@ -300,7 +315,7 @@ class CapturedSteps:
         assert made is not None
         self._state = self._captured_state()
         self._graphs[key] = made
-        self._made.add(made.graph)
+        self._made.update(made.graphs())
         self.step.group.before_end(self.let_go)
         self.num_recorded += 1
         _log.info("recorded the training step in a CUDA graph: %d rows, %s", batch.size, precision.name)

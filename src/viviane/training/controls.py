@@ -45,8 +45,9 @@ def step_values(lr: float, factor: float, optimizer: DenseOptimizer | None, mean
 class Controls:
     """A vector on the device, float64: learning rate, its factor, numbers of each parameter group, and of the mean.
 
-    Where steps may be skipped that the host has not heard of yet, it sends a row of numbers for each count of them, and
-    the device takes the one that is right; see `choose`.
+    What the host writes is for the next step: `take` brings it to where the step reads it, so that it may be written
+    while the update of the step before still reads its own. Where steps may be skipped that the host has not heard of
+    yet, it sends a row of numbers for each count of them, and the device takes the one that is right.
 
     Args:
         device: of the parameters.
@@ -65,7 +66,7 @@ class Controls:
         self.num_slots = num_slots
         self._vector = torch.zeros(size, dtype=torch.float64, device=device)
         width = size if num_rows == 1 else num_rows * size + 1
-        self._written = self._vector if num_rows == 1 else torch.zeros(width, dtype=torch.float64, device=device)
+        self._written = torch.zeros(width, dtype=torch.float64, device=device)
         self._slots = torch.zeros(num_slots, width, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._next = 0
 
@@ -90,7 +91,7 @@ class Controls:
         return self._vector[self._means :]
 
     def write(self, rows: Sequence[Sequence[float]], num_skipped: int = 0) -> None:
-        """Send the numbers of a step; the device takes them when it comes to them.
+        """Send the numbers of the next step.
 
         The write before the last `num_slots` must be over.
 
@@ -107,12 +108,15 @@ class Controls:
         self._written.copy_(slot, non_blocking=True)
         self._next = (self._next + 1) % len(self._slots)
 
-    def choose(self, num_skipped: Tensor) -> None:
-        """Take the row that is right, on the device; to be recorded before anything that reads the numbers.
+    def take(self, num_skipped: Tensor | None = None) -> None:
+        """Take what was written, on the device; to be recorded before anything that reads the numbers.
 
         Args:
-            num_skipped: how many steps were skipped, 0-dim, float64.
+            num_skipped: how many steps were skipped, 0-dim, float64; None where nothing is to be chosen.
         """
+        if num_skipped is None:
+            self._vector.copy_(self._written)
+            return
         row = (num_skipped - self._written[-1]).to(torch.int64).view(1)
         self._vector.copy_(self._written[:-1].view(self.num_rows, -1).index_select(0, row)[0])
 

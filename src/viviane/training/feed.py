@@ -34,7 +34,6 @@ class _Waiting:
 
     batch: Batch | Exception | None
     place: tuple[int, int]
-    copied: torch.cuda.Event | None = None
 
 
 class DeviceFeed:
@@ -219,11 +218,10 @@ class _Copies:
         with torch.cuda.stream(self.stream):
             there = batch.to(self.device, non_blocking=True)
             copied.record(self.stream)
-        return _Waiting(there, place, copied)
+        return _Waiting(there.ready_after(copied), place)
 
     def finish(self, waiting: _Waiting) -> None:
         """Let what the current stream does from here on come after the copy."""
-        assert waiting.copied is not None
         assert isinstance(waiting.batch, Batch)
         current = torch.cuda.current_stream(self.device)
         before = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -231,13 +229,7 @@ class _Copies:
         self.queued.append(before)
         if len(self.queued) > _MOST_QUEUED:
             self.queued.popleft().synchronize()
-        current.wait_event(waiting.copied)
-        known: set[int] = set()
-        for part in waiting.batch.tensors():
-            storage = part.untyped_storage().data_ptr()
-            if storage not in known:  # the allocator keeps the memory until this stream is done with it, too
-                known.add(storage)
-                part.record_stream(current)
+        waiting.batch.wait()
 
 
 def num_threads() -> int:

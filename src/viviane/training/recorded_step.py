@@ -62,9 +62,12 @@ class Verdict:
             self._known = scale.state()
             self.scaling[:2].copy_(torch.tensor(self._known, dtype=torch.float64))
 
-    def send(self) -> torch.cuda.Event | None:
-        """Send the status of the step to the host; returns what to wait for, None where it is there."""
+    def send(self) -> None:
+        """Send the status of the step to the host."""
         self._sent[self._number % len(self._sent)].copy_(self._held, non_blocking=True)
+
+    def sent(self) -> torch.cuda.Event | None:
+        """Return what to wait for after `send`, and for all else of the current stream; None where it is there."""
         if not self.status.is_cuda:
             return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -107,7 +110,14 @@ class Verdict:
         self._number = 0
 
 
-def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Verdict, room: Room) -> Tensor:
+def record_step(
+    step: TrainStep,
+    batch: Batch,
+    precision: Precision,
+    verdict: Verdict,
+    room: Room,
+    through: torch.cuda.Event | None = None,
+) -> Tensor:
     """Run a step as a graph is to repeat it: forward, backward, verdict, update; returns the loss.
 
     Args:
@@ -116,20 +126,30 @@ def record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Ve
         precision: of the dense layers.
         verdict: whose gate decides about the updates.
         room: of the check of dense gradients.
+        through: recorded where the verdict is there, and nothing is left but updates that read nothing of the batch.
     """
+    forget_branches(step.device)  # of a graph that somebody else recorded
     scale = step.loss_scale
     if scale is None or not scale.is_dynamic:
-        return _record_step(step, batch, precision, verdict, room)
-    verdict.controls.choose(verdict.scaling[2])
+        with branch(step.device, "numbers"):
+            verdict.controls.take()
+        return _record_step(step, batch, precision, verdict, room, through)
+    verdict.controls.take(verdict.scaling[2])
     scale.held = verdict.scaling[0].to(torch.float32)  # a copy: the verdict settles the scale of the next step
     try:
-        return _record_step(step, batch, precision, verdict, room)
+        return _record_step(step, batch, precision, verdict, room, through)
     finally:
         scale.held = None
 
 
-def _record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: Verdict, room: Room) -> Tensor:
-    forget_branches(step.device)  # of a graph that somebody else recorded
+def _record_step(
+    step: TrainStep,
+    batch: Batch,
+    precision: Precision,
+    verdict: Verdict,
+    room: Room,
+    through: torch.cuda.Event | None,
+) -> Tensor:
     guard, gate = step.guard, verdict.gate
     follows = step.loss_scale is not None and step.loss_scale.held is not None
     found = verdict.overflow if follows else verdict.status  # what is wrong with gradients may be the scale's doing
@@ -152,6 +172,10 @@ def _record_step(step: TrainStep, batch: Batch, precision: Precision, verdict: V
         judge(None if guard is None else mean, verdict.status, gate)
     if guard is not None:
         guard.restore_buffers_unless(gate)
+    if through is not None:
+        for collection in step.collections.values():
+            collection.settle_rows()
+        through.record()
     scale = step._unscaled(step._clip_scale())
     if step.optimizer is not None:
         with branch(step.device, "dense update"):  # beside the tables'

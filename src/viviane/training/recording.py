@@ -1,4 +1,4 @@
-"""Recording a training step in a CUDA graph, and what is to be put in order where a recording breaks off."""
+"""Recording a training step in CUDA graphs, and what is to be put in order where a recording breaks off."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from viviane.core.logging import get_logger
 from viviane.ops.capture import URGENT, forget_branches
 from viviane.ops.dense_update import Room
 from viviane.parallel import ShardedCollection
+from viviane.training.ahead import Ahead
 from viviane.training.controls import Controls, DeviceMover
 from viviane.training.precision import Precision
 from viviane.training.recorded_step import Verdict, record_step
@@ -32,12 +33,28 @@ _LEAST_BYTES = 8 << 20
 
 @dataclass
 class Recording:
-    """A recorded step: what it reads, what it returns, and what it needs to stay."""
+    """A recorded step.
+
+    Args:
+        graph: the step.
+        batch: what it reads.
+        loss: what it returns.
+        kept: what it needs to stay.
+        first: what goes before it, beside the update of the step before; None: nothing does.
+        through: recorded by the graph where nothing is left but the update, which reads nothing of the batch; None:
+            that is at its end.
+    """
 
     graph: torch.cuda.CUDAGraph
     batch: StaticBatch
     loss: Tensor
     kept: list[Tensor]
+    first: torch.cuda.CUDAGraph | None = None
+    through: torch.cuda.Event | None = None
+
+    def graphs(self) -> list[torch.cuda.CUDAGraph]:
+        """Return its graphs."""
+        return [one for one in (self.first, self.graph) if one is not None]
 
 
 class Recorder:
@@ -56,6 +73,8 @@ class Recorder:
         follows = step.loss_scale is not None and step.loss_scale.is_dynamic
         rows = num_slots if follows else 1  # of a dynamic loss scale any replay under way may turn out to move nothing
         self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means, rows))
+        self.ahead = Ahead(step.device)
+        self._goes_ahead, self._fails_ahead, self._was_taken = True, False, False
         # What it computes goes before sorts and lookups beside it, which would else fill all multiprocessors first.
         self._stream = torch.cuda.Stream(step.device, priority=URGENT)  # type: ignore[no-untyped-call]
 
@@ -66,6 +85,20 @@ class Recorder:
             batch: whose shape the step has.
             precision: of the dense layers.
         """
+        batch.wait()
+        made, failure = self._record(batch, precision)
+        if not self._goes_ahead:
+            return made, failure
+        # A module that looks up something else than the batch may have keys that cannot be resolved before it runs.
+        in_vain = self._fails_ahead or (made is not None and made.first is not None and not self._was_taken)
+        self._goes_ahead = not any(self.step.group.gather_data(in_vain))
+        if self._goes_ahead:
+            return made, failure
+        for graph in [] if made is None else made.graphs():
+            graph.reset()
+        return self._record(batch, precision)
+
+    def _record(self, batch: Batch, precision: Precision) -> tuple[Recording | None, Exception | None]:
         own, optimizer = self.step, self.step.optimizer
         mover = None if optimizer is None else optimizer.mover
         room, kept = Room(), []
@@ -91,30 +124,37 @@ class Recorder:
     ) -> tuple[Recording | None, Exception | None]:
         own = self.step
         static = StaticBatch(batch, self._num_slots)
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        graph, pools = torch.cuda.CUDAGraph(), [torch.cuda.graph_pool_handle() for _ in range(2)]
+        # A mean of rows visits those of the batch after the update.
+        through = torch.cuda.Event(external=True) if own.mean is None else None  # type: ignore[no-untyped-call]
+        collections, first = list(own.collections.values()), None
         counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
         own._discard()
         gc.collect()  # a reference cycle that still holds gradients would keep its memory from the graph
         try:
             # The outer context: where a capture breaks off, torch's own leaves its stream the current one.
-            with (
-                self._through_peers(),
-                torch.cuda.stream(torch.cuda.current_stream(own.device)),
-                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                loss = record_step(own, static.batch, precision, self.verdict, room)
+            with self._through_peers(), torch.cuda.stream(torch.cuda.current_stream(own.device)):
+                if through is not None and self._goes_ahead:
+                    self._fails_ahead = True
+                    first = self.ahead.record(collections, static.batch, pools[0])
+                    self._fails_ahead = False
+                with torch.cuda.graph(graph, pool=pools[1], stream=self._stream, capture_error_mode="thread_local"):
+                    loss = record_step(own, static.batch, precision, self.verdict, room, through)
         except Exception as error:
             # The allocator of some versions of torch goes on waiting for the end of a capture that broke off, and
             # until then gives no memory back that two streams have used, such as that of every batch of a feed.
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(static.batch.device.index or 0, pool)
+            for pool in pools:
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(static.batch.device.index or 0, pool)
             return None, error
         finally:
+            taken = [one.end_ahead() for one in collections]
+            self._was_taken = any(taken)
             own._discard()
             if own.optimizer is not None:
                 for group, count in zip(own.optimizer.param_groups, counts, strict=True):
                     group["step"] = count
-        return Recording(graph, static, loss, kept), None
+        return Recording(graph, static, loss, kept, first, through), None
 
     def _sharded(self) -> list[ShardedCollection]:
         return [one for one in self.step.collections.values() if isinstance(one, ShardedCollection)]

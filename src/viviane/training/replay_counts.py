@@ -16,7 +16,7 @@ class ReplayCounts:
 
     Adam's correction of the first steps and the warm-up of a running mean count steps that moved weights. A replay
     whose gradients overflow is none, and those under way after it were counted one too far. So their numbers are
-    written for every count that may turn out to be right, and the device takes the one that is (`Controls.choose`).
+    written for every count that may turn out to be right, and the device takes the one that is (`Controls.take`).
 
     Args:
         step: whose optimizer and mean are counted.

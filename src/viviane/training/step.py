@@ -141,6 +141,7 @@ class TrainStep:
         if replayed is not None:
             times.add("replay", perf_counter() - start)
             return replayed
+        batch.wait()
         try:
             self._begin(batch, step)
             loss = self._forward(batch, precision)
@@ -254,6 +255,7 @@ class TrainStep:
 
     def forward_backward(self, batch: Batch, precision: Precision) -> None:
         """Run forward and backward and leave the gradients; for timing."""
+        batch.wait()
         self._forward(batch, precision).backward()  # type: ignore[no-untyped-call]
 
     @timed_as("forward")
