@@ -38,20 +38,6 @@ class Rerun:
         self.replay = None
 
 
-class First:
-    """Resolves the batch's keys, as the graph before that of the step."""
-
-    def __init__(self, step, static):
-        self.run = lambda: [one.resolve_ahead(static.batch) for one in step.collections.values()]
-
-    def replay(self):
-        self.run()
-
-    def reset(self):
-        """As of a graph: it is not replayed any more."""
-        self.replay = None
-
-
 class Through:
     """In the place of an event: the batch may be written to then, and is, but for ids, which a CPU sorts later."""
 
@@ -87,9 +73,8 @@ class Recorder:
             self.step.mean.hold(self.verdict.controls.means)
         static, loss = StaticBatch(batch, 1), torch.zeros(())
         through = Through(static) if self.step.mean is None else None
-        first = None if through is None else First(self.step, static)
         rerun = Rerun(self.step, static, precision, self.verdict, loss, through)
-        return Recording(rerun, static, loss, [], first, through), None
+        return Recording(rerun, static, loss, [], None, through), None
 
 
 @pytest.fixture

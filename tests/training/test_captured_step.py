@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp, Solver
 from viviane.core.errors import ConfigError, KeyRangeError, NumericsError
-from viviane.embedding import EmbeddingCollection
 from viviane.training import Trainer
 from viviane.training.static_batch import StaticBatch, batch_shape
 
@@ -250,34 +249,6 @@ def test_a_module_without_tables_is_recorded_too():
         train(trainers[-1], range(8))
     assert differing(*trainers) == []
     assert trainers[1].stepper.captured.num_replays == 7
-
-
-@gpu
-@pytest.mark.parametrize("names", [("user", "item", "seen"), ("who", "what", "before")], ids=["same", "own"])
-def test_keys_that_a_module_makes_are_resolved_in_the_step(names):
-    """What it looks up is not the batch: nothing can be resolved before it runs, and it is recorded all the same."""
-
-    class Makes(ClickModel):
-        def __init__(self):
-            super().__init__()
-            old = self.tables.features.values()
-            features = [one.model_copy(update={"name": name}) for name, one in zip(names, old, strict=True)]
-            self.tables = EmbeddingCollection(list(self.tables.tables.values()), features, Adam())
-
-        def forward(self, batch):
-            user, item = batch.one_hot.unbind(1)
-            found = self.tables(dict(zip(names, (user, item.flip(0), batch.bags["seen"]), strict=True)))
-            return self.net(torch.cat([found.flat, batch.dense], 1))
-
-    trainers = []
-    for graph in (False, True):
-        torch.manual_seed(0)
-        solver = BASE.model_copy(update={"cuda_graph": graph})
-        trainers.append(Trainer(Makes(), SCHEMA, solver, Adam(), progress=False))
-        train(trainers[-1], range(8))
-    assert differing(*trainers) == []
-    assert trainers[1].stepper.captured.num_replays == 7
-    assert [one.first for one in trainers[1].stepper.captured._graphs.values()] == [None]
 
 
 @gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
-from viviane.embedding.kept_keys import KeptKeys
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import TableState, TableSummary
 from viviane.embedding.storage import Storage
@@ -44,8 +43,6 @@ class TableCollection(nn.Module, ABC):
     """Called in backward with the gradient of the flat output, before storages take it over."""
     margins: Margins | None = None
     """Columns to leave free beside the flat output, where that serves; it is a view of wider rows then."""
-    _kept_keys: KeptKeys[Any]
-    """What `resolve_ahead` made."""
 
     @property
     @abstractmethod
@@ -61,28 +58,9 @@ class TableCollection(nn.Module, ABC):
     def forward(self, batch: Batch | Mapping[str, Bag | Tensor]) -> EmbeddingOutput:
         """Look a batch up."""
 
-    @property
-    def resolves_ahead(self) -> bool:
-        """Whether a lookup that is to be recorded can leave its keys to `resolve_ahead`."""
-        return True
-
-    @abstractmethod
-    def resolve_ahead(self, batch: Batch) -> None:
-        """Resolve a batch's keys now, for the lookup of this very object that follows.
-
-        It is what a lookup in training needs no weights for, recorded in a CUDA graph of its own. See `settle_rows`.
-        """
-
-    def end_ahead(self) -> bool:
-        """Drop what was resolved ahead and not looked up; returns whether a lookup took it."""
-        return self._kept_keys.end()
-
     @abstractmethod
     def settle_rows(self) -> None:
-        """Make all that a step still needs of the batch while a CUDA graph is recorded.
-
-        `step` then reads neither the batch nor what `resolve_ahead` made of it, and both may be written to beside it.
-        """
+        """Make all that a step still needs of the batch, which may be written to beside the step then."""
 
     # Update -------------------------------------------------------------------------------------------------
 

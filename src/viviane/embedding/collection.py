@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from viviane.batch import Batch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
@@ -21,7 +20,6 @@ from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
-from viviane.embedding.kept_keys import KeptKeys
 from viviane.embedding.keys import Violations
 from viviane.embedding.lookup import Lookup, Part, gather
 from viviane.embedding.making import by_name, checked_dtype, make_storages
@@ -105,7 +103,6 @@ class EmbeddingCollection(TableCollection):
         self._violations = Violations()
         self._memory = Buffers(checked_dtype(output_dtype))
         self._plans: dict[tuple[tuple[str, ...], torch.device], Plan] = {}
-        self._kept_keys = KeptKeys[tuple[int, list[Part], dict[str, Tensor]]]()
         self._number = new_number(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,7 +176,7 @@ class EmbeddingCollection(TableCollection):
             trains = training and any(feature.table not in self._frozen for feature in self.features.values())
             flat, masks = compiled_lookup(self._number, batch, tuple(self.features), trains)
             return EmbeddingOutput(flat, self._places, masks)
-        size, parts, masks = self._kept_keys.take(batch) or self._resolve(batch, training)
+        size, parts, masks = self._resolve(batch, training)
         memory, wide = self._output_memory()
         if training and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
@@ -198,12 +195,8 @@ class EmbeddingCollection(TableCollection):
         parts, masks = self._plan(keys.one_hot_names).parts(keys, self._frozen, training)
         return keys.size, parts, masks
 
-    def resolve_ahead(self, batch: Batch) -> None:
-        """Resolve a batch's keys now, for the lookup of this very object that follows."""
-        self._kept_keys.keep(batch, self._resolve(batch, True))
-
     def settle_rows(self) -> None:
-        """Make all that a step still needs of the batch while a CUDA graph is recorded."""
+        """Make all that a step still needs of the batch, which may be written to beside the step then."""
         for storage in self.all_storages():
             if isinstance(storage, Storage):  # steps with dynamic tables are not recorded
                 storage.settle_rows()

@@ -19,7 +19,6 @@ from viviane.embedding import (
     TableState,
     TableSummary,
 )
-from viviane.embedding.kept_keys import KeptKeys
 from viviane.embedding.keys import Violations
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import place_features
@@ -31,6 +30,7 @@ from viviane.parallel.distinct import DistinctAsked
 from viviane.parallel.exchange import Return, assemble
 from viviane.parallel.fixed import FixedAsked
 from viviane.parallel.group import Group
+from viviane.parallel.kept_keys import KeptKeys
 from viviane.parallel.layout import Piece, check_features, part_table, pieces_of
 from viviane.parallel.plan import AnyTable, Plan, Shard, shards_of
 from viviane.parallel.replicas import check_unmixed, join_replicas
@@ -218,11 +218,18 @@ class ShardedCollection(TableCollection):
         return self.routes.has_peers
 
     def resolve_ahead(self, batch: Batch) -> None:
-        """Resolve a batch's keys and write ids to the processes that have their rows, for the lookup that follows."""
+        """Resolve a batch's keys and write ids to the processes that have their rows, for this very object's lookup.
+
+        It is what a lookup needs no weights for, recorded in a CUDA graph of its own; see `settle_rows`.
+        """
         self._kept_keys.keep(batch, self.routes.ask(batch, ahead=True))
 
+    def end_ahead(self) -> bool:
+        """Drop what was resolved ahead and not looked up; returns whether a lookup took it."""
+        return self._kept_keys.end()
+
     def settle_rows(self) -> None:
-        """Make all that a step still needs of the batch while a CUDA graph is recorded."""
+        """Make all that a step still needs of the batch, which may be written to beside the step then."""
         self._finish(replicas=False)
         for part in self.parts():
             part.settle_rows()

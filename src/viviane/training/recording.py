@@ -127,7 +127,7 @@ class Recorder:
         graph, pools = torch.cuda.CUDAGraph(), [torch.cuda.graph_pool_handle() for _ in range(2)]
         # A mean of rows visits those of the batch after the update.
         through = torch.cuda.Event(external=True) if own.mean is None else None  # type: ignore[no-untyped-call]
-        collections, first = list(own.collections.values()), None
+        sharded, first = self._sharded(), None
         counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
         own._discard()
         gc.collect()  # a reference cycle that still holds gradients would keep its memory from the graph
@@ -136,7 +136,7 @@ class Recorder:
             with self._through_peers(), torch.cuda.stream(torch.cuda.current_stream(own.device)):
                 if through is not None and self._goes_ahead:
                     self._fails_ahead = True
-                    first = self.ahead.record(collections, static.batch, pools[0])
+                    first = self.ahead.record(sharded, static.batch, pools[0])
                     self._fails_ahead = False
                 with torch.cuda.graph(graph, pool=pools[1], stream=self._stream, capture_error_mode="thread_local"):
                     loss = record_step(own, static.batch, precision, self.verdict, room, through)
@@ -148,7 +148,7 @@ class Recorder:
                     torch._C._cuda_endAllocateToPool(static.batch.device.index or 0, pool)
             return None, error
         finally:
-            taken = [one.end_ahead() for one in collections]
+            taken = [one.end_ahead() for one in sharded]
             self._was_taken = any(taken)
             own._discard()
             if own.optimizer is not None:

@@ -1,6 +1,5 @@
-"""Keys that are resolved before their lookup, and steps that read nothing of the batch any more."""
+"""Steps that read nothing of the batch any more."""
 
-import pytest
 import torch
 
 from viviane.batch import Bag, Batch
@@ -16,14 +15,14 @@ SCHEMA = Schema(
 )
 
 
-def make(combiner="sum"):
+def make():
     tables = [
         TableConfig(name="a", num_rows=9, dim=2, init="normal"),
         TableConfig(name="b", num_rows=9, dim=3, init="normal", optimizer=AdaGrad()),
     ]
     features = [
         FeatureConfig(name="item", table="a"),
-        FeatureConfig(name="seen", table="b", combiner=combiner),
+        FeatureConfig(name="seen", table="b", combiner="sum"),
     ]
     return EmbeddingCollection(tables, features, SGD(), seed=1)
 
@@ -36,30 +35,6 @@ def batch_of(seed):
 
 def weights_of(emb):
     return [emb.export_table(table).weight for table in emb.tables]
-
-
-@pytest.mark.parametrize("combiner", ["sum", "mean"])
-def test_a_lookup_takes_the_keys_of_its_own_batch_alone(combiner):
-    plain, ahead = make(combiner), make(combiner)
-    for step in range(3):
-        batch, other = batch_of(step), batch_of(step + 9)
-        truth = plain(batch).flat
-        ahead.resolve_ahead(batch)
-        kept = ahead._kept_keys._found
-        assert torch.equal(ahead(other).flat, plain(other).flat)
-        assert ahead._kept_keys._found is kept
-        found = ahead(batch).flat
-        assert ahead._kept_keys._found is None
-        assert ahead.end_ahead()
-        assert not ahead.end_ahead()
-        assert torch.equal(found, truth)
-        for emb, out in ((plain, truth), (ahead, found)):
-            out.square().sum().backward()
-            emb.step(0.1)
-    assert all(map(torch.equal, weights_of(plain), weights_of(ahead)))
-    ahead.resolve_ahead(batch)
-    assert not ahead.end_ahead()
-    assert torch.equal(ahead(batch).flat, plain(batch).flat)
 
 
 def test_weights_of_ids_may_change_once_rows_are_settled():
