@@ -227,6 +227,10 @@ class Batch:
                 known.add(storage)
                 part.record_stream(stream)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Give what a copy, or another process, gets: tensors of its own, which no event is about."""
+        return {**self.__dict__, "_ready": None}
+
     def _versions(self) -> int:
         """Count how often the tensors were written to."""
         return sum(0 if part.is_inference() else part._version for part in self.tensors())

@@ -1,3 +1,5 @@
+import pickle
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +125,10 @@ def test_when_a_batch_is_there_holds_for_its_own_tensors() -> None:
     assert batch.ready is batch.to("cpu").ready is event
     assert replace(batch, dense=batch.dense * 2).ready is None
     assert batch.to("meta").ready is None
+    assert deepcopy(batch).ready is None
+    other = pickle.loads(pickle.dumps(batch))
+    assert other.ready is None
+    assert torch.equal(other.dense, batch.dense)
     batch.bags["tags"].values.fill_(4)
     assert batch.ready is None
     assert batch.ready_after(event).ready is event

@@ -72,7 +72,7 @@ class Ahead:
         current = torch.cuda.current_stream(self._device)
         if through is None:
             self._stream.wait_stream(current)
-        else:
+        else:  # it counts as recorded anew from the replay's launch on
             self._stream.wait_event(through)
         with torch.cuda.stream(self._stream):
             yield
