@@ -293,10 +293,10 @@ def test_keys_are_not_resolved_ahead_where_that_is_in_vain(first, fails, was_tak
 
     def record(batch, precision):
         asked.append(recorder._goes_ahead)
-        recorder._fails_ahead, recorder._was_taken = fails and recorder._goes_ahead, was_taken
-        if recorder._fails_ahead:
-            return None, ValueError("the batch lacks a feature")
         has_first = first and recorder._goes_ahead
+        recorder._is_in_vain = recorder._goes_ahead and (fails or (has_first and not was_taken))
+        if fails and recorder._goes_ahead:
+            return None, ValueError("the batch lacks a feature")
         return recording.Recording(graphs[0], None, None, [], graphs[1] if has_first else None), None
 
     recorder._record = record

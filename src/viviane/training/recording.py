@@ -74,7 +74,7 @@ class Recorder:
         rows = num_slots if follows else 1  # of a dynamic loss scale any replay under way may turn out to move nothing
         self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means, rows))
         self.ahead = Ahead(step.device)
-        self._goes_ahead, self._fails_ahead, self._was_taken = True, False, False
+        self._goes_ahead, self._is_in_vain = True, False
         # What it computes goes before sorts and lookups beside it, which would else fill all multiprocessors first.
         self._stream = torch.cuda.Stream(step.device, priority=URGENT)  # type: ignore[no-untyped-call]
 
@@ -89,9 +89,8 @@ class Recorder:
         made, failure = self._record(batch, precision)
         if not self._goes_ahead:
             return made, failure
-        # A module that looks up something else than the batch may have keys that cannot be resolved before it runs.
-        in_vain = self._fails_ahead or (made is not None and made.first is not None and not self._was_taken)
-        self._goes_ahead = not any(self.step.group.gather_data(in_vain))
+        # Where one process records the step without a first graph, the others would wait in theirs.
+        self._goes_ahead = not any(self.step.group.gather_data(self._is_in_vain))
         if self._goes_ahead:
             return made, failure
         for graph in [] if made is None else made.graphs():
@@ -135,9 +134,10 @@ class Recorder:
             # The outer context: where a capture breaks off, torch's own leaves its stream the current one.
             with self._through_peers(), torch.cuda.stream(torch.cuda.current_stream(own.device)):
                 if through is not None and self._goes_ahead:
-                    self._fails_ahead = True
+                    # A module may look up something else than the batch, whose keys need not even be resolvable.
+                    self._is_in_vain = True
                     first = self.ahead.record(sharded, static.batch, pools[0])
-                    self._fails_ahead = False
+                    self._is_in_vain = first is not None
                 with torch.cuda.graph(graph, pool=pools[1], stream=self._stream, capture_error_mode="thread_local"):
                     loss = record_step(own, static.batch, precision, self.verdict, room, through)
         except Exception as error:
@@ -149,7 +149,7 @@ class Recorder:
             return None, error
         finally:
             taken = [one.end_ahead() for one in sharded]
-            self._was_taken = any(taken)
+            self._is_in_vain = self._is_in_vain and not any(taken)
             own._discard()
             if own.optimizer is not None:
                 for group, count in zip(own.optimizer.param_groups, counts, strict=True):
