@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from viviane.training import captured, controls
-from viviane.training.ahead import Ahead
+from viviane.training.beside_update import BesideUpdate
 from viviane.training.controls import Controls
 from viviane.training.recorded_step import Verdict, record_step
 from viviane.training.recording import Recording
@@ -63,7 +63,7 @@ class Recorder:
         self.step = step
         means = 0 if step.mean is None else len(step.mean.numbers)
         rows = num_slots if step.loss_scale is not None and step.loss_scale.is_dynamic else 1
-        self.ahead = Ahead(CPU)
+        self.beside_update = BesideUpdate(CPU)
         self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), num_slots, means, rows))
 
     def record(self, batch, precision):

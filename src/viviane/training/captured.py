@@ -26,7 +26,7 @@ from viviane.core.errors import ConfigError, NumericsError
 from viviane.core.logging import get_logger
 from viviane.core.ranges import timed_as
 from viviane.embedding import DynamicStorage, Storage
-from viviane.training.ahead import Ahead
+from viviane.training.beside_update import BesideUpdate
 from viviane.training.capture_rules import obstacle, unlike
 from viviane.training.guard import FIX
 from viviane.training.precision import Precision
@@ -124,7 +124,7 @@ class CapturedSteps:
         with _current(self.step.device):
             loss = self._replay_or_not(batch, step, precision, lr)
         if loss is None and self._recorder is not None:
-            self._recorder.ahead.forget()
+            self._recorder.beside_update.forget()
         return loss
 
     def _replay_or_not(self, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor | None:
@@ -166,7 +166,7 @@ class CapturedSteps:
         if not self._flights:
             verdict.take(own.loss_scale)
         loss = torch.empty_like(found.loss)  # its own memory: the next replay writes to that of the graph again
-        with self._ahead.before(batch):
+        with self._beside_update.before(batch):
             if own.together is not None:
                 own.together.begin(batch)
             rows = self._counts.start(rate, factor, verdict.controls.num_rows)
@@ -175,10 +175,10 @@ class CapturedSteps:
             if found.first is not None:
                 found.first.replay()
         found.graph.replay()
-        with self._ahead.after(found.through):
+        with self._beside_update.after(found.through):
             loss.copy_(found.loss)
             verdict.send()
-        done = verdict.sent()
+        done = verdict.done()
         self._flights.append(_Flight(verdict.next_number(), step, batch, precision, done))
         self.num_replays += 1
         own.num_rows = batch.size if own.together is None else own.together.num_rows
@@ -190,9 +190,9 @@ class CapturedSteps:
         return self._recorder.verdict
 
     @property
-    def _ahead(self) -> Ahead:
+    def _beside_update(self) -> BesideUpdate:
         assert self._recorder is not None
-        return self._recorder.ahead
+        return self._recorder.beside_update
 
     # Verdicts -----------------------------------------------------------------------------------------------
 

@@ -66,8 +66,8 @@ class Verdict:
         """Send the status of the step to the host."""
         self._sent[self._number % len(self._sent)].copy_(self._held, non_blocking=True)
 
-    def sent(self) -> torch.cuda.Event | None:
-        """Return what to wait for after `send`, and for all else of the current stream; None where it is there."""
+    def done(self) -> torch.cuda.Event | None:
+        """Return the end of all that the current stream was given, `send` too; None where nothing is waited for."""
         if not self.status.is_cuda:
             return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

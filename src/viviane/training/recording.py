@@ -17,7 +17,7 @@ from viviane.core.logging import get_logger
 from viviane.ops.capture import URGENT, forget_branches
 from viviane.ops.dense_update import Room
 from viviane.parallel import ShardedCollection
-from viviane.training.ahead import Ahead
+from viviane.training.beside_update import BesideUpdate
 from viviane.training.controls import Controls, DeviceMover
 from viviane.training.precision import Precision
 from viviane.training.recorded_step import Verdict, record_step
@@ -73,7 +73,7 @@ class Recorder:
         follows = step.loss_scale is not None and step.loss_scale.is_dynamic
         rows = num_slots if follows else 1  # of a dynamic loss scale any replay under way may turn out to move nothing
         self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means, rows))
-        self.ahead = Ahead(step.device)
+        self.beside_update = BesideUpdate(step.device)
         self._goes_ahead, self._is_in_vain = True, False
         # What it computes goes before sorts and lookups beside it, which would else fill all multiprocessors first.
         self._stream = torch.cuda.Stream(step.device, priority=URGENT)  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class Recorder:
                 if through is not None and self._goes_ahead:
                     # A module may look up something else than the batch, whose keys need not even be resolvable.
                     self._is_in_vain = True
-                    first = self.ahead.record(sharded, static.batch, pools[0])
+                    first = self.beside_update.record(sharded, static.batch, pools[0])
                     self._is_in_vain = first is not None
                 with torch.cuda.graph(graph, pool=pools[1], stream=self._stream, capture_error_mode="thread_local"):
                     loss = record_step(own, static.batch, precision, self.verdict, room, through)

@@ -21,8 +21,8 @@ from viviane.ops.capture import FIRST, forget_branches, join_branches
 from viviane.parallel import ShardedCollection
 
 
-class Ahead:
-    """Runs blocks beside the update of the last replay.
+class BesideUpdate:
+    """Runs blocks beside the update of the last replay, on a stream of their own.
 
     Args:
         device: of the steps. On a CPU blocks run where they stand.
