@@ -63,6 +63,7 @@ def test_a_bad_step_takes_itself_and_later_ones_back(replays, later):
         trainer.settle()
     with pytest.raises(NumericsError, match="dense column 'price', row 5"):
         train_and_settle(replayed, [fixed_batch(32, 99, **bad), *(fixed_batch(32, seed) for seed in range(later))])
+    assert replayed.stepper.captured._beside_update._through is None  # the next replay waits for what came after it
     assert replayed.step == 6
     assert_same_bits(all_of(eager), all_of(replayed))
 

@@ -223,6 +223,7 @@ class CapturedSteps:
         self.num_replays -= self.rolled_back
         self._flights.clear()
         self._verdict.clear()
+        self._beside_update.forget()  # what follows is a step from Python
         for collection in self.step.collections.values():
             for record in collection.key_records():
                 record.zero_()
