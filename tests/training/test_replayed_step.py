@@ -53,19 +53,33 @@ def test_replays_move_as_eager_steps(replays, settings):
     assert bool(settings) == any(not torch.equal(one, without[name]) for name, one in last.items())
 
 
+@pytest.mark.parametrize("settings", [{"clip_grad_norm": 0.05, "ema_decay": 0.9}, {"clip_grad_norm": 0.05}], ids=str)
 @pytest.mark.parametrize("later", [0, 1, 6])
-def test_a_bad_step_takes_itself_and_later_ones_back(replays, later):
+def test_a_bad_step_takes_itself_and_later_ones_back(replays, later, settings):
     bad = {"price": [0.0] * 5 + [float("nan")] + [0.0] * 26}
-    settings = {"ema_decay": 0.9, "clip_grad_norm": 0.05}
     eager, replayed = trainer_of(False, **settings), trainer_of(True, **settings)
     for trainer in (eager, replayed):
         train(trainer, range(6))
         trainer.settle()
     with pytest.raises(NumericsError, match="dense column 'price', row 5"):
         train_and_settle(replayed, [fixed_batch(32, 99, **bad), *(fixed_batch(32, seed) for seed in range(later))])
-    assert replayed.stepper.captured._beside_update._through is None  # the next replay waits for what came after it
     assert replayed.step == 6
     assert_same_bits(all_of(eager), all_of(replayed))
+
+
+def test_a_replay_does_not_go_beside_a_step_from_python(replays):
+    """It waits for all of the current stream then: only a replay says from where on it reads nothing of its batch."""
+    trainer = trainer_of(True)
+    train(trainer, range(4))
+    beside = trainer.stepper.captured._beside_update
+    assert beside._through is not None
+    train(trainer, range(1), num_rows=31)
+    assert beside._through is None
+    train(trainer, range(4, 6))
+    assert beside._through is not None
+    with pytest.raises(NumericsError, match="dense column 'price', row 5"):  # found by running the batch from Python
+        train_and_settle(trainer, [fixed_batch(32, 9, price=[0.0] * 5 + [float("nan")] + [0.0] * 26)])
+    assert beside._through is None
 
 
 def test_a_shape_that_was_recorded_in_vain_makes_the_next_one_wait_longer(replays, monkeypatch):
