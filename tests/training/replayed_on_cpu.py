@@ -6,6 +6,7 @@ import torch
 from viviane.training import captured, controls
 from viviane.training.beside_update import BesideUpdate
 from viviane.training.controls import Controls
+from viviane.training.mailbox import Mailbox
 from viviane.training.recorded_step import Verdict, record_step
 from viviane.training.recording import Recording
 from viviane.training.static_batch import StaticBatch
@@ -16,11 +17,12 @@ CPU = torch.device("cpu")
 class Rerun:
     """Runs what a graph would repeat."""
 
-    def __init__(self, step, static, precision, verdict, loss, through):
-        self.run = lambda: record_step(step, static.batch, precision, verdict, None, through)
-        self.step, self.verdict, self.loss = step, verdict, loss
+    def __init__(self, step, static, precision, verdict, mailbox, through):
+        self.run = lambda: record_step(step, static.batch, precision, verdict, None, mailbox, through)
+        self.step, self.verdict, self.mailbox = step, verdict, mailbox
 
     def replay(self):
+        self.mailbox.read()
         groups = self.step.optimizer.param_groups
         counts = [group["step"] for group in groups]  # the host has counted this replay, and the optimizer does so, too
         for group in groups:
@@ -29,7 +31,7 @@ class Rerun:
             patch.setattr(controls, "is_capturing", lambda device: True)
             mover = self.step.optimizer.mover
             mover.controls, mover.gate = self.verdict.controls, self.verdict.gate
-            self.loss.copy_(self.run())
+            self.run()
         for group, count in zip(groups, counts, strict=True):
             group["step"] = count
 
@@ -60,21 +62,22 @@ class Recorder:
     failure: Exception | None = None
 
     def __init__(self, step, num_slots):
-        self.step = step
+        self.step, self.num_slots = step, num_slots
         means = 0 if step.mean is None else len(step.mean.numbers)
         rows = num_slots if step.loss_scale is not None and step.loss_scale.is_dynamic else 1
         self.beside_update = BesideUpdate(CPU)
-        self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), num_slots, means, rows))
+        self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), means, rows), num_slots)
 
     def record(self, batch, precision):
         if self.failure is not None:
             return None, self.failure
         if self.step.mean is not None:
             self.step.mean.hold(self.verdict.controls.means)
-        static, loss = StaticBatch(batch, 1), torch.zeros(())
+        static, verdict = StaticBatch(batch), self.verdict
+        mailbox = Mailbox(CPU, verdict.controls.width, static.width, self.num_slots, verdict.count)
         through = Through(static) if self.step.mean is None else None
-        rerun = Rerun(self.step, static, precision, self.verdict, loss, through)
-        return Recording(rerun, static, loss, [], None, through), None
+        rerun = Rerun(self.step, static, precision, verdict, mailbox, through)
+        return Recording(rerun, static, torch.zeros(()), mailbox, [], None, through), None
 
 
 @pytest.fixture

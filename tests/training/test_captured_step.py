@@ -71,10 +71,10 @@ def test_batches_are_alike_by_their_shapes_alone():
 
 def test_a_static_batch_takes_every_number_of_the_next():
     first, second = fixed_batch(8, 1), fixed_batch(8, 2)
-    static = StaticBatch(first, 2)
+    static = StaticBatch(first)
     places = [static.batch.labels, static.batch.dense, static.batch.one_hot, static.batch.bags["seen"].values]
     addresses = [one.data_ptr() for one in places]
-    static.fill(second)
+    static.fill(torch.tensor(static.words(second), dtype=torch.int64))
     truth = [second.labels, second.dense, second.one_hot, second.bags["seen"].values]
     assert all(torch.equal(a, b) for a, b in zip(places, truth, strict=True))
     assert [one.data_ptr() for one in places] == addresses

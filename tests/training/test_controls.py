@@ -79,11 +79,11 @@ def test_controls_hold_each_group_where_its_launch_reads():
     for group in optimizer.param_groups:
         group["step"] = 1
     optimizer.set_lr(0.2, factor=2.0)
-    controls = Controls(torch.device("cpu"), 2, num_slots=2)
+    controls = Controls(torch.device("cpu"), 2)
     first, second = controls.group(0), controls.group(1)
-    controls.write([step_values(0.2, 2.0, optimizer)])
-    assert controls.lr.item() == 0.0  # the step under way goes on with its own
-    controls.take()
+    told = torch.tensor(controls.told([step_values(0.2, 2.0, optimizer)]), dtype=torch.float64)
+    assert len(told) == controls.width
+    controls.take(told)
     assert (controls.lr.item(), controls.factor.item()) == (0.2, 2.0)
     # Adam's correction of the first step: sqrt(1 - 0.75) / (1 - 0.5) = 1.
     assert first.tolist() == pytest.approx([0.2, 0.0, 1e-3, 0.5, 0.75, 0.5, 0.25])
@@ -92,26 +92,32 @@ def test_controls_hold_each_group_where_its_launch_reads():
 
 
 def test_the_device_takes_the_numbers_of_the_steps_that_were_not_skipped():
-    controls = Controls(torch.device("cpu"), 0, num_slots=2, num_means=1, num_rows=3)
+    controls = Controls(torch.device("cpu"), 0, num_means=1, num_rows=3)
+
+    def take(rows, known, skipped):
+        told = torch.tensor(controls.told(rows, known), dtype=torch.float64)
+        assert len(told) == controls.width
+        controls.take(told, torch.tensor(float(skipped), dtype=torch.float64))
+
     for known, skipped, wanted in ((0, 0, 10.0), (0, 2, 12.0), (4, 5, 11.0)):
-        controls.write([[0.1, 1.0, 10.0], [0.1, 1.0, 11.0], [0.1, 1.0, 12.0]], known)
-        controls.take(torch.tensor(float(skipped), dtype=torch.float64))
+        take([[0.1, 1.0, 10.0], [0.1, 1.0, 11.0], [0.1, 1.0, 12.0]], known, skipped)
         assert (controls.lr.item(), controls.factor.item(), controls.means.tolist()) == (0.1, 1.0, [wanted])
-    controls.write([[0.2, 1.0, 3.0]], 1)  # nothing is under way
-    controls.take(torch.tensor(1.0, dtype=torch.float64))
+    take([[0.2, 1.0, 3.0]], 1, 1)  # nothing is under way
     assert controls.means.tolist() == [3.0]
 
 
 def test_a_verdict_of_a_later_step_does_not_blame_an_earlier_one():
-    verdict = Verdict(torch.device("cpu"), Controls(torch.device("cpu"), 0, 5))
-    numbers = []
-    for loss in (0.5, 0.25, float("nan"), 0.125):
-        judge(torch.tensor(loss), verdict.status, verdict.gate)
-        verdict.send()
-        numbers.append(verdict.next_number())
+    verdict = Verdict(torch.device("cpu"), Controls(torch.device("cpu"), 0), 5)
+    numbers, losses = [], [torch.zeros(()) for _ in range(4)]
+    for loss, given in zip(losses, (0.5, 0.25, float("nan"), 0.125), strict=True):
+        judge(torch.tensor(given), verdict.status, verdict.gate)
+        verdict.tell(torch.tensor([loss.data_ptr()]), torch.tensor(given))
+        numbers.append(verdict.number)
+        verdict.end(None)
     assert numbers == [0, 1, 2, 3]
+    assert [losses[i].item() for i in (0, 1, 3)] == [0.5, 0.25, 0.125]
     assert [verdict.is_bad(number) for number in numbers] == [False, False, True, True]
     assert int(verdict.gate) == 0
     verdict.clear()
     assert not verdict.is_bad(0)
-    assert verdict.next_number() == 0
+    assert verdict.number == 0

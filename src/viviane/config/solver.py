@@ -104,9 +104,8 @@ class Solver(Settings):
     rounded otherwise, and what prevents it is refused; False never, so that a group records no step in a CUDA graph."""
     peer_memory: bool | Literal["auto"] = "auto"
     """Whether recorded steps write ids, vectors and gradients straight into the memory of the other GPUs: "auto" does
-    where all processes are on one machine, their GPUs reach each other and a process sends 8 MiB of vectors or more;
-    True does so for less, too, and refuses what prevents it; False leaves the exchange to NCCL, as steps from Python
-    do. Weights are the same."""
+    where all processes are on one machine and their GPUs reach each other; True refuses what prevents it; False leaves
+    the exchange to NCCL, as steps from Python do. Weights are the same."""
     deduplicate_ids: bool = False
     """Whether processes send each distinct row of a batch once, and pool vectors at home: less on the wire where ids
     repeat or bags are short, but a sort of the ids in each step, and sizes are always exchanged."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.storage import Storage
-from viviane.ops.capture import branch
+from viviane.ops.capture import URGENT, branch
 
 
 def begin_moves(
@@ -33,7 +33,7 @@ def begin_moves(
     joins: list[Callable[[], None]] = []
     for i, storage in enumerate(storages):
         held.append(storage.waiting_tensors() if isinstance(storage, Storage) else [])
-        with branch(device, f"{name}.{i}", is_open=True, is_urgent=True) as join:
+        with branch(device, f"{name}.{i}", is_open=True, priority=URGENT) as join:
             move(storage)
         joins.append(join)
 

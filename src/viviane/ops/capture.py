@@ -50,7 +50,7 @@ _read: dict[torch.device, list[Tensor]] = {}
 
 @contextmanager
 def branch(
-    device: torch.device, name: str, reads: Sequence[Tensor] = (), *, is_open: bool = False, is_urgent: bool = False
+    device: torch.device, name: str, reads: Sequence[Tensor] = (), *, is_open: bool = False, priority: int = 0
 ) -> Iterator[Callable[[], None]]:
     """Record a block beside what the current stream records after it; gives what lets the current stream wait for it.
 
@@ -63,7 +63,7 @@ def branch(
         reads: tensors of the current stream that the block reads. They are kept until `join_branches`: of one that was
             let go, the current stream would write to the memory while the block reads it, in every replay.
         is_open: `join_branches` does not wait for the block; who began it does, and keeps what it reads until then.
-        is_urgent: its kernels go before those of other blocks, which they find room beside.
+        priority: `URGENT` or `FIRST` kernels go before those of other blocks, which they find room beside.
 
     Example:
         >>> with branch(torch.device("cpu"), "lookup") as join:
@@ -74,7 +74,7 @@ def branch(
         yield _nothing
         return
     device = _of_a_number(device)
-    main, side = torch.cuda.current_stream(device), _stream(device, name, is_urgent)
+    main, side = torch.cuda.current_stream(device), _stream(device, name, priority)
     side.wait_stream(main)
     if not is_open:
         _branches.setdefault(device, set()).add(side)
@@ -171,5 +171,5 @@ def _nothing() -> None:
 
 
 @cache
-def _stream(device: torch.device, name: str, is_urgent: bool) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=URGENT if is_urgent else 0)  # type: ignore[no-untyped-call]
+def _stream(device: torch.device, name: str, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from viviane.embedding.buffers import Buffers
 from viviane.embedding.lookup import Part, hand_over, prepare
 from viviane.embedding.plan import Keys
 from viviane.embedding.wide_rows import WideRows, output_memory
-from viviane.ops.capture import branch, refuse_capture
+from viviane.ops.capture import URGENT, branch, refuse_capture
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import cut_blocks, has_whole_rows, join_blocks, pack_rows, pool_columns
 from viviane.parallel.fixed_keys import FixedResolver
@@ -117,20 +117,14 @@ class FixedRoute:
         self.peers: PeerExchange | None = None
         """Through which recorded batches are exchanged; see `open_peers`."""
 
-    def open_peers(self, least_bytes: int = 0) -> str | None:
+    def open_peers(self) -> str | None:
         """Let recorded batches be exchanged through memory that all processes write to; returns why not.
 
         All processes call it together, after a batch.
-
-        Args:
-            least_bytes: of vectors that a process sends, below which it is not worth it.
         """
         if self.peers is not None:
             return None
         group, device, width = self.group, self._sharded.device, self._sharded.width
-        sent = self.size * (group.size - 1) * max(self.layout.widths) * self.wire.itemsize
-        if sent < least_bytes:
-            return f"a process sends {sent / 2**20:.1f} MiB of vectors, less than {least_bytes / 2**20:.0f}"
         margins = self._sharded.margins
         if margins is not None and not margins.suit(width, self.wire, device):
             margins = None
@@ -155,7 +149,7 @@ class FixedRoute:
         peers = self._take_peers()
         if peers is not None:
             device = self._sharded.device
-            with nullcontext() if ahead else branch(device, "exchange", _tensors_of(keys), is_urgent=True):
+            with nullcontext() if ahead else branch(device, "exchange", _tensors_of(keys), priority=URGENT):
                 found = self.resolve(keys)
                 factors, weights = self._factors(found.shares)
                 peers.send_ids(found.rows)
@@ -206,7 +200,7 @@ class FixedRoute:
         if asked.peers is None:
             asked.begun = self._begin(*self._all_parts(asked), asked, training)
             return
-        with branch(self._sharded.device, "exchange", is_urgent=True) as join:
+        with branch(self._sharded.device, "exchange", priority=URGENT) as join:
             asked.begun = self._begin_through(asked, *self._all_parts(asked), training, join)
 
     def look_up(self, asked: FixedAsked, *, training: bool) -> Tensor:
@@ -282,7 +276,7 @@ class FixedRoute:
             peers.keep_vectors(rows, direct=direct)
             for part, shape in zip(local, self.layout.local, strict=True):
                 _gather(part, shape, out)
-        with branch(device, "vectors", is_open=True, is_urgent=True) as arrived:
+        with branch(device, "vectors", is_open=True, priority=URGENT) as arrived:
             peers.send_vectors(rows, direct=direct)
         if training:
             # One storage's rows are sorted beside the lookups, the others' where GPUs wait for each other's gradients:
@@ -351,7 +345,7 @@ class FixedRoute:
         peers, reads = asked.peers, [gradient, asked.factors]
         assert peers is not None
         self._prepare(asked.unsorted)
-        with branch(gradient.device, "gradients", is_open=True, is_urgent=True) as join:
+        with branch(gradient.device, "gradients", is_open=True, priority=URGENT) as join:
             peers.send_gradients(gradient, asked.factors)
 
         def finish() -> None:

@@ -63,16 +63,12 @@ class Routes:
         fixed = None if size is None else self._fixed_route(keys, size)
         return self._ask_varying(keys, size) if fixed is None else fixed.ask(keys, ahead=ahead)
 
-    def open_peers(self, least_bytes: int = 0) -> str | None:
-        """Let recorded batches of the present size be exchanged through the GPUs' memory; returns why not, or None.
-
-        Args:
-            least_bytes: of vectors that a process sends, below which it is not worth it.
-        """
+    def open_peers(self) -> str | None:
+        """Let recorded batches of the present size be exchanged through the GPUs' memory; returns why not, or None."""
         routes = [route for route in self.fixed.values() if route.size == self._sharded.batch_size]
         if not routes:
             return "no batch of this size has been looked up so far"
-        reasons = [route.open_peers(least_bytes) for route in routes]
+        reasons = [route.open_peers() for route in routes]
         return next((one for one in reasons if one is not None), None)
 
     @property

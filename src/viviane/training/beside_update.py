@@ -1,16 +1,16 @@
-"""What a replayed step does before it needs weights, beside the update of the step before; and what it tells the host.
+"""What a replayed step over several GPUs does before it needs weights, beside the update of the step before.
 
-Between two replays the batch is copied; over several GPUs its keys become rows, and ids go to their owners: one small
-kernel after another. None of it needs weights. So it runs on a stream of its own, which waits for an event in the
-middle of the step before: from there on that step reads nothing of its batch (see `TableCollection.settle_rows`).
+The batch is copied, its keys become rows, and ids go to their owners: one small kernel after another. None of it needs
+weights. So it is a graph of its own, on a stream of its own, which waits for an event in the middle of the step before:
+from there on that step reads nothing of its batch (see `TableCollection.settle_rows`).
 
-On one GPU keys stay in the step: its first layers and the cast of its weights run beside them, and would else hold up
-the lookups (DLRM-DCNv2 took 1 to 2% longer).
+On one GPU all of it is part of the step: its first layers and the cast of its weights run beside the keys, and would
+else hold up the lookups (DLRM-DCNv2 took 1 to 2% longer).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,11 +25,10 @@ class BesideUpdate:
     """Runs blocks beside the update of the last replay, on a stream of their own.
 
     Args:
-        device: of the steps. On a CPU blocks run where they stand.
+        device: of the steps, by number. On a CPU blocks run where they stand.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         # An update has all its blocks wait for room: what does not go before them comes after all of them.
         self._stream = torch.cuda.Stream(device, priority=FIRST) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._through: torch.cuda.Event | None = None
@@ -39,60 +38,58 @@ class BesideUpdate:
         self._through = None
 
     @contextmanager
-    def before(self, batch: Batch) -> Iterator[None]:
+    def before(
+        self, batch: Batch, through: torch.cuda.Event | None, current: torch.cuda.Stream | None
+    ) -> Iterator[None]:
         """Run a block before a replay of this batch, which waits for it.
 
-        It runs beside the update of the last replay where the batch says when it is there (`Batch.ready_after`).
-        """
-        if self._stream is None:
-            yield
-            return
-        current, ready = torch.cuda.current_stream(self._device), batch.ready
-        if self._through is None or ready is None:
-            self._stream.wait_stream(current)
-        else:
-            self._stream.wait_event(self._through)
-            self._stream.wait_event(ready)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
-
-    @contextmanager
-    def after(self, through: torch.cuda.Event | None) -> Iterator[None]:
-        """Run a block after a replay, which reads what the step has found; the current stream waits for it.
+        It runs beside the update of the last replay where the batch says when it is there (`Batch.ready_after`). Who
+        calls keeps the batch until the replay is over.
 
         Args:
-            through: recorded by the replay where what it found is there and its batch has been read, of which the next
-                block `before` makes use, too; None: at its end.
+            batch: of the replay.
+            through: which the replay will record where it has read its batch; None: the block is not to run beside
+                anything, and so runs on the current stream.
+            current: the current stream.
         """
+        last, self._through = self._through, None
+        ready = batch.ready
+        if self._stream is None or current is None:
+            yield
+        elif through is None:
+            if ready is not None:
+                current.wait_event(ready)
+            yield
+        else:
+            if last is None or ready is None:
+                self._stream.wait_stream(current)
+            else:
+                self._stream.wait_event(last)
+                self._stream.wait_event(ready)
+            with self._stream:
+                yield
+            current.wait_stream(self._stream)
         self._through = through
-        if self._stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream(self._device)
-        if through is None:
-            self._stream.wait_stream(current)
-        else:  # it counts as recorded anew from the replay's launch on
-            self._stream.wait_event(through)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
 
-    def record(self, collections: Sequence[ShardedCollection], batch: Batch, pool: Any) -> torch.cuda.CUDAGraph | None:
-        """Record how the keys of a batch are resolved for its lookups; None where no collection does so ahead.
+    def record(
+        self, collections: Sequence[ShardedCollection], batch: Batch, fill: Callable[[], None], pool: Any
+    ) -> torch.cuda.CUDAGraph | None:
+        """Record how a batch is filled and its keys are resolved; None where no collection does that ahead.
 
         Args:
             collections: of the module.
             batch: static tensors.
+            fill: fills them.
             pool: of the graph's memory, which nobody else uses.
         """
         able = [one for one in collections if one.resolves_ahead]
         if not able:
             return None
         graph = torch.cuda.CUDAGraph()
-        forget_branches(self._device)  # of a graph that somebody else recorded
+        forget_branches(batch.device)  # of a graph that somebody else recorded
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            fill()
             for one in able:
                 one.resolve_ahead(batch)
-            join_branches(self._device)
+            join_branches(batch.device)
         return graph

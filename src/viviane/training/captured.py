@@ -16,10 +16,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, NumericsError
@@ -45,6 +45,7 @@ _MOST_GRAPHS = 4
 _MOST_SHAPES = 1024
 _MOST_DOUBLINGS = 16
 _MOST_IN_FLIGHT = 4
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class CapturedSteps:
         self._seen: Counter[Hashable] = Counter()
         self._made: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._state: Hashable = None
-        self._modules: list[nn.Module] = []
+        self._modules: list[dict[str, Any]] = []
         self._flights: deque[_Flight] = deque()
         self._counts = ReplayCounts(step)
         self._failure: str | None = None
@@ -157,29 +158,29 @@ class CapturedSteps:
     def _replay(self, found: Recording, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor:
         while len(self._flights) >= _MOST_IN_FLIGHT:
             self._land()
-        own, verdict = self.step, self._verdict
-        own.group.at_step(step)
+        own, verdict, recorder = self.step, self._verdict, self._recorder
+        assert recorder is not None
         rate = own.schedule.lr(step) if lr is None else lr
         factor = rate / own.solver.lr
         if own.optimizer is not None:
             own.optimizer.set_lr(rate, factor)
         if not self._flights:
             verdict.take(own.loss_scale)
+        current = None if own.device.type != "cuda" else torch.cuda.current_stream(torch.cuda.current_device())
         loss = torch.empty_like(found.loss)  # its own memory: the next replay writes to that of the graph again
-        with self._beside_update.before(batch):
-            if own.together is not None:
-                own.together.begin(batch)
+        if own.together is not None:
+            own.together.begin(batch)
+        with recorder.beside_update.before(batch, found.through, current):
             rows = self._counts.start(rate, factor, verdict.controls.num_rows)
-            found.batch.fill(batch)
-            verdict.controls.write(rows, verdict.num_skipped)
+            numbers = verdict.controls.told(rows, verdict.num_skipped)
+            found.mailbox.write(verdict.number, loss.data_ptr(), numbers, found.batch.words(batch))
             if found.first is not None:
                 found.first.replay()
         found.graph.replay()
-        with self._beside_update.after(found.through):
-            loss.copy_(found.loss)
-            verdict.send()
-        done = verdict.done()
-        self._flights.append(_Flight(verdict.next_number(), step, batch, precision, done))
+        number, done = verdict.number, verdict.end(current)
+        self._flights.append(_Flight(number, step, batch, precision, done))
+        if own.together is not None:
+            own.together.will_hear(verdict.signal(number), done)
         self.num_replays += 1
         own.num_rows = batch.size if own.together is None else own.together.num_rows
         return loss
@@ -277,7 +278,7 @@ class CapturedSteps:
             self.settle()
             _log.info("recording the training step anew: weights, freezing, modes or the optimizer's state changed")
             self._begin_anew()
-        self._modules = list(self.step.module.modules())
+        self._modules = [vars(one) for one in self.step.module.modules()]
         self._state = self._captured_state()
         self.reason = self._failure or obstacle(self.step)
         if self.reason is not None:
@@ -286,7 +287,8 @@ class CapturedSteps:
     def _captured_state(self) -> Hashable:
         """Return all that a graph takes for given besides the batch."""
         own = self.step
-        places = [(p.data_ptr(), p.requires_grad) for p in own.parameters.values()]
+        parameters = own.parameters.values()
+        places, trained = [p.data_ptr() for p in parameters], [p.requires_grad for p in parameters]
         state: list[Hashable] = []
         if own.optimizer is not None:
             state = [one.data_ptr() for held in own.optimizer.state.values() for one in held.values()]
@@ -296,12 +298,12 @@ class CapturedSteps:
             for collection in own.collections.values()
             for part in collection.parts()
         ]
-        modules = [
-            (one.training, len(one._modules), bool(one._forward_hooks), bool(one._forward_pre_hooks))
-            for one in self._modules  # a walk over all of them takes a tenth of the host's part of a step
+        modules = [  # a walk over all of them takes a tenth of the host's part of a step
+            (one["training"], len(one["_modules"]), len(one["_forward_hooks"]), len(one["_forward_pre_hooks"]))
+            for one in self._modules
         ]
         means = None if own.mean is None else own.mean.addresses
-        return tuple(places), tuple(state), tuple(tables), tuple(modules), means
+        return tuple(places), tuple(trained), tuple(state), tuple(tables), tuple(modules), means
 
     def _record(self, key: Hashable, batch: Batch, precision: Precision) -> Recording | None:
         if self._recorder is None:
@@ -344,7 +346,9 @@ class CapturedSteps:
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current one: streams and events are of that."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _NOTHING  # to make it what it is takes longer than to ask
+    return torch.cuda.device(device)
 
 
 def _table_state(storage: Storage | DynamicStorage) -> Hashable:

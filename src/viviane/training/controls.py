@@ -45,30 +45,26 @@ def step_values(lr: float, factor: float, optimizer: DenseOptimizer | None, mean
 class Controls:
     """A vector on the device, float64: learning rate, its factor, numbers of each parameter group, and of the mean.
 
-    What the host writes is for the next step: `take` brings it to where the step reads it, so that it may be written
-    while the update of the step before still reads its own. Where steps may be skipped that the host has not heard of
-    yet, it sends a row of numbers for each count of them, and the device takes the one that is right.
+    The host tells them beside the update of the step before, which still reads its own (`Mailbox`): `take` brings them
+    to where the step reads them. Where steps may be skipped that the host has not heard of yet, it tells a row of
+    numbers for each count of them, and the device takes the one that is right.
 
     Args:
         device: of the parameters.
         num_groups: parameter groups of the dense optimizer.
-        num_slots: how many writes may be under way at once.
         num_means: numbers of a running mean of weights.
-        num_rows: how many rows are written; 1: nothing is to be chosen.
+        num_rows: how many rows are told; 1: nothing is to be chosen.
+
+    Attributes:
+        width: how many numbers are told.
     """
 
-    def __init__(
-        self, device: torch.device, num_groups: int, num_slots: int, num_means: int = 0, num_rows: int = 1
-    ) -> None:
+    def __init__(self, device: torch.device, num_groups: int, num_means: int = 0, num_rows: int = 1) -> None:
         size = _RATES + num_groups * NUMBERS + num_means
         self._means = size - num_means
         self.num_rows = num_rows
-        self.num_slots = num_slots
         self._vector = torch.zeros(size, dtype=torch.float64, device=device)
-        width = size if num_rows == 1 else num_rows * size + 1
-        self._written = torch.zeros(width, dtype=torch.float64, device=device)
-        self._slots = torch.zeros(num_slots, width, dtype=torch.float64, pin_memory=device.type == "cuda")
-        self._next = 0
+        self.width = size if num_rows == 1 else num_rows * size + 1
 
     @property
     def lr(self) -> Tensor:
@@ -90,35 +86,29 @@ class Controls:
         """The numbers of a running mean, (num_means,)."""
         return self._vector[self._means :]
 
-    def write(self, rows: Sequence[Sequence[float]], num_skipped: int = 0) -> None:
-        """Send the numbers of the next step.
-
-        The write before the last `num_slots` must be over.
+    def told(self, rows: Sequence[Sequence[float]], num_skipped: int = 0) -> list[float]:
+        """Return what the host tells of the next step, (width,).
 
         Args:
             rows: see `step_values`; row i is for i skipped steps that the host does not know of yet.
             num_skipped: how many those are that it knows of.
         """
-        values = list(rows[0])
-        if self.num_rows > 1:
-            values = [number for i in range(self.num_rows) for number in rows[min(i, len(rows) - 1)]]
-            values.append(num_skipped)
-        slot = self._slots[self._next]
-        slot.copy_(torch.tensor(values, dtype=torch.float64))
-        self._written.copy_(slot, non_blocking=True)
-        self._next = (self._next + 1) % len(self._slots)
+        if self.num_rows == 1:
+            return list(rows[0])
+        return [number for i in range(self.num_rows) for number in rows[min(i, len(rows) - 1)]] + [float(num_skipped)]
 
-    def take(self, num_skipped: Tensor | None = None) -> None:
-        """Take what was written, on the device; to be recorded before anything that reads the numbers.
+    def take(self, told: Tensor, num_skipped: Tensor | None = None) -> None:
+        """Take what was told, on the device; to be recorded before anything that reads the numbers.
 
         Args:
+            told: (width,), float64, on the device.
             num_skipped: how many steps were skipped, 0-dim, float64; None where nothing is to be chosen.
         """
         if num_skipped is None:
-            self._vector.copy_(self._written)
+            self._vector.copy_(told)
             return
-        row = (num_skipped - self._written[-1]).to(torch.int64).view(1)
-        self._vector.copy_(self._written[:-1].view(self.num_rows, -1).index_select(0, row)[0])
+        row = (num_skipped - told[-1]).to(torch.int64).view(1)
+        self._vector.copy_(told[:-1].view(self.num_rows, -1).index_select(0, row)[0])
 
 
 class DeviceMover:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from viviane.core.ranges import timed_as
-from viviane.ops.capture import branch
+from viviane.ops.capture import URGENT, branch
 from viviane.ops.copies import copy_each, copy_large
 from viviane.parallel import Group
 
@@ -221,7 +221,7 @@ class DenseExchange:
             return
         device = bucket.flat.device
         gradients = [one.grad for one in bucket.parameters if one.grad is not None]
-        with branch(device, "buckets", gradients, is_urgent=True):  # backward goes on beside the casts
+        with branch(device, "buckets", gradients, priority=URGENT):  # backward goes on beside the casts
             bucket.complete()
             bucket.wait = self.group.start_all_reduce(bucket.flat)
         if bucket.numbers.numel():

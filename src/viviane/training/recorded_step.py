@@ -6,16 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.batch import Batch
-from viviane.ops.capture import branch, forget_branches, join_branches
+from viviane.ops.capture import FIRST, branch, forget_branches, join_branches
 from viviane.ops.dense_update import Room, check_finite, judge, judge_scaled, mark
+from viviane.ops.mailbox import answer
 from viviane.ops.watch import watching
 from viviane.training import loss_scale
 from viviane.training.controls import Controls
 from viviane.training.loss_scale import LossScale
+from viviane.training.mailbox import Mailbox
 from viviane.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -26,32 +30,38 @@ _FRESH = (0, -1, 0)
 
 
 class Verdict:
-    """Whether recorded steps may move weights: decided on the device, sent to the host.
+    """Whether recorded steps may move weights: decided on the device, told to the host.
 
     Args:
         device: a GPU.
         controls: the numbers of the steps.
+        num_slots: replays under way whose verdicts the host may look at, and the next one.
 
     Attributes:
         status: see `viviane.ops.dense_update.judge`.
         overflow, scaling: of a dynamic loss scale; see `viviane.ops.dense_update.judge_scaled`.
         flags: what one process finds for all: `overflow`, and the first of `status`.
         gate: of all updates.
+        count: how many steps were judged, (1,), int64, on the device.
         num_skipped: steps that overflowed, of those that the host has looked at.
     """
 
-    def __init__(self, device: torch.device, controls: Controls) -> None:
+    def __init__(self, device: torch.device, controls: Controls, num_slots: int) -> None:
         self.controls = controls
         self._held = torch.tensor([0, *_FRESH, 0, 0, 0], device=device)
         self.flags = self._held[:2]
         self.overflow, self.status = self._held[:1], self._held[1:4]
+        self.count = self.status[2:]
         self.scaling = self._held[4:].view(torch.float64)
         self.gate = torch.ones((), dtype=torch.int32, device=device)
         self.num_skipped = 0
         self._known: list[float] = []
-        slots = controls.num_slots  # one for each replay under way, and the next
-        self._sent = torch.zeros(slots, len(self._held), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._number = 0
+        is_gpu = device.type == "cuda"
+        self._told = torch.zeros(num_slots, len(self._held) + 1, dtype=torch.int64, pin_memory=is_gpu)
+        self._seen = self._told.numpy()  # to look into a tensor takes ten times as long
+        self._ends = [torch.cuda.Event() for _ in range(num_slots)] if is_gpu else []  # type: ignore[no-untyped-call]
+        self.number = 0
+        """Of the next step, as the device counts."""
 
     def take(self, scale: LossScale | None) -> None:
         """Let the device go on with the host's loss scale, where it is a dynamic one that has changed on the host.
@@ -62,26 +72,35 @@ class Verdict:
             self._known = scale.state()
             self.scaling[:2].copy_(torch.tensor(self._known, dtype=torch.float64))
 
-    def send(self) -> None:
-        """Send the status of the step to the host."""
-        self._sent[self._number % len(self._sent)].copy_(self._held, non_blocking=True)
+    def tell(self, words: Tensor, loss: Tensor, signal: Tensor | None = None) -> None:
+        """Tell the host the status of the step that was judged, and its loss; to be recorded after that.
 
-    def done(self) -> torch.cuda.Event | None:
-        """Return the end of all that the current stream was given, `send` too; None where nothing is waited for."""
-        if not self.status.is_cuda:
+        Args:
+            words: of the step's `Mailbox`.
+            loss: 0-dim.
+            signal: (1,), float32, a number that processes have summed.
+        """
+        answer(words, loss, self._held, self._told, self.count, signal)
+
+    def signal(self, number: int) -> NDArray[np.int64]:
+        """Return where a step tells its signal, (1,): there after its end, and until others have taken all slots."""
+        return self._seen[number % len(self._seen), -1:]
+
+    def end(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """Count a step, and return the end of all that a stream was given; None where nothing is waited for.
+
+        The event of the step before the last `num_slots` is used again.
+        """
+        self.number += 1
+        if stream is None:
             return None
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        done = self._ends[self.number % len(self._ends)]
+        done.record(stream)
         return done
 
-    def next_number(self) -> int:
-        """Count a step as the device does, once its status was sent."""
-        self._number += 1
-        return self._number - 1
-
     def is_bad(self, number: int) -> bool:
-        """Whether what was sent says that this step, or one before it, was bad."""
-        _, bad, first, *_ = self._sent[number % len(self._sent)].tolist()
+        """Whether what was told says that this step, or one before it, was bad."""
+        _, bad, first, *_ = self._seen[number % len(self._seen)].tolist()
         return bool(bad) and 0 <= first <= number
 
     def follow(self, number: int, scale: LossScale | None, where: str) -> bool:
@@ -94,7 +113,7 @@ class Verdict:
         """
         if scale is None or not scale.is_dynamic:
             return False
-        total = int(self._sent[number % len(self._sent)][4:].view(torch.float64)[2])
+        total = int(self._seen[number % len(self._seen), 4:7].view(np.float64)[2])
         skipped, self.num_skipped = total > self.num_skipped, total
         if skipped:
             scale.overflow(where)
@@ -106,8 +125,8 @@ class Verdict:
     def clear(self) -> None:
         """Begin anew, after the host has seen a bad step; the loss scale stays."""
         self._held[:4].copy_(torch.tensor([0, *_FRESH]))
-        self._sent.zero_()
-        self._number = 0
+        self._told.zero_()
+        self.number = 0
 
 
 def record_step(
@@ -116,6 +135,7 @@ def record_step(
     precision: Precision,
     verdict: Verdict,
     room: Room,
+    mailbox: Mailbox,
     through: torch.cuda.Event | None = None,
 ) -> Tensor:
     """Run a step as a graph is to repeat it: forward, backward, verdict, update; returns the loss.
@@ -126,18 +146,19 @@ def record_step(
         precision: of the dense layers.
         verdict: whose gate decides about the updates.
         room: of the check of dense gradients.
+        mailbox: has been read.
         through: recorded where the verdict is there, and nothing is left but updates that read nothing of the batch.
     """
     forget_branches(step.device)  # of a graph that somebody else recorded
     scale = step.loss_scale
     if scale is None or not scale.is_dynamic:
         with branch(step.device, "numbers"):
-            verdict.controls.take()
-        return _record_step(step, batch, precision, verdict, room, through)
-    verdict.controls.take(verdict.scaling[2])
+            verdict.controls.take(mailbox.numbers)
+        return _record_step(step, batch, precision, verdict, room, mailbox, through)
+    verdict.controls.take(mailbox.numbers, verdict.scaling[2])
     scale.held = verdict.scaling[0].to(torch.float32)  # a copy: the verdict settles the scale of the next step
     try:
-        return _record_step(step, batch, precision, verdict, room, through)
+        return _record_step(step, batch, precision, verdict, room, mailbox, through)
     finally:
         scale.held = None
 
@@ -148,6 +169,7 @@ def _record_step(
     precision: Precision,
     verdict: Verdict,
     room: Room,
+    mailbox: Mailbox,
     through: torch.cuda.Event | None,
 ) -> Tensor:
     guard, gate = step.guard, verdict.gate
@@ -175,7 +197,10 @@ def _record_step(
     if through is not None:
         for collection in step.collections.values():
             collection.settle_rows()
-        through.record()
+    with branch(step.device, "tell", priority=FIRST):  # before the update has all its blocks wait for room
+        verdict.tell(mailbox.words, mean, None if step.together is None else step.exchange.heard[1:])
+        if through is not None:
+            through.record()
     scale = step._unscaled(step._clip_scale())
     if step.optimizer is not None:
         with branch(step.device, "dense update"):  # beside the tables'

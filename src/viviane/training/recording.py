@@ -19,6 +19,7 @@ from viviane.ops.dense_update import Room
 from viviane.parallel import ShardedCollection
 from viviane.training.beside_update import BesideUpdate
 from viviane.training.controls import Controls, DeviceMover
+from viviane.training.mailbox import Mailbox
 from viviane.training.precision import Precision
 from viviane.training.recorded_step import Verdict, record_step
 from viviane.training.static_batch import StaticBatch
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from viviane.training.step import TrainStep
 
 _log = get_logger("training.recording")
-_LEAST_BYTES = 8 << 20
-"""Of vectors that a process sends, some 25 us of a link. With less the host is the limit, and it took longer."""
 
 
 @dataclass
@@ -40,14 +39,16 @@ class Recording:
         batch: what it reads.
         loss: what it returns.
         kept: what it needs to stay.
+        mailbox: what the host tells it.
         first: what goes before it, beside the update of the step before; None: nothing does.
-        through: recorded by the graph where nothing is left but the update, which reads nothing of the batch; None:
-            that is at its end.
+        through: recorded by the graph where nothing is left but the update, which reads nothing of the batch; None
+            where nothing goes before it.
     """
 
     graph: torch.cuda.CUDAGraph
     batch: StaticBatch
     loss: Tensor
+    mailbox: Mailbox
     kept: list[Tensor]
     first: torch.cuda.CUDAGraph | None = None
     through: torch.cuda.Event | None = None
@@ -72,7 +73,7 @@ class Recorder:
         self._num_slots = num_slots
         follows = step.loss_scale is not None and step.loss_scale.is_dynamic
         rows = num_slots if follows else 1  # of a dynamic loss scale any replay under way may turn out to move nothing
-        self.verdict = Verdict(step.device, Controls(step.device, groups, num_slots, means, rows))
+        self.verdict = Verdict(step.device, Controls(step.device, groups, means, rows), num_slots)
         self.beside_update = BesideUpdate(step.device)
         self._goes_ahead, self._is_in_vain = True, False
         # What it computes goes before sorts and lookups beside it, which would else fill all multiprocessors first.
@@ -122,24 +123,32 @@ class Recorder:
         self, batch: Batch, precision: Precision, room: Room, kept: list[Tensor]
     ) -> tuple[Recording | None, Exception | None]:
         own = self.step
-        static = StaticBatch(batch, self._num_slots)
+        static, verdict = StaticBatch(batch), self.verdict
+        mailbox = Mailbox(own.device, verdict.controls.width, static.width, self._num_slots, verdict.count)
         graph, pools = torch.cuda.CUDAGraph(), [torch.cuda.graph_pool_handle() for _ in range(2)]
-        # A mean of rows visits those of the batch after the update.
-        through = torch.cuda.Event(external=True) if own.mean is None else None  # type: ignore[no-untyped-call]
-        sharded, first = self._sharded(), None
+        sharded, first, through = self._sharded(), None, None
+
+        def fill() -> None:
+            mailbox.read()
+            static.fill(mailbox.batch)
+
         counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
         own._discard()
         gc.collect()  # a reference cycle that still holds gradients would keep its memory from the graph
         try:
             # The outer context: where a capture breaks off, torch's own leaves its stream the current one.
             with self._through_peers(), torch.cuda.stream(torch.cuda.current_stream(own.device)):
-                if through is not None and self._goes_ahead:
+                if own.mean is None and self._goes_ahead:  # a mean of rows visits those of the batch after the update
                     # A module may look up something else than the batch, whose keys need not even be resolvable.
                     self._is_in_vain = True
-                    first = self.beside_update.record(sharded, static.batch, pools[0])
+                    first = self.beside_update.record(sharded, static.batch, fill, pools[0])
                     self._is_in_vain = first is not None
                 with torch.cuda.graph(graph, pool=pools[1], stream=self._stream, capture_error_mode="thread_local"):
-                    loss = record_step(own, static.batch, precision, self.verdict, room, through)
+                    if first is None:
+                        fill()
+                    else:
+                        through = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+                    loss = record_step(own, static.batch, precision, verdict, room, mailbox, through)
         except Exception as error:
             # The allocator of some versions of torch goes on waiting for the end of a capture that broke off, and
             # until then gives no memory back that two streams have used, such as that of every batch of a feed.
@@ -154,7 +163,7 @@ class Recorder:
             if own.optimizer is not None:
                 for group, count in zip(own.optimizer.param_groups, counts, strict=True):
                     group["step"] = count
-        return Recording(graph, static, loss, kept, first, through), None
+        return Recording(graph, static, loss, mailbox, kept, first, through), None
 
     def _sharded(self) -> list[ShardedCollection]:
         return [one for one in self.step.collections.values() if isinstance(one, ShardedCollection)]
@@ -165,7 +174,7 @@ class Recorder:
         if setting is False:
             return
         for collection in self._sharded():
-            reason = collection.routes.open_peers(0 if setting is True else _LEAST_BYTES)
+            reason = collection.routes.open_peers()
             if reason is None:
                 _log.info("recorded lookups write into the memory of the other GPUs")
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,11 +25,11 @@ def batch_shape(batch: Batch) -> Hashable:
         True
     """
     bags = tuple(
-        (name, bag.values.shape[0], bag.values.dtype, bag.offsets.dtype, bag.weights is None)
+        (name, bag.values.shape[0], bag.values.dtype, bag.offsets.dtype, _type(bag.weights))
         for name, bag in batch.bags.items()
     )
-    one_hot = (batch.one_hot.shape, batch.one_hot.dtype)
-    return batch.layout, batch.labels.shape, batch.dense.shape, one_hot, bags, batch.weight is None
+    plain = [(one.shape, one.dtype) for one in (batch.labels, batch.dense, batch.one_hot)]
+    return batch.layout, *plain, bags, _type(batch.weight)
 
 
 class StaticBatch:
@@ -37,21 +37,39 @@ class StaticBatch:
 
     Args:
         like: a batch on the device; its numbers are copied.
-        num_slots: how many batches may be on their way at once: the one before the last `num_slots` must be there.
     """
 
-    def __init__(self, like: Batch, num_slots: int) -> None:
+    def __init__(self, like: Batch) -> None:
         bags = {name: _clone(bag) for name, bag in like.bags.items()}
         weight = None if like.weight is None else like.weight.clone()
         self.batch = replace(
             like, labels=_dense(like.labels), dense=_dense(like.dense), one_hot=_dense(like.one_hot), bags=bags,
             weight=weight, origin="",
         )  # fmt: skip
-        self._refill = Refill(list(_tensors(self.batch)), num_slots)
+        every = _tensors(self.batch)
+        self._places = [i for i, one in enumerate(every) if one is not None and one.numel()]
+        self._refill = Refill(self._with_numbers(every))
 
-    def fill(self, batch: Batch) -> None:
-        """Copy a batch of the same shape."""
-        self._refill(list(_tensors(batch)))
+    @property
+    def width(self) -> int:
+        """How many words `fill` reads."""
+        return self._refill.width
+
+    def words(self, batch: Batch) -> list[int]:
+        """Return what `fill` is to read, for a batch of the same shape; see `viviane.ops.copies.Refill`."""
+        return self._refill.words(self._with_numbers(_tensors(batch)))
+
+    def fill(self, words: Tensor) -> None:
+        """Copy the batch whose words these are, on the device."""
+        self._refill.fill(words)
+
+    def _with_numbers(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return those that have numbers: batches of one shape have them in the same places."""
+        return [one for one in map(tensors.__getitem__, self._places) if one is not None]
+
+
+def _type(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -62,13 +80,9 @@ def _clone(bag: Bag) -> Bag:
     return Bag(bag.values.clone(), bag.offsets.clone(), None if bag.weights is None else bag.weights.clone())
 
 
-def _parts(bag: Bag) -> tuple[Tensor, Tensor, Tensor | None]:
-    return bag.values, bag.offsets, bag.weights
-
-
-def _tensors(batch: Batch) -> Iterator[Tensor]:
-    """Give the tensors of a batch that have numbers, in an order that its shape decides."""
-    bags = [one for bag in batch.bags.values() for one in _parts(bag)]
-    for tensor in (batch.labels, batch.dense, batch.one_hot, batch.weight, *bags):
-        if tensor is not None and tensor.numel():
-            yield tensor
+def _tensors(batch: Batch) -> list[Tensor | None]:
+    """Return the tensors of a batch, in an order that its shape decides."""
+    found = [batch.labels, batch.dense, batch.one_hot, batch.weight]
+    for bag in batch.bags.values():
+        found += (bag.values, bag.offsets, bag.weights)
+    return found

@@ -8,8 +8,11 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from viviane.batch import Batch
@@ -106,14 +109,24 @@ class Together:
                 allowed=str(fixed.rows), fix=_FREE,
             )  # fmt: skip
         for name, count in fixed.hotness.items():
-            if name in batch.bags and len(batch.bags[name].values) != count * batch.size:
+            if name in batch.bags and batch.bags[name].values.shape[0] != count * batch.size:
                 raise DataError(
                     "the bags have another number of ids than was said", where=f"column {name!r}, {batch.origin}",
-                    value=len(batch.bags[name].values), allowed=f"{count} a row", fix=_FREE,
+                    value=batch.bags[name].values.shape[0], allowed=f"{count} a row", fix=_FREE,
                 )  # fmt: skip
         self.num_rows = fixed.rows * self.group.size
         self.stop_is_agreed = fixed.next(self.asks_to_stop) or self.stop_is_agreed
         return []
+
+    def will_hear(self, signals: NDArray[np.int64], done: torch.cuda.Event | None) -> None:
+        """Say where the signals of the step that has begun will be: on the host, for a replay writes them there.
+
+        Args:
+            signals: of all processes, summed.
+            done: after which they are there, and stay for `_LATE` steps; None: they are.
+        """
+        assert self._fixed is not None
+        self._fixed.told = (signals, done)
 
     def share_of_rows(self, batch: Batch) -> float:
         """Return this process's share of the global batch's rows."""
@@ -126,6 +139,9 @@ class Together:
         return list((own / total.clamp_min(torch.finfo(torch.float32).tiny)).float().unbind())
 
 
+_Signals = tuple[NDArray[Any], torch.cuda.Event | None]
+
+
 class _Fixed:
     """Signals of steps under way: every step's are read `_LATE` steps later, when they have long been there."""
 
@@ -133,8 +149,10 @@ class _Fixed:
         self.exchange = exchange
         self.rows = 0
         self.hotness: dict[str, int] = {}
+        self.told: _Signals | None = None
+        """Of the last step, where somebody has said it."""
         self._said = False
-        self._ring: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._ring: deque[_Signals] = deque()
         self._has_begun = False
 
     def next(self, asks: bool) -> bool:
@@ -143,8 +161,7 @@ class _Fixed:
         Args:
             asks: whether this process was asked to stop.
         """
-        if self._has_begun:
-            self._keep(self.exchange.heard[1:])
+        self._keep_last()
         self._has_begun = True
         if asks != self._said:
             self.exchange.signals[:1].fill_(float(asks))
@@ -153,25 +170,29 @@ class _Fixed:
 
     def rest(self) -> bool:
         """Wait for all steps; returns whether any of them asks to stop."""
-        if self._has_begun:
-            self._keep(self.exchange.heard[1:])
+        self._keep_last()
         self.exchange.signals.zero_()
         return sum(self._read() for _ in range(len(self._ring))) > 0
 
-    def _keep(self, signals: Tensor) -> None:
+    def _keep_last(self) -> None:
+        if self._has_begun:
+            self._ring.append(self._copied(self.exchange.heard[1:]) if self.told is None else self.told)
+        self.told = None
+
+    def _copied(self, signals: Tensor) -> _Signals:
         slot = torch.empty(signals.shape, dtype=signals.dtype, pin_memory=signals.is_cuda)
         slot.copy_(signals, non_blocking=True)
         done = None
         if signals.is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        self._ring.append((slot, done))
+        return slot.numpy(), done
 
     def _read(self) -> bool:
-        slot, done = self._ring.popleft()
+        signals, done = self._ring.popleft()
         if done is not None:
             done.synchronize()
-        return bool(slot[0] > 0)
+        return bool(signals[0] > 0)
 
 
 def check_collections(module: nn.Module, group: Group) -> None:

@@ -38,21 +38,36 @@ def draw(device, seed, apart):
 def test_targets_are_filled_from_one_set_of_tensors_after_another(device, apart):
     targets = [torch.zeros_like(one) for one in draw(device, 0, 0)]
     beyond = torch.full((8,), 7, dtype=torch.int32, device=device)
-    refill = gpu.Launch([*targets, beyond[:5]], 2)
+    refill = gpu.Launch([*targets, beyond[:5]])
+    assert refill.width == len(targets) + 1
     for seed in range(5):
         sources = [*draw(device, seed, apart), torch.full((5,), seed, dtype=torch.int32, device=device)]
-        assert refill(sources)
+        words = refill.words(sources)
+        refill(torch.tensor(words, dtype=torch.int64, device=device))
         assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=False))
         assert beyond.tolist() == [seed] * 5 + [7] * 3
+        lies_well = [not one.data_ptr() % 16 for one in sources]
+        assert [word == one.data_ptr() for word, one in zip(words, sources, strict=True)] == lies_well
 
 
-def test_what_does_not_lie_as_needed_is_left_to_torch(device):
-    targets = [torch.zeros(6, dtype=torch.int32, device=device), torch.zeros(2, 3, device=device)]
-    refill = gpu.Launch(targets, 1)
-    fitting = torch.ones(6, dtype=torch.int32, device=device)
-    assert not refill([fitting, torch.ones(3, 2, device=device).t()])
-    assert not refill([fitting, torch.ones(2, 3, dtype=torch.float64, device=device)])
-    assert not refill([fitting, torch.ones(6, device=device)])
-    assert not any(one.any() for one in targets)
-    odd = [torch.zeros(3, dtype=torch.float16, device=device)]
-    assert not gpu.Launch(odd, 1)([torch.ones_like(odd[0])])
+def test_what_does_not_lie_as_needed_is_copied_before(device):
+    whole = torch.zeros(9, dtype=torch.int32, device=device)
+    targets = [
+        torch.zeros(6, dtype=torch.int32, device=device), torch.zeros(2, 3, device=device), whole[1:],
+        torch.zeros(3, dtype=torch.float16, device=device),
+    ]  # fmt: skip
+    refill = gpu.Launch(targets)
+    assert refill.width == 2
+    sources = [
+        torch.arange(6, dtype=torch.int32, device=device), torch.arange(6.0, device=device).view(3, 2).t(),
+        torch.arange(8, dtype=torch.int32, device=device), torch.arange(3.0, device=device).half(),
+    ]  # fmt: skip
+    words = refill.words(sources)
+    assert whole.tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert not targets[0].any()
+    assert not targets[1].any()
+    refill(torch.tensor(words, dtype=torch.int64, device=device))
+    assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
+    sources = [one + 1 for one in sources]
+    refill(torch.tensor(refill.words(sources), dtype=torch.int64, device=device))
+    assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))

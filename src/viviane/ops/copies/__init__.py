@@ -52,26 +52,44 @@ def copy_large(target: Tensor, source: Tensor) -> None:
 
 
 class Refill:
-    """Copies to the same tensors again and again, from others each time, in one launch on a GPU.
+    """Fills the same tensors again and again, from others each time; on a GPU by a launch that a CUDA graph can repeat.
 
     Args:
-        targets: contiguous; what is copied to one has its shape and type.
-        num_slots: how many calls may be under way at once: the call before the last `num_slots` must be over.
+        targets: contiguous; what one is filled from has its shape and type.
+
+    Attributes:
+        width: how many words `fill` reads; 0 where nothing is left to it.
 
     Example:
         >>> target = torch.zeros(2)
-        >>> Refill([target], 1)([torch.tensor([3.0, 4.0])]); target.tolist()
+        >>> refill = Refill([target])
+        >>> words = torch.tensor(refill.words([torch.tensor([3.0, 4.0])]), dtype=torch.int64)
+        >>> refill.fill(words); target.tolist()
         [3.0, 4.0]
     """
 
-    def __init__(self, targets: Sequence[Tensor], num_slots: int) -> None:
+    def __init__(self, targets: Sequence[Tensor]) -> None:
         self.targets = list(targets)
         device = targets[0].device if targets else torch.device("cpu")
-        serves = len(targets) > 1 and device.type == "cuda" and kernels_serve(device)
-        self._launch = load("copies", "gpu").Launch(self.targets, num_slots) if serves else None
+        self._launch = load("copies", "gpu").Launch(self.targets) if targets and kernels_serve(device) else None
+        self.width: int = 0 if self._launch is None else self._launch.width
 
-    def __call__(self, sources: Sequence[Tensor]) -> None:
-        """Copy each source to its target."""
-        if self._launch is not None and self._launch(sources):
-            return
+    def words(self, sources: Sequence[Tensor]) -> list[int]:
+        """Return what `fill` is to read: where the sources are. They stay as they are until it has run.
+
+        What it cannot read is copied at once, on the current stream.
+        """
+        if self._launch is not None:
+            words: list[int] = self._launch.words(sources)
+            return words
         copy_each(self.targets, sources)
+        return []
+
+    def fill(self, words: Tensor) -> None:
+        """Copy each source to its target.
+
+        Args:
+            words: (width,), int64, on the device of the targets.
+        """
+        if self._launch is not None:
+            self._launch(words)

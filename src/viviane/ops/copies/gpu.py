@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from viviane.ops.copies import copy_each
 from viviane.ops.copies.gpu_kernels import cast_kernel, copy_kernel
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 
@@ -26,41 +27,43 @@ def cast(target: Tensor, source: Tensor) -> None:
 
 
 class Launch:
-    """One launch that fills tensors; the addresses of what they are filled from go along.
+    """One launch that fills tensors from where it is told.
 
     Args:
         targets: contiguous.
-        num_slots: how many calls may be under way at once.
+
+    Attributes:
+        width: how many addresses it is told.
     """
 
-    def __init__(self, targets: Sequence[Tensor], num_slots: int) -> None:
+    def __init__(self, targets: Sequence[Tensor]) -> None:
         device = targets[0].device
-        self.targets = list(targets)
-        self._fits = all(one.is_contiguous() and one.nbytes % _UNIT_BYTES == 0 for one in targets)
-        sizes = [one.nbytes // _UNIT_BYTES for one in targets]
+        self._takes = [not (one.nbytes % _UNIT_BYTES or one.data_ptr() % _WIDE_BYTES) for one in targets]
+        taken = [one for one, takes in zip(targets, self._takes, strict=True) if takes]
+        self._others = [one for one, takes in zip(targets, self._takes, strict=True) if not takes]
+        self.width = len(taken)
+        sizes = [one.nbytes // _UNIT_BYTES for one in taken]
         pieces = [(i, start, size) for i, size in enumerate(sizes) for start in range(0, size, _PIECE)]
         self._pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, 3).to(device)
-        self._there = [one.data_ptr() for one in targets]
-        self._table = torch.zeros(len(targets), 2, dtype=torch.int64, device=device)
-        self._slots = torch.zeros(num_slots, len(targets), 2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._next = 0
+        self._there = torch.tensor([one.data_ptr() for one in taken], dtype=torch.int64).to(device)
+        self._copies: list[Tensor] = []
 
-    def __call__(self, sources: Sequence[Tensor]) -> bool:
-        """Fill the targets; False, and nothing is done, where the sources do not lie as that needs."""
-        here = [one.data_ptr() for one in sources]
-        if not self._fits or any(place % _UNIT_BYTES for place in here):
-            return False
-        for one, target in zip(sources, self.targets, strict=True):
-            if not one.is_contiguous() or one.shape != target.shape or one.dtype != target.dtype:
-                return False
-        if not len(self._pieces):
-            return True
-        pairs = list(zip(here, self._there, strict=True))
-        slot = self._slots[self._next]
-        slot.copy_(torch.tensor(pairs, dtype=torch.int64))
-        self._next = (self._next + 1) % len(self._slots)
-        self._table.copy_(slot, non_blocking=True)
-        wide = all(place % _WIDE_BYTES == 0 for pair in pairs for place in pair)
-        with on_device(self._table):
-            copy_kernel[(len(self._pieces),)](self._table, self._pieces, wide=wide, block=_PIECE, num_warps=4)
-        return True
+    def words(self, sources: Sequence[Tensor]) -> list[int]:
+        """Return the addresses of sources; of copies, where they do not lie as the launch reads them."""
+        if self._others:
+            others = [one for one, takes in zip(sources, self._takes, strict=True) if not takes]
+            copy_each(self._others, others)
+            sources = [one for one, takes in zip(sources, self._takes, strict=True) if takes]
+        words = [one.data_ptr() for one in sources]
+        self._copies = []  # what the call before made is let go: the current stream has read it before it writes there
+        for i, one in enumerate(sources):
+            if words[i] % _WIDE_BYTES or not one.is_contiguous():
+                self._copies.append(one.clone(memory_format=torch.contiguous_format))
+                words[i] = self._copies[-1].data_ptr()
+        return words
+
+    def __call__(self, words: Tensor) -> None:
+        """Fill the targets from these addresses."""
+        if len(self._pieces):
+            with on_device(words):
+                copy_kernel[(len(self._pieces),)](words, self._there, self._pieces, block=_PIECE, num_warps=4)

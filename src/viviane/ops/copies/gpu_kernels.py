@@ -25,19 +25,15 @@ def cast_kernel(source, target, size, wide: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def copy_kernel(table, pieces, wide: tl.constexpr, block: tl.constexpr):
-    """Copy one piece of a tensor, in units of four bytes."""
+def copy_kernel(sources, targets, pieces, block: tl.constexpr):
+    """Copy one piece of a tensor, in units of four bytes; tensors begin at multiples of 16 bytes."""
     piece = pieces + tl.program_id(0) * 3
     tensor, start, size = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
-    source = tl.load(table + tensor * 2).to(tl.pointer_type(tl.int32))
-    target = tl.load(table + tensor * 2 + 1).to(tl.pointer_type(tl.int32))
-    if wide:  # said of the pointers: of the numbers that they were cast from, the compiler forgets it
-        source, target = tl.multiple_of(source, [16]), tl.multiple_of(target, [16])
+    # Said of the pointers: of the numbers that they were cast from, the compiler forgets it.
+    source = tl.multiple_of(tl.load(sources + tensor).to(tl.pointer_type(tl.int32)), [16])
+    target = tl.multiple_of(tl.load(targets + tensor).to(tl.pointer_type(tl.int32)), [16])
     n = tl.multiple_of(start, [16]) + tl.arange(0, block)
-    here = n // 4 < size // 4 if wide else n < size
-    numbers = tl.load(source + n, mask=here, other=0)
-    tl.store(target + n, numbers, mask=here)
-    if wide:  # what is left of a last group of four
-        rest = (n >= size // 4 * 4) & (n < size)
-        numbers = tl.load(source + n, mask=rest, other=0)
-        tl.store(target + n, numbers, mask=rest)
+    here = n // 4 < size // 4
+    tl.store(target + n, tl.load(source + n, mask=here, other=0), mask=here)
+    rest = (n >= size // 4 * 4) & (n < size)  # what is left of a last group of four
+    tl.store(target + n, tl.load(source + n, mask=rest, other=0), mask=rest)
