@@ -73,12 +73,34 @@ class WideRows:
     def __init__(self, memory: Memory, margins: Margins) -> None:
         self._memory, self._margins = memory, margins
         self._whole: Tensor | None = None
+        self._put: list[Tensor] = []
 
     def take(self, size: int, width: int, device: torch.device) -> Tensor:
         """Return a matrix (B, W) with any content, whose rows stand L + W + R apart."""
         margins = self._margins
         self._whole = self._memory.take(size, margins.front + width + margins.behind, device)
         return _apart(self._whole, margins.front, (size, width))
+
+    @torch.no_grad()
+    def put(self, front: Sequence[Tensor], behind: Sequence[Tensor]) -> None:
+        """Copy what will be joined, (B, n) each, beside the output, which may still be under way; `join` then does not.
+
+        Only where there is room for just that.
+
+        Args:
+            front, behind: on the left and on the right of the output.
+        """
+        whole, margins, every = self._whole, self._margins, [*front, *behind]
+        if whole is None or any(one.dim() != 2 or len(one) != len(whole) or one.dtype != whole.dtype for one in every):
+            return
+        widths = [sum(one.shape[1] for one in side) for side in (front, behind)]
+        if widths != [margins.front, margins.behind] or any(one.device != whole.device for one in every):
+            return
+        sides = whole[:, : margins.front], whole[:, whole.shape[1] - margins.behind :]
+        for side, parts in zip(sides, (front, behind), strict=True):
+            for target, part in zip(torch.split(side, [one.shape[1] for one in parts], 1), parts, strict=True):
+                target.copy_(part)
+        self._put = every
 
     def join(self, parts: Sequence[Tensor], place: int) -> Tensor | None:
         """Join parts along axis 1, where the one at `place` is the lookup's output and has room for the others.
@@ -93,8 +115,10 @@ class WideRows:
             return None
         if not _fit(parts, place, margins):
             return None
-        self._whole = None
-        joined: Tensor = _Join.apply((whole,), place, *parts)  # type: ignore[no-untyped-call]
+        there = {id(one) for one in self._put}
+        self._whole, self._put = None, []
+        wanted = tuple(i != place and id(part) not in there for i, part in enumerate(parts))
+        joined: Tensor = _Join.apply((whole,), wanted, *parts)  # type: ignore[no-untyped-call]
         return joined
 
 
@@ -146,17 +170,17 @@ def _apart(whole: Tensor, column: int, shape: Sequence[int]) -> Tensor:
 
 
 class _Join(torch.autograd.Function):
-    """Copies all parts but one beside that one; backward gives each its columns of the gradient, as views."""
+    """Copies parts beside the lookup's output; backward gives each its columns of the gradient, as views."""
 
     @staticmethod
-    def forward(ctx: Any, memory: tuple[Tensor], place: int, *parts: Tensor) -> Tensor:
-        """Return the whole, which is the memory that the part at `place` lies in."""
+    def forward(ctx: Any, memory: tuple[Tensor], wanted: tuple[bool, ...], *parts: Tensor) -> Tensor:
+        """Return the whole, where all parts lie already but those that are wanted."""
         counts = [part.shape[1] for part in parts]
         ctx.counts = counts
         [whole] = memory
-        out = _apart(whole, 0, (len(whole), sum(counts), *parts[place].shape[2:]))
-        for i, (target, part) in enumerate(zip(torch.split(out, counts, 1), parts, strict=True)):
-            if i != place:
+        out = _apart(whole, 0, (len(whole), sum(counts), *parts[0].shape[2:]))
+        for target, part, copies in zip(torch.split(out, counts, 1), parts, wanted, strict=True):
+            if copies:
                 target.copy_(part)
         return out
 

@@ -35,6 +35,17 @@ class JoinInRoom(nn.Module):
         self._concat = (concat,)  # in a tuple nn.Module takes no notice of it: it is a submodule of the graph already
         self._place = place
 
+    def begin(self, wide: WideRows, *inputs: Any) -> None:
+        """Put the other inputs beside the lookup's vectors, which are under way, where all of them are there.
+
+        Args:
+            wide: the lookup's rows.
+            inputs: of the layer; None: not there yet, as the vectors.
+        """
+        front, behind = inputs[: self._place], inputs[self._place + 1 :]
+        if all(isinstance(one, Tensor) for one in (*front, *behind)):
+            wide.put(front, behind)
+
     def forward(self, *inputs: Any) -> Tensor:
         """Return the joined tensor.
 

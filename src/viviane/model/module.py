@@ -15,11 +15,11 @@ from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
 from viviane.embedding import EmbeddingOutput, FeatureConfig, TableCollection
-from viviane.embedding.wide_rows import Margins
+from viviane.embedding.wide_rows import Margins, WideRows
 from viviane.model.fusion import FusedMLP, Step, fuse
 from viviane.model.graph import Plan
 from viviane.model.ids import Ids
-from viviane.model.joining import join_in_room
+from viviane.model.joining import JoinInRoom, join_in_room
 from viviane.model.nodes import DenseLayer, SparseEmbedding
 from viviane.nn.registry import Layer
 from viviane.ops.capture import branch, is_capturing, join_ahead
@@ -187,13 +187,19 @@ class GraphModule(nn.Module):
         """
         values: list[Any] = [None] * self._num_values
         begun: list[tuple[tuple[int, ...], Callable[[], Any]]] = []
+        rooms: dict[int, WideRows | None] = {}
         for tops, source in sources:
             if isinstance(source, _Stack):
-                begun.append((tops, source.begin(batch)))
+                finish, rooms[tops[-1]] = source.begin(batch)
+                begun.append((tops, finish))
             else:
                 _keep_results(values, tops, source(batch))
         early, late = steps
         _compute(values, early)
+        for layer, bottoms, _ in late:
+            wide = rooms.get(bottoms[-1]) if isinstance(layer, JoinInRoom) else None
+            if isinstance(layer, JoinInRoom) and wide is not None:
+                layer.begin(wide, *(values[slot] for slot in bottoms[:-1]))
         for tops, finish in begun:
             _keep_results(values, tops, finish())
         _compute(values, late)
@@ -270,14 +276,18 @@ class _Stack:
         self.columns = tuple(collection.features)
         self._leaves_room = False
 
-    def begin(self, batch: Batch) -> Callable[[], Any]:
-        """Begin a lookup: over processes, else in a branch of the graph; what is returned waits for it."""
+    def begin(self, batch: Batch) -> tuple[Callable[[], Any], WideRows | None]:
+        """Begin a lookup: over processes, else in a branch of the graph.
+
+        Returns:
+            what waits for it; and its rows, where they have room and something may be put there meanwhile.
+        """
         if isinstance(self.collection, ShardedCollection):
             asked = self.collection.begin(batch)
-            return lambda: self(asked)
+            return lambda: self(asked), self.collection.room_of(asked) if self._leaves_room else None
         if not _records(batch):
             looked_up = self(batch)
-            return lambda: looked_up
+            return lambda: looked_up, None
         with branch(batch.dense.device, "lookup") as join:  # what memory holds up goes beside the products
             found = self(batch)
 
@@ -285,7 +295,7 @@ class _Stack:
             join()
             return found
 
-        return finish
+        return finish, found[-1] if self._leaves_room else None
 
     def leave_room(self, margins: Margins) -> None:
         """From now on return the rows that the vectors are part of, too: None where they have no room beside them."""

@@ -23,6 +23,7 @@ from viviane.embedding.keys import Violations
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import place_features
 from viviane.embedding.state import summarize
+from viviane.embedding.wide_rows import WideRows
 from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state, state_shape
 from viviane.parallel.content import gather_table, scatter_rows, scatter_table, start_shard
@@ -206,6 +207,11 @@ class ShardedCollection(TableCollection):
         if isinstance(asked, FixedAsked):
             asked.route.begin(asked, training=self.training and torch.is_grad_enabled())
         return asked
+
+    def room_of(self, asked: AnyAsked) -> WideRows | None:
+        """Return the rows that a lookup under way writes columns of, where there is room beside them."""
+        begun = asked.begun if isinstance(asked, FixedAsked) else None
+        return None if begun is None else begun.wide
 
     def _asked(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyAsked) -> AnyAsked:
         if isinstance(batch, Asked | FixedAsked | DistinctAsked):

@@ -119,6 +119,10 @@ class Objective:
         Raises:
             SchemaError: the module returned something else.
         """
+        return self._columns_of(output, num_rows).float()
+
+    def _columns_of(self, output: object, num_rows: int) -> Tensor:
+        """Return it in the type that it has."""
         width = self.width
         allowed = f"a tensor ({num_rows}, {width})" + (f" or ({num_rows},)" if width == 1 else "")
         if not isinstance(output, Tensor):
@@ -128,7 +132,7 @@ class Objective:
         right = output.dim() == 2 and output.shape[0] == num_rows
         if not right or (output.shape[1] != width and self.own_loss is None):
             raise SchemaError("the module's output has another shape", value=tuple(output.shape), allowed=allowed)
-        return output.float()
+        return output
 
     @timed_as("loss")
     def loss(
@@ -139,9 +143,9 @@ class Objective:
         Args:
             shares: factors of the terms: what this batch counts in a batch of several processes; None: 1.
         """
-        logits = self.logits(output, batch.size)
+        logits = self._columns_of(output, batch.size)
         if self.own_loss is not None:
-            own = self.own_loss(logits, batch)
+            own = self.own_loss(logits.float(), batch)
             return own if shares is None else own * shares[0]
         if batch.labels.shape[1] != len(self.labels):
             raise SchemaError("the batch has no labels", where=batch.origin, fix="use predict for rows without labels")
@@ -177,9 +181,11 @@ class Objective:
         label_smoothing: float,
     ) -> Tensor:
         z, y = logits[:, slice(*term.columns)], _columns(batch.labels, term.labels)
+        if not isinstance(term.loss, BinaryCrossEntropyLoss):  # whose kernel widens them by itself
+            z = z.float()
         weight = batch.weight
         if self._may_be_absent(term):
-            present = (y[:, 0] >= IGNORED).to(z.dtype)
+            present = (y[:, 0] >= IGNORED).float()
             weight = present if weight is None else weight * present
             y = y.clamp_min(0.0)
         value = term.loss.mean_loss(z, y, weight, class_weights, label_smoothing)

@@ -92,6 +92,7 @@ class TrainStep:
         if solver.precision != "auto":
             Precision(solver.precision).check(device)
         self.loss_scale = LossScale(solver.loss_scale) if solver.precision == "fp16" else None
+        self._one = torch.ones((), device=device)
         self.stages = StageTimes()
         self.mean: WeightMean | None = None
         for collection in self.collections.values():
@@ -212,11 +213,12 @@ class TrainStep:
     def _backward(self, loss: Tensor) -> Tensor:
         """Run backward, sum dense gradients over the processes, and return the loss of the global batch, detached."""
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
+        start = self._one if scaled.dtype == self._one.dtype and not scaled.dim() else None  # else autograd makes it
         if self.together is None:
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scaled.backward(start)  # type: ignore[no-untyped-call]
             return loss.detach()
         self.exchange.begin(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward(start)  # type: ignore[no-untyped-call]
         mean, sums = self.exchange.finish()
         if isinstance(self.guard, GroupGuard):
             self.guard.local_sums = sums

@@ -46,7 +46,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _gradient(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     (slope,) = ctx.saved_tensors
-    return None if grad is None else (slope * grad).to(ctx.dtype), None, None, None, None, None
+    if grad is None:
+        return (None,) * 6
+    if slope.dtype == ctx.dtype or torch.compiler.is_compiling() or grad.requires_grad:
+        return (slope * grad).to(ctx.dtype), None, None, None, None, None
+    out = torch.empty_like(slope, dtype=ctx.dtype)  # multiplied in float32, and rounded by the same launch
+    return torch.mul(slope, grad, out=out), None, None, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
