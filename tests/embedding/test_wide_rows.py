@@ -75,6 +75,31 @@ def test_room_is_used_once_and_only_by_what_fills_it() -> None:
     assert WideRows(Buffers(torch.float32), Margins(1, 1)).join([front, behind], 0) is None  # nothing was looked up
 
 
+def test_what_is_put_beside_a_lookup_is_not_copied_again() -> None:
+    own = collection(Margins(3, 2))
+    out = own(IDS)
+    front, more, behind = torch.ones(4, 1), torch.full((4, 2), 2.0), torch.full((4, 2), 3.0)
+    for refused in (
+        ([front], [behind]),
+        ([behind], [front, more]),
+        ([front, more.double()], [behind]),
+        ([front, more], [behind[:3]]),
+        ([front, more.unsqueeze(2)], [behind]),
+    ):
+        out.wide.put(*refused)
+        assert not out.wide._put
+    out.wide.put([front, more], [behind])
+    whole = out.flat.as_strided((4, 13), (13, 1), 0)
+    assert torch.equal(whole, torch.cat([front, more, out.flat, behind], 1))
+    whole[:, 0] = 9.0
+    whole[:, 11:] = 8.0
+    other = behind.clone()  # what was put is known by the tensor that it was
+    found = out.wide.join([front, more, out.flat, other], 2)
+    assert torch.equal(found, torch.cat([torch.full((4, 1), 9.0), more, out.flat, other], 1))
+    out.wide.put([front, more], [behind])  # there is no room any more
+    assert torch.equal(found[:, 0], torch.full((4,), 9.0))
+
+
 def test_history_is_right_whatever_is_written_beside() -> None:
     """Of a view of the rows, autograd would work the history out anew, since they are written to afterwards."""
     own = collection(Margins(3, 2))

@@ -8,6 +8,8 @@ import torch
 import viviane.model.module
 from viviane.batch import Batch
 from viviane.config import SGD, AdaGrad
+from viviane.embedding import wide_rows
+from viviane.embedding.wide_rows import WideRows
 from viviane.model import DenseLayer, GraphModule, Input, SparseEmbedding, plan_graph
 from viviane.model.joining import JoinInRoom
 from viviane.schema import Schema
@@ -167,6 +169,21 @@ def test_frozen_tables_and_several_lookups_before_a_backward(options, monkeypatc
     nodes, _ = CASES["in front and behind"]
     plain, own = (build(nodes, monkeypatch, room=room, **options) for room in (False, True))
     same(trained(plain, (8, 70_000), 3), trained(own, (8, 70_000), 3))  # so long that memory is used again
+
+
+def test_in_a_recording_other_inputs_are_put_beside_the_lookup_before_it_is_waited_for(monkeypatch) -> None:
+    nodes, _ = CASES["in front and behind"]
+    plain, own = (build(nodes, monkeypatch, room=room) for room in (False, True))
+    truth, put, order = trained(plain, (8, 1, 300)), WideRows.put, []
+    monkeypatch.setattr(WideRows, "put", lambda self, *parts: (order.append("put"), put(self, *parts)))
+    monkeypatch.setattr(viviane.model.module, "_records", lambda batch: True)
+    same(truth, trained(own, (8, 1, 300)))
+    assert order == ["put"] * 5
+    wide = wide_rows._Join.forward
+    monkeypatch.setattr(wide_rows._Join, "forward", lambda ctx, memory, wanted, *parts: (
+        order.append(wanted), wide(ctx, memory, wanted, *parts))[1])  # fmt: skip
+    own(batch(8, 0))
+    assert order[5:] == ["put", (False, False, False)]
 
 
 def no_cat(*arguments, **options):
