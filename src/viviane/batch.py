@@ -138,6 +138,8 @@ class Batch:
     weight: Tensor | None = None
     origin: str = ""
     _ready: tuple[torch.cuda.Event, int] | None = field(default=None, init=False, repr=False, compare=False)
+    _part: tuple[Any, int] | None = field(default=None, init=False, repr=False, compare=False)
+    """See `viviane.data.run.Run`, to which it belongs."""
 
     @property
     def size(self) -> int:
@@ -218,7 +220,7 @@ class Batch:
         event = self.ready
         if event is None:
             return
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self.device.index)  # a number is looked up sooner than a device
         stream.wait_event(event)
         known: set[int] = set()
         for part in self.tensors():
@@ -228,12 +230,12 @@ class Batch:
                 part.record_stream(stream)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give what a copy, or another process, gets: tensors of its own, which no event is about."""
-        return {**self.__dict__, "_ready": None}
+        """Give what a copy, or another process, gets: tensors of its own, in no run, which no event is about."""
+        return {**self.__dict__, "_ready": None, "_part": None}
 
     def _versions(self) -> int:
         """Count how often the tensors were written to."""
-        return sum(0 if part.is_inference() else part._version for part in self.tensors())
+        return sum([0 if part.is_inference() else part._version for part in self.tensors()])
 
     @property
     def num_bytes(self) -> int:
@@ -243,8 +245,7 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on another device; itself where it is there already.
 
-        A batch whose tensors lie side by side in one piece of memory, as those of a reader with pin_memory do, is
-        moved by one copy.
+        A batch whose tensors lie side by side in one piece of memory is moved by one copy.
         """
         if self._is_on(torch.device(device)):
             return self

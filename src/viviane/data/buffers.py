@@ -21,7 +21,7 @@ from torch import Tensor
 _ROUND: Final = 1 << 16  # bags differ in size from batch to batch: sizes are rounded up, so that they share buffers
 _SMALLEST: Final = 1 << 15  # smaller ones come fast from the allocator
 _KEPT_BYTES: Final = 1 << 28
-_ALIGNED: Final = 256  # bytes, as torch aligns tensors of their own on a GPU: kernels see no difference
+ALIGNED: Final = 256  # bytes, as torch aligns tensors of their own on a GPU: kernels see no difference
 
 _ARRAY_TYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
     torch.float32: np.dtype(np.float32),
@@ -136,4 +136,4 @@ class Piece:
 
 
 def _rounded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    return -(-size // ALIGNED) * ALIGNED

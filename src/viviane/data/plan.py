@@ -55,8 +55,9 @@ class EpochPlan:
 
     def __init__(self, groups: Sequence[Group], shuffle_rows: int | None, seed: int, epoch: int) -> None:
         self.shuffled = shuffle_rows is not None
+        self._groups, self._shuffle_rows = groups, shuffle_rows
         self._seed = seed
-        self._epoch = epoch
+        self.epoch = epoch
         ordered = [group for group in groups if group.num_rows]
         if self.shuffled:
             order = self._random("groups").permutation(len(ordered))
@@ -76,7 +77,11 @@ class EpochPlan:
         self._starts = [window.start for window in self.windows]
 
     def _random(self, *names: str | int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64(derive_seed(self._seed, "reader", self._epoch, *names)))
+        return np.random.Generator(np.random.PCG64(derive_seed(self._seed, "reader", self.epoch, *names)))
+
+    def following(self) -> EpochPlan:
+        """Return the order of the next epoch."""
+        return EpochPlan(self._groups, self._shuffle_rows, self._seed, self.epoch + 1)
 
     def permutation(self, window: Window) -> NDArray[np.int64] | None:
         """Return the order of a window's rows, (num_rows,), or None where they keep their order."""

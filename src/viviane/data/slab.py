@@ -17,7 +17,7 @@ from torch import Tensor
 
 from viviane.batch import Bag, Batch, Layout
 from viviane.data.block import Jagged, Matrix, Rows, View, one_hot_type
-from viviane.data.buffers import Buffers, Form, Memory
+from viviane.data.buffers import ALIGNED, Buffers, Form, Memory
 from viviane.schema import Schema
 
 Part = tuple[View, Rows]
@@ -28,6 +28,7 @@ Lengths = NDArray[np.int64]  # ids of each row
 class BatchShape:
     """What a schema's batches hold, looked up once."""
 
+    layout: Layout
     num_labels: int
     num_dense: int
     num_one_hot: int
@@ -39,6 +40,7 @@ class BatchShape:
     def of(cls, schema: Schema) -> BatchShape:
         """Return the shape of a schema's batches."""
         return cls(
+            Layout.of(schema),
             len(schema.labels),
             schema.num_dense,
             len(schema.one_hot),
@@ -46,6 +48,11 @@ class BatchShape:
             schema.sample_weight is not None,
             tuple((column.name, getattr(torch, column.dtype)) for column in schema.bags),
         )
+
+    def can_be_cut(self, rows: int) -> bool:
+        """Say whether batches of so many rows can be slices of one another's tensors, each as aligned as on its own."""
+        widths = [self.num_labels, self.num_dense, self.num_one_hot, int(self.weighted)]
+        return rows > 0 and not self.bags and all(rows * width * 4 % ALIGNED == 0 for width in widths)
 
 
 @dataclass(frozen=True)
@@ -98,10 +105,10 @@ class Slab:
             },
         )
 
-    def batch(self, layout: Layout, origin: str) -> Batch:
+    def batch(self, shape: BatchShape, origin: str) -> Batch:
         """Return the rows as a batch, without another copy."""
         return Batch(
-            layout=layout,
+            layout=shape.layout,
             labels=self.labels,
             dense=self.dense,
             one_hot=self.one_hot,

@@ -1,0 +1,71 @@
+"""Batches whose rows were taken together: they lie one behind another in the tensors of one batch.
+
+What a small batch costs the host is not its bytes. It is a few calls for each matrix, a copy and an event for each
+batch, and for each call of a reader's thread a turn at the interpreter's lock, which the thread that launches kernels
+needs. Together all of it is done once for several batches, and each of them is a slice.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from viviane.batch import Batch
+
+
+class Run:
+    """Several batches of equally many rows in one; the last may have fewer rows.
+
+    Args:
+        whole: all rows. Bags cannot be cut: with bags it is the only batch.
+        rows: of each batch; None: it is the only one.
+
+    Example:
+        >>> from viviane.schema import Schema
+        >>> whole = Batch.from_columns(Schema(dense=[{"name": "x"}]), {"x": [0, 1, 2]})
+        >>> run = Run(whole, 2)
+        >>> [run.batch(number, "here").dense[:, 0].tolist() for number in range(len(run))]
+        [[0.0, 1.0], [2.0]]
+    """
+
+    def __init__(self, whole: Batch, rows: int | None = None) -> None:
+        self.whole = whole
+        self._rows = rows
+        matrices = (whole.labels, whole.dense, whole.one_hot)
+        if rows is None or whole.size <= rows:
+            self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = [(*matrices, whole.weight)]
+            return
+        # Unlike those of `split`, they count writes each on its own: see `Batch.ready`.
+        labels, dense, one_hot = (torch.unsafe_split(matrix, rows) for matrix in matrices)
+        weight = [None] * len(labels) if whole.weight is None else torch.unsafe_split(whole.weight, rows)
+        self._parts = list(zip(labels, dense, one_hot, weight, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def batch(self, number: int, origin: str) -> Batch:
+        """Return one of the batches; it knows where it is from, see `Run.of`."""
+        labels, dense, one_hot, weight = self._parts[number]
+        whole = self.whole
+        batch = Batch(whole.layout, labels, dense, one_hot, whole.bags, weight, origin)
+        object.__setattr__(batch, "_part", (self, number))
+        return batch
+
+    @classmethod
+    def of(cls, batch: Batch) -> tuple[Self, int] | None:
+        """Return the run that a batch came out of, and its number; None: it is alone, or was written to since.
+
+        A copy with other tensors is alone, too.
+        """
+        part: tuple[Self, int] | None = batch._part
+        return None if part is None or batch._versions() else part
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Run:
+        """Return the run on another device."""
+        return Run(self.whole.to(device, non_blocking), self._rows)
+
+    def pin_memory(self) -> Run:
+        """Return the run in page-locked host memory."""
+        return Run(self.whole.pin_memory(), self._rows)
