@@ -182,9 +182,12 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """Return labels, dense numbers, ids, weights, and the parts of bags."""
-        bags = [part for bag in self.bags.values() for part in (bag.values, bag.offsets, bag.weights)]
-        parts = (self.labels, self.dense, self.one_hot, self.weight, *bags)
-        return [part for part in parts if part is not None]
+        parts = [self.labels, self.dense, self.one_hot]  # asked for several times a step
+        if self.weight is not None:
+            parts.append(self.weight)
+        for bag in self.bags.values():
+            parts += (bag.values, bag.offsets) if bag.weights is None else (bag.values, bag.offsets, bag.weights)
+        return parts
 
     def ready_after(self, event: torch.cuda.Event) -> Self:
         """Say that the tensors are on a GPU once this event has come, whatever its streams do until then.
@@ -235,7 +238,10 @@ class Batch:
 
     def _versions(self) -> int:
         """Count how often the tensors were written to."""
-        return sum([0 if part.is_inference() else part._version for part in self.tensors()])
+        try:
+            return sum([part._version for part in self.tensors()])
+        except RuntimeError:  # tensors of inference mode do not count
+            return sum([0 if part.is_inference() else part._version for part in self.tensors()])
 
     @property
     def num_bytes(self) -> int:

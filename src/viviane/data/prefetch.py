@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from viviane.core.ranges import timed_as
@@ -197,7 +198,7 @@ class Prefetcher:
             block = None if as_it_stands else self._block(window)
             loading = self._loading[window.number] = _Loading(block)
             known = self._order if window.number == 0 else None
-            loading.order = known or self._pool.submit(self._plan.permutation, window)
+            loading.order = known or self._order_of(self._plan, window)
         if as_it_stands:
             loading.mapped = self._pool.submit(storage.view, window.groups[part])
         else:
@@ -213,7 +214,10 @@ class Prefetcher:
             return
         plan = self._plan.following()
         if plan.windows:
-            self._after = plan, self._pool.submit(plan.permutation, plan.windows[0])
+            self._after = plan, self._order_of(plan, plan.windows[0])
+
+    def _order_of(self, plan: EpochPlan, window: Window) -> Order:
+        return self._pool.submit(_permutation, plan, window, self._reading.windows)
 
     @property
     def ready(self) -> bool:
@@ -292,6 +296,10 @@ class Prefetcher:
         self._pool.shutdown(wait=not own, cancel_futures=True)
 
 
+def _permutation(plan: EpochPlan, window: Window, memory: Buffers) -> NDArray[np.int64] | None:
+    return plan.permutation(window, memory.new((window.num_rows,), torch.int64)[1]) if plan.shuffled else None
+
+
 @timed_as("assemble")
 def _assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
     """Take the rows of each batch; an error stands in place of its batch and ends the list."""
@@ -341,5 +349,6 @@ def _take(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]
             rows = [order[first:last] for first, last in places]
             parts.append((view, rows[0] if len(rows) == 1 else np.concatenate(rows)))
     rows_each = sum(last - first for (_, first, last), _ in asked[0])
-    run = Run(Slab.gather(shape, parts, buffers).batch(shape, ""), rows_each if len(asked) > 1 else None)
+    taken = Slab.gather(shape, parts, buffers)
+    run = Run(partial(taken.batch, shape, ""), rows_each if len(asked) > 1 else None)
     return [(run, number, [window for (window, _, _), _ in batch]) for number, batch in enumerate(asked)]

@@ -7,7 +7,8 @@ needs. Together all of it is done once for several batches, and each of them is 
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,28 +20,36 @@ class Run:
     """Several batches of equally many rows in one; the last may have fewer rows.
 
     Args:
-        whole: all rows. Bags cannot be cut: with bags it is the only batch.
+        make: makes a batch of all rows. Bags cannot be cut: with bags it is the only one.
         rows: of each batch; None: it is the only one.
 
     Example:
         >>> from viviane.schema import Schema
         >>> whole = Batch.from_columns(Schema(dense=[{"name": "x"}]), {"x": [0, 1, 2]})
-        >>> run = Run(whole, 2)
+        >>> run = Run(lambda: whole, 2)
         >>> [run.batch(number, "here").dense[:, 0].tolist() for number in range(len(run))]
         [[0.0, 1.0], [2.0]]
     """
 
-    def __init__(self, whole: Batch, rows: int | None = None) -> None:
-        self.whole = whole
+    def __init__(self, make: Callable[[], Batch], rows: int | None = None) -> None:
+        self._make = make
         self._rows = rows
+
+    @cached_property
+    def whole(self) -> Batch:
+        """All rows."""
+        return self._make()
+
+    @cached_property
+    def _parts(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+        whole, rows = self.whole, self._rows
         matrices = (whole.labels, whole.dense, whole.one_hot)
         if rows is None or whole.size <= rows:
-            self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = [(*matrices, whole.weight)]
-            return
+            return [(*matrices, whole.weight)]
         # Unlike those of `split`, they count writes each on its own: see `Batch.ready`.
         labels, dense, one_hot = (torch.unsafe_split(matrix, rows) for matrix in matrices)
         weight = [None] * len(labels) if whole.weight is None else torch.unsafe_split(whole.weight, rows)
-        self._parts = list(zip(labels, dense, one_hot, weight, strict=True))
+        return list(zip(labels, dense, one_hot, weight, strict=True))
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -53,19 +62,18 @@ class Run:
         object.__setattr__(batch, "_part", (self, number))
         return batch
 
-    @classmethod
-    def of(cls, batch: Batch) -> tuple[Self, int] | None:
-        """Return the run that a batch came out of, and its number; None: it is alone, or was written to since.
-
-        A copy with other tensors is alone, too.
-        """
-        part: tuple[Self, int] | None = batch._part
-        return None if part is None or batch._versions() else part
+    @staticmethod
+    def of(batch: Batch) -> tuple[Run, int]:
+        """Return the run that a batch came out of, and its number; after a write to a batch it is alone in its run."""
+        if batch._part is None or batch._versions():
+            return Run(lambda: batch), 0
+        return batch._part
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Run:
         """Return the run on another device."""
-        return Run(self.whole.to(device, non_blocking), self._rows)
+        there = self.whole.to(device, non_blocking)
+        return Run(lambda: there, self._rows)
 
     def pin_memory(self) -> Run:
         """Return the run in page-locked host memory."""
-        return Run(self.whole.pin_memory(), self._rows)
+        return Run(self.whole.pin_memory, self._rows)

@@ -222,7 +222,7 @@ class _Copies:
 
         Batches of one run are copied together, with the first of them.
         """
-        run, number = Run.of(batch) or (Run(batch), 0)
+        run, number = Run.of(batch)
         found = self._there.get(run)
         if found is None:
             found = self._there[run] = self._copy(run)
