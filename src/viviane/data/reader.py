@@ -171,7 +171,7 @@ class Reader:
                     source, known = self._source(windows), windows
                 origin = f"{place} {self._delivered} (from {source})"
                 self._delivered += 1
-                yield run.batch(number, origin)
+                yield run.part(number, origin)
         self._prefetcher, self._ahead = None, prefetcher.following
         self._epoch, self._delivered = self._epoch + 1, 0
 

@@ -55,11 +55,16 @@ class Run:
         return len(self._parts)
 
     def batch(self, number: int, origin: str) -> Batch:
-        """Return one of the batches; it knows where it is from, see `Run.of`."""
+        """Return one of the batches."""
         labels, dense, one_hot, weight = self._parts[number]
         whole = self.whole
-        batch = Batch(whole.layout, labels, dense, one_hot, whole.bags, weight, origin)
-        object.__setattr__(batch, "_part", (self, number))
+        return Batch(whole.layout, labels, dense, one_hot, whole.bags, weight, origin)
+
+    def part(self, number: int, origin: str) -> Batch:
+        """Return one of the batches that knows where it is from; see `Run.of`."""
+        batch = self.batch(number, origin)
+        if len(self._parts) > 1:
+            object.__setattr__(batch, "_part", (self, number))
         return batch
 
     @staticmethod
