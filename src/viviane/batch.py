@@ -138,8 +138,6 @@ class Batch:
     weight: Tensor | None = None
     origin: str = ""
     _ready: tuple[torch.cuda.Event, int] | None = field(default=None, init=False, repr=False, compare=False)
-    _part: tuple[Any, int] | None = field(default=None, init=False, repr=False, compare=False)
-    """See `viviane.data.run.Run`, to which it belongs."""
 
     @property
     def size(self) -> int:
@@ -233,8 +231,8 @@ class Batch:
                 part.record_stream(stream)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give what a copy, or another process, gets: tensors of its own, in no run, which no event is about."""
-        return {**self.__dict__, "_ready": None, "_part": None}
+        """Give what a copy, or another process, gets: tensors of its own, which no event is about."""
+        return {**self.__dict__, "_ready": None}
 
     def _versions(self) -> int:
         """Count how often the tensors were written to."""

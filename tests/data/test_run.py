@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
+import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from viviane.data import Dataset, prefetch, write_dataset
 from viviane.data.buffers import Buffers, Piece
 from viviane.data.plan import EpochPlan, Group, Window
 from viviane.data.reader import Reader
-from viviane.data.run import Run
 from viviane.data.slab import BatchShape
 from viviane.schema import Schema
 
@@ -61,9 +59,9 @@ def for_gpu(reader: Reader) -> Reader:
     return reader
 
 
-def number_in_run(batch: Batch) -> tuple[int, int]:
-    run, number = Run.of(batch)
-    return number, len(run)
+def numbers(reader: Reader) -> list[tuple[int, int]]:
+    """Return the number of each batch in its run, and the length of the run."""
+    return [(number, len(run)) for run, number, _ in reader.cuts()]
 
 
 @pytest.mark.parametrize(
@@ -89,55 +87,47 @@ def test_batches_are_those_that_are_taken_one_by_one(data: Dataset, batch_size: 
 
 
 def test_runs_begin_small_and_hold_the_rows_of_a_task(data: Dataset) -> None:
-    found = [number_in_run(batch) for batch in for_gpu(data.reader(64, shuffle=True, shuffle_rows=500))]
+    found = numbers(for_gpu(data.reader(64, shuffle=True, shuffle_rows=500)))
     sizes = [length for number, length in found if number == 0]
     assert sizes == [1, 2, 4, 5, 5, 5, 5, 5]  # 32 batches
     assert found == [(number, length) for length in sizes for number in range(length)]
     # rows whose tensors would begin anywhere: kernels would see a difference
-    assert {number_in_run(batch) for batch in for_gpu(data.reader(50))} == {(0, 1)}
+    assert set(numbers(for_gpu(data.reader(50)))) == {(0, 1)}
     # the consumer's memory is used again batch by batch
-    assert {number_in_run(batch) for batch in data.reader(64, shuffle=True)} == {(0, 1)}
+    assert set(numbers(data.reader(64, shuffle=True))) == {(0, 1)}
 
 
 def test_batches_of_a_run_lie_in_one_piece_as_aligned_as_alone_and_count_their_own_writes(data: Dataset) -> None:
     batches = list(for_gpu(data.reader(64, shuffle=True)))[7:12]
-    assert [number_in_run(batch) for batch in batches] == [(i, 5) for i in range(5)]
     assert len({part.untyped_storage().data_ptr() for batch in batches for part in batch.tensors()}) == 1
     base = batches[0].labels.untyped_storage().data_ptr()
     for part in (part for batch in batches for part in batch.tensors()):
         assert part.is_contiguous()
         assert (part.data_ptr() - base) % 256 == 0
     batches[1].dense[0] = 1.0
-    assert [number_in_run(batch) for batch in batches] == [(0, 5), (0, 1), (2, 5), (3, 5), (4, 5)]
-    assert Run.of(batches[1])[0].whole is batches[1]
-
-
-def test_a_copy_of_a_batch_is_alone(data: Dataset) -> None:
-    batch = list(for_gpu(data.reader(64)))[3]
-    assert number_in_run(batch) == (0, 4)
-    for other in (replace(batch, dense=batch.dense + 1), pickle.loads(pickle.dumps(batch))):
-        assert number_in_run(other) == (0, 1)
+    assert [batch._versions() > 0 for batch in batches] == [False, True, False, False, False]
 
 
 def test_a_run_goes_to_a_device_as_one(data: Dataset) -> None:
-    batches = list(for_gpu(data.reader(64)))[3:7]
-    there = Run.of(batches[0])[0].to(torch.device("meta"))
+    cuts = list(for_gpu(data.reader(64)).cuts())[3:7]
+    there = cuts[0][0].to(torch.device("meta"))
     assert len({part.untyped_storage()._cdata for i in range(4) for part in there.batch(i, "").tensors()}) == 1
-    for number, batch in enumerate(batches):
-        moved = there.batch(number, "here")
-        assert moved.origin == "here"
+    for run, number, origin in cuts:
+        moved, batch = there.batch(number, origin), run.batch(number, origin)
         shapes = [[(part.shape, part.dtype, part.stride()) for part in b.tensors()] for b in (batch, moved)]
         assert shapes[0] == shapes[1]
 
 
-def test_memory_lives_as_long_as_one_of_its_batches(data: Dataset) -> None:
+def test_memory_of_a_run_lives_as_long_as_one_of_its_batches(data: Dataset) -> None:
     batches = iter(for_gpu(data.reader(64, num_threads=1)))
     held = [next(batches) for _ in range(3)]  # runs of 1 and 2
-    run = weakref.ref(Run.of(held[2])[0])
-    del held[1], batches
-    assert run() is not None
+    storage = weakref.ref(held[2].labels.untyped_storage())
+    assert held[1].labels.untyped_storage() is storage()
+    del batches, held[2]
+    gc.collect()
+    assert storage() is not None
     held.clear()
-    assert run() is None
+    assert storage() is None
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -59,10 +59,10 @@ def slowed(feed: DeviceFeed, cycles: int) -> None:
     """Let each copy begin late, so that the memory it reads would be written to before, if that were allowed."""
     start = feed._copies.start
 
-    def late(batch, place):
+    def late(cut, place):
         with torch.cuda.stream(feed._copies.stream):
             torch.cuda._sleep(cycles)
-        return start(batch, place)
+        return start(cut, place)
 
     feed._copies.start = late
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from viviane.core.errors import CheckpointError, ConfigError
 from viviane.data.buffers import Buffers
 from viviane.data.plan import EpochPlan, Window
 from viviane.data.prefetch import Prefetcher, Reading
+from viviane.data.run import Cut
 from viviane.data.slab import BatchShape
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SHUFFLE_ROWS: Final = 524_288
 STATE_VERSION: Final = 1
+_T = TypeVar("_T")
 _KEPT_WINDOWS: Final = 1 << 32  # bytes; fresh memory takes longer than the rows that are decoded into it
 
 
@@ -118,7 +120,7 @@ class Reader:
         self._buffers, self._windows = Buffers(pin_memory), Buffers(kept_bytes=_KEPT_WINDOWS)
         self._epoch = epoch
         self._delivered = 0
-        self._active: weakref.ref[Generator[Batch, None, None]] | None = None
+        self._active: weakref.ref[Generator[Any, None, None]] | None = None
         self._prefetcher: Prefetcher | None = None
         self._ahead: Prefetcher | None = None  # the epoch that begins, where the one before it has begun it
 
@@ -157,12 +159,23 @@ class Reader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue at the current position; an iterator made before is closed."""
+        return self._begun(self._batches())
+
+    def cuts(self) -> Iterator[Cut]:
+        """Continue as by iterating, but give each batch as a cut of its run, whose tensors nobody has made yet."""
+        return self._begun(self._cuts())
+
+    def _begun(self, iteration: Generator[_T, None, None]) -> Generator[_T, None, None]:
         self._stop()
-        batches = self._batches()
-        self._active = weakref.ref(batches)
-        return batches
+        self._active = weakref.ref(iteration)
+        return iteration
 
     def _batches(self) -> Generator[Batch, None, None]:
+        with closing(self._cuts()) as cuts:
+            for run, number, origin in cuts:
+                yield run.batch(number, origin)
+
+    def _cuts(self) -> Generator[Cut, None, None]:
         prefetcher = self._prefetcher = self._begin()
         with closing(iter(prefetcher)) as made:  # type: ignore[type-var]
             place, source, known = f"{self.dataset.path}, epoch {self._epoch}, batch", "", None
@@ -171,7 +184,7 @@ class Reader:
                     source, known = self._source(windows), windows
                 origin = f"{place} {self._delivered} (from {source})"
                 self._delivered += 1
-                yield run.part(number, origin)
+                yield run, number, origin
         self._prefetcher, self._ahead = None, prefetcher.following
         self._epoch, self._delivered = self._epoch + 1, 0
 

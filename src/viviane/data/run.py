@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from viviane.batch import Batch
+
+Cut = tuple["Run", int, str]
+"""A batch before its tensors are made: its run, its number in it, and where its rows came from, for messages."""
 
 
 class Run:
@@ -60,24 +64,15 @@ class Run:
         whole = self.whole
         return Batch(whole.layout, labels, dense, one_hot, whole.bags, weight, origin)
 
-    def part(self, number: int, origin: str) -> Batch:
-        """Return one of the batches that knows where it is from; see `Run.of`."""
-        batch = self.batch(number, origin)
-        if len(self._parts) > 1:
-            object.__setattr__(batch, "_part", (self, number))
-        return batch
-
-    @staticmethod
-    def of(batch: Batch) -> tuple[Run, int]:
-        """Return the run that a batch came out of, and its number; after a write to a batch it is alone in its run."""
-        if batch._part is None or batch._versions():
-            return Run(lambda: batch), 0
-        return batch._part
-
     def to(self, device: torch.device, non_blocking: bool = False) -> Run:
         """Return the run on another device."""
         there = self.whole.to(device, non_blocking)
         return Run(lambda: there, self._rows)
+
+    @classmethod
+    def one(cls, batch: Batch) -> Self:
+        """Return the run of one batch."""
+        return cls(lambda: batch)
 
     def pin_memory(self) -> Run:
         """Return the run in page-locked host memory."""

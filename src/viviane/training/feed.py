@@ -23,7 +23,7 @@ from viviane.batch import Batch
 from viviane.core.machine import usable_cores
 from viviane.core.ranges import time_range
 from viviane.data import Dataset, Reader
-from viviane.data.run import Run
+from viviane.data.run import Cut, Run
 from viviane.data.streaming import KafkaStream, StreamReader
 from viviane.parallel import Group
 
@@ -131,8 +131,9 @@ class DeviceFeed:
         """Continue at the current position."""
         if self._waiting:
             self.close()
-        batches = iter(self.reader)
-        return self._at_once(batches) if self._copies is None else self._copied_ahead(batches, self._copies)
+        if self._copies is None:
+            return self._at_once(iter(self.reader))
+        return self._copied_ahead(_cuts(self.reader), self._copies)
 
     def read_on(self, until_epoch: int) -> None:
         """Have epochs before this one read one after another, without a wait between; see `Reader`'s until_epoch.
@@ -151,13 +152,13 @@ class DeviceFeed:
                 return
             yield batch
 
-    def _copied_ahead(self, batches: Iterator[Batch], copies: _Copies) -> Iterator[Batch]:
+    def _copied_ahead(self, cuts: Iterator[Cut], copies: _Copies) -> Iterator[Batch]:
         waiting = self._waiting
         ended = False
         while True:
             # Only the first is waited for: what the reader has not got yet would hold up a step that is ready.
             while not ended and len(waiting) <= _AHEAD and (not waiting or self.reader.ready):
-                waiting.append(self._take(batches, copies))
+                waiting.append(self._take(cuts, copies))
                 ended = not isinstance(waiting[-1].batch, Batch)
             first = waiting.popleft()
             self._place = first.place
@@ -168,18 +169,18 @@ class DeviceFeed:
             copies.finish(first)
             yield first.batch
 
-    def _take(self, batches: Iterator[Batch], copies: _Copies) -> _Waiting:
+    def _take(self, cuts: Iterator[Cut], copies: _Copies) -> _Waiting:
         """Take the reader's next batch, and have its copy begin."""
         try:
             with time_range("read"):
-                batch = next(batches, None)
+                cut = next(cuts, None)
         except Exception as error:
             return _Waiting(error, self._place)
         place = (self.reader.epoch, self.reader.position)
-        if batch is None:
+        if cut is None:
             return _Waiting(None, place)
         with time_range("to device"):
-            return copies.start(batch, place)
+            return copies.start(cut, place)
 
     def state(self) -> dict[str, Any]:
         """Return the reader's position after the batches that were handed out."""
@@ -217,19 +218,19 @@ class _Copies:
         self._num_finished = 0
         self._there: weakref.WeakKeyDictionary[Run, tuple[Run, torch.cuda.Event]] = weakref.WeakKeyDictionary()
 
-    def start(self, batch: Batch, place: tuple[int, int]) -> _Waiting:
+    def start(self, cut: Cut, place: tuple[int, int]) -> _Waiting:
         """Queue the copy of a batch; the memory it comes from is not written to before the copy is done.
 
         Batches of one run are copied together, with the first of them.
         """
-        run, number = Run.of(batch)
+        run, number, origin = cut
         found = self._there.get(run)
         if found is None:
             found = self._there[run] = self._copy(run)
         if number + 1 == len(run):
             del self._there[run]
         there, copied = found
-        return _Waiting(there.batch(number, batch.origin).ready_after(copied), place)
+        return _Waiting(there.batch(number, origin).ready_after(copied), place)
 
     def _copy(self, run: Run) -> tuple[Run, torch.cuda.Event]:
         if run.whole.device.type == "cpu" and not run.whole.one_hot.is_pinned():
@@ -257,6 +258,12 @@ class _Copies:
             event.synchronize()
         event.record(torch.cuda.current_stream(self.device.index))
         self.queued.append(event)
+
+
+def _cuts(reader: Reader | StreamReader) -> Iterator[Cut]:
+    if isinstance(reader, Reader):
+        return reader.cuts()
+    return ((Run.one(batch), 0, batch.origin) for batch in reader)
 
 
 def num_threads() -> int:
