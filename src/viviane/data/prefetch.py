@@ -323,17 +323,28 @@ def _assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[M
 
 def _together(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[list[Asked]]:
     """Divide batches into those whose rows are taken together: for a GPU all, where they can be cut."""
+    if not buffers.pin_memory or len(asked) < 2:
+        return [[batch] for batch in asked]
     sizes = [sum(last - first for (_, first, last), _ in batch) for batch in asked]
-    equal = bool(sizes) and set(sizes[:-1]) <= {sizes[0]} and 0 < sizes[-1] <= sizes[0]
-    if buffers.pin_memory and equal and shape.can_be_cut(sizes[0]):
-        return [asked]
-    return [[batch] for batch in asked]
+    equal = set(sizes[:-1]) == {sizes[0]} and 0 < sizes[-1] <= sizes[0]
+    return [asked] if equal and shape.can_be_cut(sizes[0]) else [[batch] for batch in asked]
 
 
 def _take(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
     """Take the rows of batches into one piece of memory."""
+    taken = Slab.gather(shape, _parts(asked), buffers)
+    if buffers.pin_memory:
+        rows = sum(last - first for (_, first, last), _ in asked[0])
+        run = Run(partial(taken.batch, shape, ""), rows if len(asked) > 1 else None)
+    else:  # the consumer computes on the CPU, and is not waited for by a GPU
+        run = Run.one(taken.batch(shape, ""))
+    return [(run, number, [window for (window, _, _), _ in batch]) for number, batch in enumerate(asked)]
+
+
+def _parts(asked: list[Asked]) -> list[Part]:
+    """Return where the rows of batches stand, in as few parts as there can be."""
     spans: list[tuple[_Loading, list[tuple[int, int]]]] = []
-    for (_, first, last), loading in (piece for batch in asked for piece in batch):
+    for (_, first, last), loading in asked[0] if len(asked) == 1 else (piece for batch in asked for piece in batch):
         if not spans or spans[-1][0] is not loading:
             spans.append((loading, [(first, last)]))
         elif spans[-1][1][-1][1] == first:
@@ -348,7 +359,4 @@ def _take(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]
         else:
             rows = [order[first:last] for first, last in places]
             parts.append((view, rows[0] if len(rows) == 1 else np.concatenate(rows)))
-    rows_each = sum(last - first for (_, first, last), _ in asked[0])
-    taken = Slab.gather(shape, parts, buffers)
-    run = Run(partial(taken.batch, shape, ""), rows_each if len(asked) > 1 else None)
-    return [(run, number, [window for (window, _, _), _ in batch]) for number, batch in enumerate(asked)]
+    return parts

@@ -8,7 +8,6 @@ needs. Together all of it is done once for several batches, and each of them is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from viviane.batch import Batch
 
+_Part = tuple[Tensor, Tensor, Tensor, Tensor | None]
 Cut = tuple["Run", int, str]
 """A batch before its tensors are made: its run, its number in it, and where its rows came from, for messages."""
 
@@ -36,16 +36,23 @@ class Run:
     """
 
     def __init__(self, make: Callable[[], Batch], rows: int | None = None) -> None:
-        self._make = make
-        self._rows = rows
+        self._make, self._rows = make, rows
+        self._whole: Batch | None = None
+        self._parts: list[_Part] | None = None
 
-    @cached_property
+    @property
     def whole(self) -> Batch:
         """All rows."""
-        return self._make()
+        if self._whole is None:  # `cached_property` would take a lock
+            self._whole = self._make()
+        return self._whole
 
-    @cached_property
-    def _parts(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    def _cut(self) -> list[_Part]:
+        if self._parts is None:
+            self._parts = self._new_parts()
+        return self._parts
+
+    def _new_parts(self) -> list[_Part]:
         whole, rows = self.whole, self._rows
         matrices = (whole.labels, whole.dense, whole.one_hot)
         if rows is None or whole.size <= rows:
@@ -56,11 +63,11 @@ class Run:
         return list(zip(labels, dense, one_hot, weight, strict=True))
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._cut())
 
     def batch(self, number: int, origin: str) -> Batch:
         """Return one of the batches."""
-        labels, dense, one_hot, weight = self._parts[number]
+        labels, dense, one_hot, weight = self._cut()[number]
         whole = self.whole
         return Batch(whole.layout, labels, dense, one_hot, whole.bags, weight, origin)
 

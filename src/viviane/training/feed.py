@@ -27,7 +27,7 @@ from viviane.data.run import Cut, Run
 from viviane.data.streaming import KafkaStream, StreamReader
 from viviane.parallel import Group
 
-_AHEAD: Final = 2  # batches: one being copied, one that is there
+_AHEAD: Final = 4  # batches: the copy of a run of small ones takes as long as a step or two
 _MOST_QUEUED: Final = 8  # steps: enough to ride out a hiccup of the host, and a bound on the batches that wait for them
 _STEPS_BETWEEN: Final = 2  # an event is recorded before every other step: it takes the host as long as a small kernel
 _MOST_THREADS: Final = 8
