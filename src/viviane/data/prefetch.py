@@ -1,12 +1,13 @@
 """Threads that decode row groups and assemble batches ahead of the consumer.
 
 A pool runs two kinds of tasks in the order in which they are handed in: decode one row group into its
-window's block, and take one batch's rows out of blocks. Tasks are handed in by the consuming thread, as a
+window's block, and take the rows of a run of batches out of blocks. Tasks are handed in by the consuming thread, as a
 function of how many rows it has taken, so that no thread ever waits for room in a queue: nothing can hang
 when the iterator is dropped. A batch task may wait for decode tasks, which always stand before it.
 
 Where it is known that another epoch follows, its windows and batches are handed in as if they were more rows of this
-one, so that no epoch but the first begins with a wait.
+one, so that no epoch but the first begins with a wait. The order of that epoch's first window is found an epoch earlier:
+where an epoch is one window, all threads would wait for the one that finds it.
 """
 
 from __future__ import annotations
