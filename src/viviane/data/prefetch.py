@@ -6,8 +6,8 @@ function of how many rows it has taken, so that no thread ever waits for room in
 when the iterator is dropped. A batch task may wait for decode tasks, which always stand before it.
 
 Where it is known that another epoch follows, its windows and batches are handed in as if they were more rows of this
-one, so that no epoch but the first begins with a wait. The order of that epoch's first window is found an epoch earlier:
-where an epoch is one window, all threads would wait for the one that finds it.
+one, so that no epoch but the first begins with a wait. The order of the first window of the epoch after that is found
+then, too: where an epoch is one window, all threads would wait for the one that finds it.
 """
 
 from __future__ import annotations
