@@ -180,9 +180,12 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """Return labels, dense numbers, ids, weights, and the parts of bags."""
-        bags = [part for bag in self.bags.values() for part in (bag.values, bag.offsets, bag.weights)]
-        parts = (self.labels, self.dense, self.one_hot, self.weight, *bags)
-        return [part for part in parts if part is not None]
+        parts = [self.labels, self.dense, self.one_hot]  # asked for several times a step
+        if self.weight is not None:
+            parts.append(self.weight)
+        for bag in self.bags.values():
+            parts += (bag.values, bag.offsets) if bag.weights is None else (bag.values, bag.offsets, bag.weights)
+        return parts
 
     def ready_after(self, event: torch.cuda.Event) -> Self:
         """Say that the tensors are on a GPU once this event has come, whatever its streams do until then.
@@ -218,7 +221,7 @@ class Batch:
         event = self.ready
         if event is None:
             return
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self.device.index)  # a number is looked up sooner than a device
         stream.wait_event(event)
         known: set[int] = set()
         for part in self.tensors():
@@ -233,7 +236,10 @@ class Batch:
 
     def _versions(self) -> int:
         """Count how often the tensors were written to."""
-        return sum(0 if part.is_inference() else part._version for part in self.tensors())
+        try:
+            return sum([part._version for part in self.tensors()])
+        except RuntimeError:  # tensors of inference mode do not count
+            return sum([0 if part.is_inference() else part._version for part in self.tensors()])
 
     @property
     def num_bytes(self) -> int:
@@ -243,8 +249,7 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on another device; itself where it is there already.
 
-        A batch whose tensors lie side by side in one piece of memory, as those of a reader with pin_memory do, is
-        moved by one copy.
+        A batch whose tensors lie side by side in one piece of memory is moved by one copy.
         """
         if self._is_on(torch.device(device)):
             return self

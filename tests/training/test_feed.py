@@ -1,5 +1,6 @@
 """From the reader to the device: position, errors and bits are those of the batches that were handed out."""
 
+import gc
 import threading
 import time
 
@@ -10,9 +11,12 @@ from click_model import SCHEMA, columns, make_trainer
 from viviane.batch import Batch
 from viviane.config import Solver
 from viviane.core.errors import VivianeError
-from viviane.data import Dataset, write_dataset
-from viviane.data.buffers import Piece
-from viviane.training.feed import DeviceFeed, _Waiting
+from viviane.data import Dataset, prefetch, write_dataset
+from viviane.data.buffers import Buffers, Piece
+from viviane.data.run import Cut, Run
+from viviane.schema import Schema
+from viviane.training import feed as feeds
+from viviane.training.feed import DeviceFeed, _Copies, _Waiting
 
 CPU = torch.device("cpu")
 BATCHES = 10  # of 64 rows
@@ -58,8 +62,9 @@ def test_epochs_that_are_read_on_have_the_same_batches_and_states(train: Dataset
 class NoCopies:
     """Hands batches on as they are, as the copies to a GPU do later."""
 
-    def start(self, batch: Batch, place: tuple[int, int]) -> _Waiting:
-        return _Waiting(batch, place)
+    def start(self, cut: Cut, place: tuple[int, int]) -> _Waiting:
+        run, number, origin = cut
+        return _Waiting(run.batch(number, origin), place)
 
     def finish(self, waiting: _Waiting) -> None:
         pass
@@ -148,7 +153,7 @@ def piece_of(batch: Batch) -> Batch:
     """Return the batch with its tensors in one piece of memory, as a reader with pin_memory makes them."""
     tensors = batch.tensors()
     piece = Piece([(tuple(one.shape), one.dtype) for one in tensors])
-    moved = {id(one): piece.new(tuple(one.shape), one.dtype)[0].copy_(one) for one in tensors}
+    moved = {id(one): piece.new(tuple(one.shape), one.dtype)[0]().copy_(one) for one in tensors}
     return batch._map(lambda part: moved[id(part)]) if not batch.bags else _with_bags(batch, moved)
 
 
@@ -198,3 +203,92 @@ def test_ready_says_whether_a_batch_can_be_had_without_waiting(train: Dataset) -
         pass
     assert len(list(batches)) == 9
     assert not reader.ready
+
+
+class FakeEvent:
+    """Of a device whose steps end when somebody waits for them."""
+
+    handed_out = ended = 0
+
+    def record(self, stream: object) -> None:
+        self.after = FakeEvent.handed_out
+
+    def synchronize(self) -> None:
+        FakeEvent.ended = max(FakeEvent.ended, self.after)
+
+
+class HostCopies(_Copies):
+    """Copies as to a GPU, to other memory of the host."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.copied: list[int] = []
+
+    def _copy(self, run: Run) -> tuple[Run, object]:
+        self.copied.append(run.whole.size)
+        there = piece_of(run.whole) if run.whole.size else run.whole
+        return Run(lambda: there, run._rows), FakeEvent()
+
+
+@pytest.fixture
+def as_for_a_gpu(monkeypatch, tmp_path):
+    """Return a feed of 20 batches of 64 rows and one of 20, their labels numbers, with a GPU's ways, and its reader."""
+    for name in ("Event", "Stream", "current_stream"):
+        monkeypatch.setattr(feeds.torch.cuda, name, lambda *_: FakeEvent())
+    monkeypatch.setattr(Batch, "wait", lambda self: None)
+    monkeypatch.setattr(Buffers, "for_batch", lambda self, forms: Piece(forms) if self.pin_memory else self)
+    monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 256)
+    FakeEvent.handed_out = FakeEvent.ended = 0
+    schema = Schema(dense=[{"name": "x"}], categorical=[{"name": "c", "num_ids": 2000}])
+    data = write_dataset(tmp_path / "rows", schema, [{"x": range(1300), "c": range(1300)}], rows_per_group=300)
+    feed = DeviceFeed.open(data, 64, CPU, shuffle=True, seed=3)
+    feed.reader._buffers.pin_memory = True
+    feed._copies = HostCopies()
+    return feed, data.reader(64, shuffle=True, seed=3)
+
+
+def equal(one: Batch, other: Batch) -> bool:
+    assert one.origin == other.origin
+    return all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+
+
+def test_one_copy_moves_the_batches_of_a_run(as_for_a_gpu) -> None:
+    feed, reader = as_for_a_gpu
+    with feed:
+        for _ in range(2):
+            feed._copies.copied.clear()
+            for one, other in zip(feed, reader, strict=True):
+                assert equal(one, other)
+                assert feed.state() == reader.state()
+            assert feed._copies.copied == [64, 128, 256, 256, 256, 256, 84]
+    assert not feed._copies._there
+
+
+def test_batches_of_a_run_are_there_when_their_copy_is(as_for_a_gpu) -> None:
+    feed, _ = as_for_a_gpu
+    events = [batch.ready for batch in feed]
+    assert None not in events
+    assert [events.index(event) for event in events] == [0, 1, 1] + [i // 4 * 4 + 3 for i in range(18)]
+
+
+def test_leaving_in_the_middle_of_a_run_loses_no_batch_and_keeps_no_copy(as_for_a_gpu) -> None:
+    feed, reader = as_for_a_gpu
+    wanted, found = list(reader), []
+    while len(found) < len(wanted):
+        for batch in feed:
+            found.append(batch)
+            if len(found) % 5 == 0:
+                break
+        feed.close()
+        gc.collect()
+        assert not feed._copies._there
+    assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_no_more_steps_are_queued_than_is_said(as_for_a_gpu) -> None:
+    feed, _ = as_for_a_gpu
+    most = 0
+    for _ in feed:
+        FakeEvent.handed_out += 1
+        most = max(most, FakeEvent.handed_out - FakeEvent.ended)
+    assert most == feeds._MOST_QUEUED

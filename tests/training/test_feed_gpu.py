@@ -10,6 +10,7 @@ from test_gpu import host_tensors, same
 from viviane.core.errors import VivianeError
 from viviane.data import Dataset, prefetch, write_dataset
 from viviane.data.buffers import Buffers, Piece
+from viviane.schema import Schema
 from viviane.training.feed import DeviceFeed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,6 +21,16 @@ GPU = torch.device("cuda", 0)
 def rows(tmp_path_factory) -> Dataset:
     folder = tmp_path_factory.mktemp("feed") / "rows"
     return write_dataset(folder, SCHEMA, [columns(20_000, 5)], rows_per_group=1024, format="viviane")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Dataset:
+    """Rows without bags, whose batches are copied together."""
+    content = {name: values for name, values in columns(20_000, 5).items() if name != "seen"}
+    schema = SCHEMA.to_dict()
+    schema["categorical"] = [one for one in schema["categorical"] if one["name"] != "seen"]
+    folder = tmp_path_factory.mktemp("feed") / "plain"
+    return write_dataset(folder, Schema.from_dict(schema), [content], rows_per_group=1024, format="viviane")
 
 
 def equal(there, here) -> bool:
@@ -48,10 +59,10 @@ def slowed(feed: DeviceFeed, cycles: int) -> None:
     """Let each copy begin late, so that the memory it reads would be written to before, if that were allowed."""
     start = feed._copies.start
 
-    def late(batch, place):
+    def late(cut, place):
         with torch.cuda.stream(feed._copies.stream):
             torch.cuda._sleep(cycles)
-        return start(batch, place)
+        return start(cut, place)
 
     feed._copies.start = late
 
@@ -78,6 +89,15 @@ def test_memory_is_not_used_again_before_a_slow_copy_is_done(rows, monkeypatch, 
     assert all(right) == (not early)
 
 
+def test_batches_that_are_copied_together_are_right_though_copies_are_slow(plain, monkeypatch):
+    monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 4 * 768)
+    feed, reader = DeviceFeed.open(plain, 768, GPU, shuffle=True, seed=1), plain.reader(768, shuffle=True, seed=1)
+    slowed(feed, 5_000_000)
+    there = list(feed)
+    torch.cuda.synchronize()
+    assert all(equal(one, other) for one, other in zip(there, reader, strict=True))
+
+
 def test_device_memory_is_not_used_again_before_a_slow_step_is_done(rows):
     sums = []
     for batch in DeviceFeed.open(rows, 768, GPU, shuffle=True, seed=1):
@@ -97,6 +117,27 @@ def test_a_batch_is_moved_in_one_copy(rows):
     assert len(batches) == 5
     assert len(copies) == 5
     assert all("Pinned" in one.name for one in copies)
+
+
+def test_batches_of_a_run_are_moved_in_one_copy(plain, monkeypatch):
+    monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 4 * 768)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        batches = list(DeviceFeed.open(plain, 768, GPU))
+        torch.cuda.synchronize()
+    copies = [one for one in profiler.events() if "HtoD" in one.name]
+    assert len(batches) == 27
+    assert len(copies) == 8  # 1, 2 and 6 times 4 batches
+
+
+def test_device_memory_of_a_run_is_not_used_again_before_a_slow_step_is_done(plain):
+    sums = []
+    for batch in DeviceFeed.open(plain, 768, GPU, shuffle=True, seed=1):
+        torch.cuda._sleep(10_000_000)
+        sums.append(batch.dense.double().sum() + batch.one_hot.sum())
+        del batch
+    wanted = [b.dense.double().sum() + b.one_hot.sum() for b in plain.reader(768, shuffle=True, seed=1)]
+    # Sums of at most 2,304 float32 numbers in float64; only their order differs.
+    torch.testing.assert_close(torch.stack(sums).cpu(), torch.stack(wanted), rtol=1e-12, atol=1e-9)
 
 
 def test_training_has_the_same_bits_as_with_batches_moved_one_by_one(train, valid):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 _ROUND: Final = 1 << 16  # bags differ in size from batch to batch: sizes are rounded up, so that they share buffers
 _SMALLEST: Final = 1 << 15  # smaller ones come fast from the allocator
 _KEPT_BYTES: Final = 1 << 28
-_ALIGNED: Final = 256  # bytes, as torch aligns tensors of their own on a GPU: kernels see no difference
+ALIGNED: Final = 256  # bytes, as torch aligns tensors of their own on a GPU: kernels see no difference
 
 _ARRAY_TYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
     torch.float32: np.dtype(np.float32),
@@ -30,15 +31,17 @@ _ARRAY_TYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
 }
 
 Form = tuple[tuple[int, ...], torch.dtype]
+Maker = Callable[[], Tensor]
 
 
 class Memory(Protocol):
-    """Makes tensors of float32, int32 or int64 with any content."""
+    """Makes arrays of float32, int32 or int64 with any content, and tensors that show the same memory."""
 
-    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
-        """Return a tensor of some shape and type, and the array that shows the same memory.
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Maker, NDArray[Any]]:
+        """Return what makes a tensor of some shape and type, and its array.
 
-        Both at once, because to ask a tensor for its array takes twice as long as to make the two.
+        Each call of torch gives up the interpreter's lock and asks for it again, for which the thread that launches
+        kernels pays: a reader's thread writes to the array, and who takes the batch makes the tensor.
         """
         ...
 
@@ -62,10 +65,10 @@ class Buffers:
 
     Example:
         >>> buffers = Buffers()
-        >>> first, array = buffers.new((1000, 100), torch.int32)
-        >>> address = first.data_ptr()
-        >>> del first, array
-        >>> buffers.new((1000, 100), torch.float32)[0].data_ptr() == address
+        >>> make, array = buffers.new((1000, 100), torch.int32)
+        >>> address = make().data_ptr()
+        >>> del make, array
+        >>> buffers.new((1000, 100), torch.float32)[0]().data_ptr() == address
         True
     """
 
@@ -79,13 +82,13 @@ class Buffers:
         """Return memory for tensors of these shapes and types, to be made in this order."""
         return Piece(forms, pin_memory=True) if self.pin_memory else self
 
-    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
-        """Return a tensor of some shape and type, and its array."""
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Maker, NDArray[Any]]:
+        """Return what makes a tensor of some shape and type, and its array."""
         size = math.prod(shape) * dtype.itemsize
         array: NDArray[Any]
         if size < _SMALLEST:
             array = np.empty(shape, _ARRAY_TYPES[dtype])
-            return torch.from_numpy(array), array
+            return partial(torch.from_numpy, array), array
         rounded = -(-size // _ROUND) * _ROUND
         with self._lock:
             base = self._free(rounded)
@@ -95,7 +98,7 @@ class Buffers:
                     self._room -= rounded
                     self._by_size.setdefault(rounded, []).append(base)
             array = np.ndarray(shape, _ARRAY_TYPES[dtype], base)
-        return torch.from_numpy(array), array
+        return partial(torch.from_numpy, array), array
 
     def _free(self, size: int) -> NDArray[np.uint8] | None:
         bases = self._by_size.get(size, [])
@@ -112,7 +115,7 @@ class Piece:
     Example:
         >>> piece = Piece([((2, 3), torch.float32), ((2,), torch.int64)])
         >>> (dense, _), (ids, _) = piece.new((2, 3), torch.float32), piece.new((2,), torch.int64)
-        >>> ids.data_ptr() - dense.data_ptr()
+        >>> ids().data_ptr() - dense().data_ptr()
         256
     """
 
@@ -123,17 +126,20 @@ class Piece:
         self._typed: dict[torch.dtype, Tensor] = {}
         self._used = 0
 
-    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
-        """Return the next tensor, of one or two dimensions, a part of torch's own storage; and its array."""
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Maker, NDArray[Any]]:
+        """Return what makes the next tensor, of one or two dimensions, a part of torch's own storage; and its array."""
         size = math.prod(shape) * dtype.itemsize
         start, self._used = self._used, self._used + _rounded(size)
         array: NDArray[Any] = np.ndarray(shape, _ARRAY_TYPES[dtype], self._array, start)
+        return partial(self._tensor, shape, dtype, start), array
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
         whole = self._typed.get(dtype)
         if whole is None:
             whole = self._typed[dtype] = self._bytes.view(dtype)
         strides = (1,) if len(shape) == 1 else (max(1, shape[1]), 1)
-        return whole.as_strided(shape, strides, start // dtype.itemsize), array
+        return whole.as_strided(shape, strides, start // dtype.itemsize)
 
 
 def _rounded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    return -(-size // ALIGNED) * ALIGNED

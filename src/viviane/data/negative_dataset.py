@@ -18,6 +18,7 @@ from viviane.core.errors import ConfigError
 from viviane.data.dataset import Dataset
 from viviane.data.negatives import Negatives, Population, check_negatives
 from viviane.data.reader import Reader
+from viviane.data.run import Cut, Run
 from viviane.schema import CategoricalColumn, Schema
 
 
@@ -139,15 +140,15 @@ class NegativeReader(Reader):
         self.rows_each = negatives.rows_each
         self._pinned = bool(options.get("pin_memory", False))
 
-    def _batches(self) -> Generator[Batch, None, None]:
+    def _cuts(self) -> Generator[Cut, None, None]:
         epoch = self._epoch
-        with closing(super()._batches()) as batches:
-            for batch in batches:
+        with closing(super()._cuts()) as cuts:
+            for run, number, origin in cuts:
                 start = (self._delivered - 1) * self.batch_size
                 together = min(self.batch_size, self.dataset.num_rows - start)  # rows of the batch on all ranks
                 own = start + together * self.rank // self.num_ranks
-                made = self.negatives.add(batch, epoch, own)
-                yield made.pin_memory() if self._pinned else made
+                made = self.negatives.add(run.batch(number, origin), epoch, own)
+                yield Run.one(made.pin_memory() if self._pinned else made), 0, origin
 
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "fingerprint": self.negatives.fingerprint}

@@ -11,12 +11,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from viviane.core.seeds import derive_seed
+
+_STRIDE: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ class EpochPlan:
 
     def __init__(self, groups: Sequence[Group], shuffle_rows: int | None, seed: int, epoch: int) -> None:
         self.shuffled = shuffle_rows is not None
+        self._groups, self._shuffle_rows = groups, shuffle_rows
         self._seed = seed
-        self._epoch = epoch
+        self.epoch = epoch
         ordered = [group for group in groups if group.num_rows]
         if self.shuffled:
             order = self._random("groups").permutation(len(ordered))
@@ -76,13 +79,23 @@ class EpochPlan:
         self._starts = [window.start for window in self.windows]
 
     def _random(self, *names: str | int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64(derive_seed(self._seed, "reader", self._epoch, *names)))
+        return np.random.Generator(np.random.PCG64(derive_seed(self._seed, "reader", self.epoch, *names)))
 
-    def permutation(self, window: Window) -> NDArray[np.int64] | None:
-        """Return the order of a window's rows, (num_rows,), or None where they keep their order."""
+    def following(self) -> EpochPlan:
+        """Return the order of the next epoch."""
+        return EpochPlan(self._groups, self._shuffle_rows, self._seed, self.epoch + 1)
+
+    def permutation(self, window: Window, out: NDArray[np.int64] | None = None) -> NDArray[np.int64] | None:
+        """Return the order of a window's rows, (num_rows,), or None where they keep their order.
+
+        Args:
+            out: to write it to.
+        """
         if not self.shuffled:
             return None
-        order: NDArray[Any] = self._random("rows", window.number).permutation(window.num_rows)
+        order = np.empty(window.num_rows, np.int64) if out is None else out
+        _number(order)
+        self._random("rows", window.number).shuffle(order)
         return order
 
     def pieces(self, start: int, stop: int) -> list[tuple[Window, int, int]]:
@@ -95,3 +108,11 @@ class EpochPlan:
             found.append((window, start - window.start, end - window.start))
             start, number = end, number + 1
         return found
+
+
+def _number(places: NDArray[np.int64]) -> None:
+    """Write 0, 1, 2, ... without the interpreter's lock, which `numpy.arange` holds while it touches its memory."""
+    whole = len(places) // _STRIDE * _STRIDE
+    rows = places[:whole].reshape(-1, _STRIDE)
+    np.add(np.arange(0, whole, _STRIDE)[:, None], np.arange(_STRIDE), out=rows)
+    places[whole:] = np.arange(whole, len(places))

@@ -1,12 +1,13 @@
 """Threads that decode row groups and assemble batches ahead of the consumer.
 
 A pool runs two kinds of tasks in the order in which they are handed in: decode one row group into its
-window's block, and take one batch's rows out of blocks. Tasks are handed in by the consuming thread, as a
+window's block, and take the rows of a run of batches out of blocks. Tasks are handed in by the consuming thread, as a
 function of how many rows it has taken, so that no thread ever waits for room in a queue: nothing can hang
 when the iterator is dropped. A batch task may wait for decode tasks, which always stand before it.
 
 Where it is known that another epoch follows, its windows and batches are handed in as if they were more rows of this
-one, so that no epoch but the first begins with a wait.
+one, so that no epoch but the first begins with a wait. The order of the first window of the epoch after that is found
+then, too: where an epoch is one window, all threads would wait for the one that finds it.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from viviane.core.ranges import timed_as
-from viviane.data.block import Block, Rows, View
+from viviane.data.block import Block, View
 from viviane.data.buffers import Buffers
 from viviane.data.plan import EpochPlan, Window
-from viviane.data.slab import BatchShape, Slab
+from viviane.data.run import Run
+from viviane.data.slab import BatchShape, Part, Slab
 from viviane.data.storage import Storage
 
 _THREAD_NAME = "viviane-reader"
 _RUN_ROWS = 16_384  # rows of a task at least: handing one to a thread costs as much as copying 10,000 rows
 _RUN_ROWS_FOR_GPU = 65_536  # each task takes the interpreter's lock from the thread that launches kernels
+Order = Future[NDArray[np.int64] | None]
 Ready = tuple[View, NDArray[np.int64] | None]
-Made = tuple[Slab, list[Window]] | Exception
+Made = tuple[Run, int, list[Window]] | Exception
 
 
 class _Loading:
@@ -43,7 +47,7 @@ class _Loading:
         self.block = block
         self._lock = threading.Lock()
         self._ready: Ready | None = None
-        self.order: Future[NDArray[np.int64] | None] | None = None
+        self.order: Order | None = None
         self.decodes: list[Future[None]] = []
         self.mapped: Future[View] | None = None
 
@@ -75,6 +79,7 @@ class Reading:
 
     Args:
         storage: where the row groups stand.
+        shape: of the batches.
         batch_size: rows of a batch, over all ranks.
         last_row: rows of an epoch, from the first on, that are read.
         share: (r, n): of every batch of B rows, take the rows B r // n to B (r + 1) // n alone.
@@ -84,6 +89,7 @@ class Reading:
     """
 
     storage: Storage
+    shape: BatchShape
     batch_size: int
     last_row: int
     share: tuple[int, int]
@@ -93,20 +99,28 @@ class Reading:
 
 
 class Prefetcher:
-    """Yields the rows [first_row, last_row) of a plan's stream in slabs of batch_size rows.
+    """Yields the rows [first_row, last_row) of a plan's stream in batches of batch_size rows.
 
     Args:
         plan: the epoch's order.
         reading: what is read, and with what.
         first_row: where to begin.
         before: the epoch before this one, which is still being read; its threads serve both.
+        order: of the rows of window 0, where it is known, or somebody is at it.
 
     Attributes:
-        follow: makes the plan of the epoch after this one; None: nothing of it is read.
-        following: that epoch, begun; whoever iterated to the end takes it over, or closes it.
+        until_epoch: before this epoch, the one after this is read, too, when rows of this one are all on their way.
+        following: the epoch after this one, begun; whoever iterated to the end takes it over, or closes it.
     """
 
-    def __init__(self, plan: EpochPlan, reading: Reading, first_row: int = 0, before: Prefetcher | None = None) -> None:
+    def __init__(
+        self,
+        plan: EpochPlan,
+        reading: Reading,
+        first_row: int = 0,
+        before: Prefetcher | None = None,
+        order: Order | None = None,
+    ) -> None:
         self._plan = plan
         self._reading = reading
         storage, buffers, batch_size = reading.storage, reading.buffers, reading.batch_size
@@ -117,7 +131,6 @@ class Prefetcher:
             for stop in [min(start + batch_size, reading.last_row)]
         ]
         self._next = 0
-        self._shape = BatchShape.of(storage.schema)
         # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
         # For a GPU threads do it all the same: the consumer has kernels to launch.
         self._inline = storage.mapped and not plan.shuffled and not buffers.pin_memory
@@ -133,7 +146,9 @@ class Prefetcher:
         self._pool: ThreadPoolExecutor = (
             ThreadPoolExecutor(reading.num_threads, _THREAD_NAME) if before is None else before._pool
         )
-        self.follow: Callable[[], EpochPlan] | None = None
+        self._order = order
+        self._after: tuple[EpochPlan, Order] | None = None  # the next epoch, and the order of its window 0
+        self.until_epoch: int = 0 if before is None else before.until_epoch
         self.following: Prefetcher | None = None
 
     def _rows_of_last_window(self) -> int:
@@ -183,18 +198,31 @@ class Prefetcher:
         if loading is None:
             block = None if as_it_stands else self._block(window)
             loading = self._loading[window.number] = _Loading(block)
-            loading.order = self._pool.submit(self._plan.permutation, window)
+            known = self._order if window.number == 0 else None
+            loading.order = known or self._order_of(self._plan, window)
         if as_it_stands:
             loading.mapped = self._pool.submit(storage.view, window.groups[part])
+        else:
+            assert loading.block is not None
+            start = sum(group.num_rows for group in window.groups[:part])
+            decode = timed_as("decode")(storage.decode)
+            loading.decodes.append(self._pool.submit(decode, window.groups[part], loading.block, start, part))
+        self._begin_next_order()
+
+    def _begin_next_order(self) -> None:
+        """Have the first window of the next epoch put in order: one thread takes long for it, the others wait then."""
+        if self._pending or not self._plan.shuffled or self._plan.epoch + 1 >= self.until_epoch:
             return
-        assert loading.block is not None
-        start = sum(group.num_rows for group in window.groups[:part])
-        decode = timed_as("decode")(storage.decode)
-        loading.decodes.append(self._pool.submit(decode, window.groups[part], loading.block, start, part))
+        plan = self._plan.following()
+        if plan.windows:
+            self._after = plan, self._order_of(plan, plan.windows[0])
+
+    def _order_of(self, plan: EpochPlan, window: Window) -> Order:
+        return self._pool.submit(_permutation, plan, window, self._reading.windows)
 
     @property
     def ready(self) -> bool:
-        """Whether the next slab, or the end, can be had without waiting and without work."""
+        """Whether the next batch, or the end, can be had without waiting and without work."""
         if self._made or not self._tasks:
             return bool(self._made) or self._next == len(self._ranges)
         first = self._tasks[0]
@@ -217,8 +245,8 @@ class Prefetcher:
         if self._next == len(self._ranges):
             self._loading.clear()
         if self._inline:
-            return partial(_assemble, self._shape, asked, self._reading.buffers)
-        return self._pool.submit(_assemble, self._shape, asked, self._reading.buffers)
+            return partial(_assemble, self._reading.shape, asked, self._reading.buffers)
+        return self._pool.submit(_assemble, self._reading.shape, asked, self._reading.buffers)
 
     def _hand_in_until(self, row: int) -> None:
         while self._pending and self._pending[0][0] <= row:
@@ -232,17 +260,18 @@ class Prefetcher:
 
     def _read_on(self) -> None:
         """Hand in what is due of the epoch after this one, whose rows count on from this one's."""
-        if self._pending or self.follow is None:
+        if self._pending or self._plan.epoch + 1 >= self.until_epoch:
             return
         if self.following is None:
-            self.following = Prefetcher(self.follow(), self._reading, before=self)
+            plan, order = self._after or (self._plan.following(), None)
+            self.following = Prefetcher(plan, self._reading, before=self, order=order)
         if self._next < len(self._ranges):
             self.following._hand_in_until(self._ranges[self._next][0] - self._reading.last_row)
         else:
             self.following._fill(self._depth - len(self._tasks))
 
-    def __iter__(self) -> Iterator[tuple[Slab, list[Window]]]:
-        """Yield slabs with the windows that their rows come from."""
+    def __iter__(self) -> Iterator[tuple[Run, int, list[Window]]]:
+        """Yield for each batch its run, its number in it, and the windows that its rows come from."""
         tasks, made = self._tasks, self._made
         ended = False
         try:
@@ -268,17 +297,67 @@ class Prefetcher:
         self._pool.shutdown(wait=not own, cancel_futures=True)
 
 
+def _permutation(plan: EpochPlan, window: Window, memory: Buffers) -> NDArray[np.int64] | None:
+    return plan.permutation(window, memory.new((window.num_rows,), torch.int64)[1]) if plan.shuffled else None
+
+
 @timed_as("assemble")
 def _assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
     """Take the rows of each batch; an error stands in place of its batch and ends the list."""
     made: list[Made] = []
+    failure: Exception | None = None
+    ready = 0
     try:
         for batch in asked:
-            parts: list[tuple[View, Rows]] = []
-            for (_, first, last), loading in batch:
-                view, order = loading.wait()
-                parts.append((view, slice(first, last) if order is None else order[first:last]))
-            made.append((Slab.gather(shape, parts, buffers), [window for (window, _, _), _ in batch]))
+            for _, loading in batch:
+                loading.wait()
+            ready += 1
     except Exception as error:
-        made.append(error)
-    return made
+        failure = error
+    try:
+        for together in _together(shape, asked[:ready], buffers):
+            made += _take(shape, together, buffers)
+    except Exception as error:
+        failure = error
+    return made if failure is None else [*made, failure]
+
+
+def _together(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[list[Asked]]:
+    """Divide batches into those whose rows are taken together: for a GPU all, where they can be cut."""
+    if not buffers.pin_memory or len(asked) < 2:
+        return [[batch] for batch in asked]
+    sizes = [sum(last - first for (_, first, last), _ in batch) for batch in asked]
+    equal = set(sizes[:-1]) == {sizes[0]} and 0 < sizes[-1] <= sizes[0]
+    return [asked] if equal and shape.can_be_cut(sizes[0]) else [[batch] for batch in asked]
+
+
+def _take(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
+    """Take the rows of batches into one piece of memory."""
+    taken = Slab.gather(shape, _parts(asked), buffers)
+    if buffers.pin_memory:
+        rows = sum(last - first for (_, first, last), _ in asked[0])
+        run = Run(partial(taken.batch, shape, ""), rows if len(asked) > 1 else None)
+    else:  # the consumer computes on the CPU, and is not waited for by a GPU
+        run = Run.one(taken.batch(shape, ""))
+    return [(run, number, [window for (window, _, _), _ in batch]) for number, batch in enumerate(asked)]
+
+
+def _parts(asked: list[Asked]) -> list[Part]:
+    """Return where the rows of batches stand, in as few parts as there can be."""
+    spans: list[tuple[_Loading, list[tuple[int, int]]]] = []
+    for (_, first, last), loading in asked[0] if len(asked) == 1 else (piece for batch in asked for piece in batch):
+        if not spans or spans[-1][0] is not loading:
+            spans.append((loading, [(first, last)]))
+        elif spans[-1][1][-1][1] == first:
+            spans[-1][1][-1] = spans[-1][1][-1][0], last
+        else:
+            spans[-1][1].append((first, last))
+    parts: list[Part] = []
+    for loading, places in spans:
+        view, order = loading.wait()
+        if order is None:
+            parts += [(view, slice(first, last)) for first, last in places]
+        else:
+            rows = [order[first:last] for first, last in places]
+            parts.append((view, rows[0] if len(rows) == 1 else np.concatenate(rows)))
+    return parts

@@ -5,23 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import torch
 
-from viviane.batch import Batch, Layout
+from viviane.batch import Batch
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.data.buffers import Buffers
 from viviane.data.plan import EpochPlan, Window
 from viviane.data.prefetch import Prefetcher, Reading
+from viviane.data.run import Cut
+from viviane.data.slab import BatchShape
 
 if TYPE_CHECKING:
     from viviane.data.dataset import Dataset
 
 DEFAULT_SHUFFLE_ROWS: Final = 524_288
 STATE_VERSION: Final = 1
+_T = TypeVar("_T")
 _KEPT_WINDOWS: Final = 1 << 32  # bytes; fresh memory takes longer than the rows that are decoded into it
 
 
@@ -46,9 +48,9 @@ class Reader:
             of a batch of B rows. All ranks see equally many batches, whatever the number of rows: where the last one
             has fewer rows than ranks, some get a batch of 0 rows. Together they see what one reader would. A saved
             position is that of any rank, and of any number of ranks.
-        pin_memory: deliver batches in page-locked memory, from which a GPU reads on its own, each in one piece, which
-            `Batch.to` moves in one copy. The memory of a batch is used again once nobody refers to it and its copies
-            are done.
+        pin_memory: deliver batches in page-locked memory, from which a GPU reads on its own, in pieces of some 65,536
+            rows at most, or of one batch; a `DeviceFeed` moves each piece in one copy. The memory of a piece is used
+            again once nobody refers to a batch in it and its copies are done.
         until_epoch: epochs before this one are read one after another: while one ends, rows of the next are decoded
             already, so that it begins without a wait; close the reader if it does not come to that. By default
             nothing is read beyond an epoch's end. The attribute may be set anew; it counts when an epoch begins.
@@ -114,11 +116,11 @@ class Reader:
         self.until_epoch = until_epoch
         self.rows_each = 1
         """Rows that a batch holds for each row of the data set."""
+        self._shape = BatchShape.of(dataset.schema)
         self._buffers, self._windows = Buffers(pin_memory), Buffers(kept_bytes=_KEPT_WINDOWS)
         self._epoch = epoch
         self._delivered = 0
-        self._layout = Layout.of(dataset.schema)
-        self._active: weakref.ref[Generator[Batch, None, None]] | None = None
+        self._active: weakref.ref[Generator[Any, None, None]] | None = None
         self._prefetcher: Prefetcher | None = None
         self._ahead: Prefetcher | None = None  # the epoch that begins, where the one before it has begun it
 
@@ -157,32 +159,43 @@ class Reader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue at the current position; an iterator made before is closed."""
+        return self._begun(self._batches())
+
+    def cuts(self) -> Iterator[Cut]:
+        """Continue as by iterating, but give each batch as a cut of its run, whose tensors nobody has made yet."""
+        return self._begun(self._cuts())
+
+    def _begun(self, iteration: Generator[_T, None, None]) -> Generator[_T, None, None]:
         self._stop()
-        batches = self._batches()
-        self._active = weakref.ref(batches)
-        return batches
+        self._active = weakref.ref(iteration)
+        return iteration
 
     def _batches(self) -> Generator[Batch, None, None]:
+        with closing(self._cuts()) as cuts:
+            for run, number, origin in cuts:
+                yield run.batch(number, origin)
+
+    def _cuts(self) -> Generator[Cut, None, None]:
         prefetcher = self._prefetcher = self._begin()
-        with closing(iter(prefetcher)) as slabs:  # type: ignore[type-var]
+        with closing(iter(prefetcher)) as made:  # type: ignore[type-var]
             place, source, known = f"{self.dataset.path}, epoch {self._epoch}, batch", "", None
-            for slab, windows in slabs:
+            for run, number, windows in made:
                 if windows != known:
                     source, known = self._source(windows), windows
                 origin = f"{place} {self._delivered} (from {source})"
                 self._delivered += 1
-                yield slab.batch(self._layout, origin)
+                yield run, number, origin
         self._prefetcher, self._ahead = None, prefetcher.following
         self._epoch, self._delivered = self._epoch + 1, 0
 
     def _begin(self) -> Prefetcher:
         """Take over what is read of the epoch already, or begin to read it from the current position on."""
         dataset, epoch = self.dataset, self._epoch
-        plan_of = partial(EpochPlan, dataset.groups, self.shuffle_rows if self.shuffle else None, self.seed)
         begun, self._ahead = self._ahead, None
         if begun is None:
             reading = Reading(
                 storage=dataset.storage,
+                shape=self._shape,
                 batch_size=self.batch_size,
                 last_row=min(len(self) * self.batch_size, dataset.num_rows),
                 share=(self.rank, self.num_ranks),
@@ -190,8 +203,9 @@ class Reader:
                 windows=self._windows,
                 num_threads=self.num_threads,
             )
-            begun = Prefetcher(plan_of(epoch), reading, min(self._delivered * self.batch_size, dataset.num_rows))
-        begun.follow = partial(plan_of, epoch + 1) if epoch + 1 < self.until_epoch else None
+            plan = EpochPlan(dataset.groups, self.shuffle_rows if self.shuffle else None, self.seed, epoch)
+            begun = Prefetcher(plan, reading, min(self._delivered * self.batch_size, dataset.num_rows))
+        begun.until_epoch = self.until_epoch
         return begun
 
     def _source(self, windows: list[Window]) -> str:

@@ -5,7 +5,7 @@ Shapes: B rows of the batch, L labels, N dense numbers, F one-hot features, nnz 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from viviane.batch import Bag, Batch, Layout
 from viviane.data.block import Jagged, Matrix, Rows, View, one_hot_type
-from viviane.data.buffers import Buffers, Form, Memory
+from viviane.data.buffers import ALIGNED, Buffers, Form, Maker, Memory
 from viviane.schema import Schema
 
 Part = tuple[View, Rows]
@@ -28,6 +27,7 @@ Lengths = NDArray[np.int64]  # ids of each row
 class BatchShape:
     """What a schema's batches hold, looked up once."""
 
+    layout: Layout
     num_labels: int
     num_dense: int
     num_one_hot: int
@@ -39,6 +39,7 @@ class BatchShape:
     def of(cls, schema: Schema) -> BatchShape:
         """Return the shape of a schema's batches."""
         return cls(
+            Layout.of(schema),
             len(schema.labels),
             schema.num_dense,
             len(schema.one_hot),
@@ -47,16 +48,21 @@ class BatchShape:
             tuple((column.name, getattr(torch, column.dtype)) for column in schema.bags),
         )
 
+    def can_be_cut(self, rows: int) -> bool:
+        """Say whether batches of so many rows can be slices of one another's tensors, each as aligned as on its own."""
+        widths = [self.num_labels, self.num_dense, self.num_one_hot, int(self.weighted)]
+        return rows > 0 and not self.bags and all(rows * width * 4 % ALIGNED == 0 for width in widths)
+
 
 @dataclass(frozen=True)
 class Slab:
-    """The parts of a batch."""
+    """What makes the parts of a batch, whose rows are in memory; see `Memory.new`."""
 
-    labels: Tensor  # (B, L)
-    dense: Tensor  # (B, N)
-    one_hot: Tensor  # (B, F)
-    weight: Tensor | None  # (B,)
-    bags: dict[str, Bag]
+    labels: Maker  # (B, L)
+    dense: Maker  # (B, N)
+    one_hot: Maker  # (B, F)
+    weight: Maker | None  # (B,)
+    bags: dict[str, Callable[[], Bag]]
 
     @classmethod
     def gather(cls, shape: BatchShape, parts: Sequence[Part], buffers: Buffers) -> Slab:
@@ -75,7 +81,7 @@ class Slab:
         weighted = {name: any(view.bags[name].weights is not None for view, _ in parts) for name, _ in shape.bags}
         memory = buffers.for_batch(_forms(shape, size, lengths, weighted))
 
-        def matrix(kind: str, width: int, dtype: torch.dtype) -> Tensor:
+        def matrix(kind: str, width: int, dtype: torch.dtype) -> Maker:
             made, target = memory.new((size, width), dtype)
             for (view, rows), place in zip(parts, places, strict=True):
                 _take(getattr(view, kind), rows, target[place])
@@ -98,15 +104,15 @@ class Slab:
             },
         )
 
-    def batch(self, layout: Layout, origin: str) -> Batch:
+    def batch(self, shape: BatchShape, origin: str) -> Batch:
         """Return the rows as a batch, without another copy."""
         return Batch(
-            layout=layout,
-            labels=self.labels,
-            dense=self.dense,
-            one_hot=self.one_hot,
-            bags=self.bags,
-            weight=self.weight,
+            layout=shape.layout,
+            labels=self.labels(),
+            dense=self.dense(),
+            one_hot=self.one_hot(),
+            bags={name: bag() for name, bag in self.bags.items()},
+            weight=None if self.weight is None else self.weight(),
             origin=origin,
         )
 
@@ -144,7 +150,7 @@ def _forms(
 
 def _bag(
     parts: list[tuple[Jagged, Rows]], places: list[slice], dtype: torch.dtype, lengths: list[Lengths], memory: Memory
-) -> Bag:
+) -> Callable[[], Bag]:
     size = places[-1].stop if places else 0
     offsets, ends = memory.new((size + 1,), torch.int64)
     ends[0] = 0
@@ -157,4 +163,4 @@ def _bag(
     for (bag, rows), place in zip(parts, places, strict=True):
         inside = slice(int(ends[place.start]), int(ends[place.stop]))
         bag.take(rows, ids[inside], None if numbers is None else numbers[inside])
-    return Bag(values, offsets, weights)
+    return lambda: Bag(values(), offsets(), None if weights is None else weights())

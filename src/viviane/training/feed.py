@@ -1,13 +1,16 @@
 """From the reader to the device: batches are copied ahead of the step, on a stream of their own.
 
-The reader's threads write each batch into one piece of page-locked memory, and one copy moves it. The copy of a batch
+The reader's threads write small batches into one piece of page-locked memory together, and one copy moves them all:
+a copy, its event and its memory cost the host as much for one small batch as for eight. The copy of a batch
 runs under the steps of those before it; the step waits for it on the device, and the host waits for nothing but the
-reader. Memory is bounded: so many batches are copied ahead, and so many steps may be queued on the device.
+reader. Memory is bounded: so many batches are copied ahead, or those of one piece, and so many steps may be queued on
+the device.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,11 +23,13 @@ from viviane.batch import Batch
 from viviane.core.machine import usable_cores
 from viviane.core.ranges import time_range
 from viviane.data import Dataset, Reader
+from viviane.data.run import Cut, Run
 from viviane.data.streaming import KafkaStream, StreamReader
 from viviane.parallel import Group
 
-_AHEAD: Final = 2  # batches: one being copied, one that is there
+_AHEAD: Final = 4  # batches: the copy of a run of small ones takes as long as a step or two
 _MOST_QUEUED: Final = 8  # steps: enough to ride out a hiccup of the host, and a bound on the batches that wait for them
+_STEPS_BETWEEN: Final = 2  # an event is recorded before every other step: it takes the host as long as a small kernel
 _MOST_THREADS: Final = 8
 
 
@@ -126,8 +131,9 @@ class DeviceFeed:
         """Continue at the current position."""
         if self._waiting:
             self.close()
-        batches = iter(self.reader)
-        return self._at_once(batches) if self._copies is None else self._copied_ahead(batches, self._copies)
+        if self._copies is None:
+            return self._at_once(iter(self.reader))
+        return self._copied_ahead(_cuts(self.reader), self._copies)
 
     def read_on(self, until_epoch: int) -> None:
         """Have epochs before this one read one after another, without a wait between; see `Reader`'s until_epoch.
@@ -146,13 +152,13 @@ class DeviceFeed:
                 return
             yield batch
 
-    def _copied_ahead(self, batches: Iterator[Batch], copies: _Copies) -> Iterator[Batch]:
+    def _copied_ahead(self, cuts: Iterator[Cut], copies: _Copies) -> Iterator[Batch]:
         waiting = self._waiting
         ended = False
         while True:
             # Only the first is waited for: what the reader has not got yet would hold up a step that is ready.
             while not ended and len(waiting) <= _AHEAD and (not waiting or self.reader.ready):
-                waiting.append(self._take(batches, copies))
+                waiting.append(self._take(cuts, copies))
                 ended = not isinstance(waiting[-1].batch, Batch)
             first = waiting.popleft()
             self._place = first.place
@@ -163,18 +169,18 @@ class DeviceFeed:
             copies.finish(first)
             yield first.batch
 
-    def _take(self, batches: Iterator[Batch], copies: _Copies) -> _Waiting:
+    def _take(self, cuts: Iterator[Cut], copies: _Copies) -> _Waiting:
         """Take the reader's next batch, and have its copy begin."""
         try:
             with time_range("read"):
-                batch = next(batches, None)
+                cut = next(cuts, None)
         except Exception as error:
             return _Waiting(error, self._place)
         place = (self.reader.epoch, self.reader.position)
-        if batch is None:
+        if cut is None:
             return _Waiting(None, place)
         with time_range("to device"):
-            return copies.start(batch, place)
+            return copies.start(cut, place)
 
     def state(self) -> dict[str, Any]:
         """Return the reader's position after the batches that were handed out."""
@@ -203,33 +209,61 @@ class DeviceFeed:
 
 
 class _Copies:
-    """Copies to a GPU on their own stream."""
+    """Copies to a GPU on their own stream, and a bound on the steps that are queued there."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.queued: deque[torch.cuda.Event] = deque()
+        self._num_finished = 0
+        self._there: weakref.WeakKeyDictionary[Run, tuple[Run, torch.cuda.Event]] = weakref.WeakKeyDictionary()
 
-    def start(self, batch: Batch, place: tuple[int, int]) -> _Waiting:
-        """Queue the copy of a batch; the memory it comes from is not written to before the copy is done."""
-        if batch.device.type == "cpu" and not batch.one_hot.is_pinned():
-            batch = batch.pin_memory()
+    def start(self, cut: Cut, place: tuple[int, int]) -> _Waiting:
+        """Queue the copy of a batch; the memory it comes from is not written to before the copy is done.
+
+        Batches of one run are copied together, with the first of them.
+        """
+        run, number, origin = cut
+        found = self._there.get(run)
+        if found is None:
+            found = self._there[run] = self._copy(run)
+        if number + 1 == len(run):
+            del self._there[run]
+        there, copied = found
+        return _Waiting(there.batch(number, origin).ready_after(copied), place)
+
+    def _copy(self, run: Run) -> tuple[Run, torch.cuda.Event]:
+        if run.whole.device.type == "cpu" and not run.whole.one_hot.is_pinned():
+            run = run.pin_memory()
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):
-            there = batch.to(self.device, non_blocking=True)
+            there = run.to(self.device, non_blocking=True)
             copied.record(self.stream)
-        return _Waiting(there.ready_after(copied), place)
+        return there, copied
 
     def finish(self, waiting: _Waiting) -> None:
         """Let what the current stream does from here on come after the copy."""
         assert isinstance(waiting.batch, Batch)
-        current = torch.cuda.current_stream(self.device)
-        before = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        before.record(current)
-        self.queued.append(before)
-        if len(self.queued) > _MOST_QUEUED:
-            self.queued.popleft().synchronize()
+        if self._num_finished % _STEPS_BETWEEN == 0:
+            self._hold_back()
+        self._num_finished += 1
         waiting.batch.wait()
+
+    def _hold_back(self) -> None:
+        """Wait until few enough steps are queued."""
+        if len(self.queued) < _MOST_QUEUED // _STEPS_BETWEEN - 1:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        else:
+            event = self.queued.popleft()
+            event.synchronize()
+        event.record(torch.cuda.current_stream(self.device.index))
+        self.queued.append(event)
+
+
+def _cuts(reader: Reader | StreamReader) -> Iterator[Cut]:
+    if isinstance(reader, Reader):
+        return reader.cuts()
+    return ((Run.one(batch), 0, batch.origin) for batch in reader)
 
 
 def num_threads() -> int:

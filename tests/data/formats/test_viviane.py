@@ -140,10 +140,11 @@ def test_a_file_that_changes_is_refused_and_nothing_is_pickled_but_names(tmp_pat
 
 def test_buffers_are_used_again_only_when_nobody_sees_them() -> None:
     buffers = Buffers(kept_bytes=1 << 20)
-    first, shown = buffers.new((100, 100), torch.int64)
+    make, shown = buffers.new((100, 100), torch.int64)
+    first = make()
     view, array = first[3:5], shown[10:]
-    del first, shown
-    second = buffers.new((100, 100), torch.int64)[0]
+    del make, first, shown
+    second = buffers.new((100, 100), torch.int64)[0]()
     assert second.data_ptr() != view.data_ptr() - 3 * 800
     view[:] = 7
     array[:] = 8
@@ -152,9 +153,9 @@ def test_buffers_are_used_again_only_when_nobody_sees_them() -> None:
     assert (array == 8).all()
     place = array.ctypes.data - 10 * 800
     del view, array
-    assert buffers.new((300, 100), torch.int64)[0].data_ptr() != place  # of another size
-    assert buffers.new((200, 100), torch.float32)[0].data_ptr() == place
-    many = [buffers.new((100, 100), torch.int64)[0] for _ in range(40)]  # more than is kept
+    assert buffers.new((300, 100), torch.int64)[0]().data_ptr() != place  # of another size
+    assert buffers.new((200, 100), torch.float32)[0]().data_ptr() == place
+    many = [buffers.new((100, 100), torch.int64)[0]() for _ in range(40)]  # more than is kept
     assert len({one.data_ptr() for one in many}) == 40
 
 

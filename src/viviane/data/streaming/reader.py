@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from viviane.batch import Batch, Layout
+from viviane.batch import Batch
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.data.block import View
 from viviane.data.buffers import Buffers
@@ -63,7 +63,7 @@ class StreamReader:
         self.rank, self.num_ranks = rank, num_ranks
         self.num_skipped = 0
         self._share = batch_size * (rank + 1) // num_ranks - batch_size * rank // num_ranks
-        self._layout, self._shape = Layout.of(stream.schema), BatchShape.of(stream.schema)
+        self._shape = BatchShape.of(stream.schema)
         self._decoder = MessageDecoder(stream.messages, stream.schema, stream.etl)
         self._buffers = Buffers(False)
         topic = stream.connect()
@@ -133,7 +133,7 @@ class StreamReader:
                 continue
             self._delivered += 1
             self._history.append((self._delivered, dict(self._places)))
-            yield Slab.gather(self._shape, parts, self._buffers).batch(self._layout, self._origin())
+            yield Slab.gather(self._shape, parts, self._buffers).batch(self._shape, self._origin())
         self._epoch, self._delivered, self._places = self._epoch + 1, 0, dict(self._beginning)
         self._history.clear()
         self._history.append((0, dict(self._places)))
