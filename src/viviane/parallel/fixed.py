@@ -319,10 +319,18 @@ class FixedRoute:
         """
         give = self._give if asked.peers is None else self._give_through
         finish = give(own, asked, gradient)
-        # Autograd goes on with the layers whose outputs stand beside the embeddings: they need not wait for these sums.
-        with branch(self._sharded.device, "replicas", [gradient]):
+        # Neither the layers whose outputs stand beside the embeddings nor the verdict need wait for these sums.
+        reads = [gradient]
+        with branch(self._sharded.device, "replicas", is_open=True) as join:
             sums = [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)]
-        self._sharded.wait_for(finish, sums)
+
+        def finish_sums() -> None:
+            join()
+            reads.clear()
+            for one in sums:
+                one()
+
+        self._sharded.underway.add(finish, finish_sums, join)
 
     def _give(self, own: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> Callable[[], None]:
         """Begin to send gradients to the shards; the function that is returned waits for those that come."""
