@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from viviane.ops.capture import URGENT, branch
 from viviane.ops.copies import copy_each, copy_large
 from viviane.parallel import Group
 
-_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 6 << 20}  # on the wire; below, NCCL is far from its bandwidth
+_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; below, NCCL is far from its bandwidth
 _LEAST_BUCKETS = 3  # of a small model: the last one waits for the end of backward, and should be a part of it only
 _SMALLEST_BUCKET = 1 << 20
 _ALIGNED = 8  # numbers: each gradient begins where a thread of a GPU can read or write 16 bytes at once
@@ -88,29 +88,6 @@ class _Bucket:
             else:  # as it lies on the wire: the cast back would be one more pass over memory, and `wide` one more copy
                 self.beside[parameter], parameter.grad = view, None
         self.filled.clear()
-
-
-def by_layer(parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    """Return parameters in their order, but those of a module's lists by layer: so backward finishes their gradients.
-
-    Args:
-        parameters: by name in the module.
-
-    Example:
-        >>> names = ["top.w", "cross.v.0", "cross.v.1", "cross.w.0", "cross.w.1", "last.w"]
-        >>> given = {name: nn.Parameter(torch.tensor(float(i))) for i, name in enumerate(names)}
-        >>> [int(one) for one in by_layer(given)]
-        [0, 1, 3, 2, 4, 5]
-    """
-    first: dict[str, int] = {}
-    keys: list[tuple[int, int, int]] = []
-    for place, name in enumerate(parameters):
-        owner, *rest = name.rsplit(".", 2)
-        if len(rest) == 2 and rest[1].isdigit():
-            keys.append((first.setdefault(owner, place), int(rest[1]), place))
-        else:
-            keys.append((place, 0, place))
-    return [one for _, one in sorted(zip(keys, parameters.values(), strict=True), key=lambda pair: pair[0])]
 
 
 class DenseExchange:

@@ -194,7 +194,15 @@ def _record_step(
         judge(None if guard is None else mean, verdict.status, gate)
     if guard is not None:
         guard.restore_buffers_unless(gate)
-    _tell(step, mean, verdict, mailbox, through)
+    if through is not None:
+        for collection in step.collections.values():
+            collection.settle_rows()
+    with branch(step.device, "tell", priority=FIRST):  # before the update has all its blocks wait for room
+        verdict.tell(mailbox.words, mean, None if step.together is None else step.exchange.heard[1:])
+        if through is not None:
+            for collection in step.collections.values():
+                collection.wait_for_readers()
+            through.record()
     scale = step._unscaled(step._clip_scale())
     if step.optimizer is not None:
         with branch(step.device, "dense update"):  # beside the tables'
@@ -207,19 +215,6 @@ def _record_step(
     step.module.zero_grad(set_to_none=True)
     step.gradients.drop()
     return mean
-
-
-def _tell(step: TrainStep, loss: Tensor, verdict: Verdict, mailbox: Mailbox, through: torch.cuda.Event | None) -> None:
-    """Tell the host beside the updates, and say from where on nothing reads the batch."""
-    if through is not None:
-        for collection in step.collections.values():
-            collection.settle_rows()
-    with branch(step.device, "tell", priority=FIRST):  # before the update has all its blocks wait for room
-        verdict.tell(mailbox.words, loss, None if step.together is None else step.exchange.heard[1:])
-        if through is not None:
-            for collection in step.collections.values():
-                collection.wait_for_readers()
-            through.record()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from viviane.training.batch_norm import join_batch_norms
 from viviane.training.captured import CapturedSteps
 from viviane.training.checkpoint import load_checkpoint
 from viviane.training.controls import DeviceMover
-from viviane.training.dense_exchange import DenseExchange, by_layer
+from viviane.training.dense_exchange import DenseExchange
 from viviane.training.dense_gradients import DenseGradients
 from viviane.training.dense_state import collections_of, dense_parameters
 from viviane.training.group_guard import GroupGuard
@@ -106,7 +106,7 @@ class TrainStep:
         self.together = Together(self.group)
         wire = self.solver.dense_wire_dtype
         self.exchange = DenseExchange(
-            by_layer(self.parameters),
+            list(self.parameters.values()),
             self.group,
             None if wire == "float32" else getattr(torch, wire),
             self.gradients.beside,

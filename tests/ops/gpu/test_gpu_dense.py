@@ -160,58 +160,6 @@ def test_cross_layers(device, size, n, k, count, dtype):
     both(lambda *given: split(cross.cross_layers, *given), lambda *given: split(plain_cross, *given), tensors, dtype)
 
 
-def cross_tensors(device, count=3, size=9, n=24, k=8):
-    backs = [draw(device, k, n, seed=i, scale=0.2) for i in range(count)]
-    weights = [draw(device, n, k, seed=5 + i, scale=0.2) for i in range(count)]
-    biases = [draw(device, n, seed=9 + i) for i in range(count)]
-    return draw(device, size, n, seed=3), backs, weights, biases
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_chain_of_cross_layers_gives_the_bits_of_the_operator(device, count):
-    x, backs, weights, biases = cross_tensors(device, count)
-    leaves = [x, *backs, *weights, *biases]
-    chain = cross.cross_layers(x, backs, weights, biases)
-    whole = torch.ops.viviane.cross_layers(x, backs, weights, biases, torch.float32, None)[count - 1]
-    assert torch.equal(chain, whole)
-    assert chain.grad_fn.name() != whole.grad_fn.name()
-    truth = torch.autograd.grad(whole.square().sum(), leaves)
-    loss = chain.square().sum()
-    for _ in range(2):  # what the layers hand on is there again
-        found = torch.autograd.grad(loss, leaves, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
-
-
-def test_a_later_cross_layers_gradients_are_there_before_those_of_an_earlier_one(device):
-    x, *lists = cross_tensors(device)
-    lists = [[one.detach().requires_grad_() for one in ones] for ones in lists]
-    seen = []
-    for layer in range(3):
-        for ones in lists:
-            earlier = [one[i] for one in lists for i in range(layer)]
-            ones[layer].register_post_accumulate_grad_hook(
-                lambda _, layer=layer, earlier=earlier: seen.append((layer, [one.grad is None for one in earlier]))
-            )
-    cross.cross_layers(x, *lists).sum().backward()
-    assert [layer for layer, _ in seen] == [2] * 3 + [1] * 3 + [0] * 3
-    assert all(all(waits) for _, waits in seen)
-
-
-@pytest.mark.parametrize("frozen", [[0], [2], [0, 1], [0, 2]])
-def test_frozen_cross_layers_and_an_input_without_a_gradient(device, frozen):
-    x, *lists = cross_tensors(device)
-    x = x.detach()
-    truth = torch.autograd.grad(cross.cross_layers(x, *lists).square().sum(), [one for ones in lists for one in ones])
-    for ones in lists:
-        for i in frozen:
-            ones[i] = ones[i].detach()
-    moving = [one for ones in lists for one in ones if one.requires_grad]
-    found = iter(torch.autograd.grad(cross.cross_layers(x, *lists).square().sum(), moving))
-    for place, given in enumerate(truth):
-        if place % 3 not in frozen:
-            assert torch.equal(next(found), given)
-
-
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("size", [1, 3, 1500])
 @pytest.mark.parametrize("options", [{}, {"class_weights": (0.5, 3.0), "label_smoothing": 0.1}], ids=str)

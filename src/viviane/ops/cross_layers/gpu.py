@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -51,17 +48,8 @@ def forward(
     return [*xs[1:], *us, ys, whole if packed is None else x.new_empty(0, dtype=dtype)]
 
 
-def matrices_of(
-    packed: Tensor, weights: Sequence[Tensor], projections: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return W_l and V_l of packed weights."""
-    biases = [one.shape[:1] for one in weights]
-    layout = packing([*(one.shape for one in (*weights, *projections)), *biases], dtype)
-    return _matrices(layout.parts(packed), weights, projections)
-
-
 def _matrices(
-    parts: Sequence[Tensor], weights: Sequence[Tensor], projections: Sequence[Tensor]
+    parts: list[Tensor], weights: list[Tensor], projections: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return W_l and V_l, without the zeros behind padded rows."""
     every = [part[:, : one.shape[1]] for part, one in zip(parts, [*weights, *projections], strict=False)]
@@ -102,57 +90,24 @@ def backward(
     dtype, layers = grad.dtype, len(weights)
     first, top = x.to(dtype).contiguous(), grad.contiguous()
     xs, us, ys = [first, *kept[: layers - 1]], kept[layers:-2], kept[-2]
-    ws, vs = matrices_of(kept[-1], weights, projections, dtype)
+    biases = [one.shape[:1] for one in weights]
+    layout = packing([*(one.shape for one in (*weights, *projections)), *biases], dtype)
+    ws, vs = _matrices(layout.parts(kept[-1]), weights, projections)
     grads = top.new_empty(max(1, layers - 1), *top.shape)  # g_1 ... g_{L-1}
-    found: list[LayerGradients] = []
+    found = [[torch.empty(0)] * layers for _ in range(3)]
     g = top
     dy, partial = gated_gradient(g, first, relu=False)
     for index in range(layers - 1, -1, -1):
-        u, back, narrow = (us[index], vs[index], projections[index].dtype) if us else (None, None, None)
-        parts = weight_gradients(dy, partial, xs[index], u, ws[index], back, weights[index].dtype, narrow)
-        found.insert(0, parts)
+        found[2][index] = column_sums(partial, partial.shape[1:], [weights[index].dtype])[0]
+        found[1][index] = weight_gradient(dy, us[index] if us else xs[index], weights[index].dtype)
+        du, back = dy, ws[index]
+        if us:
+            du, back = dy @ ws[index], vs[index]
+            found[0][index] = weight_gradient(du, xs[index], projections[index].dtype)
         if index:
-            g, dy, partial = cross_backward(parts.du, parts.back, g, first, grads[index - 1])
-    dx = cross_last(found[0].du, found[0].back, top, grads, ys).to(x.dtype)
-    narrow_ones = [one.projection for one in found if one.projection is not None]
-    return [dx, *narrow_ones, *(one.weight for one in found), *(one.bias for one in found)]
-
-
-class LayerGradients(NamedTuple):
-    """Gradients of a layer, and the product that goes on to the one before: du V, or du W of full rank."""
-
-    weight: Tensor
-    bias: Tensor
-    projection: Tensor | None
-    du: Tensor
-    back: Tensor
-
-
-def weight_gradients(
-    dy: Tensor,
-    partial: Tensor,
-    x: Tensor,
-    u: Tensor | None,
-    weight: Tensor,
-    projection: Tensor | None,
-    wide: torch.dtype,
-    narrow: torch.dtype | None,
-) -> LayerGradients:
-    """Return a layer's gradients.
-
-    Args:
-        dy: gradient of y_l, (B, n).
-        partial: sums of parts of its columns.
-        x, u: x_l, and x_l V^T where there is a projection.
-        weight, projection: of the layer, in the products' type.
-        wide, narrow: types of their gradients.
-    """
-    bias = column_sums(partial, partial.shape[1:], [wide])[0]
-    own = weight_gradient(dy, x if u is None else u, wide)
-    if projection is None or narrow is None:
-        return LayerGradients(own, bias, None, dy, weight)
-    du = dy @ weight
-    return LayerGradients(own, bias, weight_gradient(du, x, narrow), du, projection)
+            g, dy, partial = cross_backward(du, back, g, first, grads[index - 1])
+    dx = cross_last(du, back, top, grads, ys)
+    return [dx.to(x.dtype), *(found[0] if us else []), *found[1], *found[2]]
 
 
 def cross_backward(

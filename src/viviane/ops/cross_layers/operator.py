@@ -12,19 +12,12 @@ from viviane.ops.dispatch import load
 from viviane.ops.packing import packing
 from viviane.ops.packing_ahead import take_packed
 
-import os
-
-CHAIN = os.environ.get("VIVIANE_CHAIN", "1") == "1"
-
 
 def cross_layers_kernels(
     x: Tensor, projections: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Call the fused layers; without projections they are of full rank. `dtype` is that of the products."""
     packed = take_packed([*weights, *projections, *biases], dtype)
-    if CHAIN and not torch.compiler.is_compiling() and torch.is_grad_enabled():
-        chain: Tensor = load("cross_layers", "chain").cross_chain(x, projections, weights, biases, dtype, packed)
-        return chain
     found = _forward(x, list(projections), list(weights), list(biases), dtype, packed)
     return cast(list[Tensor], found)[len(weights) - 1]
 
