@@ -60,11 +60,7 @@ class TableCollection(nn.Module, ABC):
 
     @abstractmethod
     def settle_rows(self) -> None:
-        """Make all that a step still needs of the batch, which may be written to then, after `wait_for_readers`."""
-
-    def wait_for_readers(self) -> None:
-        """Let the current stream wait for what still reads the batch in branches of a recording."""
-        return
+        """Make all that a step still needs of the batch, which may be written to beside the step then."""
 
     # Update -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from viviane.parallel.plan import AnyTable, Plan, Shard, shards_of
 from viviane.parallel.replicas import check_unmixed, join_replicas
 from viviane.parallel.route import Asked
 from viviane.parallel.routes import AnyAsked, Routes
-from viviane.parallel.underway import Underway
 
 
 class ShardedCollection(TableCollection):
@@ -112,7 +111,8 @@ class ShardedCollection(TableCollection):
         self.violations = Violations()
         self._kept_keys = KeptKeys[AnyAsked]()
         self._stream: torch.cuda.Stream | None = None
-        self.underway = Underway()
+        self._own_waiting: list[Callable[[], None]] = []
+        self._replicas_waiting: list[Callable[[], None]] = []
 
     def _part(
         self, shards: Sequence[Shard], pieces: Sequence[Piece], output_dtype: torch.dtype
@@ -172,7 +172,7 @@ class ShardedCollection(TableCollection):
         """
         asked = self._asked(batch)
         asked.take(self.device)
-        self.underway.finish()
+        self._finish()
         training = self.training and torch.is_grad_enabled()
         if training and self.group.size > 1:
             check_unmixed(self.replicas, joined=isinstance(asked, FixedAsked))
@@ -235,14 +235,10 @@ class ShardedCollection(TableCollection):
         return self._kept_keys.end()
 
     def settle_rows(self) -> None:
-        """Make all that the update of shards still needs of the batch; see `TableCollection.settle_rows`."""
-        self.underway.finish(replicas=False)
+        """Make all that a step still needs of the batch, which may be written to beside the step then."""
+        self._finish(replicas=False)
         for part in self.parts():
             part.settle_rows()
-
-    def wait_for_readers(self) -> None:
-        """Let the current stream wait for what still reads the batch elsewhere."""
-        self.underway.wait_for_readers()
 
     def distribute(self, batch: Batch | Mapping[str, Bag | Tensor]) -> AnyAsked:
         """Resolve a batch's keys and exchange ids ahead; `forward` takes what is returned in the batch's place.
@@ -286,27 +282,40 @@ class ShardedCollection(TableCollection):
         """Move rows and state by the gradients of all processes; arguments as of an EmbeddingCollection."""
         if self.batch_size is None or self.device.type == "cpu":
             self.check()
-        self.underway.finish(replicas=False)
+        self._finish(replicas=False)
         moving = []
         if self.own is not None:
             moving.append(self.own.begin_step(lr, scale, factor, gate))
-        self.underway.finish()
+        self._finish()
         if self.replicas is not None:
             join_replicas(self.replicas, self.group)
             moving.append(self.replicas.begin_step(lr, scale, factor, gate))
         for finish in moving:
             finish()
 
+    def wait_for(self, own: Callable[[], None], replicas: Sequence[Callable[[], None]]) -> None:
+        """Keep what a step has to wait for: gradients on their way to this process's shards, and sums under way."""
+        self._own_waiting.append(own)
+        self._replicas_waiting += replicas
+
+    def _finish(self, *, replicas: bool = True) -> None:
+        """Wait for gradients that are under way."""
+        for waiting in (self._own_waiting, self._replicas_waiting if replicas else []):
+            for finish in waiting:
+                finish()
+            waiting.clear()
+
     def discard_gradients(self) -> None:
         """Drop the gradients that wait for a step."""
-        self.underway.clear()
+        self._own_waiting.clear()
+        self._replicas_waiting.clear()
         for part in self.parts():
             part.discard_gradients()
 
     @torch.no_grad()
     def grad_norm_squared(self) -> Tensor:
         """Return the sum of squares of the waiting gradients of all processes; equal on each, 0-dim, float32."""
-        self.underway.finish()
+        self._finish()
         if self.replicas is not None:
             join_replicas(self.replicas, self.group)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -319,7 +328,7 @@ class ShardedCollection(TableCollection):
 
     def nonfinite_gradients(self) -> list[str]:
         """Return the features whose tables have NaN or infinite gradients waiting in this process."""
-        self.underway.finish()
+        self._finish()
         bad = {part.features[piece].table for part in self.parts() for piece in part.nonfinite_gradients()}
         return [feature.name for feature in self.features.values() if feature.table in bad]
 

@@ -195,7 +195,7 @@ class DistinctRoute:
             for i, (one, wait) in enumerate(zip(asked.widths, waits, strict=True)):
                 self._hand_over(i, one, wait())
 
-        self._sharded.underway.add(finish)
+        self._sharded.wait_for(finish, [])
         local = torch.empty(gradient.shape[0], self._local_width, dtype=gradient.dtype, device=gradient.device)
         for source, target, _ in self._local_moves:
             local[:, source] = gradient[:, target]

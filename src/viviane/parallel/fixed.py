@@ -319,18 +319,10 @@ class FixedRoute:
         """
         give = self._give if asked.peers is None else self._give_through
         finish = give(own, asked, gradient)
-        # Neither the layers whose outputs stand beside the embeddings nor the verdict need wait for these sums.
-        reads = [gradient]
-        with branch(self._sharded.device, "replicas", is_open=True) as join:
+        # Autograd goes on with the layers whose outputs stand beside the embeddings: they need not wait for these sums.
+        with branch(self._sharded.device, "replicas", [gradient]):
             sums = [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)]
-
-        def finish_sums() -> None:
-            join()
-            reads.clear()
-            for one in sums:
-                one()
-
-        self._sharded.underway.add(finish, finish_sums, join)
+        self._sharded.wait_for(finish, sums)
 
     def _give(self, own: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> Callable[[], None]:
         """Begin to send gradients to the shards; the function that is returned waits for those that come."""

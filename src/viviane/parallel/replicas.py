@@ -18,7 +18,6 @@ from viviane.core.errors import ConfigError
 from viviane.embedding import EmbeddingCollection, Storage
 from viviane.embedding.gradients import RowGradients
 from viviane.embedding.lookup import Part, entries_of, flat_rows, hand_over
-from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import Entries, Scratch, prepare_rows, update_rows
 from viviane.parallel.group import Group
 
@@ -104,9 +103,6 @@ class ReplicaSum:
     def start(self, part: Part, gradient: Tensor) -> Callable[[], None]:
         """Begin the sum; the function that is returned waits for it and hands it to the storage.
 
-        In a recording the processes' sums begin there: before the verdict they would hold up the exchange of its flags,
-        and after it the update of the shards runs beside them.
-
         Args:
             part: what was looked up.
             gradient: of the output, (B, W).
@@ -125,10 +121,10 @@ class ReplicaSum:
         if not self._rests:
             flat[rows * dim :].index_fill_(0, entries.rows.to(torch.int64), 1.0)
         whole = flat.to(self.wire)
-        wait = None if is_capturing(gradient.device) else self.group.start_sum(whole)
+        wait = self.group.start_sum(whole)
 
         def finish() -> None:
-            (wait or self.group.start_sum(whole))()
+            wait()
             own, order = self._every, self._every if self._rests else None
             if not self._rests:
                 own = own.masked_fill(whole[rows * dim : -_ZERO_ROWS] == 0, rows)  # these are passed over

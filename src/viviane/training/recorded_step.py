@@ -200,8 +200,6 @@ def _record_step(
     with branch(step.device, "tell", priority=FIRST):  # before the update has all its blocks wait for room
         verdict.tell(mailbox.words, mean, None if step.together is None else step.exchange.heard[1:])
         if through is not None:
-            for collection in step.collections.values():
-                collection.wait_for_readers()
             through.record()
     scale = step._unscaled(step._clip_scale())
     if step.optimizer is not None:
