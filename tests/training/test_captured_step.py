@@ -1,5 +1,7 @@
 """A recorded training step against the eager one, to the bit, and what a bad batch does to it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -269,3 +271,24 @@ def test_a_batch_that_is_on_its_way_is_waited_for():
         assert [float(one) for one in losses] == truth
         assert differing(plain, trainer) == []
     assert others[1].stepper.captured.num_replays == 11
+
+
+@gpu
+def test_batches_whose_tensors_lie_anywhere_are_taken_as_they_are():
+    """Columns of wider tensors, and rows that begin at no multiple of 16 bytes: what a graph cannot read is copied."""
+    eager, recorded = (trainer_of(graph) for graph in (False, True))
+    losses: list[list[float]] = []
+    for trainer in (eager, recorded):
+        losses.append([])
+        for seed in range(12):
+            batch = fixed_batch(32, seed).to("cuda")
+            wide = torch.zeros(32, batch.dense.shape[1] + 3, device="cuda")
+            wide[:, 3:] = batch.dense
+            ids = torch.zeros(batch.one_hot.numel() + 1, dtype=batch.one_hot.dtype, device="cuda")
+            ids[1:] = batch.one_hot.flatten()
+            moved = replace(batch, dense=wide[:, 3:], one_hot=ids[1:].view(batch.one_hot.shape))
+            del wide, ids
+            losses[-1].append(float(trainer.train_step(moved)))
+    assert losses[0] == losses[1]
+    assert differing(eager, recorded) == []
+    assert recorded.stepper.captured.num_replays == 11
