@@ -25,7 +25,7 @@ class BesideUpdate:
     """Runs blocks beside the update of the last replay, on a stream of their own.
 
     Args:
-        device: of the steps, by number. On a CPU blocks run where they stand.
+        device: of the steps. On a CPU blocks run where they stand.
     """
 
     def __init__(self, device: torch.device) -> None:
