@@ -1,7 +1,4 @@
-"""Graphs of layers on a GPU: recorded steps, whose lookups run beside layers, give the bits of steps from Python.
-
-A batch that says when it is there is taken over beside the update of the step before.
-"""
+"""Graphs of layers on a GPU: recorded steps, whose lookups run beside layers, give the bits of steps from Python."""
 
 import pytest
 import torch
@@ -10,6 +7,7 @@ from click_model import assert_same_bits, tensors_of
 import viviane as vv
 from viviane.batch import Bag, Batch, Layout
 from viviane.embedding import EmbeddingCollection
+from viviane.training import recorded_step
 from viviane.zoo import DCN, DLRM, DeepFM, WideDeep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -93,23 +91,25 @@ def test_a_graph_of_layers_is_recorded_with_the_bits_of_eager_steps(name, precis
 
 @pytest.mark.parametrize("name", ["crossed", "DCN"])
 def test_updates_read_nothing_of_the_batch(name, monkeypatch):
-    """Else the next batch, which is taken over beside them, would change them now and then."""
+    """Over several GPUs the next batch is filled beside them, and would change them now and then; here another is."""
     losses, tensors = train(name, "fp32", False)[1:]
-    seen = []
-    look_up, settle = EmbeddingCollection.forward, EmbeddingCollection.settle_rows
+    seen, written = [], []
+    look_up, judge = EmbeddingCollection.forward, recorded_step.judge
 
     def forward(self, batch):
-        seen[:] = [batch]
+        seen[:] = [self, batch]
         return look_up(self, batch)
 
-    def settle_rows(self):
-        settle(self)
-        for tensor in seen[0].tensors():
-            tensor.fill_(1)
+    def judge_and_write(*given):
+        judge(*given)
+        tables, batch = seen
+        tables.settle_rows()
+        written.extend(tensor.fill_(1) for tensor in batch.tensors())
 
     monkeypatch.setattr(EmbeddingCollection, "forward", forward)
-    monkeypatch.setattr(EmbeddingCollection, "settle_rows", settle_rows)
+    monkeypatch.setattr(recorded_step, "judge", judge_and_write)
     trainer, recorded_losses, recorded = train(name, "fp32", True)
     assert trainer.stepper.captured.num_replays > STEPS // 2
+    assert len(written) == 3 + 2 * MODELS[name][1]  # labels, dense numbers, ids; ids and offsets of each bag: once
     assert losses == recorded_losses
     assert_same_bits(tensors, recorded)
