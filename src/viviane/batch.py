@@ -190,8 +190,9 @@ class Batch:
     def ready_after(self, event: torch.cuda.Event) -> Self:
         """Say that the tensors are on a GPU once this event has come, whatever its streams do until then.
 
-        A step that is replayed from a CUDA graph then takes the batch over beside the update of the step before. It
-        holds for this very object: a copy with other tensors, or tensors written to since, go without.
+        A step waits for it then; over several GPUs one that is replayed from a CUDA graph takes the batch over beside
+        the update of the step before. It holds for this very object: a copy with other tensors, or tensors written to
+        since, go without.
 
         Example:
             >>> import torch
