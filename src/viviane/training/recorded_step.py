@@ -150,69 +150,65 @@ def record_step(
         through: recorded where the verdict is there, and nothing is left but updates that read nothing of the batch.
     """
     forget_branches(step.device)  # of a graph that somebody else recorded
+    with _told_numbers(step, verdict, mailbox):
+        guard, gate = step.guard, verdict.gate
+        follows = step.loss_scale is not None and step.loss_scale.held is not None
+        found = verdict.overflow if follows else verdict.status  # what is wrong with gradients may be the scale's doing
+        if guard is not None:
+            guard.save_buffers()
+        with _watching(step, found) if guard is not None else nullcontext():
+            mean = step._backward(step._forward(batch, precision))
+        join_branches(step.device)
+        if guard is not None and step.together is None:
+            check_finite([one.contiguous() for one in step.gradients.all()], found, room)
+        mark([one for collection in step.collections.values() for one in collection.key_records()], verdict.status)
+        if step.together is not None:  # what one process found closes the gates of all
+            step.group.all_reduce(verdict.flags)
+        if follows:
+            judge_scaled(
+                mean, verdict.status, verdict.overflow, verdict.scaling, gate,
+                interval=loss_scale.INTERVAL, largest=loss_scale.LARGEST,
+            )  # fmt: skip
+        else:
+            judge(None if guard is None else mean, verdict.status, gate)
+        if guard is not None:
+            guard.restore_buffers_unless(gate)
+        if through is not None:
+            for collection in step.collections.values():
+                collection.settle_rows()
+        with branch(step.device, "tell", priority=FIRST):  # before the update has all its blocks wait for room
+            verdict.tell(mailbox.words, mean, None if step.together is None else step.exchange.heard[1:])
+            if through is not None:
+                through.record()
+        scale = step._unscaled(step._clip_scale())
+        if step.optimizer is not None:
+            with branch(step.device, "dense update"):  # beside the tables'
+                step.optimizer.step(scale=scale)
+        for collection in step.collections.values():
+            collection.step(verdict.controls.lr, scale, verdict.controls.factor, gate)
+        join_branches(step.device)
+        if step.mean is not None:
+            step.mean.follow(gate)
+        step.module.zero_grad(set_to_none=True)
+        step.gradients.drop()
+        return mean
+
+
+@contextmanager
+def _told_numbers(step: TrainStep, verdict: Verdict, mailbox: Mailbox) -> Iterator[None]:
+    """Take the numbers of a step, which are there once branches are joined, and a dynamic loss scale at once."""
     scale = step.loss_scale
     if scale is None or not scale.is_dynamic:
         with branch(step.device, "numbers"):
             verdict.controls.take(mailbox.numbers)
-        return _record_step(step, batch, precision, verdict, room, mailbox, through)
+        yield
+        return
     verdict.controls.take(mailbox.numbers, verdict.scaling[2])
     scale.held = verdict.scaling[0].to(torch.float32)  # a copy: the verdict settles the scale of the next step
     try:
-        return _record_step(step, batch, precision, verdict, room, mailbox, through)
+        yield
     finally:
         scale.held = None
-
-
-def _record_step(
-    step: TrainStep,
-    batch: Batch,
-    precision: Precision,
-    verdict: Verdict,
-    room: Room,
-    mailbox: Mailbox,
-    through: torch.cuda.Event | None,
-) -> Tensor:
-    guard, gate = step.guard, verdict.gate
-    follows = step.loss_scale is not None and step.loss_scale.held is not None
-    found = verdict.overflow if follows else verdict.status  # what is wrong with gradients may be the scale's doing
-    if guard is not None:
-        guard.save_buffers()
-    with _watching(step, found) if guard is not None else nullcontext():
-        mean = step._backward(step._forward(batch, precision))
-    join_branches(step.device)
-    if guard is not None and step.together is None:
-        check_finite([one.contiguous() for one in step.gradients.all()], found, room)
-    mark([one for collection in step.collections.values() for one in collection.key_records()], verdict.status)
-    if step.together is not None:  # what one process found closes the gates of all
-        step.group.all_reduce(verdict.flags)
-    if follows:
-        judge_scaled(
-            mean, verdict.status, verdict.overflow, verdict.scaling, gate,
-            interval=loss_scale.INTERVAL, largest=loss_scale.LARGEST,
-        )  # fmt: skip
-    else:
-        judge(None if guard is None else mean, verdict.status, gate)
-    if guard is not None:
-        guard.restore_buffers_unless(gate)
-    if through is not None:
-        for collection in step.collections.values():
-            collection.settle_rows()
-    with branch(step.device, "tell", priority=FIRST):  # before the update has all its blocks wait for room
-        verdict.tell(mailbox.words, mean, None if step.together is None else step.exchange.heard[1:])
-        if through is not None:
-            through.record()
-    scale = step._unscaled(step._clip_scale())
-    if step.optimizer is not None:
-        with branch(step.device, "dense update"):  # beside the tables'
-            step.optimizer.step(scale=scale)
-    for collection in step.collections.values():
-        collection.step(verdict.controls.lr, scale, verdict.controls.factor, gate)
-    join_branches(step.device)
-    if step.mean is not None:
-        step.mean.follow(gate)
-    step.module.zero_grad(set_to_none=True)
-    step.gradients.drop()
-    return mean
 
 
 @contextmanager
