@@ -197,8 +197,7 @@ class GraphModule(nn.Module):
         early, late = steps
         _compute(values, early)
         for layer, bottoms, _ in late:
-            wide = rooms.get(bottoms[-1]) if isinstance(layer, JoinInRoom) else None
-            if isinstance(layer, JoinInRoom) and wide is not None:
+            if isinstance(layer, JoinInRoom) and (wide := rooms.get(bottoms[-1])) is not None:
                 layer.begin(wide, *(values[slot] for slot in bottoms[:-1]))
         for tops, finish in begun:
             _keep_results(values, tops, finish())

@@ -158,8 +158,7 @@ class CapturedSteps:
     def _replay(self, found: Recording, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor:
         while len(self._flights) >= _MOST_IN_FLIGHT:
             self._land()
-        own, verdict, recorder = self.step, self._verdict, self._recorder
-        assert recorder is not None
+        own, verdict = self.step, self._verdict
         rate = own.schedule.lr(step) if lr is None else lr
         factor = rate / own.solver.lr
         if own.optimizer is not None:
@@ -170,7 +169,7 @@ class CapturedSteps:
         loss = torch.empty_like(found.loss)  # its own memory: the next replay writes to that of the graph again
         if own.together is not None:
             own.together.begin(batch)
-        with recorder.beside_update.before(batch, found.through, current):
+        with self._beside_update.before(batch, found.through, current):
             rows = self._counts.start(rate, factor, verdict.controls.num_rows)
             numbers = verdict.controls.told(rows, verdict.num_skipped)
             found.mailbox.write(verdict.number, loss.data_ptr(), numbers, found.batch.words(batch))
