@@ -119,10 +119,10 @@ class Objective:
         Raises:
             SchemaError: the module returned something else.
         """
-        return self._columns_of(output, num_rows).float()
+        return self._checked(output, num_rows).float()
 
-    def _columns_of(self, output: object, num_rows: int) -> Tensor:
-        """Return it in the type that it has."""
+    def _checked(self, output: object, num_rows: int) -> Tensor:
+        """Return it in the type that it has, which a kernel may widen by itself."""
         width = self.width
         allowed = f"a tensor ({num_rows}, {width})" + (f" or ({num_rows},)" if width == 1 else "")
         if not isinstance(output, Tensor):
@@ -143,7 +143,7 @@ class Objective:
         Args:
             shares: factors of the terms: what this batch counts in a batch of several processes; None: 1.
         """
-        logits = self._columns_of(output, batch.size)
+        logits = self._checked(output, batch.size)
         if self.own_loss is not None:
             own = self.own_loss(logits.float(), batch)
             return own if shares is None else own * shares[0]
