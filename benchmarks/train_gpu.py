@@ -1,11 +1,12 @@
 """Training DLRM and DLRM-DCNv2 on a GPU through `Model`, beside plain PyTorch.
 
-    python benchmarks/train_gpu.py [--small] [--only TEXT] [--alone] [--trace] [--timeline FILE]
+    python benchmarks/train_gpu.py [--small] [--only TEXT] [--alone] [--files] [--trace] [--timeline FILE]
 
 Batches lie on the device already, and say so, as those of `fit` do (`Batch.ready_after`); what is timed is
 `model.trainer.train_step`, a step after another, between two events, so with the host's time where the host is slower.
 Both train the same network in bf16 with SGD. The peer has all tables in one `nn.EmbeddingBag(sparse=True)` with offsets
 added beforehand, its dense part compiled, its optimizer fused.
+--files times steps on batches from files besides; see from_files.py.
 --trace prints the kernels of a step and their times, by kind and by name, and the gaps between them; with --timeline
 FILE the kernels of six steps in order go there, one JSON list a line.
 """
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import from_files
 import viviane as vv
 from dense_gpu import BOTTOM, CROSSES, NUM_DENSE, RANK, TOP, Dense
 from embedding_gpu import CAP, CRITEO, DIM, MLPERF_HOTNESS, MLPERF_ROWS, SMALL, law
@@ -42,11 +44,25 @@ TRACED = 6
 """Steps of a trace: kinds and gaps are those of the four between the first and the last."""
 ROUNDS, STEPS = (2, 4) if SMALL else (7, 24)
 LR = 0.01
-ALONE = "--alone" in sys.argv
+ALONE, FILES = "--alone" in sys.argv, "--files" in sys.argv
 BESIDE_TABLES = 16_000_000_000  # bytes of a step at batch 16,384: vectors, their gradients, dense layers
 PEER = "plain PyTorch, one merged table, torch.compile"
 DLRM_PUBLISHED = "NVIDIA's DLRM example, 1 A100: 4.02 M samples/s; HugeCTR, 8 H100: 8.09 M samples/s a GPU"
 DCN_PUBLISHED = "HugeCTR, 8 H200, 55296 rows, AdaGrad, Criteo's ids (MLPerf Training 4.1): 2.12 M samples/s a GPU"
+
+
+def keep_from_files(
+    trainer: vv.Trainer, rows: Sequence[int], hotness: Sequence[int], exponent: float, case: str, shape: dict[str, Any],
+    there: np.ndarray,
+) -> None:  # fmt: skip
+    """Record steps on batches from files beside those on batches that lie on the device."""
+    schema = schema_of(rows, hotness, fixed=True)
+    with TemporaryDirectory() as folder:
+        batches = [draw(schema, hotness, shape["batch"], exponent, seed) for seed in range(NUM_BATCHES)]
+        data = from_files.write(Path(folder) / "rows", schema, batches)
+        times = from_files.time_ms(trainer, data, shape["batch"])
+    keep(case, "step in a CUDA graph, from files", times, shape,
+         peer="batches on the device", peer_value=float(np.median(there)))  # fmt: skip
 
 
 class Traced(NamedTuple):
@@ -228,6 +244,9 @@ def measure_dlrm(size: int, exponent: float, goal: float | None, floor: float | 
         times[graph] = time_ms(lambda i, model=model: model.trainer.train_step(batches[i % NUM_BATCHES]))
         if graph:
             print("   ", model.trainer.cuda_graph)
+        if graph and FILES:
+            beside = {"batch": size, "rows": sum(rows), "dim": DIM}
+            keep_from_files(model.trainer, rows, [1] * len(rows), exponent, case, beside, times[True])
         if traced.wanted and graph:
             trace(
                 lambda i, model=model: model.trainer.train_step(batches[i % NUM_BATCHES]),
@@ -273,6 +292,10 @@ def measure_dcn(size: int, exponent: float, goal: float | None, traced: Traced) 
     keep(f"DLRM-DCNv2, row-wise AdaGrad, bf16, {law_name}", "step in a CUDA graph", times,
          {"batch": size, "rows": sum(rows), "dim": DIM}, goal=goal, floor=None if exponent else 3.09,
          peer_published=f"TorchRec 1.6.1, H200, another run: 11.89 ms; {DCN_PUBLISHED}")  # fmt: skip
+    if FILES:
+        beside = {"batch": size, "rows": sum(rows), "dim": DIM}
+        case = f"DLRM-DCNv2, row-wise AdaGrad, bf16, {law_name}"
+        keep_from_files(trainer, rows, MLPERF_HOTNESS, exponent, case, beside, times)
     if traced.wanted:
         trace(run, f"DLRM-DCNv2, {law_name}, {size}", traced.timeline)
 
@@ -282,6 +305,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small sizes: shows that they run, keeps no figures")
     parser.add_argument("--only", default="", help="cases whose name has one of these texts, as 65536,dcn")
     parser.add_argument("--alone", action="store_true", help="leave the peer out")
+    parser.add_argument("--files", action="store_true", help="time steps on batches from files, too")
     parser.add_argument("--trace", action="store_true", help="print the kernels of a step")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="with --trace: append the kernels in order")
     chosen = parser.parse_args()

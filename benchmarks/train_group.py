@@ -1,12 +1,13 @@
 """Training DLRM and DLRM-DCNv2 over several GPUs through `Model`, each step one CUDA graph on every GPU.
 
-    torchrun --nproc-per-node 4 benchmarks/train_group.py [--small] [--only TEXT,TEXT] [--trace] [--nccl]
+    torchrun --nproc-per-node 4 benchmarks/train_group.py [--small] [--only TEXT,TEXT] [--trace] [--nccl] [--files]
 
 The networks, tables and batches are those of train_gpu.py; every process draws its share of the global batch on its
 GPU. The plan of the tables is the one that `compile` finds from the schema and how many ids the columns have. Vectors,
 their gradients and dense gradients are exchanged in bf16. "share of one GPU's speed" is weak scaling: what one GPU
 takes for the same rows alone, timed in the same run before the processes join, divided by what the step takes of all.
 --nccl leaves the exchange to NCCL, where steps otherwise write into the memory of the other GPUs.
+--files times steps on batches from files besides; see from_files.py.
 --trace prints rank 0's kernels of a step and their times; with --timeline FILE the kernels of six steps in order go
 there, one JSON list a line.
 """
@@ -19,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import from_files
 import viviane as vv
 from embedding_gpu import CAP, CRITEO, DIM, MLPERF_HOTNESS, MLPERF_ROWS, SMALL
 from record import record
@@ -43,6 +46,7 @@ from train_gpu import (
     trace,
 )
 from viviane.config.optimizers import AnyOptimizer
+from viviane.data import Dataset
 from viviane.parallel import Group, join_processes
 
 ALONE = "--one-gpu"
@@ -110,8 +114,8 @@ class Case:
     def shape(self) -> dict[str, Any]:
         return {"gpus": self.group.size, "global batch": self.size, "rows": sum(self.rows), "dim": DIM}
 
-    def time(self, traced: bool, timeline: Path | None) -> np.ndarray:
-        """Return the milliseconds of steps."""
+    def time(self, traced: bool, timeline: Path | None, files: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the milliseconds of steps; and of those on batches from files, where they are asked for."""
         schema = schema_of(self.rows, self.hotness, fixed=True)
         counts = {f"c{i}": {"num_values": hot, "top_counts": []} for i, hot in enumerate(self.hotness)}
         build: Callable[..., vv.Model] = dlrm if self.model == "dlrm" else dcn_v2
@@ -136,11 +140,23 @@ class Case:
             for i in range(TRACED):
                 run(i)
             torch.cuda.synchronize()
-        return times
+        return times, self.time_from_files(trainer, schema) if files else None
 
-    def measure(self, traced: bool, timeline: Path | None, alone: float | None) -> None:
+    def time_from_files(self, trainer: vv.Trainer, schema: vv.Schema) -> np.ndarray:
+        """Return the milliseconds of steps on batches from files, which rank 0 writes."""
+        with tempfile.TemporaryDirectory() as own:
+            folder = Path(self.group.gather_data(own)[0]) / "rows"
+            if self.group.rank == 0:
+                drawn = [draw(schema, self.hotness, self.size, self.exponent, i) for i in range(NUM_BATCHES)]
+                from_files.write(folder, schema, drawn)
+            dist.barrier()
+            found = from_files.time_ms(trainer, Dataset(folder), self.size, self.group)
+            dist.barrier()
+        return found
+
+    def measure(self, traced: bool, timeline: Path | None, alone: float | None, files: bool) -> None:
         """Record a step, and its rows a second beside one GPU's."""
-        times = self.time(traced, timeline)
+        times, read = self.time(traced, timeline, files)
         if self.group.rank:
             return
         goal, floor = GOALS.get((self.model, self.group.size, self.size), (None, None))
@@ -153,6 +169,12 @@ class Case:
             ),
         )  # fmt: skip
         print(f"    {self.size / median / 1e3:.2f} M samples/s", flush=True)
+        if read is not None:
+            record(
+                bench="train_group", case=self.name, metric="step in a CUDA graph, from files",
+                value=float(np.median(read)), unit="ms", better="lower", spread=(float(read.min()), float(read.max())),
+                shape=self.shape, peer="batches on the device", peer_value=median,
+            )  # fmt: skip
         if alone is not None:
             record(
                 bench="train_group", case=self.name, metric="share of one GPU's speed, weak scaling",
@@ -177,6 +199,7 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print the kernels of a step")
     parser.add_argument("--nccl", action="store_true", help="exchange over NCCL")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="with --trace: append the kernels in order")
+    parser.add_argument("--files", action="store_true", help="time steps on batches from files, too")
     parser.add_argument(ALONE, action="store_true", help="print one GPU's time of a step and end")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
@@ -197,7 +220,8 @@ def main() -> int:
     group = join_processes("cuda")
     for model, rows, exponent in wanted:
         beside = alone if (model, rows) == ("dlrm", weak) else None
-        Case(group, model, rows, exponent, nccl=chosen.nccl).measure(chosen.trace, chosen.timeline, beside)
+        case = Case(group, model, rows, exponent, nccl=chosen.nccl)
+        case.measure(chosen.trace, chosen.timeline, beside, chosen.files)
         gc.collect()
         torch.cuda.empty_cache()
         dist.barrier()

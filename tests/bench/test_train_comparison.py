@@ -117,6 +117,7 @@ def test_samples_fit_any_schema(tmp_path) -> None:
             {"name": "a", "num_ids": 9}, {"name": "raw", "num_ids": None},
             {"name": "bag", "num_ids": 50, "kind": "multi_hot", "weights": "bag_weight"},
             {"name": "seq", "num_ids": 50, "kind": "sequence", "max_length": 3},
+            {"name": "seven", "num_ids": 50, "kind": "multi_hot", "hotness": 7},
         ],
         sample_weight="w",
     )  # fmt: skip

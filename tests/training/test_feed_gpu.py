@@ -7,8 +7,8 @@ import torch
 from click_model import LONG, SCHEMA, columns, make_trainer
 from test_gpu import host_tensors, same
 
-from viviane.core.errors import VivianeError
-from viviane.data import Dataset, prefetch, write_dataset
+from viviane.core.errors import ConfigError, VivianeError
+from viviane.data import Dataset, mixing, prefetch, write_dataset
 from viviane.data.buffers import Buffers, Piece
 from viviane.schema import Schema
 from viviane.training.feed import DeviceFeed
@@ -23,13 +23,29 @@ def rows(tmp_path_factory) -> Dataset:
     return write_dataset(folder, SCHEMA, [columns(20_000, 5)], rows_per_group=1024, format="viviane")
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Dataset:
-    """Rows without bags, whose batches are copied together."""
+def without_bags(folder, **options) -> Dataset:
     content = {name: values for name, values in columns(20_000, 5).items() if name != "seen"}
     schema = SCHEMA.to_dict()
     schema["categorical"] = [one for one in schema["categorical"] if one["name"] != "seen"]
-    folder = tmp_path_factory.mktemp("feed") / "plain"
+    return write_dataset(folder, Schema.from_dict(schema), [content], rows_per_group=1024, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Dataset:
+    """Rows without bags, whose batches are copied together, and which can be put in order on the GPU."""
+    return without_bags(tmp_path_factory.mktemp("feed") / "plain", format="viviane")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Dataset:
+    """Rows with two ids in each bag, and weights."""
+    content = columns(20_000, 5)
+    content["seen"] = [[i % 7, i % 11] for i in range(20_000)]
+    schema = SCHEMA.to_dict()
+    for one in schema["categorical"]:
+        if one["name"] == "seen":
+            one["hotness"] = 2
+    folder = tmp_path_factory.mktemp("feed") / "pairs"
     return write_dataset(folder, Schema.from_dict(schema), [content], rows_per_group=1024, format="viviane")
 
 
@@ -53,6 +69,51 @@ def test_three_epochs_have_the_bits_of_the_reader(rows, shuffle, until_epoch):
         assert count == len(feed) == 27  # the last batch has 32 rows
         assert feed.epoch == epoch + 1
         assert feed.state() == reader.state()
+
+
+@pytest.mark.parametrize("kind", ["plain", "pairs"])
+@pytest.mark.parametrize("until_epoch", [0, 3])
+@pytest.mark.parametrize("size", [768, 750])  # of 750 rows batches cannot be cut
+def test_rows_put_in_order_on_the_gpu_are_those_of_the_reader(request, kind, size, until_epoch):
+    data = request.getfixturevalue(kind)
+    options = {"shuffle": True, "seed": 4, "shuffle_rows": 3000}
+    there = DeviceFeed.open(data, size, GPU, shuffle_on="device", **options)
+    here = DeviceFeed.open(data, size, GPU, shuffle_on="host", **options)
+    reader = data.reader(size, **options)
+    for feed in (there, here):
+        feed.read_on(until_epoch)
+    for _ in range(3):
+        for one, other, wanted in zip(there, here, reader, strict=True):
+            assert equal(one, wanted)
+            assert equal(other, wanted)
+            assert there.state() == here.state() == reader.state()
+            assert one.origin == other.origin == wanted.origin
+
+
+def test_rows_go_to_the_gpu_in_the_order_of_the_files(plain, monkeypatch):
+    monkeypatch.setattr(mixing, "_LEAST_ROWS", 1 << 20)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        batches = list(DeviceFeed.open(plain, 64, GPU, shuffle=True))
+        torch.cuda.synchronize()
+    copies = [one for one in profiler.events() if "HtoD" in one.name]
+    assert len(batches) == 313
+    # One window: its rows, its order, and what says where its matrices stand; 3 more if a part of it was early.
+    assert 2 <= len(copies) <= 6
+    assert sum("take_rows" in one.name for one in profiler.events()) <= 10
+
+
+def test_what_cannot_be_put_in_order_on_the_gpu_is_refused_or_goes_by_the_host(rows, plain, monkeypatch):
+    with pytest.raises(ConfigError, match=r"column 'seen' may have any number of ids"):
+        DeviceFeed.open(rows, 768, GPU, shuffle=True, shuffle_on="device")
+    with pytest.raises(ConfigError, match="in the files' order"):
+        DeviceFeed.open(plain, 768, GPU, shuffle_on="device")
+    monkeypatch.setattr(mixing, "_SHARE_OF_MEMORY", 1 << 40)
+    with pytest.raises(ConfigError, match="take 1 MiB of the GPU, and 0 are allowed"):
+        DeviceFeed.open(plain, 768, GPU, shuffle=True, shuffle_on="device")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        list(DeviceFeed.open(plain, 768, GPU, shuffle=True))
+        torch.cuda.synchronize()
+    assert not any("take_rows" in one.name for one in profiler.events())
 
 
 def slowed(feed: DeviceFeed, cycles: int) -> None:
@@ -89,9 +150,13 @@ def test_memory_is_not_used_again_before_a_slow_copy_is_done(rows, monkeypatch, 
     assert all(right) == (not early)
 
 
-def test_batches_that_are_copied_together_are_right_though_copies_are_slow(plain, monkeypatch):
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_batches_that_are_copied_together_are_right_though_copies_are_slow(plain, monkeypatch, where):
     monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 4 * 768)
-    feed, reader = DeviceFeed.open(plain, 768, GPU, shuffle=True, seed=1), plain.reader(768, shuffle=True, seed=1)
+    monkeypatch.setattr(mixing, "_RUN_ROWS", 4 * 768)
+    monkeypatch.setattr(mixing, "_LEAST_ROWS", 1)
+    options = {"shuffle": True, "seed": 1, "shuffle_rows": 3000}
+    feed, reader = DeviceFeed.open(plain, 768, GPU, shuffle_on=where, **options), plain.reader(768, **options)
     slowed(feed, 5_000_000)
     there = list(feed)
     torch.cuda.synchronize()
@@ -129,9 +194,10 @@ def test_batches_of_a_run_are_moved_in_one_copy(plain, monkeypatch):
     assert len(copies) == 8  # 1, 2 and 6 times 4 batches
 
 
-def test_device_memory_of_a_run_is_not_used_again_before_a_slow_step_is_done(plain):
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_device_memory_of_a_run_is_not_used_again_before_a_slow_step_is_done(plain, where):
     sums = []
-    for batch in DeviceFeed.open(plain, 768, GPU, shuffle=True, seed=1):
+    for batch in DeviceFeed.open(plain, 768, GPU, shuffle=True, seed=1, shuffle_on=where):
         torch.cuda._sleep(10_000_000)
         sums.append(batch.dense.double().sum() + batch.one_hot.sum())
         del batch
@@ -153,15 +219,17 @@ def test_training_has_the_same_bits_as_with_batches_moved_one_by_one(train, vali
     assert same(host_tensors(first), host_tensors(second))
 
 
-def test_an_error_comes_in_place_of_its_batch(tmp_path):
-    data = write_dataset(tmp_path / "bad", SCHEMA, [columns(400, 0)], rows_per_group=100)
+@pytest.mark.parametrize("shuffle_rows", [None, 100])
+def test_an_error_comes_in_place_of_its_batch(tmp_path, shuffle_rows):
+    data = without_bags(tmp_path / "bad")
+    options = {} if shuffle_rows is None else {"shuffle": True, "shuffle_rows": shuffle_rows}
     content = bytearray(data.files[0].read_bytes())
     middle = len(content) // 2
     content[middle : middle + 400] = b"\0" * 400
     data.files[0].write_bytes(content)
     with pytest.raises(VivianeError) as wanted:
-        list(data.reader(100))
-    feed, count = DeviceFeed.open(data, 100, GPU), 0
+        list(data.reader(100, **options))
+    feed, count = DeviceFeed.open(data, 100, GPU, **options), 0
     batches = iter(feed)
     found: Exception | None = None
     while found is None:
@@ -173,9 +241,11 @@ def test_an_error_comes_in_place_of_its_batch(tmp_path):
     assert feed.state()["batches"] == count
 
 
-def test_leaving_in_the_middle_loses_no_batch(rows):
-    feed, reader = DeviceFeed.open(rows, 768, GPU), list(rows.reader(768))
-    for i in (0, 1, 2):
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_leaving_in_the_middle_loses_no_batch(plain, shuffle):
+    options = {"shuffle": shuffle, "shuffle_rows": 3000}
+    feed, reader = DeviceFeed.open(plain, 768, GPU, **options), list(plain.reader(768, **options))
+    for i in range(12):
         assert equal(next(iter(feed)), reader[i])
 
 

@@ -80,7 +80,10 @@ class Samples:
         return drawn[:, 0].numpy().astype(column.dtype)
 
     def _bag(self, column: CategoricalColumn, size: int) -> Bag:
-        lengths = self._random.integers(1, min(column.max_length or _HOTNESS, _HOTNESS) + 1, size)
+        if column.hotness is None:
+            lengths = self._random.integers(1, min(column.max_length or _HOTNESS, _HOTNESS) + 1, size)
+        else:
+            lengths = np.full(size, column.hotness)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         values = self._column(column, int(offsets[-1]))
         weights = torch.rand(len(values)) if column.weights else None

@@ -34,6 +34,10 @@ class Solver(Settings):
     """Drop a training batch that is shorter than batch_size."""
     shuffle: bool = True
     """Shuffle training rows within the reader's buffer, row groups over the whole set."""
+    shuffle_on: Literal["auto", "host", "device"] = "auto"
+    """Where shuffled rows are put in order: "auto" on the GPU, which then has three buffers of rows in memory, where
+    that is 1/32 of it at most and bags have one number of ids; "device" refuses what prevents it; "host" by the
+    reader's threads. The batches are the same."""
     seed: int = Field(default=0, ge=0)
     """Seed of initial values, dropout and shuffling."""
 

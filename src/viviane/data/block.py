@@ -85,7 +85,7 @@ class Block:
     Args:
         schema: the columns.
         num_rows, num_parts: rows, and the row groups that they come from.
-        memory: for the matrices; None takes fresh memory.
+        memory: for labels, dense numbers, ids and weights, in this order; None takes fresh memory.
     """
 
     def __init__(self, schema: Schema, num_rows: int, num_parts: int, memory: Memory | None = None) -> None:
@@ -95,7 +95,9 @@ class Block:
         _, self.dense = make((num_rows, schema.num_dense), torch.float32)
         ids = torch.int64 if one_hot_type(schema) is np.int64 else torch.int32
         _, self.one_hot = make((num_rows, len(schema.one_hot)), ids)
-        self.weight = None if schema.sample_weight is None else np.empty(num_rows, np.float32)
+        self.weight: NDArray[np.float32] | None = None
+        if schema.sample_weight is not None:
+            _, self.weight = make((num_rows,), torch.float32)
         self.parts: dict[str, list[Jagged | None]] = {bag.name: [None] * num_parts for bag in schema.bags}
 
     def finish(self) -> View:

@@ -140,7 +140,11 @@ class NegativeReader(Reader):
         self.rows_each = negatives.rows_each
         self._pinned = bool(options.get("pin_memory", False))
 
-    def _cuts(self) -> Generator[Cut, None, None]:
+    def why_not_mixed_on(self, device: torch.device) -> str | None:
+        """Say what prevents rows from being mixed on a device: negatives are drawn on the host, for rows in order."""
+        return "negatives are drawn for them on the host"
+
+    def _cuts(self, mixed_on: torch.device | None = None) -> Generator[Cut, None, None]:
         epoch = self._epoch
         with closing(super()._cuts()) as cuts:
             for run, number, origin in cuts:

@@ -19,58 +19,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from viviane.core.ranges import timed_as
-from viviane.data.block import Block, View
+from viviane.data.assembly import Loading, Made, Mix, Order, assemble
+from viviane.data.block import Block
 from viviane.data.buffers import Buffers
-from viviane.data.plan import EpochPlan, Window
+from viviane.data.mixing import Mixing, StagedWindow
+from viviane.data.plan import EpochPlan, Group, Window
 from viviane.data.run import Run
-from viviane.data.slab import BatchShape, Part, Slab
+from viviane.data.slab import BatchShape
 from viviane.data.storage import Storage
 
 _THREAD_NAME = "viviane-reader"
 _RUN_ROWS = 16_384  # rows of a task at least: handing one to a thread costs as much as copying 10,000 rows
 _RUN_ROWS_FOR_GPU = 65_536  # each task takes the interpreter's lock from the thread that launches kernels
-Order = Future[NDArray[np.int64] | None]
-Ready = tuple[View, NDArray[np.int64] | None]
-Made = tuple[Run, int, list[Window]] | Exception
-
-
-class _Loading:
-    """A window that becomes ready: row groups being decoded into a block, or one group where it stands in its file."""
-
-    def __init__(self, block: Block | None) -> None:
-        self.block = block
-        self._lock = threading.Lock()
-        self._ready: Ready | None = None
-        self.order: Order | None = None
-        self.decodes: list[Future[None]] = []
-        self.mapped: Future[View] | None = None
-
-    def wait(self) -> Ready:
-        """Return the rows and their order; raises what a decode task raised."""
-        if self._ready is None:  # to ask finished tasks again, batch after batch, costs a lock each
-            for task in self.decodes:
-                task.result()
-            assert self.order is not None
-            order = self.order.result()
-            with self._lock:
-                if self._ready is None:
-                    self._ready = self._view(), order
-        return self._ready
-
-    def _view(self) -> View:
-        if self.mapped is not None:
-            return self.mapped.result()
-        assert self.block is not None
-        return self.block.finish()
-
-
-Asked = list[tuple[tuple[Window, int, int], _Loading]]
+_Task = Future[list[Made]] | Mix | Callable[[], list[Made]]
 
 
 @dataclass(frozen=True)
@@ -86,6 +55,7 @@ class Reading:
         buffers: memory of the batches.
         windows: memory of the windows.
         num_threads: size of the pool.
+        mixing: rows are mixed on a device; None: by the threads.
     """
 
     storage: Storage
@@ -96,6 +66,7 @@ class Reading:
     buffers: Buffers
     windows: Buffers
     num_threads: int
+    mixing: Mixing | None = None
 
 
 class Prefetcher:
@@ -134,22 +105,37 @@ class Prefetcher:
         # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
         # For a GPU threads do it all the same: the consumer has kernels to launch.
         self._inline = storage.mapped and not plan.shuffled and not buffers.pin_memory
-        run_rows = _RUN_ROWS_FOR_GPU if buffers.pin_memory else _RUN_ROWS
-        self._run = 1 if self._inline else max(1, run_rows // batch_size)
+        self._run = 1 if self._inline else max(1, self._rows_together() // batch_size)
         self._next_run = 1 if before is None else self._run  # the first batch is waited for: runs begin small
-        # page-locked memory is dear
-        self._depth = reading.num_threads + 2 if buffers.pin_memory else 2 * reading.num_threads
-        self._loading: dict[int, _Loading] = {}
-        self._tasks: deque[Future[list[Made]] | Callable[[], list[Made]]] = deque()
+        self._depth = self._tasks_ahead()
+        self._loading: dict[int, Loading | StagedWindow] = {}
+        self._tasks: deque[_Task] = deque()
         self._made: deque[Made] = deque()
         self._pending = deque(self._due_tasks(first_row, before))
         self._pool: ThreadPoolExecutor = (
             ThreadPoolExecutor(reading.num_threads, _THREAD_NAME) if before is None else before._pool
         )
-        self._order = order
+        self._orders: dict[int, Order] = {} if order is None else {0: order}  # of windows that were not begun
         self._after: tuple[EpochPlan, Order] | None = None  # the next epoch, and the order of its window 0
         self.until_epoch: int = 0 if before is None else before.until_epoch
         self.following: Prefetcher | None = None
+
+    def _rows_together(self) -> int:
+        """Return the rows, of all ranks, that a run of batches has."""
+        reading = self._reading
+        if reading.mixing is not None:
+            ranks = reading.share[1]
+            return ranks * reading.mixing.run_rows(-(-reading.batch_size // ranks))
+        return _RUN_ROWS_FOR_GPU if reading.buffers.pin_memory else _RUN_ROWS
+
+    def _tasks_ahead(self) -> int:
+        """Return how many runs are handed in ahead of the consumer."""
+        reading = self._reading
+        if reading.mixing is not None:  # runs take no memory; the rows of a window are decoded a window ahead
+            window = max((window.num_rows for window in self._plan.windows), default=0)
+            return 1 + -(-window // (self._run * reading.batch_size))
+        # page-locked memory is dear
+        return reading.num_threads + 2 if reading.buffers.pin_memory else 2 * reading.num_threads
 
     def _rows_of_last_window(self) -> int:
         last_row = self._reading.last_row
@@ -192,22 +178,34 @@ class Prefetcher:
 
     def _hand_in_next(self) -> None:
         _, window, part = self._pending.popleft()
-        storage = self._reading.storage
         loading = self._loading.get(window.number)
-        as_it_stands = storage.mapped and len(window.groups) == 1
         if loading is None:
-            block = None if as_it_stands else self._block(window)
-            loading = self._loading[window.number] = _Loading(block)
-            known = self._order if window.number == 0 else None
-            loading.order = known or self._order_of(self._plan, window)
-        if as_it_stands:
-            loading.mapped = self._pool.submit(storage.view, window.groups[part])
+            loading = self._loading[window.number] = self._new_loading(window)
+        storage, group = self._reading.storage, window.groups[part]
+        start = sum(group.num_rows for group in window.groups[:part])
+        if isinstance(loading, StagedWindow):
+            loading.decodes.append(self._pool.submit(_decode_and_settle, storage, loading, part, start))
+        elif loading.block is None:
+            loading.mapped = self._pool.submit(storage.view, group)
         else:
-            assert loading.block is not None
-            start = sum(group.num_rows for group in window.groups[:part])
-            decode = timed_as("decode")(storage.decode)
-            loading.decodes.append(self._pool.submit(decode, window.groups[part], loading.block, start, part))
+            loading.decodes.append(self._pool.submit(_decode, storage, group, loading.block, start, part))
         self._begin_next_order()
+
+    def _new_loading(self, window: Window) -> Loading | StagedWindow:
+        """Begin a window: its order is found first, and that of the window after it, which takes one thread long."""
+        mixing = self._reading.mixing
+        for one in self._plan.windows[window.number : window.number + (2 if self._plan.shuffled else 1)]:
+            if one.number not in self._orders and self._wanted(one):
+                self._orders[one.number] = self._order_of(self._plan, one)
+        order = self._orders.pop(window.number)
+        if mixing is not None:
+            staged = mixing.stage(window)
+            staged.order = order
+            return staged
+        as_it_stands = self._reading.storage.mapped and len(window.groups) == 1
+        loading = Loading(None if as_it_stands else self._block(window))
+        loading.order = order
+        return loading
 
     def _begin_next_order(self) -> None:
         """Have the first window of the next epoch put in order: one thread takes long for it, the others wait then."""
@@ -218,7 +216,15 @@ class Prefetcher:
             self._after = plan, self._order_of(plan, plan.windows[0])
 
     def _order_of(self, plan: EpochPlan, window: Window) -> Order:
-        return self._pool.submit(_permutation, plan, window, self._reading.windows)
+        mixing, memory = self._reading.mixing, self._reading.windows
+        if mixing is None:
+            return self._pool.submit(_permutation, plan, window, memory)
+        return self._pool.submit(_order_for_device, plan, window, memory, mixing.pin_memory)
+
+    @property
+    def mixed_on(self) -> torch.device | None:
+        """The device on which rows are mixed; None: the threads do it."""
+        return None if self._reading.mixing is None else self._reading.mixing.device
 
     @property
     def ready(self) -> bool:
@@ -226,11 +232,11 @@ class Prefetcher:
         if self._made or not self._tasks:
             return bool(self._made) or self._next == len(self._ranges)
         first = self._tasks[0]
-        return isinstance(first, Future) and first.done()
+        return isinstance(first, Future | Mix) and first.done()
 
-    def _hand_in_run(self) -> Future[list[Made]] | Callable[[], list[Made]]:
+    def _hand_in_run(self) -> _Task:
         """Hand in one task for a run of batches; return it, or what does it."""
-        asked: list[Asked] = []
+        asked: list[Any] = []
         count, self._next_run = self._next_run, min(2 * self._next_run, self._run)
         for start, stop in self._ranges[self._next : self._next + count]:
             pieces = self._plan.pieces(start, stop)
@@ -244,9 +250,11 @@ class Prefetcher:
         self._next += len(asked)
         if self._next == len(self._ranges):
             self._loading.clear()
+        if self._reading.mixing is not None:
+            return Mix(asked, self._reading.mixing)
         if self._inline:
-            return partial(_assemble, self._reading.shape, asked, self._reading.buffers)
-        return self._pool.submit(_assemble, self._reading.shape, asked, self._reading.buffers)
+            return partial(assemble, self._reading.shape, asked, self._reading.buffers)
+        return self._pool.submit(assemble, self._reading.shape, asked, self._reading.buffers)
 
     def _hand_in_until(self, row: int) -> None:
         while self._pending and self._pending[0][0] <= row:
@@ -279,7 +287,7 @@ class Prefetcher:
                 self._fill(self._depth)
                 self._read_on()
                 task = tasks.popleft()
-                made.extend(task.result() if isinstance(task, Future) else task())
+                made.extend(task.result() if isinstance(task, Future | Mix) else task())
                 while made:
                     one = made.popleft()
                     if isinstance(one, Exception):
@@ -297,67 +305,24 @@ class Prefetcher:
         self._pool.shutdown(wait=not own, cancel_futures=True)
 
 
+@timed_as("decode")
+def _decode(storage: Storage, group: Group, block: Block, start: int, part: int) -> None:
+    storage.decode(group, block, start, part)
+
+
+def _decode_and_settle(storage: Storage, window: StagedWindow, part: int, start: int) -> None:
+    _decode(storage, window.window.groups[part], window.block, start, part)
+    window.settle(part, start)
+
+
 def _permutation(plan: EpochPlan, window: Window, memory: Buffers) -> NDArray[np.int64] | None:
     return plan.permutation(window, memory.new((window.num_rows,), torch.int64)[1]) if plan.shuffled else None
 
 
-@timed_as("assemble")
-def _assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
-    """Take the rows of each batch; an error stands in place of its batch and ends the list."""
-    made: list[Made] = []
-    failure: Exception | None = None
-    ready = 0
-    try:
-        for batch in asked:
-            for _, loading in batch:
-                loading.wait()
-            ready += 1
-    except Exception as error:
-        failure = error
-    try:
-        for together in _together(shape, asked[:ready], buffers):
-            made += _take(shape, together, buffers)
-    except Exception as error:
-        failure = error
-    return made if failure is None else [*made, failure]
-
-
-def _together(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[list[Asked]]:
-    """Divide batches into those whose rows are taken together: for a GPU all, where they can be cut."""
-    if not buffers.pin_memory or len(asked) < 2:
-        return [[batch] for batch in asked]
-    sizes = [sum(last - first for (_, first, last), _ in batch) for batch in asked]
-    equal = set(sizes[:-1]) == {sizes[0]} and 0 < sizes[-1] <= sizes[0]
-    return [asked] if equal and shape.can_be_cut(sizes[0]) else [[batch] for batch in asked]
-
-
-def _take(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
-    """Take the rows of batches into one piece of memory."""
-    taken = Slab.gather(shape, _parts(asked), buffers)
-    if buffers.pin_memory:
-        rows = sum(last - first for (_, first, last), _ in asked[0])
-        run = Run(partial(taken.batch, shape, ""), rows if len(asked) > 1 else None)
-    else:  # the consumer computes on the CPU, and is not waited for by a GPU
-        run = Run.one(taken.batch(shape, ""))
-    return [(run, number, [window for (window, _, _), _ in batch]) for number, batch in enumerate(asked)]
-
-
-def _parts(asked: list[Asked]) -> list[Part]:
-    """Return where the rows of batches stand, in as few parts as there can be."""
-    spans: list[tuple[_Loading, list[tuple[int, int]]]] = []
-    for (_, first, last), loading in asked[0] if len(asked) == 1 else (piece for batch in asked for piece in batch):
-        if not spans or spans[-1][0] is not loading:
-            spans.append((loading, [(first, last)]))
-        elif spans[-1][1][-1][1] == first:
-            spans[-1][1][-1] = spans[-1][1][-1][0], last
-        else:
-            spans[-1][1].append((first, last))
-    parts: list[Part] = []
-    for loading, places in spans:
-        view, order = loading.wait()
-        if order is None:
-            parts += [(view, slice(first, last)) for first, last in places]
-        else:
-            rows = [order[first:last] for first, last in places]
-            parts.append((view, rows[0] if len(rows) == 1 else np.concatenate(rows)))
-    return parts
+def _order_for_device(plan: EpochPlan, window: Window, memory: Buffers, pin_memory: bool) -> Tensor:
+    """Return the order in the narrowest type: it is copied to a device."""
+    order = _permutation(plan, window, memory)
+    assert order is not None
+    narrow = torch.empty(window.num_rows, dtype=torch.int32, pin_memory=pin_memory)
+    np.copyto(narrow.numpy(), order, casting="same_kind")
+    return narrow

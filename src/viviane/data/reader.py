@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from viviane.batch import Batch
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.data.buffers import Buffers
+from viviane.data.mixing import BatchStack, Mixing
 from viviane.data.plan import EpochPlan, Window
 from viviane.data.prefetch import Prefetcher, Reading
 from viviane.data.run import Cut
@@ -161,9 +163,38 @@ class Reader:
         """Continue at the current position; an iterator made before is closed."""
         return self._begun(self._batches())
 
-    def cuts(self) -> Iterator[Cut]:
-        """Continue as by iterating, but give each batch as a cut of its run, whose tensors nobody has made yet."""
-        return self._begun(self._cuts())
+    def cuts(self, mixed_on: torch.device | None = None) -> Iterator[Cut]:
+        """Continue as by iterating, but give each batch as a cut of its run, whose tensors nobody has made yet.
+
+        Args:
+            mixed_on: each run is going to be moved to this device, in turn and on one stream; rows are put in order
+                there, and stand in the files' order until then.
+
+        Raises:
+            ConfigError: what `why_not_mixed_on` says prevents it.
+        """
+        if mixed_on is not None and (reason := self.why_not_mixed_on(mixed_on)):
+            raise ConfigError(f"rows cannot be mixed on the device: {reason}", where=str(self.dataset.path))
+        return self._begun(self._cuts(mixed_on))
+
+    def why_not_mixed_on(self, device: torch.device) -> str | None:
+        """Say what prevents rows from being mixed on a device; None: nothing does.
+
+        Rows can be mixed on a GPU where they are shuffled, each bag has its column's hotness, and three windows take
+        1/32 of its memory at most.
+        """
+        if not self.shuffle:
+            return "they are read in the files' order"
+        reason = BatchStack.stands_in_the_way(self.dataset.schema)
+        if reason is not None:
+            return reason
+        largest = max((group.num_rows for group in self.dataset.groups), default=0)
+        window = min(self.dataset.num_rows, self.shuffle_rows + largest)
+        return Mixing.why_too_large(self._stacks, window, device)
+
+    @cached_property
+    def _stacks(self) -> BatchStack:
+        return BatchStack(self.dataset.schema)
 
     def _begun(self, iteration: Generator[_T, None, None]) -> Generator[_T, None, None]:
         self._stop()
@@ -175,8 +206,8 @@ class Reader:
             for run, number, origin in cuts:
                 yield run.batch(number, origin)
 
-    def _cuts(self) -> Generator[Cut, None, None]:
-        prefetcher = self._prefetcher = self._begin()
+    def _cuts(self, mixed_on: torch.device | None = None) -> Generator[Cut, None, None]:
+        prefetcher = self._prefetcher = self._begin(mixed_on)
         with closing(iter(prefetcher)) as made:  # type: ignore[type-var]
             place, source, known = f"{self.dataset.path}, epoch {self._epoch}, batch", "", None
             for run, number, windows in made:
@@ -188,10 +219,13 @@ class Reader:
         self._prefetcher, self._ahead = None, prefetcher.following
         self._epoch, self._delivered = self._epoch + 1, 0
 
-    def _begin(self) -> Prefetcher:
+    def _begin(self, mixed_on: torch.device | None) -> Prefetcher:
         """Take over what is read of the epoch already, or begin to read it from the current position on."""
         dataset, epoch = self.dataset, self._epoch
         begun, self._ahead = self._ahead, None
+        if begun is not None and begun.mixed_on != mixed_on:
+            begun.close()
+            begun = None
         if begun is None:
             reading = Reading(
                 storage=dataset.storage,
@@ -202,6 +236,7 @@ class Reader:
                 buffers=self._buffers,
                 windows=self._windows,
                 num_threads=self.num_threads,
+                mixing=None if mixed_on is None else Mixing(self._stacks, mixed_on),
             )
             plan = EpochPlan(dataset.groups, self.shuffle_rows if self.shuffle else None, self.seed, epoch)
             begun = Prefetcher(plan, reading, min(self._delivered * self.batch_size, dataset.num_rows))

@@ -4,7 +4,7 @@ The reader's threads write small batches into one piece of page-locked memory to
 a copy, its event and its memory cost the host as much for one small batch as for eight. The copy of a batch
 runs under the steps of those before it; the step waits for it on the device, and the host waits for nothing but the
 reader. Memory is bounded: so many batches are copied ahead, or those of one piece, and so many steps may be queued on
-the device.
+the device. Rows that are shuffled may be put in order on the device; see `viviane.data.mixing`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import torch
 
 from viviane.batch import Batch
+from viviane.core.errors import ConfigError
 from viviane.core.machine import usable_cores
 from viviane.core.ranges import time_range
 from viviane.data import Dataset, Reader
@@ -31,6 +32,8 @@ _AHEAD: Final = 4  # batches: the copy of a run of small ones takes as long as a
 _MOST_QUEUED: Final = 8  # steps: enough to ride out a hiccup of the host, and a bound on the batches that wait for them
 _STEPS_BETWEEN: Final = 2  # an event is recorded before every other step: it takes the host as long as a small kernel
 _MOST_THREADS: Final = 8
+_MOST_COPYING: Final = 4
+ShuffleOn = Literal["auto", "host", "device"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ class DeviceFeed:
     Args:
         reader: of the batches; with pin_memory, where the device is a GPU.
         device: where the batches go.
+        shuffle_on: where rows that are shuffled are put in order: "host", by the reader's threads; "device", on a GPU,
+            which has some windows of rows in its memory then; "auto": there, where `Reader.why_not_mixed_on` has
+            nothing against it. Batches are the same.
+
+    Raises:
+        ConfigError: shuffle_on is "device", and something prevents it.
 
     Example:
         >>> import tempfile
@@ -61,9 +70,16 @@ class DeviceFeed:
         [2, 1]
     """
 
-    def __init__(self, reader: Reader | StreamReader, device: torch.device) -> None:
+    def __init__(self, reader: Reader | StreamReader, device: torch.device, *, shuffle_on: ShuffleOn = "auto") -> None:
         self.reader = reader
         self.device = device
+        reason = None if shuffle_on == "host" else self._why_not_there()
+        if shuffle_on == "device" and reason is not None:
+            raise ConfigError(
+                f"rows cannot be shuffled on the device: {reason}", value=shuffle_on, allowed="auto, host",
+                fix='take "auto", which does it where it can be done',
+            )  # fmt: skip
+        self._mixed_on = device if shuffle_on != "host" and reason is None else None
         self._place = (reader.epoch, reader.position)
         self._waiting: deque[_Waiting] = deque()
         self._copies = _Copies(device) if device.type == "cuda" else None
@@ -75,6 +91,7 @@ class DeviceFeed:
         batch_size: int,
         device: torch.device,
         group: Group | None = None,
+        shuffle_on: ShuffleOn = "auto",
         **options: Any,
     ) -> Self:
         """Return the feed of a process's share of every batch.
@@ -84,12 +101,16 @@ class DeviceFeed:
             batch_size: rows of a batch, over all processes.
             device: where the batches go.
             group: the processes that share them; None: this one alone.
+            shuffle_on: see `DeviceFeed`.
             options: of the reader; see `Reader`. Threads and page-locked memory are chosen for the device.
         """
         rank, ranks = (0, 1) if group is None else (group.rank, group.size)
         if device.type == "cuda":
-            options = {"pin_memory": True, "num_threads": num_threads()} | options
-        return cls(dataset.reader(batch_size, rank=rank, num_ranks=ranks, **options), device)
+            options = {"pin_memory": True} | options
+        feed = cls(dataset.reader(batch_size, rank=rank, num_ranks=ranks, **options), device, shuffle_on=shuffle_on)
+        if device.type == "cuda" and "num_threads" not in options and isinstance(feed.reader, Reader):
+            feed.reader.num_threads = num_threads(feed._only_copies)
+        return feed
 
     def __len__(self) -> int:
         """Number of batches of an epoch.
@@ -133,7 +154,27 @@ class DeviceFeed:
             self.close()
         if self._copies is None:
             return self._at_once(iter(self.reader))
-        return self._copied_ahead(_cuts(self.reader), self._copies)
+        return self._copied_ahead(self._cuts(), self._copies)
+
+    def _cuts(self) -> Iterator[Cut]:
+        reader = self.reader
+        if not isinstance(reader, Reader):
+            return ((Run.one(batch), 0, batch.origin) for batch in reader)
+        return reader.cuts(self._mixed_on)
+
+    @property
+    def _only_copies(self) -> bool:
+        """Whether the reader's threads do nothing but copy rows: neither decode them nor put them in order."""
+        reader = self.reader
+        return self._mixed_on is not None and isinstance(reader, Reader) and reader.dataset.storage.mapped
+
+    def _why_not_there(self) -> str | None:
+        """Say what prevents rows from being put in order on the device."""
+        if self.device.type != "cuda":
+            return "it is no GPU"
+        if not isinstance(self.reader, Reader):
+            return "a stream has an order of its own"
+        return self.reader.why_not_mixed_on(self.device)
 
     def read_on(self, until_epoch: int) -> None:
         """Have epochs before this one read one after another, without a wait between; see `Reader`'s until_epoch.
@@ -227,18 +268,19 @@ class _Copies:
         found = self._there.get(run)
         if found is None:
             found = self._there[run] = self._copy(run)
-        if number + 1 == len(run):
-            del self._there[run]
         there, copied = found
+        if number + 1 == len(there):
+            del self._there[run]
         return _Waiting(there.batch(number, origin).ready_after(copied), place)
 
     def _copy(self, run: Run) -> tuple[Run, torch.cuda.Event]:
-        if run.whole.device.type == "cpu" and not run.whole.one_hot.is_pinned():
+        if not run.is_pinned:
             run = run.pin_memory()
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):
             there = run.to(self.device, non_blocking=True)
             copied.record(self.stream)
+            run.move_ahead()
         return there, copied
 
     def finish(self, waiting: _Waiting) -> None:
@@ -260,18 +302,17 @@ class _Copies:
         self.queued.append(event)
 
 
-def _cuts(reader: Reader | StreamReader) -> Iterator[Cut]:
-    if isinstance(reader, Reader):
-        return reader.cuts()
-    return ((Run.one(batch), 0, batch.origin) for batch in reader)
-
-
-def num_threads() -> int:
+def num_threads(only_copies: bool = False) -> int:
     """Return the reader's threads for one GPU: half of the cores that a process of this machine has, 2 to 8.
+
+    Args:
+        only_copies: they do nothing but copy rows, and so wait for memory: 4 are enough, and more are in the way of
+            the thread that launches kernels.
 
     Example:
         >>> 2 <= num_threads() <= 8
         True
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(_MOST_THREADS, max(2, usable_cores() // processes // 2))
+    most = _MOST_COPYING if only_copies else _MOST_THREADS
+    return min(most, max(2, usable_cores() // processes // 2))

@@ -16,7 +16,7 @@ _OWN: Final = {
         "latest assign"
     ),
     "updates": "move span join_spans rest numbers",
-    "copies": "copy cast pack cut widen read_row answer",
+    "copies": "take_rows copy cast pack cut widen read_row answer",
     "others": "check check_columns mark judge judge_scaled logistic_loss gate column_sums difference difference_record",
 }
 OWN_KERNELS: Final = {f"{name}_kernel": kind for kind, names in _OWN.items() for name in names.split()}

@@ -86,7 +86,7 @@ class FitLoop:
         solver = self.solver
         return DeviceFeed.open(
             self.train, solver.batch_size, self.trainer.device, self.group, shuffle=solver.shuffle, seed=solver.seed,
-            drop_last=solver.drop_last, epoch=epoch,
+            drop_last=solver.drop_last, epoch=epoch, shuffle_on=solver.shuffle_on,
         )  # fmt: skip
 
     def _epoch_length(self) -> int:

@@ -121,7 +121,7 @@ def record_trace(trainer: Trainer, data: Dataset, folder: str | Path, steps: int
     solver, device = trainer.solver, trainer.device
     feed = DeviceFeed.open(
         data, solver.batch_size, device, trainer.group, shuffle=solver.shuffle, seed=solver.seed,
-        drop_last=solver.drop_last,
+        drop_last=solver.drop_last, shuffle_on=solver.shuffle_on,
     )  # fmt: skip
     if not len(feed):
         raise DataError("the data set gives no batch", where=str(data.path), fix="use a smaller batch_size")

@@ -1,0 +1,170 @@
+"""Runs of batches out of windows: rows are taken by a thread of the reader, or on the device they are meant for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.core.ranges import timed_as
+from viviane.data.block import Block, View
+from viviane.data.buffers import Buffers
+from viviane.data.mixing import MixedRun, Mixing, StagedWindow
+from viviane.data.plan import Window
+from viviane.data.run import Run
+from viviane.data.slab import BatchShape, Part, Slab
+
+Order = Future[Any]
+"""Of the order of a window's rows: NDArray[int64] or None, as `EpochPlan.permutation` gives; for a device a tensor."""
+Ready = tuple[View, NDArray[np.int64] | None]
+Made = tuple[Run, int, list[Window]] | Exception
+_Piece = tuple[Window, int, int]
+
+
+class Loading:
+    """A window that becomes ready: row groups being decoded into a block, or one group where it stands in its file."""
+
+    def __init__(self, block: Block | None) -> None:
+        self.block = block
+        self._lock = threading.Lock()
+        self._ready: Ready | None = None
+        self.order: Order | None = None
+        self.decodes: list[Future[None]] = []
+        self.mapped: Future[View] | None = None
+
+    def wait(self) -> Ready:
+        """Return the rows and their order; raises what a decode task raised."""
+        if self._ready is None:  # to ask finished tasks again, batch after batch, costs a lock each
+            for task in self.decodes:
+                task.result()
+            assert self.order is not None
+            order = self.order.result()
+            with self._lock:
+                if self._ready is None:
+                    self._ready = self._view(), order
+        return self._ready
+
+    def _view(self) -> View:
+        if self.mapped is not None:
+            return self.mapped.result()
+        assert self.block is not None
+        return self.block.finish()
+
+
+Asked = list[tuple[_Piece, Loading]]
+AskedThere = list[tuple[_Piece, StagedWindow]]
+_W = TypeVar("_W", Loading, StagedWindow)
+
+
+@timed_as("assemble")
+def assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
+    """Take the rows of each batch; an error stands in place of its batch and ends the list."""
+    ready, failure = _wait(asked)
+    made: list[Made] = []
+    # For a GPU the rows of all are taken together, where they can be cut.
+    cut = shape.can_be_cut if buffers.pin_memory else _never
+    try:
+        for together in _together(ready, cut):
+            made += _take(shape, together, buffers)
+    except Exception as error:
+        failure = error
+    return made if failure is None else [*made, failure]
+
+
+class Mix:
+    """A run of batches whose rows are to be taken on a device: what `assemble` is, but for the rows themselves.
+
+    Args:
+        asked: the batches.
+        mixing: of their windows.
+    """
+
+    def __init__(self, asked: list[AskedThere], mixing: Mixing) -> None:
+        self._asked, self._mixing = asked, mixing
+
+    def done(self) -> bool:
+        """Whether the result can be had without a wait."""
+        windows = {id(window): window for batch in self._asked for _, window in batch}
+        return all(window.is_decoded for window in windows.values())
+
+    def result(self) -> list[Made]:
+        """Return the batches; an error stands in place of its batch and ends the list."""
+        ready, failure = _wait(self._asked)
+        made: list[Made] = []
+        for together in _together(ready, self._mixing.stacks.can_be_cut):
+            rows = sum(last - first for (_, first, last), _ in together[0]) if len(together) > 1 else None
+            run = MixedRun(self._mixing, _spans(together), rows)
+            made += _numbered(run, together)
+        return made if failure is None else [*made, failure]
+
+
+def _wait(asked: list[list[tuple[_Piece, _W]]]) -> tuple[list[list[tuple[_Piece, _W]]], Exception | None]:
+    """Wait for windows; return the batches before the first that fails, and its error."""
+    for number, batch in enumerate(asked):
+        try:
+            for _, window in batch:
+                window.wait()
+        except Exception as error:
+            return asked[:number], error
+    return asked, None
+
+
+def _never(rows: int) -> bool:
+    return False
+
+
+def _together(
+    asked: list[list[tuple[_Piece, _W]]], can_be_cut: Callable[[int], bool]
+) -> list[list[list[tuple[_Piece, _W]]]]:
+    """Divide batches into those whose rows are taken together: all, where they can be cut."""
+    if len(asked) < 2:
+        return [[batch] for batch in asked]
+    sizes = [sum(last - first for (_, first, last), _ in batch) for batch in asked]
+    equal = set(sizes[:-1]) == {sizes[0]} and 0 < sizes[-1] <= sizes[0]
+    return [asked] if equal and can_be_cut(sizes[0]) else [[batch] for batch in asked]
+
+
+def _take(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
+    """Take the rows of batches into one piece of memory."""
+    taken = Slab.gather(shape, _parts(asked), buffers)
+    if buffers.pin_memory:
+        rows = sum(last - first for (_, first, last), _ in asked[0])
+        run = Run(partial(taken.batch, shape, ""), rows if len(asked) > 1 else None)
+    else:  # the consumer computes on the CPU, and is not waited for by a GPU
+        run = Run.one(taken.batch(shape, ""))
+    return _numbered(run, asked)
+
+
+def _numbered(run: Run, asked: list[list[tuple[_Piece, _W]]]) -> list[Made]:
+    return [(run, number, [window for (window, _, _), _ in batch]) for number, batch in enumerate(asked)]
+
+
+def _spans(asked: list[list[tuple[_Piece, _W]]]) -> list[tuple[_W, list[tuple[int, int]]]]:
+    """Return where the rows of batches stand, window after window, in as few spans as there can be."""
+    found: list[tuple[_W, list[tuple[int, int]]]] = []
+    for (_, first, last), window in asked[0] if len(asked) == 1 else (piece for batch in asked for piece in batch):
+        if not found or found[-1][0] is not window:
+            found.append((window, [(first, last)]))
+        elif found[-1][1][-1][1] == first:
+            found[-1][1][-1] = found[-1][1][-1][0], last
+        else:
+            found[-1][1].append((first, last))
+    return found
+
+
+def _parts(asked: list[Asked]) -> list[Part]:
+    """Return views and which of their rows are wanted, in as few parts as there can be."""
+    parts: list[Part] = []
+    for loading, places in _spans(asked):
+        view, order = loading.wait()
+        if order is None:
+            parts += [(view, slice(first, last)) for first, last in places]
+        else:
+            rows = [order[first:last] for first, last in places]
+            parts.append((view, rows[0] if len(rows) == 1 else np.concatenate(rows)))
+    return parts
