@@ -48,13 +48,14 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def named_again(data: Dataset, times: int) -> Dataset:
-    """Name the one file of a data set several times: drawing rows would take longer than measuring."""
-    folder, [first] = data.files[0].parent, data.files
+    """Name each file of a data set several times: drawing rows would take longer than measuring."""
+    folder = data.files[0].parent
     manifest = json.loads((folder / "manifest.json").read_text())
-    [entry] = manifest["files"]
-    for number in range(1, times):
-        name = first.name.replace("00000", f"{number:05}")
-        (folder / name).hardlink_to(first)
+    entries = list(manifest["files"])
+    for number in range(len(entries), times * len(entries)):
+        entry = entries[number % len(entries)]
+        name = f"part-{number:05}.rows"
+        (folder / name).hardlink_to(folder / entry["name"])
         manifest["files"].append({**entry, "name": name})
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return Dataset(folder)

@@ -11,6 +11,7 @@ from viviane.core.errors import ConfigError, VivianeError
 from viviane.data import Dataset, mixing, prefetch, write_dataset
 from viviane.data.buffers import Buffers, Piece
 from viviane.schema import Schema
+from viviane.training import feed as feeds
 from viviane.training.feed import DeviceFeed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -257,6 +258,6 @@ def test_the_host_is_held_back_when_too_many_steps_are_queued(rows):
         torch.cuda._sleep(1_000_000)
         del batch
         most = max(most, len(feed._copies.queued))
-    assert most <= 8
+    assert most <= feeds._MOST_QUEUED // 2  # events: one for every other step
     peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
-    assert peak - before < 24 * 64 * 200  # four times what 12 batches take; all of them would take 1.2 MB
+    assert peak - before < 24 * 64 * 200  # three times what 16 batches take; all of them would take 1.2 MB

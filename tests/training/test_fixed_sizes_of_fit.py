@@ -108,11 +108,11 @@ def alike(group, folder):
 
 
 def stopped_and_resumed(group, folder, run):
-    """A request to stop travels with the gradients: two steps later all processes stop, and go on to the same bits."""
+    """A request to stop travels with the gradients: six steps later all processes stop, and go on to the same bits."""
     straight = fit(folder, group, "said", settings(epochs=2, fixed_sizes=True), dropout=0.3)
-    # After step 5 of the last rank: said in step 6, heard in 8. After 14: said in 15; before the short batch, the 17th,
-    # all that was said is heard. Then to step 20 by max_steps, to 26 by a request, and to the end.
-    plan = [(5, 8, "interrupted"), (15, 17, "interrupted"), (0, 20, "max_steps"), (23, 26, "interrupted")]
+    # After step 5 of the last rank: said in 6, heard in 12. After 15: said in 16; before the short batch, the 17th,
+    # all that was said is heard. Then to step 20 by max_steps, to 30 by a request, and to the end.
+    plan = [(5, 12, "interrupted"), (15, 17, "interrupted"), (0, 20, "max_steps"), (23, 30, "interrupted")]
     for stop_at, last, stopped in [*plan, (0, 34, "epochs")]:
         solver = settings(epochs=2, fixed_sizes=True, max_steps=20 if last == 20 else None)
         note = Watch(stop_at, group.size - 1)

@@ -44,7 +44,7 @@ _EAGER_STEPS = {"auto": 3, True: 1}
 _MOST_GRAPHS = 4
 _MOST_SHAPES = 1024
 _MOST_DOUBLINGS = 16
-_MOST_IN_FLIGHT = 4
+_MOST_IN_FLIGHT = 8  # the host is held up by a reader's threads now and then, for a millisecond or two
 _NOTHING = nullcontext()
 
 

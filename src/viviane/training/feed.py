@@ -29,7 +29,7 @@ from viviane.data.streaming import KafkaStream, StreamReader
 from viviane.parallel import Group
 
 _AHEAD: Final = 4  # batches: the copy of a run of small ones takes as long as a step or two
-_MOST_QUEUED: Final = 8  # steps: enough to ride out a hiccup of the host, and a bound on the batches that wait for them
+_MOST_QUEUED: Final = 12  # steps: more than replays are ahead of the host's look at them; a bound on batches that wait
 _STEPS_BETWEEN: Final = 2  # an event is recorded before every other step: it takes the host as long as a small kernel
 _MOST_THREADS: Final = 8
 _MOST_COPYING: Final = 4

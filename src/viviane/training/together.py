@@ -22,7 +22,7 @@ from viviane.parallel import Group
 from viviane.training.dense_exchange import DenseExchange
 from viviane.training.dense_state import collections_of, dense_buffers, dense_parameters
 
-_LATE = 2  # steps after which a signal is read: by then the host need not wait for it
+_LATE = 6  # steps after which a signal is read: the host need not wait for it, though it is some replays ahead
 _FREE = "call trainer.fix_sizes(None) in all processes before such a batch"
 
 
