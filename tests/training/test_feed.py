@@ -10,9 +10,10 @@ from click_model import SCHEMA, columns, make_trainer
 
 from viviane.batch import Batch
 from viviane.config import Solver
-from viviane.core.errors import VivianeError
+from viviane.core.errors import ConfigError, VivianeError
 from viviane.data import Dataset, prefetch, write_dataset
 from viviane.data.buffers import Buffers, Piece
+from viviane.data.mixing import MixedRun
 from viviane.data.run import Cut, Run
 from viviane.schema import Schema
 from viviane.training import feed as feeds
@@ -225,6 +226,10 @@ class HostCopies(_Copies):
         self.copied: list[int] = []
 
     def _copy(self, run: Run) -> tuple[Run, object]:
+        if isinstance(run, MixedRun):
+            there = run.to(CPU)
+            run.move_ahead()
+            return there, FakeEvent()
         self.copied.append(run.whole.size)
         there = piece_of(run.whole) if run.whole.size else run.whole
         return Run(lambda: there, run._rows), FakeEvent()
@@ -271,8 +276,41 @@ def test_batches_of_a_run_are_there_when_their_copy_is(as_for_a_gpu) -> None:
     assert [events.index(event) for event in events] == [0, 1, 1] + [i // 4 * 4 + 3 for i in range(18)]
 
 
-def test_leaving_in_the_middle_of_a_run_loses_no_batch_and_keeps_no_copy(as_for_a_gpu) -> None:
+@pytest.mark.parametrize("until_epoch", [0, 3])
+def test_batches_whose_rows_are_put_in_order_there_are_the_same(as_for_a_gpu, until_epoch: int) -> None:
     feed, reader = as_for_a_gpu
+    feed._mixed_on = CPU
+    feed.read_on(until_epoch)
+    with feed:
+        for _ in range(3):
+            for one, other in zip(feed, reader, strict=True):
+                assert equal(one, other)
+                assert feed.state() == reader.state()
+        assert not feed._copies.copied
+    assert reader_threads() == 0
+
+
+def test_where_rows_are_put_in_order_is_refused_by_its_reason(train: Dataset) -> None:
+    with pytest.raises(ConfigError, match="shuffled on the device: it is no GPU"):
+        DeviceFeed.open(train, 64, CPU, shuffle=True, shuffle_on="device")
+    solver = Solver(batch_size=64, device="cpu", shuffle_on="device")
+    with pytest.raises(ConfigError, match="it is no GPU"):
+        make_trainer(solver).fit(train)
+    for where in ("auto", "host"):
+        assert DeviceFeed.open(train, 64, CPU, shuffle=True, shuffle_on=where)._mixed_on is None
+
+
+def test_threads_that_only_copy_are_fewer(monkeypatch) -> None:
+    monkeypatch.setattr(feeds, "usable_cores", lambda: 32)
+    assert (feeds.num_threads(), feeds.num_threads(only_copies=True)) == (8, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert (feeds.num_threads(), feeds.num_threads(only_copies=True)) == (2, 2)
+
+
+@pytest.mark.parametrize("mixed_on", [None, CPU])
+def test_leaving_in_the_middle_of_a_run_loses_no_batch_and_keeps_no_copy(as_for_a_gpu, mixed_on) -> None:
+    feed, reader = as_for_a_gpu
+    feed._mixed_on = mixed_on
     wanted, found = list(reader), []
     while len(found) < len(wanted):
         for batch in feed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -63,9 +63,6 @@ class StackForm:
             rows = list(zip(self.widths, self._before, strict=False))
             found = self._tables[device] = torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(device)
         return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": {}}
 
 
 def rounded(num_rows: int) -> int:
