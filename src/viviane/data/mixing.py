@@ -7,6 +7,7 @@ memory; what is left to the host is to copy rows one behind another, which needs
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -82,7 +83,7 @@ class BatchStack:
             if column.weights is not None:
                 self.matrices.append(Matrix(column.hotness or 0, torch.float32, column.name))
         self.form = StackForm([matrix.words for matrix in self.matrices])
-        self._places = sorted(set(self.hotness.values()))
+        self._different: dict[torch.device, Tensor] = {}  # numbers of ids, (H, 1)
 
     @staticmethod
     def stands_in_the_way(schema: Schema) -> str | None:
@@ -113,11 +114,21 @@ class BatchStack:
             bags=self._bags(tensors[self.num_plain :], num_rows, stack.device),
         )
 
+    def _offsets(self, num_rows: int, device: torch.device) -> dict[int, Tensor]:
+        """Return where bags begin, by their number of ids: all in one piece of memory."""
+        different = self._different.get(device)
+        if different is None:
+            numbers = torch.tensor(sorted(set(self.hotness.values())), dtype=torch.int64)
+            different = self._different[device] = numbers.view(-1, 1).to(device)
+        # Each begins at a multiple of 256 bytes.
+        rows = torch.arange(-(-(num_rows + 1) // 32) * 32, dtype=torch.int64, device=device)
+        begins = (different * rows)[:, : num_rows + 1]
+        return dict(zip(sorted(set(self.hotness.values())), begins.unbind(), strict=True))
+
     def _bags(self, tensors: list[Tensor], num_rows: int, device: torch.device) -> Mapping[str, Bag]:
         if not self.hotness:
             return {}
-        rows = torch.arange(num_rows + 1, dtype=torch.int64, device=device)
-        offsets = {hotness: rows * hotness for hotness in self._places}
+        offsets = self._offsets(num_rows, device)
         found: dict[str, Bag] = {}
         for matrix, numbers in zip(self.matrices[self.num_plain :], tensors, strict=True):
             before = found.get(matrix.bag)
@@ -153,20 +164,30 @@ class StagedWindow:
     def __init__(self, stacks: BatchStack, window: Window, device: torch.device) -> None:
         self.stacks, self.window, self.device = stacks, window, device
         self.num_rows = window.num_rows
-        pin = device.type == "cuda"
-        self._host: Tensor | None
-        self._host = here = torch.empty(stacks.form.num_words(self.num_rows), dtype=torch.int32, pin_memory=pin)
-        self._arrays = [
-            stacks.form.matrix(here, number, self.num_rows).view(matrix.dtype).numpy()
-            for number, matrix in enumerate(stacks.matrices)
-        ]
-        plain = _Sections(self._arrays[: stacks.num_plain])
-        self.block = Block(stacks.schema, self.num_rows, len(window.groups), plain)
+        self._lock = threading.Lock()
+        self._host: Tensor | None = None
+        self._arrays: list[NDArray[Any]] = []
+        self._block: Block | None = None
         self.decodes: list[Future[None]] = []
         self.order: Future[Tensor] | None = None
         self._moved = 0
         self._there: Tensor | None = None
         self._order_there: Tensor | None = None
+
+    @property
+    def block(self) -> Block:
+        """What row groups are decoded into; its memory is made by the thread that comes first, which may take long."""
+        with self._lock:
+            if self._block is None:
+                form, pin = self.stacks.form, self.device.type == "cuda"
+                self._host = here = torch.empty(form.num_words(self.num_rows), dtype=torch.int32, pin_memory=pin)
+                self._arrays = [
+                    form.matrix(here, number, self.num_rows).view(matrix.dtype).numpy()
+                    for number, matrix in enumerate(self.stacks.matrices)
+                ]
+                plain = _Sections(self._arrays[: self.stacks.num_plain])
+                self._block = Block(self.stacks.schema, self.num_rows, len(self.window.groups), plain)
+            return self._block
 
     def settle(self, part: int, start: int) -> None:
         """Take the bags of a row group, which was decoded, to where they stand in the stack.
@@ -175,8 +196,9 @@ class StagedWindow:
             DataError: a row has another number of ids than its column's hotness.
         """
         rows = self.window.groups[part].num_rows
+        parts = self.block.parts
         for name in self.stacks.hotness:
-            bag, self.block.parts[name][part] = self.block.parts[name][part], None
+            bag, parts[name][part] = parts[name][part], None
             assert bag is not None
             named = [number for number, matrix in enumerate(self.stacks.matrices) if matrix.bag == name]
             for number, numbers in zip(named, (bag.values, bag.weights), strict=False):
@@ -193,7 +215,7 @@ class StagedWindow:
         """Return how many rows, from the first on, are there."""
         rows = 0
         for group, decode in zip(self.window.groups, self.decodes, strict=False):
-            if not decode.done() or decode.cancelled() or decode.exception() is not None:
+            if not _has_come(decode):
                 break
             rows += group.num_rows
         return rows
@@ -211,7 +233,6 @@ class StagedWindow:
     def _tasks(self) -> list[Future[Any]]:
         return [*self.decodes, *([] if self.order is None else [self.order])]
 
-    @property
     def is_there(self) -> bool:
         """Whether all copies of it were queued."""
         return self._moved == self.num_rows and self._order_there is not None
@@ -222,17 +243,17 @@ class StagedWindow:
         Args:
             most: rows.
         """
-        if self._host is None:
+        if self.is_there():
             return 0
         first = self._moved
         last = self._decoded() if most is None else min(self._decoded(), first + most)
         if last > first:
+            assert self._host is not None
             self._copy(self._host, first, last)
-        if self._order_there is None and self.order is not None and self.order.done():
+        if self._order_there is None and self.order is not None and _has_come(self.order):
             self._order_there = self.order.result().to(self.device, non_blocking=True)
-        if self.is_there:  # its memory is another window's, as soon as the copies are done
-            self._host, self._arrays, self.decodes, self.order = None, [], [], None
-            del self.block
+        if self.is_there():  # its memory is another window's, as soon as the copies are done
+            self._host, self._arrays, self._block, self.decodes, self.order = None, [], None, [], None
         return last - first
 
     def _copy(self, host: Tensor, first: int, last: int) -> None:
@@ -260,6 +281,11 @@ class StagedWindow:
         rows = taken[0] if len(taken) == 1 else torch.cat(taken)
         take_rows(self.stacks.form, target, target_rows, first, there, self.num_rows, rows)
         return first + len(rows)
+
+
+def _has_come(task: Future[Any]) -> bool:
+    """Whether a task is done; an error of it is raised where its batch is wanted."""
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 class Mixing:
@@ -291,7 +317,7 @@ class Mixing:
         while left > 0 and self._on_their_way:
             first = self._on_their_way[0]
             left -= first.move(left)
-            if not first.is_there:
+            if not first.is_there():
                 return
             self._on_their_way.popleft()
 

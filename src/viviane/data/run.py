@@ -7,16 +7,18 @@ needs. Together all of it is done once for several batches, and each of them is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from viviane.batch import Bag, Batch
 
+_CUT_TOGETHER: Final = 16  # batches: a call for several costs less than one for each, and the GPU waits for no more
 _Bags = Mapping[str, Bag]
 _Part = tuple[Tensor, Tensor, Tensor, Tensor | None, _Bags]
+_T = TypeVar("_T", Tensor, Tensor | None)
 Cut = tuple["Run", int, str]
 """A batch before its tensors are made: its run, its number in it, and where its rows came from, for messages."""
 
@@ -42,7 +44,8 @@ class Run:
     ) -> None:
         self._make, self._rows, self._hotness = make, rows, hotness or {}
         self._whole: Batch | None = None
-        self._parts: list[_Part] | None = None
+        self._parts: list[_Part] = []
+        self._first = -1  # the batch that `_parts` begins with
 
     @property
     def whole(self) -> Batch:
@@ -51,40 +54,41 @@ class Run:
             self._whole = self._make()
         return self._whole
 
-    def _cut(self) -> list[_Part]:
-        if self._parts is None:
-            self._parts = self._new_parts()
-        return self._parts
+    def __len__(self) -> int:
+        return 1 if self._rows is None else max(1, -(-self.whole.size // self._rows))
 
-    def _new_parts(self) -> list[_Part]:
+    def batch(self, number: int, origin: str) -> Batch:
+        """Return one of the batches."""
+        first = number // _CUT_TOGETHER * _CUT_TOGETHER
+        if first != self._first:
+            self._parts, self._first = self._cut(first), first
+        labels, dense, one_hot, weight, bags = self._parts[number - first]
+        return Batch(self.whole.layout, labels, dense, one_hot, bags, weight, origin)
+
+    def _cut(self, number: int) -> list[_Part]:
+        """Cut some batches, from this one on."""
         whole, rows = self.whole, self._rows
         matrices = (whole.labels, whole.dense, whole.one_hot)
         if rows is None or whole.size <= rows:
             return [(*matrices, whole.weight, whole.bags)]
-        # Unlike those of `split`, they count writes each on its own: see `Batch.ready`.
-        labels, dense, one_hot = (torch.unsafe_split(matrix, rows) for matrix in matrices)
-        weight = [None] * len(labels) if whole.weight is None else torch.unsafe_split(whole.weight, rows)
-        bags: list[_Bags] = self._cut_bags(whole.bags, rows) if whole.bags else [{}] * len(labels)
+        first, last = number * rows, min(whole.size, (number + _CUT_TOGETHER) * rows)
+        labels, dense, one_hot = (_split(matrix, first, last, rows) for matrix in matrices)
+        weight = _split(whole.weight, first, last, rows)
+        bags: list[_Bags] = [{}] * len(labels)
+        if whole.bags:
+            cut = [self._cut_bag(name, bag, first, last, rows) for name, bag in whole.bags.items()]
+            bags = [dict(zip(whole.bags, parts, strict=True)) for parts in zip(*cut, strict=True)]
         return list(zip(labels, dense, one_hot, weight, bags, strict=True))
 
-    def _cut_bags(self, bags: _Bags, rows: int) -> list[_Bags]:
-        """Cut bags of one number of ids: what row each begins at is the same in every batch."""
-        cut: list[list[Bag]] = []
-        for name, bag in bags.items():
-            values = torch.unsafe_split(bag.values, rows * self._hotness[name])
-            weights = [None] * len(values) if bag.weights is None else torch.unsafe_split(bag.weights, len(values[0]))
-            sizes = [len(part) // self._hotness[name] for part in values]
-            parts = zip(values, weights, sizes, strict=True)
-            cut.append([Bag(ids, bag.offsets[: size + 1], one) for ids, one, size in parts])
-        return [dict(zip(bags, parts, strict=True)) for parts in zip(*cut, strict=True)]
-
-    def __len__(self) -> int:
-        return len(self._cut())
-
-    def batch(self, number: int, origin: str) -> Batch:
-        """Return one of the batches."""
-        labels, dense, one_hot, weight, bags = self._cut()[number]
-        return Batch(self.whole.layout, labels, dense, one_hot, bags, weight, origin)
+    def _cut_bag(self, name: str, bag: Bag, first: int, last: int, rows: int) -> list[Bag]:
+        """Cut a bag of one number of ids: what row each begins at is the same in every batch."""
+        hotness = self._hotness[name]
+        values = _split(bag.values, first * hotness, last * hotness, rows * hotness)
+        weights = _split(bag.weights, first * hotness, last * hotness, rows * hotness)
+        offsets = [bag.offsets[: rows + 1]] * len(values)
+        if (last - first) % rows:
+            offsets[-1] = bag.offsets[: (last - first) % rows + 1]
+        return [Bag(*parts) for parts in zip(values, offsets, weights, strict=True)]
 
     @property
     def is_pinned(self) -> bool:
@@ -107,3 +111,11 @@ class Run:
     def pin_memory(self) -> Run:
         """Return the run in page-locked host memory."""
         return Run(self.whole.pin_memory, self._rows, self._hotness)
+
+
+def _split(tensor: _T, first: int, last: int, size: int) -> Sequence[_T]:
+    """Cut rows [first, last) of a tensor into parts of so many."""
+    if tensor is None:
+        return [tensor] * -(-(last - first) // size)
+    # Unlike those of `split`, they count writes each on its own: see `Batch.ready`.
+    return torch.unsafe_split(tensor[first:last], size)
