@@ -1,14 +1,14 @@
 """Steps on batches that come from files: what train_gpu.py and train_group.py measure with --files.
 
 Rows are in Viviane's format and come from the page cache, one file under several names; epochs follow one another as in
-`fit`, shuffled. Timed are the steps after the first of an epoch's, when the reader's first window of rows is there.
+`fit`, shuffled. Timed are the steps after the first 40, when the reader's first window of rows is long there.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from viviane.parallel import Group
 from viviane.training.feed import DeviceFeed
 
 EPOCH_ROWS = 1 << (12 if SMALL else 22)
-COLD_STEPS = 40
+COLD_STEPS = STEPS = 40
 ROUNDS = 2 if SMALL else 5
 
 
@@ -70,10 +70,9 @@ def time_ms(trainer: vv.Trainer, data: Dataset, rows: int, group: Group | None =
         rows: of a batch, over all processes.
         group: the processes.
     """
-    steps = COLD_STEPS
-    epochs = -(-(COLD_STEPS + ROUNDS * steps) * rows // len(data))
+    epochs = -(-(COLD_STEPS + ROUNDS * STEPS) * rows // len(data))
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Generator[Batch, None, None]:
         feed.read_on(epochs)
         for _ in range(epochs):
             yield from feed
@@ -87,9 +86,9 @@ def time_ms(trainer: vv.Trainer, data: Dataset, rows: int, group: Group | None =
         for _ in range(ROUNDS):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(steps):
+            for _ in range(STEPS):
                 trainer.train_step(next(every))
             torch.cuda.synchronize()
-            found.append((time.perf_counter() - start) / steps * 1e3)
-        every.close()  # type: ignore[attr-defined]
+            found.append((time.perf_counter() - start) / STEPS * 1e3)
+        every.close()
     return np.array(found)

@@ -17,6 +17,7 @@ from sample_rows import make_rows, same_bits, write_rows
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset, Negatives, mixing, prefetch, write_dataset
+from viviane.data import run as run_module
 from viviane.data.mixing import BatchStack
 from viviane.data.negative_dataset import NegativeDataset
 from viviane.data.reader import Reader
@@ -76,6 +77,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs have several batches, and windows go over in several parts."""
     monkeypatch.setattr(mixing, "_RUN_ROWS", 320)
     monkeypatch.setattr(mixing, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(run_module, "_CUT_TOGETHER", 2)
 
 
 def mixed(reader: Reader) -> Iterator[Batch]:
@@ -270,15 +272,23 @@ def test_bags_of_another_length_than_the_files_say_are_refused(tmp_path: Path, m
         list(mixed(data.reader(64, shuffle=True)))
 
 
-def test_the_order_of_the_next_window_is_found_a_window_ahead(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    order_of = prefetch._order_for_device
+def test_the_order_of_the_next_window_is_found_before_a_window_is_decoded(
+    data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, int]] = []
+    order_of, decode = prefetch._order_for_device, prefetch._decode_and_settle
 
-    def noted(plan: Any, window: Any, *rest: Any) -> Any:
-        asked.append(window.number)
+    def order_noted(plan: Any, window: Any, *rest: Any) -> Any:
+        done.append(("order", window.number))
         return order_of(plan, window, *rest)
 
-    monkeypatch.setattr(prefetch, "_order_for_device", noted)
-    reader = data.reader(64, shuffle=True, shuffle_rows=300, num_threads=1)
-    list(mixed(reader))
-    assert sorted(asked) == list(range(7))
+    def decode_noted(storage: Any, window: Any, *rest: Any) -> None:
+        done.append(("decode", window.window.number))
+        decode(storage, window, *rest)
+
+    monkeypatch.setattr(prefetch, "_order_for_device", order_noted)
+    monkeypatch.setattr(prefetch, "_decode_and_settle", decode_noted)
+    list(mixed(data.reader(64, shuffle=True, shuffle_rows=300, num_threads=1)))  # one thread: one after another
+    assert [number for what, number in done if what == "order"] == list(range(7))
+    for number in range(6):
+        assert done.index(("order", number + 1)) < done.index(("decode", number))

@@ -14,9 +14,11 @@ from sample_rows import same_bits
 from viviane.batch import Batch
 from viviane.core.errors import DataError
 from viviane.data import Dataset, prefetch, write_dataset
+from viviane.data import run as run_module
 from viviane.data.buffers import Buffers, Piece
 from viviane.data.plan import EpochPlan, Group, Window
 from viviane.data.reader import Reader
+from viviane.data.run import Run
 from viviane.data.slab import BatchShape
 from viviane.schema import Schema
 
@@ -51,6 +53,7 @@ def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 320)
+    monkeypatch.setattr(run_module, "_CUT_TOGETHER", 2)
     monkeypatch.setattr(Buffers, "for_batch", lambda self, forms: Piece(forms) if self.pin_memory else self)
 
 
@@ -203,3 +206,28 @@ def test_epochs_may_end_sooner_than_was_said(data: Dataset) -> None:
     reader.until_epoch = 2  # what was put in order of epoch 2 is forgotten
     assert all(same_bits(a, b) for a, b in zip(list(reader), list(data.reader(64, shuffle=True, epoch=1)), strict=True))
     assert all(same_bits(a, b) for a, b in zip(list(reader), list(data.reader(64, shuffle=True, epoch=2)), strict=True))
+
+
+@pytest.mark.parametrize("numbers", [[4, 0, 3, 1, 2], [2, 2, 0]])
+def test_batches_of_a_run_may_be_taken_in_any_order(numbers: list[int]) -> None:
+    schema = Schema(
+        dense=[{"name": "row"}],
+        categorical=[{"name": "pair", "num_ids": 20, "kind": "multi_hot", "hotness": 2, "weights": "w"}],
+        sample_weight="s",
+    )
+    columns = {
+        "row": range(9),
+        "pair": [[i, i + 1] for i in range(9)],
+        "w": [[i, 0.5] for i in range(9)],
+        "s": range(9),
+    }
+    whole = Batch.from_columns(schema, columns)
+    run = Run(lambda: whole, 2, {"pair": 2})
+    assert len(run) == 5
+    for number in numbers:
+        rows = list(range(2 * number, min(9, 2 * number + 2)))
+        batch = run.batch(number, "here")
+        assert batch.dense[:, 0].tolist() == batch.weight.tolist() == rows
+        assert batch.bags["pair"].values.tolist() == [i + j for i in rows for j in (0, 1)]
+        assert batch.bags["pair"].weights.tolist() == [part for i in rows for part in (i, 0.5)]
+        assert batch.bags["pair"].offsets.tolist() == [2 * i for i in range(len(rows) + 1)]
