@@ -60,9 +60,8 @@ class BatchStack:
     Example:
         >>> schema = Schema(labels=[{"name": "y"}], categorical=[{"name": "c", "num_ids": 9}])
         >>> stack = BatchStack(schema)
-        >>> batch = stack.batch(torch.arange(192, dtype=torch.int32), 2)
-        >>> batch.one_hot.tolist()
-        [[128], [129]]
+        >>> stack.batch(torch.arange(128, dtype=torch.int32), 2).one_hot.tolist()
+        [[64], [65]]
     """
 
     def __init__(self, schema: Schema) -> None:
