@@ -90,6 +90,21 @@ def reading(data: Dataset, repeats: int) -> None:
                 )  # fmt: skip
 
 
+def sharing(data: Dataset, repeats: int) -> None:
+    """Record how fast one of several processes gets its share of every batch, the others not running."""
+    floor, threads = copy_speed(), 4
+    for ranks in (2, 4, 8):
+        reader = data.reader(BATCH, shuffle=True, num_threads=threads, pin_memory=True, num_ranks=ranks)
+        feed = DeviceFeed(reader, GPU, shuffle_on="device")
+        found = [ranks * one for one in speed(lambda: feed, repeats + 1)[1:]]  # noqa: B023 - called at once
+        record(
+            bench="feed_gpu", case=f"912-byte samples, shuffled, {threads} threads of one of {ranks} processes",
+            metric="to the device, samples of all processes", value=statistics.median(found) / 1e6,
+            unit="M samples/s", better="higher", floor=ranks * floor / 1e6,
+            spread=(min(found) / 1e6, max(found) / 1e6), shape={"rows": len(data), "batch": BATCH, "bytes": 912},
+        )  # fmt: skip
+
+
 class Steps:
     """Steps of one trainer on batches on the device and from files, in turn."""
 
@@ -179,7 +194,9 @@ def main() -> None:
         print("no GPU here: nothing measured")
         return
     with tempfile.TemporaryDirectory() as folder:
-        reading(write(Path(folder) / "wide", 2 if SMALL else 8), 1 if SMALL else 2)
+        data = write(Path(folder) / "wide", 2 if SMALL else 8)
+        reading(data, 1 if SMALL else 2)
+        sharing(data, 1 if SMALL else 2)
     for batch in (8192, BATCH):
         training(batch)
 

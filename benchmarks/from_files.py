@@ -1,7 +1,8 @@
 """Steps on batches that come from files: what train_gpu.py and train_group.py measure with --files.
 
 Rows are in Viviane's format and come from the page cache, one file under several names; epochs follow one another as in
-`fit`, shuffled. Timed are the steps after the first 40, when the reader's first window of rows is long there.
+`fit`, shuffled. Timed are the steps after two windows of rows, when the memory of windows has been made, and at least
+those of another one, in rounds.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from embedding_gpu import SMALL
 from viviane.batch import Bag, Batch
 from viviane.bench.samples import columns_of
 from viviane.data import Dataset, write_dataset
+from viviane.data.reader import DEFAULT_SHUFFLE_ROWS
 from viviane.parallel import Group
 from viviane.training.feed import DeviceFeed
 
 EPOCH_ROWS = 1 << (12 if SMALL else 22)
-COLD_STEPS = STEPS = 40
+WINDOW_ROWS = EPOCH_ROWS if SMALL else DEFAULT_SHUFFLE_ROWS
+LEAST_STEPS = 40
 ROUNDS = 2 if SMALL else 5
 
 
@@ -70,7 +73,9 @@ def time_ms(trainer: vv.Trainer, data: Dataset, rows: int, group: Group | None =
         rows: of a batch, over all processes.
         group: the processes.
     """
-    epochs = -(-(COLD_STEPS + ROUNDS * STEPS) * rows // len(data))
+    cold = max(LEAST_STEPS, 2 * -(-WINDOW_ROWS // rows))
+    steps = max(LEAST_STEPS, -(-WINDOW_ROWS // rows // ROUNDS))
+    epochs = -(-(cold + ROUNDS * steps) * rows // len(data))
 
     def batches() -> Generator[Batch, None, None]:
         feed.read_on(epochs)
@@ -81,14 +86,14 @@ def time_ms(trainer: vv.Trainer, data: Dataset, rows: int, group: Group | None =
     options = {"shuffle": True, "drop_last": True}
     with DeviceFeed.open(data, rows, trainer.device, group, **options) as feed:
         every = batches()
-        for _ in range(COLD_STEPS):
+        for _ in range(cold):
             trainer.train_step(next(every))
         for _ in range(ROUNDS):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(steps):
                 trainer.train_step(next(every))
             torch.cuda.synchronize()
-            found.append((time.perf_counter() - start) / STEPS * 1e3)
+            found.append((time.perf_counter() - start) / steps * 1e3)
         every.close()
     return np.array(found)

@@ -18,7 +18,7 @@ from viviane.batch import Batch
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset, Negatives, mixing, prefetch, write_dataset
 from viviane.data import run as run_module
-from viviane.data.mixing import BatchStack
+from viviane.data.batch_stack import BatchStack
 from viviane.data.negative_dataset import NegativeDataset
 from viviane.data.reader import Reader
 from viviane.data.run import Run
@@ -111,6 +111,9 @@ def same(found: list[Batch], wanted: list[Batch]) -> bool:
         {"batch_size": 192, "drop_last": True, "shuffle_rows": 1},
         {"batch_size": 128, "max_batches": 5, "shuffle_rows": 400},
         {"batch_size": 192, "rank": 1, "num_ranks": 3, "shuffle_rows": 500},
+        {"batch_size": 256, "rank": 0, "num_ranks": 2},
+        {"batch_size": 1024, "rank": 7, "num_ranks": 8, "shuffle_rows": 300},  # no rows in some windows
+        {"batch_size": 192, "rank": 2, "num_ranks": 3, "shuffle_rows": 500, "drop_last": True, "num_threads": 1},
         {"batch_size": 3, "rank": 3, "num_ranks": 4, "shuffle_rows": 150},  # no rows in some batches
     ],
     ids=str,
@@ -137,9 +140,12 @@ def test_layout_and_types_are_those_of_the_reader(data: Dataset) -> None:
     assert all((part.data_ptr() - first) % 256 == 0 for part in parts)
 
 
+@pytest.mark.parametrize("share", [{}, {"rank": 1, "num_ranks": 3}], ids=["whole", "share"])
 @pytest.mark.parametrize("leave", [0, 1, 5, 12, 31])
-def test_a_saved_position_continues_with_the_next_batch_either_way(data: Dataset, leave: int) -> None:
-    options = {"shuffle": True, "seed": 2, "shuffle_rows": 500}
+def test_a_saved_position_continues_with_the_next_batch_either_way(
+    data: Dataset, leave: int, share: dict[str, int]
+) -> None:
+    options: dict[str, Any] = {"shuffle": True, "seed": 2, "shuffle_rows": 500, **share}
     wanted = [batch for epoch in range(2) for batch in data.reader(64, epoch=epoch, **options)]
     reader = data.reader(64, until_epoch=2, **options)
     for begin in (mixed, iter):
@@ -233,6 +239,32 @@ def test_what_stands_in_the_way_is_said(data: Dataset, tmp_path: Path) -> None:
     assert "negatives" in reason
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_each_row_goes_to_one_device_of_several(data: Dataset, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[int] = []
+    stage = mixing.Mixing.stage
+
+    def noted(self: Any, *rest: Any) -> Any:
+        window = stage(self, *rest)
+        staged.append(window.num_rows)
+        return window
+
+    monkeypatch.setattr(mixing.Mixing, "stage", noted)
+    for rank in range(num_ranks):
+        list(mixed(data.reader(100, shuffle=True, shuffle_rows=450, rank=rank, num_ranks=num_ranks)))
+    assert sum(staged) == ROWS
+    assert max(staged) <= -(-450 // num_ranks) + 100  # a batch may begin in the window before
+
+
+def test_the_room_that_windows_take_is_that_of_own_rows(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(mixing.Mixing, "why_too_large", staticmethod(lambda stacks, rows, device: asked.append(rows)))
+    for batch_size, num_ranks in ((100, 1), (100, 4), (2, 4), (5000, 4)):
+        data.reader(batch_size, shuffle=True, shuffle_rows=850, num_ranks=num_ranks).why_not_mixed_on(CPU)
+    # A window has 1,000 rows at most; a batch of two rows may be of one rank alone.
+    assert asked == [1000, 12 * 25, 502, 1000]
+
+
 def test_windows_that_take_much_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         total_memory = 1 << 30
@@ -276,7 +308,7 @@ def test_the_order_of_the_next_window_is_found_before_a_window_is_decoded(
     data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[str, int]] = []
-    order_of, decode = prefetch._order_for_device, prefetch._decode_and_settle
+    order_of, decode = prefetch._order_for_device, prefetch._stage
 
     def order_noted(plan: Any, window: Any, *rest: Any) -> Any:
         done.append(("order", window.number))
@@ -287,7 +319,7 @@ def test_the_order_of_the_next_window_is_found_before_a_window_is_decoded(
         decode(storage, window, *rest)
 
     monkeypatch.setattr(prefetch, "_order_for_device", order_noted)
-    monkeypatch.setattr(prefetch, "_decode_and_settle", decode_noted)
+    monkeypatch.setattr(prefetch, "_stage", decode_noted)
     list(mixed(data.reader(64, shuffle=True, shuffle_rows=300, num_threads=1)))  # one thread: one after another
     assert [number for what, number in done if what == "order"] == list(range(7))
     for number in range(6):

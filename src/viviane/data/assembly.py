@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from viviane.core.ranges import timed_as
 from viviane.data.block import Block, View
 from viviane.data.buffers import Buffers
-from viviane.data.mixing import MixedRun, Mixing, StagedWindow
+from viviane.data.mixing import MixedRun, Mixing
 from viviane.data.plan import Window
 from viviane.data.run import Run
 from viviane.data.slab import BatchShape, Part, Slab
+from viviane.data.staged_window import StagedWindow
 
 Order = Future[Any]
-"""Of the order of a window's rows: NDArray[int64] or None, as `EpochPlan.permutation` gives; for a device a tensor."""
+"""Of the order of a window's rows: an OwnOrder for a device, else what `EpochPlan.permutation` gives."""
 Ready = tuple[View, NDArray[np.int64] | None]
 Made = tuple[Run, int, list[Window]] | Exception
 _Piece = tuple[Window, int, int]

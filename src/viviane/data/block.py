@@ -116,7 +116,30 @@ class Block:
         for name, bag in view.bags.items():
             self.parts[name][part] = bag
 
+    def take(self, view: View, rows: NDArray[np.int64], start: int) -> None:
+        """Copy chosen rows of a view, but for their bags, to rows from `start` on."""
+        place = slice(start, start + len(rows))
+        for matrix, pieces in ((self.labels, view.labels), (self.dense, view.dense), (self.one_hot, view.one_hot)):
+            take(pieces, rows, matrix[place])
+        if self.weight is not None and view.weight is not None:
+            np.take(view.weight, rows, mode="clip", out=self.weight[place])
+
 
 def one_hot_type(schema: Schema) -> type[np.signedinteger[Any]]:
     """Return the type of the one-hot matrix: int64 as soon as one column needs it."""
     return np.int64 if any(column.dtype == "int64" for column in schema.one_hot) else np.int32
+
+
+def take(matrix: Matrix, rows: Rows, out: NDArray[Any]) -> None:
+    """Copy chosen rows of a matrix to `out`, as its type."""
+    for first, piece in matrix:
+        target = out[:, first : first + piece.shape[1]]
+        if isinstance(rows, slice):
+            np.copyto(target, piece[rows])
+        elif not piece.flags.c_contiguous:
+            np.copyto(target, piece[rows])  # np.take would copy all of it first
+        elif target.flags.c_contiguous and target.dtype == piece.dtype:
+            # mode="clip" skips a second pass over the row numbers; they are those of an order, so nothing is clipped
+            np.take(piece, rows, axis=0, mode="clip", out=target)
+        else:
+            np.copyto(target, np.take(piece, rows, axis=0, mode="clip"))

@@ -24,16 +24,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from viviane.core.ranges import timed_as
 from viviane.data.assembly import Loading, Made, Mix, Order, assemble
 from viviane.data.block import Block
 from viviane.data.buffers import Buffers
-from viviane.data.mixing import Mixing, StagedWindow
+from viviane.data.mixing import Mixing
+from viviane.data.own_rows import OwnOrder, Span, own_order, own_spans
 from viviane.data.plan import EpochPlan, Group, Window
 from viviane.data.run import Run
 from viviane.data.slab import BatchShape
+from viviane.data.staged_window import StagedWindow
 from viviane.data.storage import Storage
 
 _THREAD_NAME = "viviane-reader"
@@ -68,6 +69,10 @@ class Reading:
     num_threads: int
     mixing: Mixing | None = None
 
+    def own_spans(self, window: Window, first_row: int) -> list[Span] | None:
+        """Return where this share's rows stand in a window of an epoch that is read from a row on; see `own_spans`."""
+        return own_spans(window, self.batch_size, self.share, first_row, self.last_row)
+
 
 class Prefetcher:
     """Yields the rows [first_row, last_row) of a plan's stream in batches of batch_size rows.
@@ -94,6 +99,7 @@ class Prefetcher:
     ) -> None:
         self._plan = plan
         self._reading = reading
+        self._first_row = first_row
         storage, buffers, batch_size = reading.storage, reading.buffers, reading.batch_size
         rank, ranks = reading.share
         self._ranges = [
@@ -182,12 +188,12 @@ class Prefetcher:
         if loading is None:
             loading = self._loading[window.number] = self._new_loading(window)
         storage, group = self._reading.storage, window.groups[part]
-        start = sum(group.num_rows for group in window.groups[:part])
         if isinstance(loading, StagedWindow):
-            loading.decodes.append(self._pool.submit(_decode_and_settle, storage, loading, part, start))
+            loading.decodes.append(self._pool.submit(_stage, storage, loading, part, self._reading.windows))
         elif loading.block is None:
             loading.mapped = self._pool.submit(storage.view, group)
         else:
+            start = sum(group.num_rows for group in window.groups[:part])
             loading.decodes.append(self._pool.submit(_decode, storage, group, loading.block, start, part))
         self._begin_next_order()
 
@@ -196,10 +202,10 @@ class Prefetcher:
         mixing = self._reading.mixing
         for one in self._plan.windows[window.number : window.number + (2 if self._plan.shuffled else 1)]:
             if one.number not in self._orders and self._wanted(one):
-                self._orders[one.number] = self._order_of(self._plan, one)
+                self._orders[one.number] = self._order_of(self._plan, one, self._first_row)
         order = self._orders.pop(window.number)
         if mixing is not None:
-            staged = mixing.stage(window)
+            staged = mixing.stage(window, self._reading.own_spans(window, self._first_row))
             staged.order = order
             return staged
         as_it_stands = self._reading.storage.mapped and len(window.groups) == 1
@@ -213,13 +219,14 @@ class Prefetcher:
             return
         plan = self._plan.following()
         if plan.windows:
-            self._after = plan, self._order_of(plan, plan.windows[0])
+            self._after = plan, self._order_of(plan, plan.windows[0], 0)
 
-    def _order_of(self, plan: EpochPlan, window: Window) -> Order:
+    def _order_of(self, plan: EpochPlan, window: Window, first_row: int) -> Order:
         mixing, memory = self._reading.mixing, self._reading.windows
         if mixing is None:
             return self._pool.submit(_permutation, plan, window, memory)
-        return self._pool.submit(_order_for_device, plan, window, memory, mixing.pin_memory)
+        spans = self._reading.own_spans(window, first_row)
+        return self._pool.submit(_order_for_device, plan, window, spans, memory, mixing.pin_memory)
 
     @property
     def mixed_on(self) -> torch.device | None:
@@ -310,19 +317,18 @@ def _decode(storage: Storage, group: Group, block: Block, start: int, part: int)
     storage.decode(group, block, start, part)
 
 
-def _decode_and_settle(storage: Storage, window: StagedWindow, part: int, start: int) -> None:
-    _decode(storage, window.window.groups[part], window.block, start, part)
-    window.settle(part, start)
+@timed_as("decode")
+def _stage(storage: Storage, window: StagedWindow, part: int, memory: Buffers) -> None:
+    window.decode(storage, part, memory)
 
 
 def _permutation(plan: EpochPlan, window: Window, memory: Buffers) -> NDArray[np.int64] | None:
     return plan.permutation(window, memory.new((window.num_rows,), torch.int64)[1]) if plan.shuffled else None
 
 
-def _order_for_device(plan: EpochPlan, window: Window, memory: Buffers, pin_memory: bool) -> Tensor:
-    """Return the order in the narrowest type: it is copied to a device."""
+def _order_for_device(
+    plan: EpochPlan, window: Window, spans: list[Span] | None, memory: Buffers, pin_memory: bool
+) -> OwnOrder:
     order = _permutation(plan, window, memory)
     assert order is not None
-    narrow = torch.empty(window.num_rows, dtype=torch.int32, pin_memory=pin_memory)
-    np.copyto(narrow.numpy(), order, casting="same_kind")
-    return narrow
+    return own_order(order, window, spans, memory, pin_memory)

@@ -13,8 +13,9 @@ import torch
 
 from viviane.batch import Batch
 from viviane.core.errors import CheckpointError, ConfigError
+from viviane.data.batch_stack import BatchStack
 from viviane.data.buffers import Buffers
-from viviane.data.mixing import BatchStack, Mixing
+from viviane.data.mixing import Mixing
 from viviane.data.plan import EpochPlan, Window
 from viviane.data.prefetch import Prefetcher, Reading
 from viviane.data.run import Cut
@@ -180,8 +181,8 @@ class Reader:
     def why_not_mixed_on(self, device: torch.device) -> str | None:
         """Say what prevents rows from being mixed on a device; None: nothing does.
 
-        Rows can be mixed on a GPU where they are shuffled, each bag has its column's hotness, and three windows take
-        1/32 of its memory at most.
+        Rows can be mixed on a GPU where they are shuffled, each bag has its column's hotness, and this rank's rows of
+        three windows take 1/32 of its memory at most.
         """
         if not self.shuffle:
             return "they are read in the files' order"
@@ -190,6 +191,8 @@ class Reader:
             return reason
         largest = max((group.num_rows for group in self.dataset.groups), default=0)
         window = min(self.dataset.num_rows, self.shuffle_rows + largest)
+        own = -(-self.batch_size // self.num_ranks)  # rows of a batch, and of the window: a batch more than it has
+        window = min(window, (window // self.batch_size + 2) * own)
         return Mixing.why_too_large(self._stacks, window, device)
 
     @cached_property

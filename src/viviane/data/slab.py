@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from viviane.batch import Bag, Batch, Layout
-from viviane.data.block import Jagged, Matrix, Rows, View, one_hot_type
+from viviane.data.block import Jagged, Rows, View, one_hot_type, take
 from viviane.data.buffers import ALIGNED, Buffers, Form, Maker, Memory
 from viviane.schema import Schema
 
@@ -84,7 +83,7 @@ class Slab:
         def matrix(kind: str, width: int, dtype: torch.dtype) -> Maker:
             made, target = memory.new((size, width), dtype)
             for (view, rows), place in zip(parts, places, strict=True):
-                _take(getattr(view, kind), rows, target[place])
+                take(getattr(view, kind), rows, target[place])
             return made
 
         weight = None
@@ -115,20 +114,6 @@ class Slab:
             weight=None if self.weight is None else self.weight(),
             origin=origin,
         )
-
-
-def _take(matrix: Matrix, rows: Rows, out: NDArray[Any]) -> None:
-    for first, piece in matrix:
-        target = out[:, first : first + piece.shape[1]]
-        if isinstance(rows, slice):
-            np.copyto(target, piece[rows])
-        elif not piece.flags.c_contiguous:
-            np.copyto(target, piece[rows])  # np.take would copy all of it first
-        elif target.flags.c_contiguous and target.dtype == piece.dtype:
-            # mode="clip" skips a second pass over the row numbers; they are a permutation, so nothing is clipped
-            np.take(piece, rows, axis=0, mode="clip", out=target)
-        else:
-            np.copyto(target, np.take(piece, rows, axis=0, mode="clip"))
 
 
 def _forms(

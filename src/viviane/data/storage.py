@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 from viviane.core.errors import DataError
 from viviane.core.locations import AnyPath
 from viviane.data.block import Block, View
+from viviane.data.buffers import Memory
 from viviane.data.checks import Place
 from viviane.data.plan import Group
 from viviane.schema import Schema
@@ -75,13 +76,17 @@ class Storage(ABC):
             KeyRangeError: an id is out of range.
         """
 
-    def view(self, group: Group) -> View:
+    def view(self, group: Group, memory: Memory | None = None) -> View:
         """Return the rows of a group as they stand in the file.
+
+        Args:
+            group: which one.
+            memory: for what cannot be shown where it stands; None takes fresh memory.
 
         Raises:
             DataError, KeyRangeError: see `decode`.
         """
-        block = Block(self.schema, group.num_rows, 1)
+        block = Block(self.schema, group.num_rows, 1, memory)
         self.decode(group, block, 0, 0)
         return block.finish()
 

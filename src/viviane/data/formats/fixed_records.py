@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from viviane.core.errors import DataError
 from viviane.data import checks
 from viviane.data.block import Block, Jagged, View
+from viviane.data.buffers import Memory
 from viviane.data.formats.format import FileEntry, Format, check_entries, check_stored, checked_views
 from viviane.data.plan import Group
 from viviane.data.storage import ROWS_PER_BLOCK, Storage, refuse_changed
@@ -179,10 +180,10 @@ class FixedRecordStorage(Storage):
         for index, start in enumerate(range(0, rows, ROWS_PER_BLOCK)):
             self.groups.append(Group(number, index, start, min(ROWS_PER_BLOCK, rows - start)))
 
-    def view(self, group: Group) -> View:
+    def view(self, group: Group, memory: Memory | None = None) -> View:
         """Return the records of a group, as they stand if nothing must be computed; see Storage."""
         if not self.mapped:
-            return super().view(group)
+            return super().view(group, memory)
         keys = self._records(group)
         starts = self._record.starts()
         one_hot = [(i, starts[column.name]) for i, column in enumerate(self.schema.one_hot)]

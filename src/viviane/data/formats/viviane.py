@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from viviane.core.errors import DataError
 from viviane.data import checks
 from viviane.data.block import Block, Jagged, Matrix, View
+from viviane.data.buffers import Memory
 from viviane.data.formats.block_layout import IdLayout, content, sections
 from viviane.data.formats.format import BlockEntry, FileEntry, Format, check_entries, check_stored, checked_views
 from viviane.data.formats.mapped_file import MappedFile
@@ -147,7 +148,7 @@ class VivianeStorage(Storage):
         """Copy a block of the file; see Storage."""
         block.fill(self.view(group), start, group.num_rows, part)
 
-    def view(self, group: Group) -> View:
+    def view(self, group: Group, memory: Memory | None = None) -> View:
         """Return a block as it stands in the file; the first time, its check sum is compared."""
         path = self.files[group.file]
         refuse_changed(path, self.stamps[group.file])

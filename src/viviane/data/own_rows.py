@@ -1,0 +1,164 @@
+"""The rows of a window that one of several processes needs: it copies no others to its device.
+
+Processes share every batch, so that any row of a window may be any process's: which one's is known with the order. Each
+copies its own rows, as they follow one another in the files, and its order counts among them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from viviane.data.buffers import Buffers
+from viviane.data.plan import Window
+
+Span = tuple[int, int]
+"""Rows [first, last) of a window's order."""
+
+
+@dataclass(frozen=True)
+class OwnOrder:
+    """The order of rows that are kept.
+
+    Args:
+        order: (n,), int32: the number of each row among those that are kept.
+        rows: of each row group: which of its rows are kept, rising; None: all of every group.
+    """
+
+    order: Tensor
+    rows: list[NDArray[np.int64]] | None = None
+
+
+class WindowRows:
+    """A window of which some rows are kept.
+
+    Args:
+        window: the row groups.
+        spans: of the window's order, whose rows are kept; None: all are.
+
+    Attributes:
+        num_rows: that are kept.
+        order: of the window.
+
+    Example:
+        >>> rows = WindowRows(Window(0, 0, 9, ()), [(2, 4), (7, 9)])
+        >>> rows.num_rows, rows.place(3), rows.place(7)
+        (4, 1, 2)
+    """
+
+    def __init__(self, window: Window, spans: Sequence[Span] | None) -> None:
+        self.window = window
+        self.order: Future[OwnOrder] | None = None
+        self._is_whole = spans is None
+        spans = [(0, window.num_rows)] if spans is None else spans
+        self._firsts = [first for first, _ in spans]
+        *self._before, self.num_rows = accumulate((last - first for first, last in spans), initial=0)
+
+    def place(self, position: int) -> int:
+        """Return which of the kept rows, in the window's order, the one at a position of that order is."""
+        span = bisect_right(self._firsts, position) - 1
+        return self._before[span] + position - self._firsts[span]
+
+    def kept(self, part: int) -> NDArray[np.int64] | None:
+        """Return which rows of a row group are kept, rising; None: all. It may wait for the order."""
+        if self._is_whole:
+            return None  # whatever their order is: nobody waits for it
+        assert self.order is not None
+        rows = self.order.result().rows
+        return None if rows is None else rows[part]
+
+    def num_kept(self, part: int) -> int:
+        """Return how many rows of a row group are kept."""
+        rows = self.kept(part)
+        return self.window.groups[part].num_rows if rows is None else len(rows)
+
+    def start(self, part: int) -> int:
+        """Return how many rows are kept of the row groups before one."""
+        return sum(self.num_kept(before) for before in range(part))
+
+
+def own_spans(
+    window: Window, batch_size: int, share: tuple[int, int], first_row: int, last_row: int
+) -> list[Span] | None:
+    """Return the spans of a window's order that are one process's; None: all of it.
+
+    Args:
+        window: rows of the stream.
+        batch_size: rows of a batch, over all processes.
+        share: (r, n): of a batch of B rows, r has rows B r // n to B (r + 1) // n.
+        first_row: of the stream; a batch begins with it.
+        last_row: of the stream; the last batch ends before it.
+
+    Example:
+        >>> own_spans(Window(0, 4, 6, ()), 4, (0, 2), 0, 10)
+        [(0, 2), (4, 5)]
+        >>> own_spans(Window(0, 4, 6, ()), 4, (1, 2), 0, 10)
+        [(2, 4), (5, 6)]
+    """
+    rank, ranks = share
+    if ranks == 1:
+        return None
+    begin = first_row + max(0, (window.start - first_row) // batch_size) * batch_size
+    end = min(window.start + window.num_rows, last_row)
+    starts = np.arange(begin, end, batch_size)
+    sizes = np.minimum(batch_size, last_row - starts)
+    firsts = np.maximum(starts + sizes * rank // ranks, window.start) - window.start
+    lasts = np.minimum(starts + sizes * (rank + 1) // ranks, end) - window.start
+    found: list[Span] = []
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        if first >= last:
+            continue
+        if found and found[-1][1] == first:
+            found[-1] = found[-1][0], last
+        else:
+            found.append((first, last))
+    return found
+
+
+def own_order(
+    order: NDArray[np.int64],
+    window: Window,
+    spans: Sequence[Span] | None,
+    memory: Buffers,
+    pin_memory: bool = False,
+) -> OwnOrder:
+    """Return which rows of a window are kept, and their order in the narrowest type: it is copied to a device.
+
+    Args:
+        order: of all rows of the window.
+        window: the row groups.
+        spans: of the order, whose rows are kept; None: all.
+        memory: for what is needed on the way.
+        pin_memory: put the new order into page-locked memory.
+
+    Example:
+        >>> from viviane.data.plan import Group
+        >>> window = Window(0, 0, 4, (Group(0, 0, 0, 3), Group(0, 1, 3, 1)))
+        >>> found = own_order(np.array([3, 0, 2, 1]), window, [(0, 1), (2, 3)], Buffers())
+        >>> found.order.tolist(), [rows.tolist() for rows in found.rows]
+        ([1, 0], [[2], [0]])
+    """
+    if spans is None:
+        made = torch.empty(len(order), dtype=torch.int32, pin_memory=pin_memory)
+        np.copyto(made.numpy(), order, casting="same_kind")
+        return OwnOrder(made)
+    wanted = np.concatenate([order[:0], *(order[first:last] for first, last in spans)])
+    _, places = memory.new((len(order),), torch.int32)
+    places[:] = 0
+    places[wanted] = 1
+    rows = np.flatnonzero(places)
+    np.cumsum(places, out=places)  # of a row that is kept, its number among them, and one more
+    made = torch.empty(len(wanted), dtype=torch.int32, pin_memory=pin_memory)
+    np.subtract(places[wanted], 1, out=made.numpy())
+    begins = list(accumulate((group.num_rows for group in window.groups), initial=0))
+    cuts = np.searchsorted(rows, begins).tolist()
+    pairs = zip(pairwise(cuts), begins, strict=False)
+    return OwnOrder(made, [rows[first:last] - begin for (first, last), begin in pairs])

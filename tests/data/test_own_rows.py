@@ -1,0 +1,70 @@
+"""Rows of a window that are one process's: those of its share of every batch, against a plain count."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from viviane.data.buffers import Buffers
+from viviane.data.own_rows import own_order, own_spans
+from viviane.data.plan import Group, Window
+
+
+def places(start: int, num_rows: int, batch: int, share: tuple[int, int], first_row: int, last_row: int) -> list[int]:
+    """Return which places of a window's order are a share's, one by one."""
+    found = []
+    for place in range(num_rows):
+        row = start + place
+        if not first_row <= row < last_row:
+            continue
+        begin = first_row + (row - first_row) // batch * batch
+        size = min(batch, last_row - begin)
+        rank, ranks = share
+        if begin + size * rank // ranks <= row < begin + size * (rank + 1) // ranks:
+            found.append(place)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_spans_are_those_of_the_batches(ranks: int) -> None:
+    cases = itertools.product((0, 7, 40), (1, 6, 33), (1, 4, 10, 50), (0, 10, 20), (41, 60, 73))
+    for start, num_rows, batch, first_row, last_row in cases:
+        taken = []
+        for rank in range(ranks):
+            spans = own_spans(Window(0, start, num_rows, ()), batch, (rank, ranks), first_row, last_row)
+            assert spans is not None
+            wanted = places(start, num_rows, batch, (rank, ranks), first_row, last_row)
+            assert [place for first, last in spans for place in range(first, last)] == wanted
+            assert all(last < first for (_, last), (first, _) in itertools.pairwise(spans))  # as few as there can be
+            taken += wanted
+        assert sorted(taken) == [p for p in range(num_rows) if first_row <= start + p < last_row]
+
+
+def test_one_process_has_all_rows() -> None:
+    window = Window(0, 0, 5, (Group(0, 0, 0, 5),))
+    assert own_spans(window, 2, (0, 1), 0, 5) is None
+    found = own_order(np.array([4, 0, 1, 3, 2]), window, None, Buffers())
+    assert found.rows is None
+    assert found.order.dtype == torch.int32
+    assert found.order.tolist() == [4, 0, 1, 3, 2]
+
+
+def test_the_order_counts_among_own_rows() -> None:
+    rng = np.random.default_rng(1)
+    sizes = [100, 1, 37, 62]
+    begins = np.cumsum([0, *sizes])
+    groups = tuple(Group(0, i, int(begins[i]), size) for i, size in enumerate(sizes))
+    window = Window(3, 1000, 200, groups)
+    order = rng.permutation(200)
+    memory = Buffers()
+    for spans in ([], [(0, 200)], [(5, 6)], [(0, 50), (100, 150)], [(3, 9), (20, 21), (190, 200)]):
+        found = own_order(order, window, spans, memory)
+        assert found.rows is not None
+        staged = np.concatenate([rows + begin for rows, begin in zip(found.rows, begins, strict=False)])
+        wanted = np.concatenate([order[:0], *(order[first:last] for first, last in spans)])
+        assert (np.diff(staged) > 0).all()
+        assert staged[found.order.numpy()].tolist() == wanted.tolist()
+        assert len(found.rows) == 4
