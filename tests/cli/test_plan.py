@@ -53,3 +53,45 @@ def test_a_model_that_does_not_fit_is_refused(config):
     result = CliRunner().invoke(app, ["plan", str(config), "--processes", "2", *small])
     assert isinstance(result.exception, ConfigError)
     assert "use more processes" in str(result.exception)
+
+
+def test_gpus_that_are_not_here_are_planned_for_by_their_figures(config, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    figures = ["--memory-gb", "141", "--memory-gb-per-s", "4300", "--link-gb-per-s", "360"]
+    found = {}
+    for kind in ("--gpus", "--processes"):
+        result = CliRunner().invoke(app, ["plan", str(config), kind, "4", *figures])
+        assert result.exit_code == 0, result.output
+        found[kind] = float(result.output.split("expected: ")[1].split()[0])
+        assert f"device {'cuda' if kind == '--gpus' else 'cpu'}: 141.0 GB" in result.output
+    assert found["--gpus"] < found["--processes"]  # a GPU's own costs of a row and an exchange
+    result = CliRunner().invoke(app, ["plan", str(config), "--gpus", "4", "--memory-gb", "80"])
+    assert isinstance(result.exception, ConfigError)
+    assert "this machine has no GPU" in str(result.exception)
+    assert "--memory-gb-per-s 4300 --link-gb-per-s 360" in str(result.exception)
+    assert "--memory-gb 141" not in str(result.exception)
+    result = CliRunner().invoke(app, ["plan", str(config), "--gpus", "1", *figures[:4]])
+    assert result.exit_code == 0, result.output
+    assert "memory 4300.0 GB/s\n" in result.output
+
+
+@pytest.mark.parametrize("counts", [[], ["--gpus", "2", "--processes", "2"]])
+def test_either_gpus_or_processes(config, counts):
+    result = CliRunner().invoke(app, ["plan", str(config), *counts, *MACHINE])
+    assert isinstance(result.exception, ConfigError)
+    assert "give --processes or --gpus" in str(result.exception)
+
+
+def test_a_link_that_nobody_can_measure_is_not_guessed(config, monkeypatch):
+    from viviane.parallel import measure
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(measure, "copy_gb_per_s", lambda device: 3000.0)
+    result = CliRunner().invoke(app, ["plan", str(config), "--gpus", "2", "--memory-gb", "80"])
+    assert isinstance(result.exception, ConfigError)
+    assert "no second GPU" in str(result.exception)
+    assert "--link-gb-per-s 360" in str(result.exception)
+    result = CliRunner().invoke(app, ["plan", str(config), "--gpus", "2", "--memory-gb", "80", "--link-gb-per-s", "50"])
+    assert result.exit_code == 0, result.output
+    assert "memory 3000.0 GB/s, link 50.0 GB/s (given)" in result.output

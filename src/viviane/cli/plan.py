@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
     from viviane.parallel.planner import Planned, Planner
 
 _ROWS_LOOKED_AT = 4096
+_H200 = {"memory_gb": 141, "memory_gb_per_s": 4300, "link_gb_per_s": 360}
+"""For examples in messages: what a large copy and a kernel that stores over NVLink reach there."""
 _CPU_LINK_SHARE = 4  # of the memory's speed: bytes between processes of one machine are copied in and out
 
 
 def command(
     config: Annotated[Path, typer.Argument(help="JSON file of `viviane train`: data, solver, optimizer, model.")],
-    processes: Annotated[int, typer.Option(min=1, help="How many, one a device.")],
+    processes: Annotated[int | None, typer.Option(min=1, help="How many, one a device of the solver's.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs; this machine need not have them.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: solver.batch_size=8192.")
     ] = None,
@@ -38,14 +42,18 @@ def command(
     from viviane.data import Dataset
     from viviane.parallel.picture import plan_svg
 
+    count = processes or gpus
+    if count is None or (processes and gpus):
+        raise ConfigError("a plan is for so many processes, or so many GPUs", fix="give --processes or --gpus")
     settings = read_train_config(config, changes or [])
     data = settings.data.open_train()
     if not isinstance(data, Dataset):
         fix = "plan with a data set of such rows: --set data.train=FOLDER"
         raise ConfigError("a stream has no statistics to plan by", where="data", value=settings.data.train, fix=fix)
     graph = settings.build(data.schema).plan()
-    machine = _machine(settings.solver.device, memory_gb, memory_gb_per_s, link_gb_per_s)
-    planned = _planner(settings, graph, data, processes, machine).best()
+    told = _Told(memory_gb, memory_gb_per_s, link_gb_per_s)
+    machine = _machine("cuda" if gpus else settings.solver.device, count, told, may_be_elsewhere=gpus is not None)
+    planned = _planner(settings, graph, data, count, machine).best()
     _show(planned)
     if output is not None:
         write_json_atomic(output, planned.plan.to_dict())
@@ -55,15 +63,42 @@ def command(
         typer.echo(f"picture: {picture}")
 
 
-def _machine(device: str, memory_gb: float | None, speed: float | None, link: float | None) -> Machine:
-    """Describe a process's device: as told, else as measured here."""
+class _Told(NamedTuple):
+    """What the command line says of a device."""
+
+    memory_gb: float | None
+    memory_gb_per_s: float | None
+    link_gb_per_s: float | None
+
+    def refuse_missing(self, missing: Sequence[str], why: str) -> None:
+        """Refuse to guess: a plan is as good as these figures."""
+        given = [name for name in missing if getattr(self, name) is None]
+        if given:
+            options = " ".join(f"--{name.replace('_', '-')} {_H200[name]}" for name in given)
+            raise ConfigError(f"{why}, so that its figures are not known", fix=f"say them; an H200's: {options}")
+
+
+def _machine(device: str, count: int, told: _Told, *, may_be_elsewhere: bool) -> Machine:
+    """Describe a process's device: as told, else as measured here.
+
+    Args:
+        device: the solver's.
+        count: of processes.
+        told: figures that are given.
+        may_be_elsewhere: GPUs are meant whether or not this machine has any.
+    """
     import torch
 
     from viviane.core.device import resolve_device
     from viviane.core.machine import memory_bytes
     from viviane.parallel.measure import copy_gb_per_s, link_gb_per_s, machine_of
 
-    where = resolve_device(device)
+    if may_be_elsewhere and not torch.cuda.is_available():
+        told.refuse_missing(list(_H200)[: 3 if count > 1 else 2], "this machine has no GPU")
+        where = torch.device("cuda")
+    else:
+        where = resolve_device(device)
+    memory_gb, speed, link = told
     if memory_gb is not None:
         held = int(memory_gb * 1e9)
     elif where.type == "cuda":
@@ -75,14 +110,15 @@ def _machine(device: str, memory_gb: float | None, speed: float | None, link: fl
         held = total
     speed = speed or copy_gb_per_s(where)
     note = "given" if link else "measured"
+    if link is None and where.type == "cuda":
+        link = link_gb_per_s() if count > 1 else speed  # one sends nothing
+        if link is None:
+            told.refuse_missing(["link_gb_per_s"], "this machine has no second GPU to send to")
     if link is None:
-        link = link_gb_per_s() if where.type == "cuda" else None
-    if link is None:
-        link, note = (
-            speed / _CPU_LINK_SHARE,
-            f"assumed: 1/{_CPU_LINK_SHARE} of the memory's; --link-gb-per-s says better",
-        )
-    typer.echo(f"device {where}: {held / 1e9:.1f} GB, memory {speed:.1f} GB/s, link {link:.1f} GB/s ({note})")
+        link = speed / _CPU_LINK_SHARE
+        note = f"assumed: 1/{_CPU_LINK_SHARE} of the memory's; --link-gb-per-s says better"
+    sent = f", link {link:.1f} GB/s ({note})" if count > 1 else ""
+    typer.echo(f"device {where}: {held / 1e9:.1f} GB, memory {speed:.1f} GB/s{sent}")
     return machine_of(where, held, speed, link)
 
 
