@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from viviane.data.buffers import Buffers
-from viviane.data.own_rows import own_order, own_spans
+from viviane.data.own_rows import BatchRanges, own_order, own_spans
 from viviane.data.plan import Group, Window
 
 
@@ -26,6 +26,27 @@ def places(start: int, num_rows: int, batch: int, share: tuple[int, int], first_
         if begin + size * rank // ranks <= row < begin + size * (rank + 1) // ranks:
             found.append(place)
     return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranges_of_batches_make_up_the_epoch(ranks: int) -> None:
+    for first_row, last_row, batch in itertools.product((0, 20), (0, 20, 41, 60), (1, 4, 10, 50)):
+        shares = [BatchRanges(first_row, last_row, batch, (rank, ranks)) for rank in range(ranks)]
+        wanted = [(start, min(start + batch, last_row)) for start in range(first_row, last_row, batch)]
+        assert {len(share) for share in shares} == {len(wanted)}
+        for number, (start, stop) in enumerate(wanted):
+            parts = [share[number] for share in shares]
+            assert [row for first, last in parts for row in range(first, last)] == list(range(start, stop))
+            assert max(last - first for first, last in parts) <= -(-(stop - start) // ranks)
+        assert shares[0].some(-2, 2) == [shares[0][number] for number in range(min(2, len(wanted)))]
+        assert shares[0].some(len(wanted), len(wanted) + 5) == []
+
+
+def test_ranges_of_an_epoch_of_any_length_take_no_memory() -> None:
+    ranges = BatchRanges(0, 2**50, 3, (1, 2))
+    assert ranges[len(ranges) - 1] == (2**50 - 1, 2**50)
+    with pytest.raises(IndexError):
+        ranges[len(ranges)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

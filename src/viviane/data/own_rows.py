@@ -1,4 +1,4 @@
-"""The rows of a window that one of several processes needs: it copies no others to its device.
+"""Which rows are one process's of several: of each batch, and of each window; it copies no others to its device.
 
 Processes share every batch, so that any row of a window may be any process's: which one's is known with the order. Each
 copies its own rows, as they follow one another in the files, and its order counts among them.
@@ -22,6 +22,39 @@ from viviane.data.plan import Window
 
 Span = tuple[int, int]
 """Rows [first, last) of a window's order."""
+
+
+class BatchRanges:
+    """The rows of the stream that are one process's, batch by batch: as good as a list, which may have millions.
+
+    Args:
+        first_row: the first batch begins with it.
+        last_row: the last batch ends before it.
+        batch_size: rows of a batch, over all processes.
+        share: (r, n): of a batch of B rows, r has rows B r // n to B (r + 1) // n.
+
+    Example:
+        >>> ranges = BatchRanges(4, 15, 8, (1, 2))
+        >>> [ranges[number] for number in range(len(ranges))]
+        [(8, 12), (13, 15)]
+    """
+
+    def __init__(self, first_row: int, last_row: int, batch_size: int, share: tuple[int, int]) -> None:
+        self._starts = range(first_row, last_row, batch_size)
+        self._last_row, self._batch_size = last_row, batch_size
+        self._rank, self._ranks = share
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> Span:
+        start = self._starts[number]
+        size = min(self._batch_size, self._last_row - start)
+        return start + size * self._rank // self._ranks, start + size * (self._rank + 1) // self._ranks
+
+    def some(self, first: int, last: int) -> list[Span]:
+        """Return those of batches [first, last), as far as there are any."""
+        return [self[number] for number in range(max(0, first), min(last, len(self)))]
 
 
 @dataclass(frozen=True)

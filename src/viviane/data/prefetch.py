@@ -30,7 +30,7 @@ from viviane.data.assembly import Loading, Made, Mix, Order, assemble
 from viviane.data.block import Block
 from viviane.data.buffers import Buffers
 from viviane.data.mixing import Mixing
-from viviane.data.own_rows import OwnOrder, Span, own_order, own_spans
+from viviane.data.own_rows import BatchRanges, OwnOrder, Span, own_order, own_spans
 from viviane.data.plan import EpochPlan, Group, Window
 from viviane.data.run import Run
 from viviane.data.slab import BatchShape
@@ -101,12 +101,7 @@ class Prefetcher:
         self._reading = reading
         self._first_row = first_row
         storage, buffers, batch_size = reading.storage, reading.buffers, reading.batch_size
-        rank, ranks = reading.share
-        self._ranges = [
-            (start + (stop - start) * rank // ranks, start + (stop - start) * (rank + 1) // ranks)
-            for start in range(first_row, reading.last_row, batch_size)
-            for stop in [min(start + batch_size, reading.last_row)]
-        ]
+        self._ranges = BatchRanges(first_row, reading.last_row, batch_size, reading.share)
         self._next = 0
         # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
         # For a GPU threads do it all the same: the consumer has kernels to launch.
@@ -176,7 +171,7 @@ class Prefetcher:
         before_end = bisect_left(self._ranges, (window.start + window.num_rows, 0))
         # two, because the epoch's last range may be empty
         return any(
-            start < stop and stop > window.start for start, stop in self._ranges[max(0, before_end - 2) : before_end]
+            start < stop and stop > window.start for start, stop in self._ranges.some(before_end - 2, before_end)
         )
 
     def _block(self, window: Window) -> Block:
@@ -245,7 +240,7 @@ class Prefetcher:
         """Hand in one task for a run of batches; return it, or what does it."""
         asked: list[Any] = []
         count, self._next_run = self._next_run, min(2 * self._next_run, self._run)
-        for start, stop in self._ranges[self._next : self._next + count]:
+        for start, stop in self._ranges.some(self._next, self._next + count):
             pieces = self._plan.pieces(start, stop)
             if pieces:  # a share may have no rows
                 last = pieces[-1][0].number
