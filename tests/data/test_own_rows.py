@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from viviane.data.buffers import Buffers
-from viviane.data.own_rows import BatchRanges, own_order, own_spans
+from viviane.data.own_rows import BatchRanges, WindowRows, own_order, own_spans
 from viviane.data.plan import Group, Window
 
 
@@ -89,3 +89,17 @@ def test_the_order_counts_among_own_rows() -> None:
         assert (np.diff(staged) > 0).all()
         assert staged[found.order.numpy()].tolist() == wanted.tolist()
         assert len(found.rows) == 4
+
+
+def test_spans_stand_side_by_side_among_own_rows() -> None:
+    window = Window(0, 0, 40, (Group(0, 0, 0, 40),))
+    rows = WindowRows(window, [(5, 10), (20, 25), (30, 40)])
+    assert rows.num_rows == 20
+    kept = [*range(5, 10), *range(20, 25), *range(30, 40)]
+    for spans in ([(5, 10), (20, 22)], [(6, 9), (21, 25), (30, 31)], [(39, 40)], [(5, 7), (8, 10), (20, 25), (30, 40)]):
+        wanted = [kept.index(position) for first, last in spans for position in range(first, last)]
+        found = rows.places(spans)
+        assert [place for first, last in found for place in range(first, last)] == wanted
+        assert all(last < first for (_, last), (first, _) in itertools.pairwise(found))
+    assert rows.places([(5, 10), (20, 25), (30, 40)]) == [(0, 20)]
+    assert WindowRows(window, None).places([(0, 3), (3, 5), (7, 40)]) == [(0, 5), (7, 40)]

@@ -83,8 +83,8 @@ class WindowRows:
 
     Example:
         >>> rows = WindowRows(Window(0, 0, 9, ()), [(2, 4), (7, 9)])
-        >>> rows.num_rows, rows.place(3), rows.place(7)
-        (4, 1, 2)
+        >>> rows.num_rows, rows.places([(3, 4), (7, 8)])
+        (4, [(1, 3)])
     """
 
     def __init__(self, window: Window, spans: Sequence[Span] | None) -> None:
@@ -95,10 +95,20 @@ class WindowRows:
         self._firsts = [first for first, _ in spans]
         *self._before, self.num_rows = accumulate((last - first for first, last in spans), initial=0)
 
-    def place(self, position: int) -> int:
-        """Return which of the kept rows, in the window's order, the one at a position of that order is."""
-        span = bisect_right(self._firsts, position) - 1
-        return self._before[span] + position - self._firsts[span]
+    def places(self, spans: Sequence[Span]) -> list[Span]:
+        """Return where spans of the window's order, in rising order, stand among the rows that are kept.
+
+        What others' rows lie between in the window is one span there.
+        """
+        found: list[Span] = []
+        for first, last in spans:
+            number = bisect_right(self._firsts, first) - 1
+            place = self._before[number] + first - self._firsts[number]
+            if found and found[-1][1] == place:
+                found[-1] = found[-1][0], place + last - first
+            else:
+                found.append((place, place + last - first))
+        return found
 
     def kept(self, part: int) -> NDArray[np.int64] | None:
         """Return which rows of a row group are kept, rising; None: all. It may wait for the order."""

@@ -174,8 +174,7 @@ class StagedWindow(WindowRows):
         there, order = self._there, self._order_there
         assert there is not None
         assert order is not None
-        places = [(self.place(a), b - a) for a, b in spans]
-        taken = [order[place : place + count] for place, count in places]
+        taken = [order[a:b] for a, b in self.places(spans)]
         rows = taken[0] if len(taken) == 1 else torch.cat(taken)
         take_rows(self.stacks.form, target, target_rows, first, there, self.num_rows, rows)
         return first + len(rows)
