@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from types import FrameType
+from typing import Final
 
 import torch
 
@@ -15,6 +18,7 @@ from viviane.config import Solver
 from viviane.core.logging import get_logger
 
 _log = get_logger("training")
+_LAST_WORDS_S: Final = 10.0  # after that the error is history
 
 
 @contextmanager
@@ -51,10 +55,19 @@ class Interrupt:
     """Whether Ctrl-C was pressed, or the process told to end (SIGTERM).
 
     The first time asks training to end after the step; a second Ctrl-C kills.
+
+    Where several processes train, who started them ends all as soon as one has died. One that is ending with an error
+    then, and is told to end, says the error first.
+
+    Args:
+        num_processes: that train together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_processes: int = 1) -> None:
         self.asked = False
+        self._num_processes = num_processes
+        self._last_words: str | None = None
+        self._ended = 0.0
 
     @contextmanager
     def listening(self) -> Iterator[Interrupt]:
@@ -67,6 +80,11 @@ class Interrupt:
             signal.signal(number, self._on_signal)
         try:
             yield self
+        except BaseException as error:
+            if self._num_processes > 1 and _is_default(before[signal.SIGTERM]):
+                self._last_words, self._ended = str(error), monotonic()
+                before[signal.SIGTERM] = self._on_signal_at_the_end
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -76,3 +94,16 @@ class Interrupt:
             raise KeyboardInterrupt
         self.asked = True
         _log.warning("interrupted: finishing this step and saving; press Ctrl-C again to stop at once")
+
+    def _on_signal_at_the_end(self, number: int, frame: FrameType | None) -> None:
+        """Die of the signal, but not before the error is said."""
+        if monotonic() - self._ended < _LAST_WORDS_S:
+            sys.stderr.write(f"error: {self._last_words}\n")
+            sys.stderr.flush()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _is_default(handler: object) -> bool:
+    """Whether a signal kills: at once, or as an earlier run left it."""
+    return handler == signal.SIG_DFL or getattr(handler, "__func__", None) is Interrupt._on_signal_at_the_end
