@@ -55,6 +55,7 @@ def test_a_killed_process_ends_the_job_by_name(folder, tmp_path):
 def test_a_restarted_job_ends_in_the_same_bits(folder, tmp_path):
     code, output = finish(start([folder, tmp_path / "again", "kill", 0, 23], restarts=1))
     assert code == 0, output
+    assert output.count("resuming at step ") == 1, output
     code, output = finish(start([folder, tmp_path / "whole"]))
     assert code == 0, output
     ends = [torch.load(tmp_path / name / "end.pt") for name in ("again", "whole")]

@@ -1,11 +1,10 @@
-"""The package's logger: silent unless the program or the command line asks for it."""
+"""The package's logger: warnings go to stderr, as Python has it, unless the program sets up logging of its own."""
 
 from __future__ import annotations
 
 import logging
 
 _ROOT = "viviane"
-logging.getLogger(_ROOT).addHandler(logging.NullHandler())
 
 
 def get_logger(name: str) -> logging.Logger:

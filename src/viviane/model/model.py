@@ -135,7 +135,7 @@ class Model:
             self.nodes = weigh_losses(self.nodes, loss_weights or {})
             plan = self.plan()
             self._terms = terms(plan.losses, self.schema)
-            if plan.unused:
+            if plan.unused and group.rank == 0:
                 _log.warning("%s: %s", self.name, unused_message(plan.unused))
             module = build_module(plan, embedding_optimizer or chosen, self.solver, group, statistics or {})
         self.optimizer, self.embedding_optimizer = chosen, embedding_optimizer

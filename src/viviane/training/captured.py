@@ -340,7 +340,8 @@ class CapturedSteps:
                 "the training step could not be recorded in a CUDA graph", where="solver.cuda_graph",
                 value=self.reason, fix="set cuda_graph='auto' or False, or let forward and loss never wait for the GPU",
             )) from error  # fmt: skip
-        _log.warning("training step: %s", self.describe())
+        if self.step.group.rank == 0:  # all have the same reason
+            _log.warning("training step: %s", self.describe())
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

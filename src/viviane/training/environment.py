@@ -60,12 +60,12 @@ class Interrupt:
     then, and is told to end, says the error first.
 
     Args:
-        num_processes: that train together.
+        rank, num_processes: this process, and how many train together.
     """
 
-    def __init__(self, num_processes: int = 1) -> None:
+    def __init__(self, rank: int = 0, num_processes: int = 1) -> None:
         self.asked = False
-        self._num_processes = num_processes
+        self._rank, self._num_processes = rank, num_processes
         self._last_words: str | None = None
         self._ended = 0.0
 
@@ -92,8 +92,9 @@ class Interrupt:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
-        _log.warning("interrupted: finishing this step and saving; press Ctrl-C again to stop at once")
+        is_first, self.asked = not self.asked, True
+        if is_first and self._rank == 0:  # one says it for all
+            _log.warning("interrupted: finishing this step and saving; press Ctrl-C again to stop at once")
 
     def _on_signal_at_the_end(self, number: int, frame: FrameType | None) -> None:
         """Die of the signal, but not before the error is said."""

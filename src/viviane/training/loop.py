@@ -192,10 +192,12 @@ class FitLoop:
             for callback, state in zip(trainer.callbacks, states, strict=True):
                 callback.restore(state)
         else:
-            _log.warning("the callbacks are not those of the run that is resumed: their states start anew")
+            self._warn("the callbacks are not those of the run that is resumed: their states start anew")
         assert self.store is not None
         self.store.discard_after(trainer.step)
-        _log.info("resuming at step %d from %s", trainer.step, path)
+        # torchrun has started the job anew: nobody asked for it, so it is said.
+        tell = self._warn if num_restarts() > 0 else _log.info
+        tell("resuming at step %d from %s", trainer.step, path)
 
     def _last_step(self) -> int:
         """Return the step at which this fit ends, if nothing stops it before."""
@@ -226,6 +228,11 @@ class FitLoop:
     def writes(self) -> bool:
         """Whether this process writes files and shows progress."""
         return self.group.rank == 0
+
+    def _warn(self, message: str, *values: object) -> None:
+        """Log what all processes would say alike, once."""
+        if self.writes:
+            _log.warning(message, *values)
 
     def _epoch(self) -> None:
         """Run to the end of the reader's epoch, or until something stops the run."""
@@ -283,7 +290,7 @@ class FitLoop:
     def _finish(self) -> None:
         """Evaluate and save what the last step left, go back to the best weights, tell the callbacks."""
         if self.stopped == "interrupted":
-            _log.warning("interrupted at step %d; resume=True goes on from there", self.trainer.step)
+            self._warn("interrupted at step %d; resume=True goes on from there", self.trainer.step)
         else:
             self.rows.write_train(self.reader.epoch)
             self._evaluate()

@@ -243,7 +243,7 @@ class Trainer:
         for data in (train, validation):
             if data is not None:
                 self.check_schema(data)
-        with self.switches(), Interrupt(self.group.size).listening() as interrupt:
+        with self.switches(), Interrupt(self.group.rank, self.group.size).listening() as interrupt:
             self.module.train()
             if isinstance(train, KafkaStream):
                 train = train.connected(self.group.gather_numbers, lambda: interrupt.asked)
