@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from group_model import NUM_TRAIN, NUM_VALID, SCHEMA, columns, settings, tensors
 from test_group import ROUNDING, close
 
 from viviane.batch import Bag, Batch
+from viviane.config import Solver
 from viviane.core.errors import ConfigError, DataError, KeyRangeError, NumericsError, ProcessError
 from viviane.data import Dataset, write_dataset
 from viviane.parallel import Group
@@ -26,6 +28,7 @@ from viviane.schema import Schema
 from viviane.training import Callback
 from viviane.training.capture_rules import unlike
 from viviane.training.captured import CapturedSteps
+from viviane.training.fixed_sizes import FixedSizes
 
 HOTNESS = 3
 
@@ -319,3 +322,18 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fits_with_sizes_said_beforehand(size, folder, tmp_path):
     processes.run(size, everything, folder, tmp_path)
+
+
+@pytest.mark.parametrize(("device", "rank", "graph", "level"), [
+    ("cuda", 0, "auto", "WARNING"), ("cuda", 1, "auto", "INFO"), ("cuda", 0, False, "INFO"), ("cpu", 0, "auto", "INFO"),
+])  # fmt: skip
+def test_why_steps_of_several_gpus_are_not_recorded_is_said_by_one(caplog, device, rank, graph, level):
+    step = SimpleNamespace(
+        together=SimpleNamespace(is_fixed=False), solver=Solver(batch_size=33, cuda_graph=graph), collections={},
+        device=torch.device(device), group=SimpleNamespace(rank=rank, size=2),
+    )  # fmt: skip
+    feed = SimpleNamespace(share_of_whole=None, has_length=True)
+    with caplog.at_level("INFO"):
+        FixedSizes(step, SCHEMA, feed)
+    assert [one.levelname for one in caplog.records] == [level]
+    assert caplog.records[0].message.startswith("steps are not recorded")

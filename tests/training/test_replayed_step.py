@@ -153,6 +153,21 @@ def test_a_group_forgets_methods_of_objects_that_are_gone():
     assert Holder.called == 1
 
 
+def test_why_steps_are_not_recorded_is_said_once(replays, monkeypatch, caplog):
+    reasons = {"now": "the module is code of your own"}
+    monkeypatch.setattr(captured, "obstacle", lambda step: reasons["now"])
+    trainer = trainer_of("auto")
+    train(trainer, range(3))
+    for table in ("user", "item"):  # what a recording takes for given changes: it is asked anew
+        trainer.module.tables.freeze(table)
+        train(trainer, range(3, 5))
+    assert [one.message for one in caplog.records] == ["training step: eager: the module is code of your own"]
+    reasons["now"] = "the module has hooks"
+    trainer.module.tables.unfreeze("user")
+    train(trainer, range(5, 7))
+    assert [one.message for one in caplog.records][1:] == ["training step: eager: the module has hooks"]
+
+
 def test_a_recording_that_fails_is_an_error_or_leaves_steps_eager(replays):
     replays.failure = RuntimeError("operation not permitted when stream is capturing")
     with pytest.raises(ConfigError, match="could not be recorded in a CUDA graph"):

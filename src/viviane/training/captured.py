@@ -91,6 +91,7 @@ class CapturedSteps:
         self._recorder: Recorder | None = None
         self._num_given_up = 0
         self.reason = obstacle(step)
+        self._told: str | None = None
         self.unlike: str | None = None
         self._never = step.device.type != "cuda" or self.setting is False
         if self.reason is not None and self.setting is True:
@@ -280,8 +281,13 @@ class CapturedSteps:
         self._modules = [vars(one) for one in self.step.module.modules()]
         self._state = self._captured_state()
         self.reason = self._failure or obstacle(self.step)
-        if self.reason is not None:
-            _log.info("training step: %s", self.describe())
+        self._tell()
+
+    def _tell(self) -> None:
+        """Say once why steps are not recorded; all processes have the same reason."""
+        if self.reason is not None and self.reason != self._told and self.step.group.rank == 0:
+            _log.warning("training step: %s", self.describe())
+        self._told = self.reason
 
     def _captured_state(self) -> Hashable:
         """Return all that a graph takes for given besides the batch."""
@@ -340,8 +346,7 @@ class CapturedSteps:
                 "the training step could not be recorded in a CUDA graph", where="solver.cuda_graph",
                 value=self.reason, fix="set cuda_graph='auto' or False, or let forward and loss never wait for the GPU",
             )) from error  # fmt: skip
-        if self.step.group.rank == 0:  # all have the same reason
-            _log.warning("training step: %s", self.describe())
+        self._tell()
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
