@@ -1,7 +1,8 @@
 """Registry, optional imports, devices, seeds, logging."""
 
-import logging
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ import torch
 
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, MissingExtraError
-from viviane.core.logging import get_logger
 from viviane.core.optional import require
 from viviane.core.registry import Registry
 from viviane.core.seeds import derive_seed, seed_everything
@@ -70,7 +70,17 @@ def test_seeding_reaches_every_generator() -> None:
     assert draw() == first
 
 
-def test_the_library_is_silent_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    get_logger("etl").warning("hello")
-    assert logging.getLogger("viviane").handlers
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize(("setup", "wanted"), [
+    ("", "hello\n"), ("logging.basicConfig(format='%(name)s: %(message)s')", "viviane.etl: hello\n"),
+    ("logging.getLogger('viviane').addHandler(logging.NullHandler())", ""),
+])  # fmt: skip
+def test_warnings_are_seen_unless_the_program_says_otherwise(setup: str, wanted: str) -> None:
+    program = f"""
+import logging
+from viviane.core.logging import get_logger
+{setup}
+get_logger("etl").warning("hello")
+get_logger("etl").info("what happens")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == wanted

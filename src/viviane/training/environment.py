@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from viviane.config import Solver
 from viviane.core.logging import get_logger
 
 _log = get_logger("training")
+_STDERR: Final = 2
 _LAST_WORDS_S: Final = 10.0  # after that the error is history
 
 
@@ -99,8 +99,8 @@ class Interrupt:
     def _on_signal_at_the_end(self, number: int, frame: FrameType | None) -> None:
         """Die of the signal, but not before the error is said."""
         if monotonic() - self._ended < _LAST_WORDS_S:
-            sys.stderr.write(f"error: {self._last_words}\n")
-            sys.stderr.flush()
+            # Not to sys.stderr: while torch puts the rank before an error's lines, that is a buffer.
+            os.write(_STDERR, f"error: {self._last_words}\n".encode())
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
