@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from viviane.data.buffers import Buffers
-from viviane.data.own_rows import BatchRanges, WindowRows, own_order, own_spans
+from viviane.data.own_rows import BatchRanges, WindowRows, own_order
 from viviane.data.plan import Group, Window
 
 
@@ -55,8 +55,12 @@ def test_spans_are_those_of_the_batches(ranks: int) -> None:
     for start, num_rows, batch, first_row, last_row in cases:
         taken = []
         for rank in range(ranks):
-            spans = own_spans(Window(0, start, num_rows, ()), batch, (rank, ranks), first_row, last_row)
+            window = Window(0, start, num_rows, ())
+            ranges = BatchRanges(first_row, last_row, batch, (rank, ranks))
+            spans = ranges.spans(window)
             assert spans is not None
+            assert all(first < last for first, last in ranges.within(window))
+            assert bool(spans) == (next(ranges.within(window), None) is not None)
             wanted = places(start, num_rows, batch, (rank, ranks), first_row, last_row)
             assert [place for first, last in spans for place in range(first, last)] == wanted
             assert all(last < first for (_, last), (first, _) in itertools.pairwise(spans))  # as few as there can be
@@ -66,7 +70,9 @@ def test_spans_are_those_of_the_batches(ranks: int) -> None:
 
 def test_one_process_has_all_rows() -> None:
     window = Window(0, 0, 5, (Group(0, 0, 0, 5),))
-    assert own_spans(window, 2, (0, 1), 0, 5) is None
+    ranges = BatchRanges(0, 5, 2, (0, 1))
+    assert ranges.spans(window) is None
+    assert list(ranges.within(window)) == [(0, 2), (2, 4), (4, 5)]
     found = own_order(np.array([4, 0, 1, 3, 2]), window, None, Buffers())
     assert found.rows is None
     assert found.order.dtype == torch.int32

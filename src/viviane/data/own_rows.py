@@ -7,7 +7,7 @@ copies its own rows, as they follow one another in the files, and its order coun
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -37,11 +37,13 @@ class BatchRanges:
         >>> ranges = BatchRanges(4, 15, 8, (1, 2))
         >>> [ranges[number] for number in range(len(ranges))]
         [(8, 12), (13, 15)]
+        >>> ranges.spans(Window(0, 9, 6, ()))
+        [(0, 3), (4, 6)]
     """
 
     def __init__(self, first_row: int, last_row: int, batch_size: int, share: tuple[int, int]) -> None:
         self._starts = range(first_row, last_row, batch_size)
-        self._last_row, self._batch_size = last_row, batch_size
+        self._first_row, self._last_row, self._batch_size = first_row, last_row, batch_size
         self._rank, self._ranks = share
 
     def __len__(self) -> int:
@@ -55,6 +57,29 @@ class BatchRanges:
     def some(self, first: int, last: int) -> list[Span]:
         """Return those of batches [first, last), as far as there are any."""
         return [self[number] for number in range(max(0, first), min(last, len(self)))]
+
+    def within(self, window: Window) -> Iterator[Span]:
+        """Yield where rows of this process stand in a window's order, batch by batch."""
+        end = window.start + window.num_rows
+        first = max(0, (window.start - self._first_row) // self._batch_size)
+        for number in range(first, len(self)):
+            if self._starts[number] >= end:
+                return
+            start, stop = self[number]
+            if max(start, window.start) < min(stop, end):
+                yield max(start, window.start) - window.start, min(stop, end) - window.start
+
+    def spans(self, window: Window) -> list[Span] | None:
+        """Return the same in as few spans as there can be; None: one process has all rows."""
+        if self._ranks == 1:
+            return None
+        found: list[Span] = []
+        for first, last in self.within(window):
+            if found and found[-1][1] == first:
+                found[-1] = found[-1][0], last
+            else:
+                found.append((first, last))
+        return found
 
 
 @dataclass(frozen=True)
@@ -126,44 +151,6 @@ class WindowRows:
     def start(self, part: int) -> int:
         """Return how many rows are kept of the row groups before one."""
         return sum(self.num_kept(before) for before in range(part))
-
-
-def own_spans(
-    window: Window, batch_size: int, share: tuple[int, int], first_row: int, last_row: int
-) -> list[Span] | None:
-    """Return the spans of a window's order that are one process's; None: all of it.
-
-    Args:
-        window: rows of the stream.
-        batch_size: rows of a batch, over all processes.
-        share: (r, n): of a batch of B rows, r has rows B r // n to B (r + 1) // n.
-        first_row: of the stream; a batch begins with it.
-        last_row: of the stream; the last batch ends before it.
-
-    Example:
-        >>> own_spans(Window(0, 4, 6, ()), 4, (0, 2), 0, 10)
-        [(0, 2), (4, 5)]
-        >>> own_spans(Window(0, 4, 6, ()), 4, (1, 2), 0, 10)
-        [(2, 4), (5, 6)]
-    """
-    rank, ranks = share
-    if ranks == 1:
-        return None
-    begin = first_row + max(0, (window.start - first_row) // batch_size) * batch_size
-    end = min(window.start + window.num_rows, last_row)
-    starts = np.arange(begin, end, batch_size)
-    sizes = np.minimum(batch_size, last_row - starts)
-    firsts = np.maximum(starts + sizes * rank // ranks, window.start) - window.start
-    lasts = np.minimum(starts + sizes * (rank + 1) // ranks, end) - window.start
-    found: list[Span] = []
-    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-        if first >= last:
-            continue
-        if found and found[-1][1] == first:
-            found[-1] = found[-1][0], last
-        else:
-            found.append((first, last))
-    return found
 
 
 def own_order(

@@ -13,7 +13,6 @@ then, too: where an epoch is one window, all threads would wait for the one that
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +29,7 @@ from viviane.data.assembly import Loading, Made, Mix, Order, assemble
 from viviane.data.block import Block
 from viviane.data.buffers import Buffers
 from viviane.data.mixing import Mixing
-from viviane.data.own_rows import BatchRanges, OwnOrder, Span, own_order, own_spans
+from viviane.data.own_rows import BatchRanges, OwnOrder, Span, own_order
 from viviane.data.plan import EpochPlan, Group, Window
 from viviane.data.run import Run
 from viviane.data.slab import BatchShape
@@ -69,9 +68,9 @@ class Reading:
     num_threads: int
     mixing: Mixing | None = None
 
-    def own_spans(self, window: Window, first_row: int) -> list[Span] | None:
-        """Return where this share's rows stand in a window of an epoch that is read from a row on; see `own_spans`."""
-        return own_spans(window, self.batch_size, self.share, first_row, self.last_row)
+    def ranges(self, first_row: int) -> BatchRanges:
+        """Return this share's rows of an epoch that is read from a row on."""
+        return BatchRanges(first_row, self.last_row, self.batch_size, self.share)
 
 
 class Prefetcher:
@@ -99,9 +98,8 @@ class Prefetcher:
     ) -> None:
         self._plan = plan
         self._reading = reading
-        self._first_row = first_row
         storage, buffers, batch_size = reading.storage, reading.buffers, reading.batch_size
-        self._ranges = BatchRanges(first_row, reading.last_row, batch_size, reading.share)
+        self._ranges = reading.ranges(first_row)
         self._next = 0
         # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
         # For a GPU threads do it all the same: the consumer has kernels to launch.
@@ -168,11 +166,7 @@ class Prefetcher:
 
     def _wanted(self, window: Window) -> bool:
         """Say whether a window holds rows to be read: with shares, it may hold other ranks' rows alone."""
-        before_end = bisect_left(self._ranges, (window.start + window.num_rows, 0))
-        # two, because the epoch's last range may be empty
-        return any(
-            start < stop and stop > window.start for start, stop in self._ranges.some(before_end - 2, before_end)
-        )
+        return next(self._ranges.within(window), None) is not None
 
     def _block(self, window: Window) -> Block:
         return Block(self._reading.storage.schema, window.num_rows, len(window.groups), self._reading.windows)
@@ -197,10 +191,10 @@ class Prefetcher:
         mixing = self._reading.mixing
         for one in self._plan.windows[window.number : window.number + (2 if self._plan.shuffled else 1)]:
             if one.number not in self._orders and self._wanted(one):
-                self._orders[one.number] = self._order_of(self._plan, one, self._first_row)
+                self._orders[one.number] = self._order_of(self._plan, one, self._ranges)
         order = self._orders.pop(window.number)
         if mixing is not None:
-            staged = mixing.stage(window, self._reading.own_spans(window, self._first_row))
+            staged = mixing.stage(window, self._ranges.spans(window))
             staged.order = order
             return staged
         as_it_stands = self._reading.storage.mapped and len(window.groups) == 1
@@ -214,14 +208,13 @@ class Prefetcher:
             return
         plan = self._plan.following()
         if plan.windows:
-            self._after = plan, self._order_of(plan, plan.windows[0], 0)
+            self._after = plan, self._order_of(plan, plan.windows[0], self._reading.ranges(0))
 
-    def _order_of(self, plan: EpochPlan, window: Window, first_row: int) -> Order:
+    def _order_of(self, plan: EpochPlan, window: Window, ranges: BatchRanges) -> Order:
         mixing, memory = self._reading.mixing, self._reading.windows
         if mixing is None:
             return self._pool.submit(_permutation, plan, window, memory)
-        spans = self._reading.own_spans(window, first_row)
-        return self._pool.submit(_order_for_device, plan, window, spans, memory, mixing.pin_memory)
+        return self._pool.submit(_order_for_device, plan, window, ranges.spans(window), memory, mixing.pin_memory)
 
     @property
     def mixed_on(self) -> torch.device | None:

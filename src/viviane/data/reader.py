@@ -191,8 +191,8 @@ class Reader:
             return reason
         largest = max((group.num_rows for group in self.dataset.groups), default=0)
         window = min(self.dataset.num_rows, self.shuffle_rows + largest)
-        own = -(-self.batch_size // self.num_ranks)  # rows of a batch, and of the window: a batch more than it has
-        window = min(window, (window // self.batch_size + 2) * own)
+        own = -(-self.batch_size // self.num_ranks)
+        window = min(window, (window // self.batch_size + 2) * own)  # it may begin and end within a batch
         return Mixing.why_too_large(self._stacks, window, device)
 
     @cached_property
