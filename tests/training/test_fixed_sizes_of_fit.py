@@ -6,7 +6,6 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from group_model import NUM_TRAIN, NUM_VALID, SCHEMA, columns, settings, tensors
 from test_group import ROUNDING, close
 
 from viviane.batch import Bag, Batch
-from viviane.config import Solver
 from viviane.core.errors import ConfigError, DataError, KeyRangeError, NumericsError, ProcessError
 from viviane.data import Dataset, write_dataset
 from viviane.parallel import Group
@@ -28,7 +26,6 @@ from viviane.schema import Schema
 from viviane.training import Callback
 from viviane.training.capture_rules import unlike
 from viviane.training.captured import CapturedSteps
-from viviane.training.fixed_sizes import FixedSizes
 
 HOTNESS = 3
 
@@ -197,7 +194,7 @@ class FakeSteps(CapturedSteps):
 
     def __init__(self, step, *, fails=False):
         super().__init__(step)
-        self.reason, self._never, self.fails, self.seen = None, False, fails, []
+        self.reason, self._never, self.fails, self.seen, self.told = None, False, fails, [], []
         step._rates_on_device = lambda rate, factor: (rate, factor)
         step.captured = self
 
@@ -218,6 +215,9 @@ class FakeSteps(CapturedSteps):
     def _fail(self, reason, error):
         self._failure = self.reason = reason
 
+    def _tell(self, reason):
+        self.told.append(reason)
+
     def _replay(self, found, batch, step, precision, lr):
         self.seen[-1] = "replay"
 
@@ -231,6 +231,9 @@ def decisions(group, folder, *, fails=False, kind="said", between=None, **change
     trainer.fit(Dataset(folder / kind / "train"))
     every = group.gather_data([fake.seen, fake.describe()])
     assert all(one == every[0] for one in every)
+    # Said is what lasts: not that the last batch of an epoch is shorter.
+    lasts = fake.describe().startswith("eager: several processes")
+    assert {f"eager: {reason}" for reason in fake.told} == ({fake.describe()} if lasts else set())
     return fake.seen, fake.describe()
 
 
@@ -322,18 +325,3 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fits_with_sizes_said_beforehand(size, folder, tmp_path):
     processes.run(size, everything, folder, tmp_path)
-
-
-@pytest.mark.parametrize(("device", "rank", "graph", "level"), [
-    ("cuda", 0, "auto", "WARNING"), ("cuda", 1, "auto", "INFO"), ("cuda", 0, False, "INFO"), ("cpu", 0, "auto", "INFO"),
-])  # fmt: skip
-def test_why_steps_of_several_gpus_are_not_recorded_is_said_by_one(caplog, device, rank, graph, level):
-    step = SimpleNamespace(
-        together=SimpleNamespace(is_fixed=False), solver=Solver(batch_size=33, cuda_graph=graph), collections={},
-        device=torch.device(device), group=SimpleNamespace(rank=rank, size=2),
-    )  # fmt: skip
-    feed = SimpleNamespace(share_of_whole=None, has_length=True)
-    with caplog.at_level("INFO"):
-        FixedSizes(step, SCHEMA, feed)
-    assert [one.levelname for one in caplog.records] == [level]
-    assert caplog.records[0].message.startswith("steps are not recorded")

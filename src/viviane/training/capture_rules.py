@@ -43,8 +43,13 @@ def unlike(step: TrainStep, batch: Batch) -> str | None:
     if together.is_fixed:
         names = [name for name in batch.bags if name not in together.hotness]
         return f"several processes train together, and bags of {names[0]!r} have any number of ids"
-    why = "this batch is shorter than others" if step.unsaid is None else step.unsaid
+    why = "this batch is shorter than others" if is_short(step) else step.unsaid
     return f"several processes train together, and sizes of batches were not said beforehand: {why}"
+
+
+def is_short(step: TrainStep) -> bool:
+    """Say whether a batch that is `unlike` others is so for being shorter: the next one may be as all were."""
+    return step.together is not None and not step.together.is_fixed and step.unsaid is None
 
 
 def _obstacles(step: TrainStep) -> Iterator[str]:

@@ -27,7 +27,7 @@ from viviane.core.logging import get_logger
 from viviane.core.ranges import timed_as
 from viviane.embedding import DynamicStorage, Storage
 from viviane.training.beside_update import BesideUpdate
-from viviane.training.capture_rules import obstacle, unlike
+from viviane.training.capture_rules import is_short, obstacle, unlike
 from viviane.training.guard import FIX
 from viviane.training.precision import Precision
 from viviane.training.recorded_step import Verdict
@@ -132,6 +132,8 @@ class CapturedSteps:
     def _replay_or_not(self, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor | None:
         self._renew()
         self.unlike = unlike(self.step, batch)
+        if self.reason is None and self.unlike is not None and not is_short(self.step):
+            self._tell(self.unlike)
         if self.reason is not None or self.unlike is not None or not batch.size:
             self.settle()
             if self.unlike is not None and self.step.unsaid is not None and self.setting is True:
@@ -281,13 +283,14 @@ class CapturedSteps:
         self._modules = [vars(one) for one in self.step.module.modules()]
         self._state = self._captured_state()
         self.reason = self._failure or obstacle(self.step)
-        self._tell()
+        if self.reason is not None:
+            self._tell(self.reason)
 
-    def _tell(self) -> None:
+    def _tell(self, reason: str) -> None:
         """Say once why steps are not recorded; all processes have the same reason."""
-        if self.reason is not None and self.reason != self._told and self.step.group.rank == 0:
-            _log.warning("training step: %s", self.describe())
-        self._told = self.reason
+        if reason != self._told and self.step.group.rank == 0:
+            _log.warning("training step: eager: %s", reason)
+        self._told = reason
 
     def _captured_state(self) -> Hashable:
         """Return all that a graph takes for given besides the batch."""
@@ -346,7 +349,7 @@ class CapturedSteps:
                 "the training step could not be recorded in a CUDA graph", where="solver.cuda_graph",
                 value=self.reason, fix="set cuda_graph='auto' or False, or let forward and loss never wait for the GPU",
             )) from error  # fmt: skip
-        self._tell()
+        self._tell(reason)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -50,10 +50,7 @@ class FixedSizes:
         if self.reason is None:
             _log.info("sizes of batches are known beforehand: %d rows in each process", self.rows)
             return
-        is_news = step.device.type == "cuda" and step.solver.cuda_graph is not False and step.group.rank == 0
-        (_log.warning if is_news else _log.info)(
-            "steps are not recorded, and processes tell each other the sizes of every batch: %s", self.reason
-        )
+        _log.info("processes tell each other the sizes of every batch: %s", self.reason)
         for setting in ("fixed_sizes", "cuda_graph"):
             if getattr(step.solver, setting) is True:
                 raise ConfigError(
