@@ -172,12 +172,21 @@ def test_callbacks_see_everything_and_can_stop(train, valid):
     ]  # fmt: skip
 
 
-def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(train, tmp_path):
-    class PressCtrlC(Callback):
-        def on_step_end(self, step, loss):
-            if step == 9:
-                os.kill(os.getpid(), signal.SIGINT)
+class PressCtrlC(Callback):
+    def on_step_end(self, step, loss):
+        if step == 9:
+            os.kill(os.getpid(), signal.SIGINT)
 
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_is_heard_and_resume_is_named_where_it_can_be_done(train, tmp_path, caplog, saves):
+    make_trainer(solver(), callbacks=[PressCtrlC()], run_folder=tmp_path if saves else None).fit(train)
+    heard, ended = [one.message for one in caplog.records]
+    assert heard == "interrupted: ending after this step; press Ctrl-C again to stop at once"
+    assert ended == "interrupted at step 9" + ("; resume=True goes on from there" if saves else "")
+
+
+def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(train, tmp_path):
     straight = make_trainer(solver())
     straight.fit(train)
     before = signal.getsignal(signal.SIGINT)

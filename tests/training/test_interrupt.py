@@ -60,6 +60,6 @@ def test_a_program_without_logging_of_its_own_hears_once_that_it_was_asked_to_en
     command = [sys.executable, "-c", HEARD, str(rank)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "True\n"
-    words = "interrupted: finishing this step and saving; press Ctrl-C again to stop at once\n"
+    words = "interrupted: ending after this step; press Ctrl-C again to stop at once\n"
     assert done.stderr.count(words) == times
     assert "KeyboardInterrupt" in done.stderr  # the second Ctrl-C, or the first after SIGTERM, ends it at once

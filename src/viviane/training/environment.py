@@ -94,7 +94,7 @@ class Interrupt:
             raise KeyboardInterrupt
         is_first, self.asked = not self.asked, True
         if is_first and self._rank == 0:  # one says it for all
-            _log.warning("interrupted: finishing this step and saving; press Ctrl-C again to stop at once")
+            _log.warning("interrupted: ending after this step; press Ctrl-C again to stop at once")
 
     def _on_signal_at_the_end(self, number: int, frame: FrameType | None) -> None:
         """Die of the signal, but not before the error is said."""

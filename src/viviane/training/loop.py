@@ -290,7 +290,8 @@ class FitLoop:
     def _finish(self) -> None:
         """Evaluate and save what the last step left, go back to the best weights, tell the callbacks."""
         if self.stopped == "interrupted":
-            self._warn("interrupted at step %d; resume=True goes on from there", self.trainer.step)
+            further = "" if self.folder is None else "; resume=True goes on from there"
+            self._warn("interrupted at step %d%s", self.trainer.step, further)
         else:
             self.rows.write_train(self.reader.epoch)
             self._evaluate()
