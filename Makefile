@@ -1,6 +1,6 @@
 # Everything a checkout can do; `make help` lists it. Needs make, a POSIX shell and Python 3.11 or newer.
 .POSIX:
-.PHONY: help install install-docs demo test test-all lint format snapshot bench gpu bench-tables quality docs docs-serve wheel clean distclean
+.PHONY: help install install-docs demo test test-all lint format snapshot bench gpu bench-tables same-bits quality docs docs-serve wheel clean distclean
 
 PYTHON ?= python3
 VENV = .venv
@@ -20,6 +20,7 @@ help:
 	@echo 'make bench        run every benchmark and append to benchmarks/results/ (SMALL=1 for a quick try)'
 	@echo 'make gpu          on a machine with GPUs: every test and benchmark that needs one'
 	@echo 'make bench-tables rewrite the tables of figures in README.md and docs/ from benchmarks/results/'
+	@echo 'make same-bits    train in two revisions and compare every bit: make same-bits BASE=REVISION'
 	@echo 'make quality      train the reference models on real data and record their AUC'
 	@echo 'make docs         build the documentation into site/'
 	@echo 'make docs-serve   show it in a browser'
@@ -67,6 +68,9 @@ gpu: install
 
 bench-tables: install
 	@$(BIN)/python benchmarks/tables.py
+
+same-bits: install
+	@$(BIN)/python benchmarks/same_bits.py --base $${BASE:?name a revision: make same-bits BASE=REVISION}
 
 quality: install
 	@$(BIN)/python benchmarks/quality/run.py

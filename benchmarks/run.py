@@ -10,7 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 # Not benchmarks themselves; quality trains on real data and has a make target of its own.
-NOT_HERE = {"run", "record", "tables", "quality", "zoo_peers", "etl_peers", "on_gpus"}
+NOT_HERE = {"run", "record", "tables", "quality", "zoo_peers", "etl_peers", "on_gpus", "same_bits"}
 
 
 def main() -> int:
