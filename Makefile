@@ -1,6 +1,6 @@
 # Everything a checkout can do; `make help` lists it. Needs make, a POSIX shell and Python 3.11 or newer.
 .POSIX:
-.PHONY: help install install-docs demo test test-all lint format snapshot bench gpu bench-tables same-bits quality docs docs-serve wheel clean distclean
+.PHONY: help install install-docs demo test test-all lint format snapshot bench gpu bench-tables same-bits quality docs docs-serve wheel release clean distclean
 
 PYTHON ?= python3
 VENV = .venv
@@ -25,6 +25,7 @@ help:
 	@echo 'make docs         build the documentation into site/'
 	@echo 'make docs-serve   show it in a browser'
 	@echo 'make wheel        build the wheel into dist/'
+	@echo 'make release      test, check version and changelog, build the wheel and tag it'
 	@echo 'make clean        remove what the targets above wrote'
 	@echo 'make distclean    the same, and .venv'
 	@echo 'PYTHON=python3.12 make test     another interpreter;   JOBS=8 make test     more test processes'
@@ -85,6 +86,9 @@ docs-serve: install-docs
 wheel: install
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist
+
+release: test
+	@$(BIN)/python .ci/release.py
 
 clean:
 	@echo 'removing build, dist, site, demo, runs and tool caches'
