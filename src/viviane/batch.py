@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Final, Self
 
 import numpy as np
@@ -26,8 +27,11 @@ class Bag:
 
     Args:
         values: ids, (nnz,), int32 or int64.
-        offsets: (B + 1,), int64, rising from 0 to nnz.
-        weights: (nnz,), float32, or None where every id counts once.
+        offsets: (B + 1,), int64 or int32, from 0 to nnz, never falling.
+        weights: (nnz,), float32, finite, or None where every id counts once.
+
+    A collection checks all of this at each lookup: at once on the CPU; on a GPU offsets and weights are read by a
+    kernel, and `check` and `step` raise what it found.
     """
 
     values: Tensor
@@ -66,8 +70,13 @@ class Bag:
         lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
         values = torch.tensor([key for row in rows for key in row], dtype=dtype)
         flat = None if weights is None else torch.tensor([w for row in weights for w in row], dtype=torch.float32)
-        if flat is not None and len(flat) != len(values):
-            raise DataError("a bag needs one weight per id", value=f"{len(values)} ids, {len(flat)} weights")
+        if weights is not None and [len(row) for row in weights] != [len(row) for row in rows]:
+            pairs = list(zip_longest(map(len, rows), map(len, weights)))
+            row = next(n for n, (ids, own) in enumerate(pairs) if ids != own)
+            ids, own = pairs[row]
+            raise DataError(
+                "a bag needs one weight per id", where=f"row {row}", value=f"{ids or 0} ids, {own or 0} weights"
+            )
         return cls(values, lengths.cumsum(0), flat)
 
 

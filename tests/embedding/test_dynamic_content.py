@@ -128,3 +128,46 @@ def test_inside_a_module():
     keys = torch.tensor([3, -4, 5])
     assert torch.equal(model.eval()(keys), other.eval()(keys))
     assert list(model[0].parameters()) == []
+
+
+def saved_table(**options):
+    settings = DynamicTableConfig(name="t", dim=2, max_capacity=8, admission={"type": "count", "count": 2}, **options)
+    table = DynamicTable(settings, SGD())
+    table(torch.tensor([5, 6, 7, 5, 6, 7, 8])).sum().backward()
+    table.step(0.1)
+    table.erase(torch.tensor([6]))
+    return table, {name: part.clone() for name, part in table.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["rows", "free", "admission.rows", "admission.free"])
+@pytest.mark.parametrize("number", [2**40, -1, 7, -(2**63)])
+def test_rows_of_a_saved_table_that_lie_outside_are_refused(name, number):
+    table, saved = saved_table()
+    if not len(saved[name]):
+        saved[name] = torch.tensor([0])
+    saved[name][0] = number
+    with pytest.raises(RuntimeError, match=r"the numbers from 0|keys"):
+        table.load_state_dict(saved)
+    assert len(table) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("rows", torch.tensor([0, 0])),
+        ("keys", torch.tensor([5, 5])),
+        ("keys", torch.tensor([5, 6, 7])),
+        ("keys", torch.tensor([5.0, 7.0])),
+        ("stamps", torch.tensor([1])),
+        ("stamps", torch.tensor([-1, 1])),
+        ("free", torch.tensor([[1]])),
+        ("counters", torch.tensor([1, 2])),
+        ("counters", torch.tensor([-1, 0, 0])),
+    ],
+)
+def test_parts_of_a_saved_table_that_do_not_fit_are_refused(name, wrong):
+    table, saved = saved_table()
+    with pytest.raises(RuntimeError):
+        table.load_state_dict(saved | {name: wrong})
+    assert table.find(torch.tensor([5, 6, 7]))[1].tolist() == [True, False, True]
+    table.load_state_dict(saved)

@@ -102,7 +102,8 @@ def spread_bags(
         record = torch.cat([(excess > length).to(torch.int64), longest, excess])
     bags = entry_bags(offsets, len(rows))
     position = torch.arange(len(rows), device=rows.device) - offsets[bags]
-    target = torch.where(position < length, bags * length + position, size * length)
+    here = (position >= 0) & (position < length)
+    target = torch.where(here, bags * length + position, size * length)
     laid = rows.new_full((size * length + 1,), null_row).index_copy_(0, target, rows)[:-1].view(size, length)
     if weights is None:
         return laid, None, record

@@ -191,7 +191,7 @@ class EmbeddingCollection(TableCollection):
         """Return the number of rows of the batch, what to look up, and the masks of "concat" features."""
         if self._violations.num_lookups >= _MOST_UNCHECKED:
             self.check()
-        keys = read_keys(batch, self.features, self.device)
+        keys = read_keys(batch, self.features, self.device, self._violations)
         parts, masks = self._plan(keys.one_hot_names).parts(keys, self._frozen, training)
         return keys.size, parts, masks
 

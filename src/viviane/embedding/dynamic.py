@@ -18,6 +18,7 @@ from viviane.core.seeds import derive_seed
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_content import DynamicContent, export_keys, import_keys, load_entries, state_entries
 from viviane.embedding.dynamic_store import DynamicStore
+from viviane.embedding.locking import serialized
 from viviane.ops.row_update import Entries, prepare_rows, sum_rows, update_rows
 
 
@@ -27,6 +28,9 @@ class DynamicTable(DynamicStore):
     Called with keys it gives their vectors, and in training mode adds the keys it does not know. Backward keeps the
     gradients; `step` applies the optimizer's rule to the rows of the batch. `rows`, `weight` and `state` serve those
     who look up and update by themselves.
+
+    Any thread may call it: calls are made one after another. One thread trains it at a time: from a lookup in training
+    until `step` or `release`, lookups in training, `step` and `release` of another thread raise ConfigError.
 
     Args:
         table: its settings.
@@ -66,6 +70,7 @@ class DynamicTable(DynamicStore):
         self._rounding = derive_seed(seed, "rounding", table.name) % 2**32
         self._pending: list[tuple[Tensor, Tensor]] = []
 
+    @serialized
     def forward(self, keys: Tensor, scores: Tensor | None = None) -> Tensor:
         """Return the vectors of keys of any shape: (..., D)."""
         training = self.training and torch.is_grad_enabled() and self.rule is not None
@@ -83,6 +88,7 @@ class DynamicTable(DynamicStore):
 
     # Update -------------------------------------------------------------------------------------------------
 
+    @serialized
     @torch.no_grad()
     def step(self, lr: float, scale: float | Tensor = 1.0) -> None:
         """Sum the waiting gradients by key, move rows and state by the optimizer's rule, and release the rows.
@@ -92,6 +98,7 @@ class DynamicTable(DynamicStore):
             scale: what gradients are multiplied by first.
         """
         self._need_rule()
+        self.lock.claim(self._where)
         if self._pending:
             rows, gradients = self._pending[0]
             if len(self._pending) > 1:
@@ -100,6 +107,7 @@ class DynamicTable(DynamicStore):
             self.update(Entries(rows, gradients), lr, scale=scale)
         self.release()
 
+    @serialized
     @torch.no_grad()
     def update(
         self,
@@ -119,16 +127,19 @@ class DynamicTable(DynamicStore):
             scale: what gradients are multiplied by first.
         """
         rule = self._need_rule()
+        self.lock.claim(self._where)
         self.num_steps += 1
         update_rows(
             self.weight, self.state, entries, rule, lr=lr if rule.lr is None else rule.lr * factor,
             step=self.num_steps, scale=scale, seed=self._rounding, scratch=self._scratch,
         )  # fmt: skip
 
+    @serialized
     def prepare(self, rows: Tensor) -> None:
         """Begin the part of an update that needs no gradients, for rows that will be trained."""
         prepare_rows(rows, self._scratch)
 
+    @serialized
     def summed(self, entries: Entries) -> tuple[Tensor, Tensor]:
         """Sum gradients by row: the distinct rows that keys own, (U,), rising, and the sums, (U, D)."""
         return sum_rows(entries, self.table.dim, num_rows=self.capacity, scratch=self._scratch)
@@ -138,17 +149,20 @@ class DynamicTable(DynamicStore):
             raise ConfigError("the table has no optimizer", where=self._where, fix="give it one")
         return self.rule
 
+    @serialized
     def release(self) -> None:
         """Drop gradients that wait, and let the rows of past lookups be evicted again."""
-        self._pending.clear()
         super().release()
+        self._pending.clear()
 
+    @serialized
     def keep_gradient(self, rows: Tensor, gradient: Tensor) -> None:
         """Keep the gradient of looked-up rows, (N,) and (N * D,), until the next step."""
         self._pending.append((rows, gradient))
 
     # Content ------------------------------------------------------------------------------------------------
 
+    @serialized
     def export(self, *, since: int | None = None, min_score: int | None = None) -> DynamicContent:
         """Copy out keys and all that belongs to them, in order of their rows.
 
@@ -158,6 +172,7 @@ class DynamicTable(DynamicStore):
         """
         return export_keys(self, since, min_score)
 
+    @serialized
     def import_(self, content: DynamicContent) -> None:
         """Add keys, or replace what belongs to them; other keys stay.
 
@@ -170,6 +185,7 @@ class DynamicTable(DynamicStore):
         self.check_released("import into")
         import_keys(self, content)
 
+    @serialized
     def replace(self, saved: Mapping[str, Tensor]) -> None:
         """Replace everything by what a state_dict holds, names without prefix, checked by `misfits`.
 
@@ -192,9 +208,11 @@ class DynamicTable(DynamicStore):
 
     # Saving -------------------------------------------------------------------------------------------------
 
+    @serialized
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination.update(state_entries(self, prefix))
 
+    @serialized
     def _load_from_state_dict(
         self,
         state_dict: Any,

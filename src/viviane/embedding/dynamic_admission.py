@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from viviane.embedding.dynamic_config import CountAdmission, FilterAdmission, ProbabilityAdmission
-from viviane.ops.hash_table import make_index, stamp_of
+from viviane.ops.hash_table import content_problem, make_index, stamp_of
 from viviane.ops.key_rows import mix
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -51,6 +51,12 @@ class ByCount:
         """Take over what was saved."""
         self._pending.restore(saved["keys"], saved["rows"], saved["stamps"], saved["uses"], saved["free"])
 
+    def problem(self, saved: Mapping[str, Tensor], prefix: str) -> str | None:
+        """Say why saved tensors, of names that begin with the prefix, cannot be taken over."""
+        keys, rows, stamps, uses, free = (saved[prefix + one] for one in ("keys", "rows", "stamps", "uses", "free"))
+        found = content_problem(keys, rows, stamps, uses, free, self._pending.max_rows)
+        return None if found is None else f"{prefix.rstrip('.')}: {found}"
+
 
 class ByProbability:
     """Admits a key by a coin that depends on seed, key and clock: all entries of a key in a batch share it."""
@@ -73,6 +79,10 @@ class ByProbability:
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Take over nothing."""
+
+    def problem(self, saved: Mapping[str, Tensor], prefix: str) -> str | None:
+        """There is nothing that could be wrong."""
+        return None
 
 
 class ByFilter:
@@ -106,6 +116,13 @@ class ByFilter:
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Take over what was saved."""
         self.counters.copy_(saved["counters"])
+
+    def problem(self, saved: Mapping[str, Tensor], prefix: str) -> str | None:
+        """Say why saved tensors, of names that begin with the prefix, cannot be taken over."""
+        own = saved[prefix + "counters"]
+        if own.shape == self.counters.shape and own.dtype == torch.int32:
+            return None
+        return f"{prefix}counters are {tuple(own.shape)} of {own.dtype}, not {tuple(self.counters.shape)} of int32"
 
 
 Admission = ByCount | ByProbability | ByFilter

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import CheckpointError
+from viviane.ops.hash_table import content_problem
 
 if TYPE_CHECKING:
     from viviane.embedding.dynamic import DynamicTable
@@ -114,7 +115,19 @@ def misfits(table: DynamicTable, given: Mapping[str, Tensor], *, weights_only: b
             lines.append(f"{name} has shape {tuple(given[name].shape)}, the table's is {shape}")
     if count + len(given["free"]) > table.index.max_rows:
         lines.append(f"keys: {count} do not fit into max_capacity {table.index.max_rows}")
-    return lines
+    if lines:
+        return lines
+    uses = None if table.index.uses is None else given["uses"]
+    wrong = [
+        content_problem(given["keys"], given["rows"], given["stamps"], uses, given["free"], table.index.max_rows),
+        None if table.admission is None or weights_only else table.admission.problem(given, "admission."),
+        None if _are_counters(given["counters"]) else "counters are not three whole numbers from 0",
+    ]
+    return [line for line in wrong if line is not None]
+
+
+def _are_counters(counters: Tensor) -> bool:
+    return counters.shape == (3,) and counters.dtype == torch.int64 and int(counters.min()) >= 0
 
 
 def load_entries(

@@ -16,6 +16,7 @@ from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
+from viviane.embedding.locking import TableLock, serialized
 from viviane.ops.row_update import Entries
 
 
@@ -50,6 +51,11 @@ class DynamicStorage(nn.Module):
         return self._hidden[0]
 
     @property
+    def lock(self) -> TableLock:
+        """The table's."""
+        return self.table.lock
+
+    @property
     def weight(self) -> Tensor:
         """What the rows of a lookup count in."""
         return self.table.storage
@@ -59,6 +65,7 @@ class DynamicStorage(nn.Module):
         """The first of its two rows of zeros."""
         return self.table.null_row
 
+    @serialized
     def rows(self, keys: Sequence[Tensor], training: bool) -> list[Tensor]:
         """Return the rows of a batch's keys, given in several vectors; called once a batch.
 
@@ -73,11 +80,13 @@ class DynamicStorage(nn.Module):
 
     # Gradients ----------------------------------------------------------------------------------------------
 
+    @serialized
     def prepare(self, rows: Tensor) -> None:
         """Begin the part of an update that needs no gradients, for the rows of a lookup that will be trained."""
         if not self._pending:
             self.table.prepare(rows)
 
+    @serialized
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
         self._pending.append(gradients)
@@ -92,23 +101,27 @@ class DynamicStorage(nn.Module):
         """Give each flat gradient that waits, once."""
         return distinct_gradients(self._pending)
 
+    @serialized
     def summed_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the touched rows, (U,), rising, and their gradients summed over all that waits, (U, D)."""
         if self._summed is None:
             self._summed = self.table.summed(join_entries([one.entries for one in self._pending]))
         return self._summed
 
+    @serialized
     def norm_squared(self) -> Tensor:
         """Return the sum of squares of the waiting gradients, those of equal rows summed first; 0-dim, float64."""
         norm: Tensor = torch.linalg.vector_norm(self.summed_gradients()[1], dtype=torch.float64)
         return norm.square()
 
+    @serialized
     def discard_gradients(self) -> None:
         """Drop the gradients that wait; the rows of past lookups may be evicted again."""
         self._pending.clear()
         self._summed = None
         self.table.release()
 
+    @serialized
     def step(
         self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor, gate: Tensor | None = None
     ) -> None:

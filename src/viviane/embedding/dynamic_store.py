@@ -15,6 +15,7 @@ from viviane.embedding.dynamic_admission import make_admission
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_rows import DynamicRows
 from viviane.embedding.initializers import table_seed
+from viviane.embedding.locking import TableLock, serialized
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.hash_table import Order, TableFullError, distinct, make_index, make_marks, stamp_of
 from viviane.ops.row_update import Entries, Scratch, sum_rows
@@ -38,6 +39,7 @@ class DynamicStore(nn.Module):
         self, table: DynamicTableConfig, rule: AnyOptimizer | None, seed: int, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__()
+        self.lock = TableLock()
         self.device = torch.device(device)
         self.table = table
         self.rule = rule
@@ -100,6 +102,7 @@ class DynamicStore(nn.Module):
 
     # Lookup -------------------------------------------------------------------------------------------------
 
+    @serialized
     def rows(self, keys: Tensor, training: bool = True, scores: Tensor | None = None) -> Tensor:
         """Return the row of each key in `storage`, (N,), int64.
 
@@ -121,6 +124,7 @@ class DynamicStore(nn.Module):
 
     def _training_rows(self, keys: Tensor, scores: Tensor | None, *, narrow: bool) -> Tensor:
         """Do `rows` in training; `narrow` allows int32."""
+        self.lock.claim(self._where)
         self._check_scores(scores)
         stamp = self._tick()
         held = stamp if self._held is None else self._held
@@ -130,6 +134,7 @@ class DynamicStore(nn.Module):
             return found  # every key has a row
         return self._stand_in(found, keys)
 
+    @serialized
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the keys' vectors, (N, D), default vectors where absent, and which are there, (N,)."""
         if self.index.fused and self.table.absent == "zero":
@@ -138,12 +143,16 @@ class DynamicStore(nn.Module):
         there = found >= 0
         return self._gather(self._stand_in(found, keys)), there
 
+    @serialized
     def release(self) -> None:
         """Let the rows of past lookups be evicted again: nothing waits for an update of them any more."""
+        self.lock.claim(self._where)
         self._held = None
+        self.lock.free()
 
     # Content ------------------------------------------------------------------------------------------------
 
+    @serialized
     def find_or_insert(self, keys: Tensor, scores: Tensor | None = None) -> Tensor:
         """Return the row of each key, (N,), int64; absent keys are added with their initial values, admission aside.
 
@@ -161,6 +170,7 @@ class DynamicStore(nn.Module):
         guard = stamp if self._held is None else self._held
         return self._insert(keys, stamp, guard, scores, admission=False, draw=draw)
 
+    @serialized
     def insert_or_assign(self, keys: Tensor, values: Tensor, scores: Tensor | None = None) -> None:
         """Give keys values, (N, D); absent ones are added. Of the entries of one key the last one counts.
 
@@ -173,6 +183,7 @@ class DynamicStore(nn.Module):
         else:
             self._marks.assign(self.weight, rows, values.contiguous())
 
+    @serialized
     def assign(self, keys: Tensor, values: Tensor) -> Tensor:
         """Give keys that are there values, (N, D), and return which are, (N,), bool; the last entry of a key counts."""
         self._check_values(keys, values)
@@ -180,6 +191,7 @@ class DynamicStore(nn.Module):
         self._marks.assign(self.weight, rows, values.contiguous())
         return rows >= 0
 
+    @serialized
     def accumulate(self, keys: Tensor, deltas: Tensor) -> Tensor:
         """Add to the values of keys that are there, (N, D), and return which are, (N,), bool.
 
@@ -193,11 +205,13 @@ class DynamicStore(nn.Module):
         self.weight[own] = (self.weight[own].to(torch.float32) + sums).to(self.table.torch_dtype)
         return there
 
+    @serialized
     def erase(self, keys: Tensor) -> int:
         """Take keys out, and return how many there were; their rows go to new keys. Absent keys are passed over."""
         self.check_released("erase")
         return self.index.erase(keys)
 
+    @serialized
     def clear(self) -> None:
         """Take all keys out, and forget what waits for admission."""
         self.check_released("clear")
@@ -207,6 +221,7 @@ class DynamicStore(nn.Module):
         if self.admission is not None:
             self.admission.clear()
 
+    @serialized
     def next_epoch(self) -> None:
         """Begin a new epoch: for "epoch_lru" and "epoch_lfu" keys of earlier ones go first."""
         if not self.table.eviction.startswith("epoch"):
@@ -270,6 +285,7 @@ class DynamicStore(nn.Module):
             raise self._full()
         return rows
 
+    @serialized
     def reset_state(self, rows: Tensor) -> None:
         """Put the optimizer state of rows back to its beginning."""
         self._values.begin_state(rows)

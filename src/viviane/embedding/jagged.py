@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,9 +46,20 @@ class Jagged:
         return (len(self.offsets) - 1) // max(len(self.names), 1)
 
     def bags(self, features: Iterable[str]) -> dict[str, Bag]:
-        """Return a bag for each of the features that are here; other names are passed over."""
+        """Return a bag for each of the features that are here; other names are passed over.
+
+        Raises:
+            DataError: names, offsets and ids do not fit together.
+        """
+        self._check()
         size = self.size
         starts = self._starts() if self.starts is None else self.starts
+        rising = all(start <= stop for start, stop in pairwise(starts))
+        if len(starts) != len(self.names) + 1 or starts[0] != 0 or starts[-1] != len(self.values) or not rising:
+            raise DataError(
+                "the ids of the features do not follow one another", where="KeyedJaggedTensor",
+                value=list(starts), allowed=f"{len(self.names) + 1} numbers that rise from 0 to {len(self.values)}",
+            )  # fmt: skip
         offsets = self.offsets.to(torch.int64)
         place = {name: i for i, name in enumerate(self.names)}
         found = {}
@@ -59,6 +71,21 @@ class Jagged:
                 weights = None if self.weights is None else self.weights[ids]
                 found[name] = Bag(self.values[ids].contiguous(), own, weights)
         return found
+
+    def _check(self) -> None:
+        """Refuse what cannot be cut into bags; offsets themselves are checked with the bags."""
+        ids, offsets = self.values, self.offsets
+        wrong = None
+        if len(set(self.names)) != len(self.names):
+            wrong = f"names {', '.join(self.names)}, one of them twice"
+        elif ids.dim() != 1 or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+            wrong = f"ids {tuple(ids.shape)}, offsets {tuple(offsets.shape)} of {offsets.dtype}"
+        elif not len(offsets) or (len(offsets) - 1) % max(len(self.names), 1):
+            wrong = f"{len(offsets)} offsets of {len(self.names)} features"
+        elif self.weights is not None and self.weights.shape != ids.shape:
+            wrong = f"{len(ids)} ids, weights {tuple(self.weights.shape)}"
+        if wrong is not None:
+            raise DataError("the parts of a KeyedJaggedTensor do not fit", where="KeyedJaggedTensor", value=wrong)
 
     def _starts(self) -> list[int]:
         # Read in one piece: on a GPU each number by itself would wait for the device.

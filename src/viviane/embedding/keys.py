@@ -217,8 +217,13 @@ def report(violation: Violation, violations: Violations, name: tuple[str, ...]) 
     violations.keep(name, replace(violation, record=record, origin=_REPLAYED))
 
 
-def check_key_type(keys: Tensor, feature: str) -> None:
-    """Refuse keys that are not int32 or int64."""
+def check_key_type(keys: object, feature: str) -> None:
+    """Refuse keys that are no tensor of int32 or int64."""
+    if not isinstance(keys, Tensor):
+        allowed = "a tensor of int32 or int64, or a Bag"
+        raise DataError(
+            "keys must be a tensor", where=f"feature {feature!r}", value=type(keys).__name__, allowed=allowed
+        )
     if keys.dtype not in (torch.int32, torch.int64):
         raise DataError("keys must be whole numbers", where=f"feature {feature!r}", value=str(keys.dtype))
 

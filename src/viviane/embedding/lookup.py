@@ -152,7 +152,8 @@ def entries_at(
     if offsets is None:
         sources = _sources(size, width, columns, gradient.device)
     elif kernels_serve(gradient.device):
-        sources = torch.empty(len(rows), dtype=sources_type(size, width), device=gradient.device)
+        # Zeros: wrong offsets, which are reported later, leave some unwritten, and the update reads by them.
+        sources = torch.zeros(len(rows), dtype=sources_type(size, width), device=gradient.device)
         entry_sources(offsets, columns, size, width, sources)
     else:
         bags = entry_bags(offsets, len(rows))

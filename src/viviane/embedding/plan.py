@@ -14,6 +14,7 @@ from torch import Tensor
 
 from viviane.batch import Bag, Batch
 from viviane.core.errors import DataError, suggest
+from viviane.embedding.bag_checks import check_given, checked_bag, checked_ids
 from viviane.embedding.bags import AnyTable, BagPlan, PooledPlan
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
@@ -235,11 +236,14 @@ AnyKeys: TypeAlias = Batch | Mapping[str, Bag | Tensor] | Jagged | Any
 """What a collection can be called with; Any stands for a KeyedJaggedTensor, whose library is not imported."""
 
 
-def read_keys(batch: AnyKeys, features: Mapping[str, FeatureConfig], device: torch.device) -> Keys:
-    """Take the features' keys out of what a collection is called with.
+def read_keys(
+    batch: AnyKeys, features: Mapping[str, FeatureConfig], device: torch.device, violations: Violations
+) -> Keys:
+    """Take the features' keys out of what a collection is called with, and check all that kernels go by but the keys.
 
     Raises:
-        DataError: a feature is missing, or features differ in their number of rows.
+        DataError: a feature is missing, features differ in their number of rows, a tensor is of another type, shape or
+            device than it should be; on the CPU: offsets or weights of a bag are wrong.
     """
     if not isinstance(batch, Batch | Mapping):
         batch = _from_jagged(batch, features)
@@ -248,24 +252,50 @@ def read_keys(batch: AnyKeys, features: Mapping[str, FeatureConfig], device: tor
         if name not in known:
             raise DataError("the batch lacks a feature", value=name, fix=suggest(name, known))
     if isinstance(batch, Batch):
-        bags = {n: batch.bag(n) for n, f in features.items() if n in batch.bags or f.combiner == "concat"}
-        return Keys(batch.layout.one_hot, batch.one_hot, bags, batch.size, batch.origin)
+        return _keys_of_batch(batch, features, device, violations)
     singles: dict[str, Tensor] = {}
-    bags = {}
+    bags: dict[str, Bag] = {}
+    given: dict[str, Bag] = {}
     for name, feature in features.items():
         keys = batch[name]
         if isinstance(keys, Tensor) and keys.dim() == 1 and feature.combiner != "concat":
-            check_key_type(keys, name)  # stacked with others, numbers of another type would not be theirs any more
-            singles[name] = keys
+            singles[name] = checked_ids(keys, name, device)
+        elif isinstance(keys, Bag):
+            given[name] = bags[name] = checked_bag(keys, name, device)
         else:
-            bags[name] = keys if isinstance(keys, Bag) else as_bag(keys, name)
+            bags[name] = as_bag(checked_ids(keys, name, device), name)
     sizes = {name: len(keys) for name, keys in singles.items()}
     sizes |= {name: len(bag.offsets) - 1 for name, bag in bags.items()}
     if len(set(sizes.values())) > 1:
         raise DataError("features differ in their number of rows", value=sizes)
+    check_given(given, "", violations)
     none = torch.empty(0, 0, dtype=torch.int64, device=device)
     ids = torch.stack(list(singles.values()), 1) if singles else none
     return Keys(tuple(singles), ids, bags, next(iter(sizes.values())), "")
+
+
+def _keys_of_batch(
+    batch: Batch, features: Mapping[str, FeatureConfig], device: torch.device, violations: Violations
+) -> Keys:
+    one_hot, names, size = batch.one_hot, batch.layout.one_hot, batch.size
+    bags: dict[str, Bag] = {}
+    given: dict[str, Bag] = {}
+    for name, feature in features.items():
+        if name in batch.bags:
+            given[name] = bags[name] = checked_bag(batch.bags[name], name, device)
+            if len(bags[name].offsets) != size + 1:
+                raise DataError(
+                    "the bags of a feature are not as many as the batch has rows", where=f"feature {name!r}",
+                    value=len(bags[name].offsets) - 1, allowed=str(size),
+                )  # fmt: skip
+        elif feature.combiner == "concat":
+            bags[name] = batch.bag(name)
+    if len(bags) < len(features):
+        if one_hot.dim() != 2 or one_hot.shape[1] != len(names):
+            raise DataError("ids are (B, F), a column for each one-hot feature", value=tuple(one_hot.shape))
+        checked_ids(one_hot, names[0], device)
+    check_given(given, batch.origin, violations)
+    return Keys(names, one_hot, bags, size, batch.origin)
 
 
 def _from_jagged(batch: Any, features: Mapping[str, FeatureConfig]) -> dict[str, Bag]:

@@ -112,7 +112,8 @@ def sources_type(size: int, apart: int) -> torch.dtype:
 
 
 def _sources(parts: Sequence[Part], count: int, size: int, apart: int) -> Tensor:
-    sources = torch.empty(count, dtype=sources_type(size, apart), device=parts[0].rows.device)
+    # Zeros: wrong offsets, which are reported later, leave some unwritten, and the update reads by them.
+    sources = torch.zeros(count, dtype=sources_type(size, apart), device=parts[0].rows.device)
     start = 0
     for part in parts:
         stop = start + part.rows.numel()

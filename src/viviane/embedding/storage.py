@@ -21,6 +21,7 @@ from viviane.embedding.ages import TableAges
 from viviane.embedding.config import TableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
 from viviane.embedding.initializers import fill_initial
+from viviane.embedding.locking import TableLock, serialized
 from viviane.embedding.prepared import Prepared, prepare_entries
 from viviane.embedding.row_mean import RowMean
 from viviane.embedding.row_snapshot import RowSnapshot
@@ -78,6 +79,7 @@ class Storage(nn.Module):
         self.bases: dict[str, int] = {}
         self.segments: list[Segment] = []
         self.steps = TableAges(list(self.tables))
+        self.lock = TableLock()
         start = 0
         for i in order:
             table = tables[i]
@@ -154,6 +156,7 @@ class Storage(nn.Module):
         if padding is not None:
             self.table_rows(name)[padding] = 0.0
 
+    @serialized
     def prepare(self, parts: Sequence[Part], size: int, width: int) -> None:
         """Begin the part of an update that needs no gradients, for lookups that are trained together.
 
@@ -175,6 +178,7 @@ class Storage(nn.Module):
             prepare_rows(joined.rows, self._scratch, self.null_row + _ZERO_ROWS)
             self._prepared = joined.placed()
 
+    @serialized
     def prepared_sources(self, part: Part, apart: int) -> Tensor | None:
         """Return where the gradients of a part stand, if `prepare` has made that.
 
@@ -196,6 +200,7 @@ class Storage(nn.Module):
         joined = None if self._prepared is None else self._prepared.join(waiting)
         return join_entries(waiting) if joined is None else joined
 
+    @serialized
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
         if is_capturing(self.weight.device):  # the step may not be part of the graph, whose forks must all be joined
@@ -222,18 +227,21 @@ class Storage(nn.Module):
         """Return the tables that the waiting gradients may move."""
         return frozenset().union(*(one.tables for one in self._pending))
 
+    @serialized
     def replace_gradients(self, gradients: RowGradients) -> None:
         """Put one list of gradients in the place of all that waits: their sum over several processes."""
         self.discard_gradients()
         self.add_gradients(gradients)
         self.is_joined = True
 
+    @serialized
     def discard_gradients(self) -> None:
         """Drop the gradients that wait."""
         self._pending.clear()
         self._all = self._summed = self._prepared = None
         self.is_joined = False
 
+    @serialized
     def summed_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the touched rows, (U,), rising, and their gradients summed over all that waits, (U, D)."""
         if self._summed is None:
@@ -245,6 +253,7 @@ class Storage(nn.Module):
             self._summed = sum_rows(entries, self.dim, num_rows=self.null_row, scratch=self._scratch)
         return self._summed
 
+    @serialized
     def norm_squared(self) -> Tensor:
         """Return the sum of squares of the waiting gradients, those of equal rows summed first; 0-dim, float64."""
         if self._summed is None and self.weight.is_cuda:  # which is not asked how many rows are distinct
@@ -258,6 +267,7 @@ class Storage(nn.Module):
             self._all = replace(self._joined(), bound=self.null_row + _ZERO_ROWS)
         return self._all
 
+    @serialized
     def settle_rows(self) -> None:
         """Let the next step of what waits read nothing that a batch brought: rows are sorted, weights are copied."""
         if not self._pending:
@@ -269,6 +279,7 @@ class Storage(nn.Module):
         if entries.weights is not None:
             self._all = replace(entries, weights=entries.weights.clone())
 
+    @serialized
     def step(
         self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor, gate: Tensor | None = None
     ) -> None:

@@ -56,7 +56,7 @@ class Routes:
         sharded = self._sharded
         if len(sharded.violations) >= _MOST_UNCHECKED:
             sharded.check()
-        keys = read_keys(batch, sharded.features, sharded.device)
+        keys = read_keys(batch, sharded.features, sharded.device, sharded.violations)
         if sharded.deduplicate_ids:
             return self._distinct_route(keys.one_hot_names).ask(keys)
         size = sharded.batch_size if sharded.training else None

@@ -13,7 +13,7 @@ _OWN: Final = {
     ),
     "lookups": (
         "gather pool join key record bag_key bag_record entry_sources bag_sources find take put settle erase draw "
-        "latest assign"
+        "latest assign check_bags"
     ),
     "updates": "move span join_spans rest numbers",
     "copies": "take_rows copy cast pack cut widen read_row answer",

@@ -22,6 +22,8 @@ from viviane.ops.wire_blocks import has_whole_rows
 
 __all__ = ["entry_bags", "entry_sources", "gather_rows", "mean_weights", "pool_rows"]
 
+_WHOLE = (torch.int32, torch.int64)
+
 
 def gather_rows(
     storage: Tensor,
@@ -84,7 +86,7 @@ def pool_rows(
         >>> out.tolist()
         [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
     """
-    _check("offsets", offsets, (len(columns) * out.shape[0] + 1,))
+    _check("offsets", offsets, (len(columns) * out.shape[0] + 1,), (torch.int64,))
     _check("rows", rows, (len(rows),))
     _check_call(storage, rows, out, columns, weights)
     implementation("embedding_bag", storage.device).pool_rows(storage, rows, offsets, out, tuple(columns), weights)
@@ -123,10 +125,15 @@ def mean_weights(offsets: Tensor, counted: Tensor | None, weights: Tensor | None
 def entry_bags(offsets: Tensor, num_entries: int) -> Tensor:
     """Return the bag of each entry, (N,), int64.
 
+    On a GPU, where offsets may be wrong until their check is read, an entry gets some bag all the same.
+
     Example:
         >>> entry_bags(torch.tensor([0, 2, 2, 3]), 3).tolist()
         [0, 0, 2]
     """
+    if offsets.is_cuda:  # there repeat_interleave would write wherever offsets say
+        entries = torch.arange(num_entries, dtype=offsets.dtype, device=offsets.device)
+        return torch.searchsorted(offsets[1:], entries, right=True).clamp_(max=max(len(offsets) - 2, 0))
     bags = torch.arange(len(offsets) - 1, device=offsets.device)
     return torch.repeat_interleave(bags, offsets.diff(), output_size=num_entries)
 
@@ -150,24 +157,30 @@ def entry_sources(offsets: Tensor | None, columns: Sequence[int], size: int, apa
     """
     _check("out", out, (len(out) if offsets is not None else size * len(columns),))
     if offsets is not None:
-        _check("offsets", offsets, (len(columns) * size + 1,))
+        _check("offsets", offsets, (len(columns) * size + 1,), (torch.int64,))
     implementation("embedding_bag", out.device).entry_sources(offsets, tuple(columns), size, apart, out)
 
 
 def _check_call(storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[int], weights: Tensor | None) -> None:
     check_table(storage)
+    for one in (rows, out, weights):
+        if one is not None and one.device != storage.device:
+            raise VivianeError("rows, weights and output must be beside the table", value=str(one.device))
     if out.dim() != 2 or not has_whole_rows(out):
         raise VivianeError("the output must be a matrix (B, W) of whole rows", value=tuple(out.shape))
     last = out.shape[1] - storage.shape[1]
     if any(not 0 <= column <= last for column in columns):
         raise VivianeError("a feature does not fit into the output", value=list(columns), allowed=f"0 to {last}")
-    if weights is not None and (weights.shape != rows.shape or weights.dtype != torch.float32):
-        raise VivianeError("weights must be float32, one per entry", value=f"{tuple(weights.shape)} of {weights.dtype}")
+    if weights is None:
+        return
+    if weights.shape != rows.shape or weights.dtype != torch.float32 or not weights.is_contiguous():
+        value = f"{tuple(weights.shape)} of {weights.dtype}"
+        raise VivianeError("weights must be contiguous float32, one per entry", value=value)
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    whole = tensor.dtype in (torch.int32, torch.int64)
-    if tuple(tensor.shape) != shape or not whole or not tensor.is_contiguous():
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = _WHOLE) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise VivianeError(
-            f"{name} must be contiguous {shape} of int32 or int64", value=f"{tuple(tensor.shape)} of {tensor.dtype}"
+            f"{name} must be contiguous {shape} of {allowed}", value=f"{tuple(tensor.shape)} of {tensor.dtype}"
         )

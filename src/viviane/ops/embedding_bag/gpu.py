@@ -117,9 +117,9 @@ def pool_rows(
     places = find_columns(columns, width, out.device)
     with on_device(storage):
         pool_kernel[(ceil_div(bags, shape.bags),)](
-            storage, rows, offsets, weights, places.places, out, bags, size, width, places.first, places.step,
-            dim=dim, block=power_of_two(dim), aligned=places.aligned, num_bags=shape.bags, ahead=shape.ahead,
-            keep=shape.keep, num_warps=shape.warps,
+            storage, rows, offsets, weights, places.places, out, bags, len(rows), size, width, places.first,
+            places.step, dim=dim, block=power_of_two(dim), aligned=places.aligned, num_bags=shape.bags,
+            ahead=shape.ahead, keep=shape.keep, num_warps=shape.warps,
         )  # fmt: skip
 
 
@@ -139,5 +139,6 @@ def entry_sources(offsets: Tensor | None, columns: tuple[int, ...], size: int, a
         ahead = 32 if mean_length >= _LONG_BAGS else 8 if mean_length >= 2 * _SHORT_BAGS else 2
         num_bags = _SOURCES // ahead
         bag_sources_kernel[(ceil_div(bags, num_bags),)](
-            offsets, places.places, out, bags, size, apart, places.first, places.step, num_bags=num_bags, ahead=ahead
-        )
+            offsets, places.places, out, bags, len(out), size, apart, places.first, places.step, num_bags=num_bags,
+            ahead=ahead,
+        )  # fmt: skip

@@ -62,7 +62,15 @@ def gather_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "size"])
+@triton.jit
+def _bounds(offsets, k, inside, entries):
+    """Return where bags begin and how long they are, inside the entries: wrong offsets are reported, not obeyed."""
+    start = tl.minimum(tl.maximum(tl.load(offsets + k, mask=inside, other=0).to(tl.int64), 0), entries)
+    stop = tl.minimum(tl.load(offsets + k + 1, mask=inside, other=0).to(tl.int64), entries)
+    return start, (stop - start).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["count", "size", "entries"])
 def pool_kernel(
     storage,
     rows,
@@ -71,6 +79,7 @@ def pool_kernel(
     columns,
     out,
     count,
+    entries,
     size,
     width,
     first_column,
@@ -86,8 +95,7 @@ def pool_kernel(
     k = tl.program_id(0) * num_bags + tl.arange(0, num_bags)
     cols = tl.arange(0, block)
     inside = k < count
-    start = tl.load(offsets + k, mask=inside, other=0)
-    length = (tl.load(offsets + k + 1, mask=inside, other=0) - start).to(tl.int32)
+    start, length = _bounds(offsets, k, inside, entries)
     longest = tl.max(length, 0)
     total = tl.zeros([num_bags, block], dtype=tl.float32)
     j = tl.arange(0, ahead)
@@ -124,16 +132,16 @@ def entry_sources_kernel(columns, out, count, features, apart, first_column, ste
 
 # Where entries of several lookups are joined, theirs begin anywhere: that shall not be compiled for.
 @triton.jit(
-    do_not_specialize=["count", "size", "apart", "first_column", "step"], do_not_specialize_on_alignment=["out"]
+    do_not_specialize=["count", "entries", "size", "apart", "first_column", "step"],
+    do_not_specialize_on_alignment=["out"],
 )
 def bag_sources_kernel(
-    offsets, columns, out, count, size, apart, first_column, step, num_bags: tl.constexpr, ahead: tl.constexpr
+    offsets, columns, out, count, entries, size, apart, first_column, step, num_bags: tl.constexpr, ahead: tl.constexpr
 ):  # fmt: skip
     """Write for each entry of `num_bags` bags where its bag's vector begins, `ahead` entries of each at a time."""
     k = tl.program_id(0) * num_bags + tl.arange(0, num_bags)
     inside = k < count
-    start = tl.load(offsets + k, mask=inside, other=0).to(tl.int64)
-    length = (tl.load(offsets + k + 1, mask=inside, other=0) - start).to(tl.int32)
+    start, length = _bounds(offsets, k, inside, entries)
     f = k // size
     place = place_of(k - f * size, tl.where(inside, f, 0), columns, apart, first_column, step, 1)
     places = tl.broadcast_to(place.to(out.dtype.element_ty)[:, None], [num_bags, ahead])

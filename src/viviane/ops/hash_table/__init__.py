@@ -16,7 +16,16 @@ from torch import Tensor
 
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import implementation
-from viviane.ops.hash_table.index import Added, Inserted, KeyIndex, Order, TableFullError, check_keys, stamp_of
+from viviane.ops.hash_table.index import (
+    Added,
+    Inserted,
+    KeyIndex,
+    Order,
+    TableFullError,
+    check_keys,
+    content_problem,
+    stamp_of,
+)
 from viviane.ops.hash_table.marks import Marks
 from viviane.ops.hash_table.reserve import MOST_ROWS, Reserved, reserved, rows_of_memory
 from viviane.ops.row_update import check_table
@@ -29,6 +38,7 @@ __all__ = [
     "Order",
     "Reserved",
     "TableFullError",
+    "content_problem",
     "distinct",
     "initial_rows",
     "make_index",

@@ -45,7 +45,7 @@ from viviane.ops.hash_table.cpu_slots import (
     USES,
 )
 from viviane.ops.hash_table.cpu_values import LAWS, UNIFORM, distinct_kernel, initial_kernel
-from viviane.ops.hash_table.index import Inserted, KeyIndex, Order, check_keys
+from viviane.ops.hash_table.index import Inserted, KeyIndex, Order, check_content, check_keys
 from viviane.ops.hash_table.marks import Marks
 from viviane.ops.hash_table.reserve import reserved
 from viviane.ops.native.kernels import num_threads, sources
@@ -201,6 +201,7 @@ class Index(KeyIndex):
 
     def restore(self, keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor) -> None:
         """Replace everything."""
+        check_content(keys, rows, stamps, uses, free, self.max_rows)
         self.clear()
         keys, rows, free = (part.to(torch.int64).contiguous() for part in (keys, rows, free))
         self._head[NUM_ROWS] = len(rows) + len(free)

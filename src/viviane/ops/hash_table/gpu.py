@@ -36,7 +36,7 @@ from viviane.ops.hash_table.gpu_kernels import (
 )
 from viviane.ops.hash_table.gpu_room import Room
 from viviane.ops.hash_table.gpu_values import Marks, assign_marked, start_rows
-from viviane.ops.hash_table.index import Added, Inserted, KeyIndex, Order, check_keys
+from viviane.ops.hash_table.index import Added, Inserted, KeyIndex, Order, check_content, check_keys
 from viviane.ops.hash_table.reserve import Reserved
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 
@@ -349,6 +349,7 @@ class Index(KeyIndex):
 
     def restore(self, keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor) -> None:
         """Replace everything."""
+        check_content(keys, rows, stamps, uses, free, self.max_rows)
         keys, rows, free = (part.to(self.device, torch.int64, copy=True) for part in (keys, rows, free))
         stamps = stamps.to(self.device, copy=True)
         self.clear()

@@ -41,6 +41,42 @@ def check_keys(keys: Tensor, device: torch.device) -> None:
         )
 
 
+def content_problem(
+    keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor, max_rows: int
+) -> str | None:
+    """Say why an index cannot be restored from these, see `KeyIndex.restore`; None where it can.
+
+    Example:
+        >>> zero = torch.tensor([0])
+        >>> content_problem(torch.tensor([7]), torch.tensor([1]), zero, None, torch.tensor([1]), 10)
+        'rows and free rows are not the numbers from 0 to 1, each once'
+    """
+    for name, part in {"keys": keys, "rows": rows, "stamps": stamps, "uses": uses, "free": free}.items():
+        if part is not None and (part.dim() != 1 or part.dtype != torch.int64):
+            return f"{name} are {tuple(part.shape)} of {part.dtype}, not a vector of int64"
+        if part is not None and name != "free" and len(part) != len(keys):
+            return f"{name} are {len(part)}, for {len(keys)} keys"
+    count = len(rows) + len(free)
+    own = torch.cat([rows, free.to(rows.device)]).sort()[0]
+    problem = None
+    if count > max_rows:
+        problem = f"{count} rows do not fit into {max_rows}"
+    elif not torch.equal(own, torch.arange(count, device=own.device)):
+        problem = f"rows and free rows are not the numbers from 0 to {max(count - 1, 0)}, each once"
+    elif len(torch.unique(keys)) != len(keys):
+        problem = "a key stands there twice"
+    elif len(stamps) and int(stamps.min()) < 0:
+        problem = f"a key was used at {int(stamps.min())}, before the first use"
+    return problem
+
+
+def check_content(keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor, max_rows: int) -> None:
+    """Refuse what `content_problem` finds."""
+    problem = content_problem(keys, rows, stamps, uses, free, max_rows)
+    if problem is not None:
+        raise VivianeError("an index cannot be restored from this", value=problem)
+
+
 @dataclass(frozen=True)
 class Inserted:
     """What a call of `KeyIndex.insert` added.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from viviane.ops.hash_table.index import CLOCK_BITS, Inserted, KeyIndex, Order, check_keys
+from viviane.ops.hash_table.index import CLOCK_BITS, Inserted, KeyIndex, Order, check_content, check_keys
 from viviane.ops.hash_table.marks import Marks
 from viviane.ops.hash_table.reserve import reserved
 
@@ -154,6 +154,7 @@ class Index(KeyIndex):
 
     def restore(self, keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor) -> None:
         """Replace everything."""
+        check_content(keys, rows, stamps, uses, free, self.max_rows)
         self.clear()
         self._rows = dict(zip(keys.tolist(), rows.tolist(), strict=True))
         self._free = free.tolist()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from viviane.core.errors import VivianeError
 from viviane.ops.key_rows import HASH, NEVER, RAISE, REPLACE, KeyRules
+from viviane.ops.triton_parts.addresses import address_of, count_of, odd, pick
 from viviane.ops.triton_parts.launch import ceil_div, devices_agree, on_device, power_of_two
 
 _TILE = 2048
@@ -69,12 +70,12 @@ def bag_rows(
     watched = RAISE in policies and len(rows) > 0
     record, place = _record(kept, watched, device)
     # What no launch reads has any address: that of nothing, zero, would be compiled for.
-    keys_at = tuple(_address(one if len(one) else offsets[0]) for one in keys)
-    counts = tuple(map(_odd, lengths))
+    keys_at = tuple(address_of(one if len(one) else offsets[0]) for one in keys)
+    counts = tuple(map(odd, lengths))
     programs = max(sum(ceil_div(length, _TILE) for length in lengths), len(keys) * ceil_div(size + 1, _TILE))
     with on_device(joined):
         bag_key_kernel[(programs, 2)](
-            keys_at, tuple(map(_address, offsets)), counts, rules.table, rows, joined, place if watched else None,
+            keys_at, tuple(map(address_of, offsets)), counts, rules.table, rows, joined, place if watched else None,
             size, rules.null_row, hashes=HASH in policies, tile=_TILE,
         )  # fmt: skip
         if watched:
@@ -88,19 +89,6 @@ def _record(kept: Tensor | None, watched: bool, device: torch.device) -> tuple[T
         return kept, kept[3:]
     record = torch.full((3,), NEVER if watched else 0, dtype=torch.int64, device=device)
     return record, record[1:]
-
-
-def _address(numbers: Tensor) -> int:
-    """Return where whole numbers lie, and in the low bits, which an address leaves free, 3 for int64 and 1 for int32.
-
-    Triton compiles a kernel anew for other types and alignments of each tensor of a tuple, but not for odd numbers.
-    """
-    return numbers.data_ptr() + (3 if numbers.dtype == torch.int64 else 1)
-
-
-def _odd(count: int) -> int:
-    """Return a count as a number for which Triton compiles nothing anew: not 1, and no multiple of 16."""
-    return 2 * count + 3
 
 
 @triton.jit
@@ -195,11 +183,6 @@ def _complete(record, first_place, found, place, key, lasting: tl.constexpr):
 
 
 @triton.jit
-def _count_of(counts, i: tl.constexpr):
-    return (counts[i] - 3) >> 1
-
-
-@triton.jit
 def _find(p, counts, per: tl.constexpr):
     """Return the feature whose keys program p takes, where all take `per`, and which of its programs it is.
 
@@ -209,26 +192,17 @@ def _find(p, counts, per: tl.constexpr):
     for i in tl.static_range(len(counts)):
         f = tl.where(p >= first, i, f)
         within = tl.where(p >= first, p - first, within)
-        first += (_count_of(counts, i) + per - 1) // per
+        first += (count_of(counts, i) + per - 1) // per
     return f, within
-
-
-@triton.jit
-def _pick(addresses, f):
-    """Return one of the addresses, with 64 bits: a low one comes with 32."""
-    address = tl.full([], 0, tl.int64)
-    for i in tl.static_range(len(addresses)):
-        address = tl.where(f == i, addresses[i], address)
-    return address
 
 
 @triton.jit
 def _start_and_count(counts, f):
     """Return where a feature's keys begin among all, and how many it has."""
-    start, count = tl.full([], 0, tl.int64), _count_of(counts, 0)
+    start, count = tl.full([], 0, tl.int64), count_of(counts, 0)
     for i in tl.static_range(len(counts)):
-        start += tl.where(i < f, _count_of(counts, i), 0)
-        count = tl.where(f == i, _count_of(counts, i), count)
+        start += tl.where(i < f, count_of(counts, i), 0)
+        count = tl.where(f == i, count_of(counts, i), count)
     return start, count
 
 
@@ -252,7 +226,7 @@ def _map_bags(
     padding = tl.load(table + f * 5 + 4)
     n = (within * tile + tl.arange(0, tile)).to(tl.int64)
     here = n < count
-    key = _load_whole(_pick(keys, f), n, count)
+    key = _load_whole(pick(keys, f), n, count)
     bad = here & ((key < 0) | (key >= num_rows))
     row = tl.where(key == padding, null_row, key + base)
     if tl.max(bad.to(tl.int32)) > 0:
@@ -270,7 +244,7 @@ def _join_offsets(p, offsets, counts, joined, size, tile: tl.constexpr):
     start, _ = _start_and_count(counts, f)
     # A feature's first offset is the last one of the feature before.
     first, stop = tl.where(f == 0, 0, 1), tl.where(f < len(offsets), size + 1, 0)
-    offset = _load_whole(_pick(offsets, f), b, stop)
+    offset = _load_whole(pick(offsets, f), b, stop)
     tl.store(joined + f.to(tl.int64) * size + b, start + offset, mask=(b >= first) & (b < stop))
 
 
@@ -281,8 +255,8 @@ def bag_key_kernel(
     """Map `tile` keys of one feature, or join as many offsets of one: the grid's second axis says which.
 
     Args:
-        keys, offsets: addresses, as `_address` writes them.
-        counts: of keys, as `_odd` writes them.
+        keys, offsets: addresses, as `address_of` writes them.
+        counts: of keys, as `odd` writes them.
     """
     p = tl.program_id(0)
     if tl.program_id(1) == 0:
@@ -298,5 +272,5 @@ def bag_record_kernel(keys, counts, first_place, record, lasting: tl.constexpr):
     found = place != _never
     place = tl.where(found, place, 0)
     f, n = _find(place, counts, 1)
-    key = _load_whole(_pick(keys, f), n, tl.where(found, n + 1, 0))
+    key = _load_whole(pick(keys, f), n, tl.where(found, n + 1, 0))
     _complete(record, first_place, found, place, key, lasting)
