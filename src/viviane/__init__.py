@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
     from viviane.model import DenseLayer, Input, Model, SparseEmbedding
     from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
+    from viviane.serving import InferenceSession, ModelRepository
     from viviane.training import Callback, History, Trainer
 
 __version__ = _version("viviane")
@@ -45,9 +46,11 @@ __all__ = [
     "FeatureConfig",
     "Ftrl",
     "History",
+    "InferenceSession",
     "Input",
     "LabelColumn",
     "Model",
+    "ModelRepository",
     "RMSProp",
     "Schema",
     "Solver",
@@ -69,6 +72,7 @@ _HOMES: Final = {
     "viviane.embedding": ("EmbeddingCollection", "FeatureConfig", "TableConfig"),
     "viviane.model": ("DenseLayer", "Input", "Model", "SparseEmbedding"),
     "viviane.schema": ("CategoricalColumn", "DenseColumn", "LabelColumn", "Schema"),
+    "viviane.serving": ("InferenceSession", "ModelRepository"),
     "viviane.training": ("Callback", "History", "Trainer"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}

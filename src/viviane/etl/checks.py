@@ -35,7 +35,7 @@ def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) 
         if spec.kind != "one_hot":
             bad += _wrong_lengths(table, config, spec)
     weight = config.sample_weight
-    if weight is not None and not weight.operators:
+    if weight is not None and not weight.operators and (weight.source or weight.name) in table.column_names:
         column = table.column(weight.source or weight.name)
         wrong = pc.fill_null(pc.less(column, pa.scalar(0, column.type)), True)
         bad += _where(wrong, weight.source or weight.name, "the sample weight is missing or negative", column)

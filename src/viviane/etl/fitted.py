@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import pyarrow as pa
 
@@ -13,12 +13,16 @@ from viviane.core.errors import DataError
 from viviane.core.locations import AnyPath, location
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned, save_learned
+from viviane.etl.cells import BadCell
 from viviane.etl.checks import unusable_rows
+from viviane.etl.derivations import EARLIER
 from viviane.etl.deriving import add_earlier, add_group_columns, add_row_columns
 from viviane.etl.engine import DuckDbEngine
 from viviane.etl.learned import Learned
 from viviane.etl.parquet import check_columns, typed_chunk
 from viviane.etl.pipeline import Summary, run_job
+
+RAW_TABLE: Final = "the raw table"
 
 
 class FittedEtl(Learned):
@@ -64,25 +68,50 @@ class FittedEtl(Learned):
         Raises:
             DataError: a column is missing or of a wrong type, or a cell cannot be converted; names column and row.
         """
+        typed, cells = self.read(raw)
+        if cells:
+            cell = min(cells, key=lambda one: one.row)
+            place = f"{RAW_TABLE}, row {cell.row}, column {cell.column!r}"
+            raise DataError(f"a malformed row: {cell.problem}", where=place, value=cell.value)
+        return self.apply(typed)
+
+    def read(self, raw: pa.Table) -> tuple[pa.Table, list[BadCell]]:
+        """Bring raw rows in memory to the types of the config, for `apply`.
+
+        Returns:
+            all rows, and the cells for which a row cannot be used, in no order; several may be of one row.
+
+        Raises:
+            DataError: a column is missing or of a wrong type.
+        """
         config = self.config
         sources = set(config.feature_sources) | config.label_sources
         weight = config.sample_weight
         extra = frozenset({weight.source or weight.name} if weight else set()) - set(config.feature_sources)
         optional = config.label_sources | extra
         wanted = tuple(column for column in config.input.columns if column.name in sources | extra)
-        where = "the raw table"
-        wanted = check_columns(raw.schema, wanted, where, optional, text_allowed=True)
+        wanted = check_columns(raw.schema, wanted, RAW_TABLE, optional, text_allowed=True)
         chunk = typed_chunk(raw, wanted, 0, config.input.missing)
-        cells = chunk.bad + unusable_rows(chunk.table, config, None)
-        if cells:
-            cell = min(cells, key=lambda one: one.row)
-            place = f"{where}, row {cell.row}, column {cell.column!r}"
-            raise DataError(f"a malformed row: {cell.problem}", where=place, value=cell.value)
+        return chunk.table, chunk.bad + unusable_rows(chunk.table, config, None)
+
+    def apply(self, typed: pa.Table) -> pa.Table:
+        """Turn rows that `read` found usable into ids and numbers; returns what `transform_table` does."""
+        config = self.config
         with self._lock:
             engine = self._applier.engine
-            table = add_earlier(add_row_columns(chunk.table, config), config, engine)
+            table = add_earlier(add_row_columns(typed, config), config, engine)
             table = add_group_columns(table, config, self.groups, engine)
             return self._applier.table(table, keep_ignored=False)
+
+    def for_prediction(self) -> FittedEtl:
+        """Return the same ETL without labels and sample weights, which rows to predict need not have."""
+        config = self.config.model_copy(update={"labels": (), "sample_weight": None})
+        return FittedEtl(config, self.states, self.borders, self.vocabularies, self.groups)
+
+    @property
+    def rows_are_independent(self) -> bool:
+        """Whether what becomes of a row depends on that row alone, not on the rows before it."""
+        return not any(isinstance(one, EARLIER) for one in self.config.derived)
 
     def transform(
         self, sources: str | AnyPath | Sequence[str | AnyPath], output: str | AnyPath, **options: Any

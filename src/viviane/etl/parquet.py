@@ -56,7 +56,7 @@ def check_columns(
         if schema.names.count(column.name) > 1:
             raise DataError("a column stands twice", where=where, value=column.name, fix="rename one of them")
         kind = schema.field(column.name).type
-        if not (_fits(kind, column) or (text_allowed and pa.types.is_string(kind) and not column.list)):
+        if not fits(kind, column, text_allowed=text_allowed):
             allowed = ("a list column; each element: " if column.is_list else "") + _ACCEPTED[column.type]
             raise DataError(
                 "a column has a type that the config does not expect",
@@ -129,9 +129,12 @@ def _damaged(source: Source, error: Exception, place: str = "") -> DataError:
     )
 
 
-def _fits(kind: pa.DataType, column: InputColumn) -> bool:
+def fits(kind: pa.DataType, column: InputColumn, *, text_allowed: bool = False) -> bool:
+    """Whether a column of this Arrow type can be converted; `text_allowed` also takes text as in a delimited file."""
     types = pa.types
-    if pa.types.is_dictionary(kind):
+    if text_allowed and types.is_string(kind) and not column.list:
+        return True
+    if types.is_dictionary(kind):
         kind = kind.value_type
     if types.is_null(kind):  # every value is missing
         return True

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from viviane.batch import Batch
@@ -72,7 +73,7 @@ def as_batches(rows: Any, schema: Schema, etl: AnyPath | None, *, raw: bool) -> 
     else:
         table = _as_table(rows, "rows are a Dataset, a Batch, columns by name, an Arrow table or a pandas frame")
         for start in range(0, table.num_rows, ROWS_PER_BATCH):
-            yield _batch(table.slice(start, ROWS_PER_BATCH), schema, start)
+            yield batch_of_table(table.slice(start, ROWS_PER_BATCH), schema, f"rows from {start} of a table")
 
 
 def clean(table: pa.Table, etl: AnyPath | None) -> pa.Table:
@@ -99,9 +100,14 @@ def _as_table(rows: Any, wanted: str) -> pa.Table:
     raise ConfigError(wanted, value=type(rows).__name__)
 
 
-def _batch(table: pa.Table, schema: Schema, start: int) -> Batch:
-    origin = f"rows from {start} of a table"
-    features = [column.name for column in schema.dense] + [column.name for column in schema.categorical]
+def batch_of_table(table: pa.Table, schema: Schema, origin: str) -> Batch:
+    """Return rows of an Arrow table as a batch without labels.
+
+    Raises:
+        SchemaError: a column is missing or has nulls.
+    """
+    dims = {column.name: column.dim for column in schema.dense}
+    features = [*dims, *(column.name for column in schema.categorical)]
     features += [column.weights for column in schema.categorical if column.weights is not None]
     columns: dict[str, Any] = {}
     for name in features:
@@ -111,5 +117,18 @@ def _batch(table: pa.Table, schema: Schema, start: int) -> Batch:
         if values.null_count:
             fix = "clean the rows with the ETL (raw=True)"
             raise SchemaError("a column has nulls", where=f"{origin}, column {name!r}", fix=fix)
-        columns[name] = values.to_pylist() if pa.types.is_nested(values.type) else values.to_numpy()
+        if not pa.types.is_nested(values.type):
+            columns[name] = values.to_numpy()
+        else:
+            columns[name] = _vectors(values, name, dims[name], origin) if name in dims else values
     return Batch.from_columns(schema, columns, origin)
+
+
+def _vectors(values: Any, name: str, dim: int, origin: str) -> NDArray[Any]:
+    """Return lists of `dim` numbers each, (rows, dim)."""
+    flat = pc.list_flatten(values)
+    lengths = pc.list_value_length(values).to_numpy()
+    if flat.null_count or (lengths != dim).any():
+        raise SchemaError(f"a row has not {dim} numbers", where=f"{origin}, column {name!r}")
+    numbers: NDArray[Any] = flat.to_numpy().reshape(-1, dim)
+    return numbers

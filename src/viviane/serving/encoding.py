@@ -1,0 +1,146 @@
+"""Rows of a request to a batch: by the model's own ETL where they are raw, checked where they are encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from viviane.batch import Batch, Layout
+from viviane.core.errors import ConfigError, DataError, SchemaError
+from viviane.etl import FittedEtl
+from viviane.etl.config import InputColumn
+from viviane.model.prediction import batch_of_table
+from viviane.schema import Schema
+from viviane.serving.batches import joined, padding_batch, spread
+from viviane.serving.encoded_rows import ORIGIN, encoded_batch
+from viviane.serving.errors import RowProblem
+from viviane.serving.raw_rows import raw_table
+
+
+class RowEncoder:
+    """Turns requests into batches.
+
+    Args:
+        schema: the columns of the model.
+        etl: its fitted ETL, or None.
+        strict_ids: categorical columns whose ids have to be in range.
+    """
+
+    def __init__(self, schema: Schema, etl: FittedEtl | None, strict_ids: frozenset[str]) -> None:
+        self.schema, self._strict_ids = schema, strict_ids
+        self._etl = None if etl is None else etl.for_prediction()
+        self._layout = Layout.of(schema)
+
+    @property
+    def has_etl(self) -> bool:
+        """Whether it takes raw rows."""
+        return self._etl is not None
+
+    @property
+    def rows_are_independent(self) -> bool:
+        """Whether what becomes of a raw row depends on that row alone."""
+        return self._etl is None or self._etl.rows_are_independent
+
+    @property
+    def raw_columns(self) -> tuple[InputColumn, ...]:
+        """The raw columns that features need.
+
+        Raises:
+            ConfigError: the model has no ETL.
+        """
+        config = self.etl.config
+        needed = set(config.feature_sources)
+        return tuple(column for column in config.input.columns if column.name in needed)
+
+    @property
+    def etl(self) -> FittedEtl:
+        """The fitted ETL, without labels.
+
+        Raises:
+            ConfigError: the model has none.
+        """
+        if self._etl is None:
+            raise ConfigError(
+                "the model knows no ETL, so it cannot read raw rows",
+                fix="train it on a data set that `viviane etl` wrote, or predict encoded rows",
+            )
+        return self._etl
+
+    def encode(self, rows: Any, *, raw: bool) -> tuple[Batch, list[RowProblem]]:
+        """Return the rows of a request as a batch, and the first problem of each row that cannot be used.
+
+        Refused rows are padding in the batch, so that every row keeps its place.
+
+        Raises:
+            SchemaError, DataError: a column is missing or of another type.
+            ConfigError: raw rows and no ETL, or rows of an unknown kind.
+        """
+        if isinstance(rows, Batch):
+            if rows.layout != self._layout:
+                what = "the batch has other columns than the model"
+                raise SchemaError(what, value=str(rows.layout), allowed=str(self._layout))
+            return rows, []
+        if not raw:
+            batch, problems = encoded_batch(rows, self.schema, self._strict_ids)
+            return batch, _first_of_each(problems)
+        table, problems = raw_table(rows, self.raw_columns, self.etl.config.input.missing)
+        return self._encode_raw(table, problems)
+
+    def _encode_raw(self, table: pa.Table, problems: list[RowProblem]) -> tuple[Batch, list[RowProblem]]:
+        typed, cells = self.etl.read(table)
+        refused = _first_of_each([*problems, *(RowProblem.of(c.row, c.column, c.value, c.problem) for c in cells)])
+        kept = _others(typed.num_rows, refused)
+        batch, more = self._apply(typed.take(pa.array(kept)) if refused else typed)
+        if more:
+            refused = _first_of_each([*refused, *(replace(one, row=int(kept[one.row])) for one in more)])
+        if refused:
+            batch = spread(batch, _others(typed.num_rows, refused), typed.num_rows, self.schema)
+        return batch, refused
+
+    def _apply(self, typed: pa.Table) -> tuple[Batch, list[RowProblem]]:
+        """Apply the ETL; where it refuses what it computed from a row, find such rows by halving.
+
+        Returns:
+            The other rows, and the problems, whose rows are counted in `typed`.
+        """
+        if not typed.num_rows:
+            return padding_batch(self.schema, 0), []
+        try:
+            return batch_of_table(self.etl.apply(typed), self.schema, ORIGIN), []
+        except DataError as error:
+            if not self.etl.rows_are_independent:
+                raise
+            if typed.num_rows == 1:
+                return padding_batch(self.schema, 0), [self._computed_problem(error, typed)]
+        half = typed.num_rows // 2
+        left, wrong = self._apply(typed.slice(0, half))
+        right, more = self._apply(typed.slice(half))
+        return joined([left, right]), wrong + [replace(one, row=one.row + half) for one in more]
+
+    def _computed_problem(self, error: DataError, typed: pa.Table) -> RowProblem:
+        """Say which raw value of a single row the ETL could not use, where its error names the column."""
+        config = self.etl.config
+        for spec in config.dense:
+            source = spec.source or spec.name
+            if error.where == f"column {spec.name!r}" and source in typed.column_names:
+                return RowProblem.of(0, source, typed.column(source)[0].as_py(), error.what)
+        return RowProblem.of(0, "", "" if error.value is None else error.value, error.what)
+
+
+def _first_of_each(problems: Sequence[RowProblem]) -> list[RowProblem]:
+    """Return the first problem of each row, in order of rows."""
+    first: dict[int, RowProblem] = {}
+    for problem in problems:
+        first.setdefault(problem.row, problem)
+    return [first[row] for row in sorted(first)]
+
+
+def _others(size: int, problems: Sequence[RowProblem]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the numbers of the rows without problems."""
+    mask = np.ones(size, np.bool_)
+    mask[[problem.row for problem in problems]] = False
+    return np.flatnonzero(mask)

@@ -1,0 +1,115 @@
+"""A saved model in memory, for prediction alone: weights without optimizer state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from viviane.config import SGD, AnyOptimizer, Solver
+from viviane.core.locations import AnyPath
+from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding.config import ZeroInit
+from viviane.model import Model
+from viviane.model.graph import plan_graph
+from viviane.model.losses import terms
+from viviane.model.module import GraphModule
+from viviane.model.saving import find_model, load_weights
+from viviane.schema import Schema
+from viviane.training.dense_state import collections_of
+from viviane.training.objective import Objective
+from viviane.training.precision import Precision
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a session computes with.
+
+    Args:
+        module: in eval mode, on its device.
+        objective: turns the module's output into predictions.
+        trained_in: the precision that `Model.predict` takes.
+        etl: the file of the fitted ETL, or None.
+    """
+
+    name: str
+    schema: Schema
+    module: nn.Module
+    objective: Objective
+    trained_in: Precision
+    device: torch.device
+    etl: AnyPath | None
+
+    def strict_ids(self) -> frozenset[str]:
+        """Return the categorical columns whose ids a table refuses where they are out of range."""
+        found: dict[str, bool] = {}
+        for collection in collections_of(self.module).values():
+            for feature in collection.features.values():
+                table = collection.tables[feature.table]
+                raises = isinstance(table, TableConfig) and table.out_of_range == "raise"
+                found[feature.name] = found.get(feature.name, False) or raises
+        return frozenset(name for name, strict in found.items() if strict)
+
+    def has_dynamic_tables(self) -> bool:
+        """Whether a table is dynamic, whose lookups may write beside its rows."""
+        collections = collections_of(self.module).values()
+        return any(isinstance(table, DynamicTableConfig) for one in collections for table in one.tables.values())
+
+    def replica(self) -> nn.Module:
+        """Return a copy of the module that shares its weights and tables, for another thread."""
+        shared: dict[int, Any] = {}
+        for part in (*self.module.parameters(), *self.module.buffers()):
+            shared[id(part)] = part
+        for collection in collections_of(self.module).values():
+            for storage in collection.all_storages():
+                shared[id(storage)] = storage
+        return copy.deepcopy(self.module, shared)
+
+
+def load_model(folder: AnyPath, device: torch.device, module: nn.Module | None = None) -> LoadedModel:
+    """Read a saved model, verified.
+
+    Args:
+        folder: a model folder, or a run folder with `model/` inside.
+        module: for a model made from a torch module, a module of the same shapes.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or altered.
+    """
+    blueprint = Model.blueprint(folder, device=str(device), module=module)
+    solver, schema = blueprint.solver, blueprint.schema
+    loss_terms = None
+    if module is None:
+        plan = plan_graph(blueprint.nodes, schema, seed=solver.seed)
+        loss_terms = terms(plan.losses, schema)
+        module = GraphModule(plan, SGD(), device=device, seed=solver.seed, make=_tables)
+    module = module.to(device)
+    load_weights(find_model(folder), module)
+    module.eval()
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    objective = Objective(schema, Solver(), terms=loss_terms)
+    objective.to(device)
+    trained_in = Precision("fp32" if solver.precision == "auto" else solver.precision)
+    return LoadedModel(blueprint.name, schema, module, objective, trained_in, device, blueprint.etl)
+
+
+def _tables(
+    tables: Sequence[TableConfig | DynamicTableConfig],
+    features: Sequence[FeatureConfig],
+    optimizer: AnyOptimizer,
+    *,
+    device: torch.device | str,
+    seed: int,
+    name: str,
+) -> EmbeddingCollection:
+    """Make tables without optimizer state; rows that the checkpoint fills anyway start at zero."""
+    bare = [
+        table.model_copy(update={"optimizer": None, **({"init": ZeroInit()} if isinstance(table, TableConfig) else {})})
+        for table in tables
+    ]
+    return EmbeddingCollection(bare, features, optimizer, device=device, seed=seed)

@@ -1,0 +1,274 @@
+"""A loaded model that answers requests, from any number of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from viviane.batch import Batch
+from viviane.core.device import resolve_device
+from viviane.core.locations import AnyPath
+from viviane.etl import FittedEtl
+from viviane.serving.batches import cut, padding_batch
+from viviane.serving.columns import ColumnSpec, encoded_columns, output_columns, raw_columns
+from viviane.serving.encoding import RowEncoder
+from viviane.serving.errors import RowProblem, RowsError, SessionClosedError
+from viviane.serving.instances import Instances
+from viviane.serving.loading import load_model
+from viviane.serving.settings import SessionSettings
+from viviane.serving.statistics import Recorder, SessionStatistics
+from viviane.serving.versions import find_version
+
+Scores: TypeAlias = NDArray[np.float32] | dict[str, NDArray[np.float32]]
+"""Of a model with one output its predictions, (rows,); of several a dict from output to (rows,)."""
+
+
+@dataclass(frozen=True)
+class PartialPrediction:
+    """Predictions of the rows that could be used.
+
+    Args:
+        scores: as `InferenceSession.predict` returns them; NaN in refused rows.
+        problems: the first problem of each refused row, in order of rows.
+    """
+
+    scores: Scores
+    problems: tuple[RowProblem, ...]
+
+
+class InferenceSession:
+    """A saved model, loaded to answer requests. All methods may be called from any number of threads.
+
+    `predict` gives the bits of `Model.predict` for the same rows in the same precision.
+
+    Args:
+        path: a model folder, a run folder, or a folder of versions `1/`, `2/`, ...; a URL, too.
+        version: which of the versions; None takes the latest.
+        module: for a model made from a torch module, a module of the same shapes.
+        settings: fields of `SessionSettings`, such as device="cpu", precision="bf16", num_threads=4.
+
+    Raises:
+        CheckpointError: there is no such model or version, or a file is missing, truncated or altered.
+        ConfigError: a setting is unknown, out of range, or not possible here.
+
+    Example:
+        >>> import tempfile
+        >>> import viviane as vv
+        >>> schema = vv.Schema(labels=[{"name": "click"}], categorical=[{"name": "city", "num_ids": 9}])
+        >>> model = vv.Model(vv.Solver(device="cpu"), schema)
+        >>> model.add(vv.zoo.DeepFM(dim=4, deep_mlp=[8]))
+        >>> model.compile()
+        >>> folder = model.save(tempfile.mkdtemp() + "/model")
+        >>> with InferenceSession(folder, device="cpu") as session:
+        ...     scores = session.predict({"city": [3, 4, 3]})
+        >>> scores.shape, bool(scores[0] == scores[2])
+        ((3,), True)
+    """
+
+    def __init__(
+        self, path: str | AnyPath, *, version: int | None = None, module: nn.Module | None = None, **settings: Any
+    ) -> None:
+        self.settings = SessionSettings(**settings)
+        self.version, folder = find_version(path, version)
+        self.path = str(folder)
+        device = resolve_device(self.settings.device)
+        model = load_model(folder, device, module)
+        self.device, self.schema, self.model_name = device, model.schema, model.name
+        etl = None if model.etl is None else FittedEtl.load(model.etl)
+        self._encoder = RowEncoder(model.schema, etl, model.strict_ids())
+        self._raw = self._encoder.has_etl if self.settings.rows == "auto" else self.settings.rows == "raw"
+        if self._raw:
+            _ = self._encoder.etl  # says so where there is none
+        self._instances = Instances(model, self.settings)
+        self._recorder = Recorder()
+        self._turn = threading.Condition()
+        self._running, self._closed = 0, False
+        self.warm_up()
+
+    @classmethod
+    def from_settings(cls, path: str | AnyPath, settings: SessionSettings, *, version: int | None = None) -> Self:
+        """Make a session from settings that were read from a file."""
+        return cls(path, version=version, **settings.model_dump())
+
+    # What it is -------------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> str:
+        """What dense layers compute in: "fp32", "tf32", "bf16" or "fp16"."""
+        return self._instances.precision.name
+
+    @property
+    def takes_raw_rows(self) -> bool:
+        """What `predict` takes rows for when it is not told: raw rows, or encoded ones."""
+        return self._raw
+
+    @property
+    def rows_are_independent(self) -> bool:
+        """Whether a row's prediction is a function of that row alone, so that requests may be predicted together.
+
+        Not of raw rows where the ETL looks back among the rows of a request (lags, histories).
+        """
+        return not self._raw or self._encoder.rows_are_independent
+
+    @property
+    def inputs(self) -> tuple[ColumnSpec, ...]:
+        """The columns that `predict` takes when it is not told what rows are."""
+        return self.raw_inputs if self.takes_raw_rows else self.encoded_inputs
+
+    @property
+    def raw_inputs(self) -> tuple[ColumnSpec, ...]:
+        """The raw columns, as logged.
+
+        Raises:
+            ConfigError: the model has no ETL.
+        """
+        return raw_columns(self._encoder.raw_columns)
+
+    @property
+    def encoded_inputs(self) -> tuple[ColumnSpec, ...]:
+        """The columns of ids and numbers, as the ETL writes them."""
+        return encoded_columns(self.schema)
+
+    @property
+    def outputs(self) -> tuple[ColumnSpec, ...]:
+        """The predictions: probabilities of binary labels, values of regression labels."""
+        return output_columns(self.schema)
+
+    def statistics(self) -> SessionStatistics:
+        """Return counts and latencies since the session was made; warm-up does not count."""
+        return self._recorder.read()
+
+    # Answering --------------------------------------------------------------------------------------------
+
+    def predict(self, rows: Any, *, raw: bool | None = None) -> Scores:
+        """Return the prediction of each row, in their order; labels are never needed.
+
+        Args:
+            rows: columns by name (arrays, lists, tensors), a list of dicts, an Arrow table or record batch, a pandas or
+                Polars frame, or a `Batch`. Columns that the model does not read are left out. None, NaN in frames and
+                lists, and the ETL's own texts for it stand for a missing raw value.
+            raw: rows are as logged, and the model's ETL turns them into ids: values that it never saw are unknown,
+                as in training. False: rows are ids and numbers. None: as the session's settings say.
+
+        Returns:
+            (rows,), float32; for a model with several outputs a dict from output to (rows,).
+
+        Raises:
+            RowsError: a row cannot be used; names row, column and value, and has all such rows in `problems`.
+            SchemaError, DataError: a column is missing or of another type.
+            SessionClosedError: the session was closed.
+        """
+        with self._answering() as finished:
+            batch, problems = self._encoded(rows, raw)
+            if problems:
+                raise RowsError.of(problems)
+            scores = self._computed(batch)
+            finished(len(scores), 0)
+        return self._named(scores)
+
+    def try_predict(self, rows: Any, *, raw: bool | None = None) -> PartialPrediction:
+        """Predict the rows that can be used, and say what is wrong with the others; arguments as of `predict`.
+
+        Raises:
+            SchemaError, DataError: a column is missing or of another type.
+            SessionClosedError: the session was closed.
+        """
+        with self._answering() as finished:
+            batch, problems = self._encoded(rows, raw)
+            scores = self._computed(batch)
+            refused = [problem.row for problem in problems]
+            if refused:
+                scores = scores.copy()
+                scores[refused] = np.nan
+            finished(len(scores) - len(refused), len(refused))
+        return PartialPrediction(self._named(scores), tuple(problems))
+
+    def warm_up(self, sizes: Sequence[int] | None = None) -> None:
+        """Predict padding rows in batches of these sizes, so that later requests wait for no compilation."""
+        for size in self.settings.warm_up if sizes is None else sizes:
+            with self._pinned():
+                self._computed(padding_batch(self.schema, min(size, self.settings.max_batch_size)))
+
+    # The end ----------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Take no more requests, answer those that were accepted, and free the weights.
+
+        Args:
+            timeout_s: how long to wait for requests under way; None waits for all.
+
+        Returns:
+            Whether all of them have been answered.
+        """
+        with self._turn:
+            self._closed = True
+            done = self._turn.wait_for(lambda: not self._running, timeout_s)
+        if done:
+            self.__dict__.pop("_instances", None)
+            self.__dict__.pop("_encoder", None)
+        return done
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.device}"
+        return f"InferenceSession({self.model_name!r}, version {self.version}, {state})"
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _pinned(self) -> Iterator[None]:
+        with self._turn:
+            if self._closed:
+                fix = "load the model again"
+                raise SessionClosedError("the session was closed", where=f"model {self.model_name!r}", fix=fix)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._running -= 1
+                self._turn.notify_all()
+
+    @contextmanager
+    def _answering(self) -> Iterator[Any]:
+        start = perf_counter()
+        answered: list[tuple[int, int]] = []
+        with self._pinned():
+            try:
+                yield lambda rows, refused: answered.append((rows, refused))
+            except BaseException:
+                self._recorder.add_failure()
+                raise
+        if answered:
+            self._recorder.add(*answered[0], perf_counter() - start)
+
+    def _encoded(self, rows: Any, raw: bool | None) -> tuple[Batch, list[RowProblem]]:
+        return self._encoder.encode(rows, raw=self.takes_raw_rows if raw is None else raw)
+
+    def _computed(self, batch: Batch) -> NDArray[np.float32]:
+        most = self.settings.max_batch_size
+        if not batch.size:
+            return np.empty((0, len(self.schema.labels)), np.float32)
+        if batch.size <= most:
+            return self._instances.run(batch)
+        starts = range(0, batch.size, most)
+        return np.concatenate([self._instances.run(cut(batch, start, start + most)) for start in starts])
+
+    def _named(self, scores: NDArray[np.float32]) -> Scores:
+        names = [label.name for label in self.schema.labels]
+        if len(names) == 1:
+            return np.ascontiguousarray(scores[:, 0])
+        return {name: np.ascontiguousarray(scores[:, place]) for place, name in enumerate(names)}

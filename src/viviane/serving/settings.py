@@ -1,0 +1,86 @@
+"""Settings of sessions, as keyword arguments and as the JSON of a server."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from viviane.config.base import Settings
+
+MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+class SessionSettings(Settings):
+    """How a session computes.
+
+    Example:
+        >>> SessionSettings(device="cpu", num_threads=2).precision
+        'model'
+    """
+
+    device: str = "auto"
+    """"auto" (first GPU, else CPU), "cpu", "cuda", "cuda:1"."""
+    precision: Literal["model", "fp32", "tf32", "bf16", "fp16"] = "model"
+    """Of dense layers; "model" is the precision that the model was trained in, as `Model.predict` takes it."""
+    max_batch_size: int = Field(default=8192, ge=1)
+    """Most rows computed at once; a request with more rows is computed in parts."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads that compute one request."""
+    instances: int = Field(default=1, ge=1)
+    """Requests that are computed at the same time; they share the weights, others wait."""
+    rows: Literal["auto", "raw", "encoded"] = "auto"
+    """What rows are unless a request says otherwise: "raw", as logged, which the model's own ETL turns into ids;
+    "encoded", ids and numbers as the ETL writes them; "auto" takes raw rows where the model has an ETL."""
+    warm_up: tuple[int, ...] = (1,)
+    """Batch sizes that are computed once when the model is loaded."""
+
+    @field_validator("warm_up")
+    @classmethod
+    def _sizes(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(size < 1 for size in value):
+            raise ValueError("batch sizes to warm up with are at least 1")
+        return value
+
+
+class ModelEntry(Settings):
+    """One model of a repository.
+
+    Args:
+        name: by which requests ask for it.
+        path: a model folder, a run folder, or a folder of versions `1/`, `2/`, ...
+        versions: "latest", "all", or version numbers.
+        session: how it computes.
+    """
+
+    name: str = Field(pattern=MODEL_NAME, max_length=255)
+    path: str = Field(min_length=1)
+    versions: Literal["latest", "all"] | tuple[int, ...] = "latest"
+    session: SessionSettings = SessionSettings()
+
+
+class RepositorySettings(Settings):
+    """The "inference" clause of a JSON file: which models a process serves.
+
+    Example:
+        >>> clause = {"models": [{"name": "ctr", "path": "models/ctr", "session": {"device": "cpu"}}]}
+        >>> RepositorySettings.from_dict(clause).models[0].versions
+        'latest'
+    """
+
+    models: tuple[ModelEntry, ...] = ()
+
+    @field_validator("models")
+    @classmethod
+    def _names(cls, value: tuple[ModelEntry, ...]) -> tuple[ModelEntry, ...]:
+        names = [entry.name for entry in value]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"model name(s) used twice: {', '.join(twice)}")
+        return value
+
+    @classmethod
+    def of_clause(cls, data: Any, where: str | None = None) -> RepositorySettings:
+        """Read a file's content: the clause itself, or an object with the clause under "inference"."""
+        inner = data["inference"] if isinstance(data, dict) and set(data) == {"inference"} else data
+        return cls.from_dict(inner, where=where)
