@@ -12,8 +12,6 @@ from itertools import zip_longest
 from typing import Any, Final, Self
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -80,46 +78,6 @@ class Bag:
                 "a bag needs one weight per id", where=f"row {row}", value=f"{ids or 0} ids, {own or 0} weights"
             )
         return cls(values, lengths.cumsum(0), flat)
-
-    @classmethod
-    def from_arrow(cls, lists: Any, dtype: torch.dtype = torch.int64, weights: Any = None) -> Bag:
-        """Build from an Arrow array of lists of whole numbers, without nulls.
-
-        Raises:
-            DataError: a null, another type, an id that does not fit, or not one weight per id.
-
-        Example:
-            >>> import pyarrow as pa
-            >>> Bag.from_arrow(pa.array([[3, 4], [], [5]])).offsets.tolist()
-            [0, 2, 2, 3]
-        """
-        offsets, flat = _arrow_lists(lists)
-        target = pa.int32() if dtype == torch.int32 else pa.int64()
-        if not (pa.types.is_integer(flat.type) or pa.types.is_null(flat.type)):
-            raise DataError("a bag holds whole numbers", value=str(flat.type))
-        try:
-            ids = torch.from_numpy(flat.cast(target).to_numpy(zero_copy_only=False).copy())
-        except pa.ArrowInvalid as error:
-            raise DataError("an id of a bag does not fit its type", value=str(error), allowed=str(dtype)) from error
-        numbers = None
-        if weights is not None:
-            at, values = _arrow_lists(weights)
-            if not torch.equal(at, offsets):
-                raise DataError("a bag needs one weight per id", value=f"{len(ids)} ids, {len(values)} weights")
-            numbers = torch.from_numpy(values.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False).copy())
-        return cls(ids, offsets, numbers)
-
-
-def _arrow_lists(lists: Any) -> tuple[Tensor, Any]:
-    """Return offsets and the flat values of an Arrow array of lists."""
-    array: Any = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
-    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-    flat = pc.list_flatten(array)
-    if array.null_count or flat.null_count:
-        raise DataError("a null in the lists of a bag", value=f"{array.null_count} lists, {flat.null_count} values")
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return torch.from_numpy(offsets), flat
 
 
 @dataclass(frozen=True)
@@ -337,7 +295,7 @@ class Batch:
 
     @classmethod
     def from_columns(cls, schema: Schema, columns: Mapping[str, Any], origin: str = "columns in memory") -> Batch:
-        """Build a batch from arrays, tensors, lists or Arrow lists by column name; labels may be left out.
+        """Build a batch from arrays, tensors, lists or bags by column name; labels may be left out.
 
         Raises:
             SchemaError: a feature is missing or unknown, or lengths differ.
@@ -380,8 +338,7 @@ class Batch:
 
 
 def _bag(values: Any, dtype: torch.dtype, weights: Any) -> Bag:
-    make = Bag.from_arrow if isinstance(values, pa.Array | pa.ChunkedArray) else Bag.from_lists
-    return make(values, dtype, weights)
+    return values if isinstance(values, Bag) else Bag.from_lists(values, dtype, weights)
 
 
 def _map_bag(bag: Bag, move: Callable[[Tensor], Tensor]) -> Bag:

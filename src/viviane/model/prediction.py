@@ -8,14 +8,15 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
 
-from viviane.batch import Batch
+from viviane.batch import Bag, Batch
 from viviane.core.errors import ConfigError, SchemaError
 from viviane.core.locations import AnyPath
 from viviane.data import Dataset
 from viviane.model.module import GraphModule
-from viviane.schema import Schema
+from viviane.schema import CategoricalColumn, DenseColumn, Schema
 from viviane.training import Trainer
 from viviane.training.evaluation import evaluating, predict
 from viviane.training.precision import Precision
@@ -106,29 +107,60 @@ def batch_of_table(table: pa.Table, schema: Schema, origin: str) -> Batch:
     Raises:
         SchemaError: a column is missing or has nulls.
     """
-    dims = {column.name: column.dim for column in schema.dense}
-    features = [*dims, *(column.name for column in schema.categorical)]
-    features += [column.weights for column in schema.categorical if column.weights is not None]
     columns: dict[str, Any] = {}
-    for name in features:
+
+    def take(name: str) -> Any:
         if name not in table.column_names:
             raise SchemaError("a column is missing", where=origin, value=name)
         values = table.column(name)
         if values.null_count:
             fix = "clean the rows with the ETL (raw=True)"
             raise SchemaError("a column has nulls", where=f"{origin}, column {name!r}", fix=fix)
-        if not pa.types.is_nested(values.type):
-            columns[name] = values.to_numpy()
+        return values
+
+    for dense in schema.dense:
+        values = take(dense.name)
+        nested = pa.types.is_nested(values.type)
+        columns[dense.name] = _vectors(values, dense, origin) if nested else values.to_numpy()
+    for column in schema.categorical:
+        values = take(column.name)
+        if pa.types.is_nested(values.type):
+            columns[column.name] = _bag(
+                values, None if column.weights is None else take(column.weights), column, origin
+            )
         else:
-            columns[name] = _vectors(values, name, dims[name], origin) if name in dims else values
+            columns[column.name] = values.to_numpy()
     return Batch.from_columns(schema, columns, origin)
 
 
-def _vectors(values: Any, name: str, dim: int, origin: str) -> NDArray[Any]:
+def _vectors(values: Any, column: DenseColumn, origin: str) -> NDArray[Any]:
     """Return lists of `dim` numbers each, (rows, dim)."""
     flat = pc.list_flatten(values)
     lengths = pc.list_value_length(values).to_numpy()
-    if flat.null_count or (lengths != dim).any():
-        raise SchemaError(f"a row has not {dim} numbers", where=f"{origin}, column {name!r}")
-    numbers: NDArray[Any] = flat.to_numpy().reshape(-1, dim)
+    if flat.null_count or (lengths != column.dim).any():
+        raise SchemaError(f"a row has not {column.dim} numbers", where=f"{origin}, column {column.name!r}")
+    numbers: NDArray[Any] = flat.to_numpy().reshape(-1, column.dim)
     return numbers
+
+
+def _bag(lists: Any, weights: Any, column: CategoricalColumn, origin: str) -> Bag:
+    """Return lists of ids as a bag, without going through Python lists."""
+    where = f"{origin}, column {column.name!r}"
+    flat = pc.list_flatten(lists)
+    if flat.null_count:
+        raise SchemaError("a list of ids has nulls", where=where, fix="clean the rows with the ETL (raw=True)")
+    if not (pa.types.is_integer(flat.type) or pa.types.is_null(flat.type)):
+        raise SchemaError("ids must be whole numbers", where=where, value=str(flat.type))
+    try:
+        ids = flat.cast(pa.int32() if column.dtype == "int32" else pa.int64())
+    except pa.ArrowInvalid as error:
+        raise SchemaError(f"an id does not fit {column.dtype}", where=where, value=str(error)) from error
+    lengths = pc.list_value_length(lists).to_numpy()
+    numbers = None
+    if weights is not None:
+        own = pc.list_flatten(weights)
+        if own.null_count or not np.array_equal(pc.list_value_length(weights).to_numpy(), lengths):
+            raise SchemaError("a bag needs one weight per id", where=f"{where}, weights {column.weights!r}")
+        numbers = torch.from_numpy(own.cast(pa.float32(), safe=False).to_numpy().copy())
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    return Bag(torch.from_numpy(ids.to_numpy().copy()), offsets, numbers)
