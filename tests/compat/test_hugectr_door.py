@@ -188,3 +188,46 @@ def test_a_program_that_a_script_starts_finds_the_door(
     run_script("outer.py")
     assert "inner 7 3" in capfd.readouterr().out
     assert os.environ.get("PYTHONPATH") == before
+
+
+WHOLE = [
+    "import hugectr, os\nfolder, count = 'made', 3\n!mkdir -p {folder}/deep\nassert os.path.isdir('made/deep')",
+    "%%writefile data.py\nimport sys, pathlib\npathlib.Path(sys.argv[2]).write_text(sys.argv[1])",
+    "!python3 data.py $count {folder}/rows.txt > log 2>&1 && ls",
+    "%%writefile -a train.py\nimport hugectr, sys, os, pathlib\n",
+    "%%writefile -a train.py\n"
+    "print('train', sys.argv[1:], pathlib.Path('made/rows.txt').read_text(), os.environ.get('LEVEL'))\n",
+    "%%bash\n# a comment\nLEVEL=5 mpirun --allow-run-as-root -np 2 python -u train.py \\\n  --lr 3; rm -rf made\n"
+    "pip install x",
+    "%env LEVEL 7\n%matplotlib inline\n%run train.py --again",
+    "%%time\nimport not_installed_anywhere\nframe = not_installed_anywhere.frame()",
+    "print(frame)",
+    "!python3 absent.py\n!cd made; mkdir inside",
+    "print('cells ran to the end', os.path.isdir('made/inside'), os.path.isdir('made/deep'))",
+]
+
+
+def test_a_notebook_whose_lines_run_programs_runs_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LEVEL", "")
+    cells = [{"cell_type": "code", "source": source} for source in WHOLE]
+    Path("n.ipynb").write_text(json.dumps({"cells": cells}))
+    run_script("n.ipynb")
+    printed = capsys.readouterr().out
+    for line in (
+        "train ['--lr', '3'] 3 5", "train ['--again'] 3 7", "cells ran to the end True True",
+        "[HUGECTR] Note: n.ipynb: not run: rm -rf made", "[HUGECTR] Note: n.ipynb: not run: pip install x",
+        "[HUGECTR] Warning: n.ipynb, cell 7 is left out: it needs not_installed_anywhere, which is not installed",
+        "[HUGECTR] Warning: n.ipynb, cell 8 is left out: name 'frame' is not defined, after cells without "
+        "not_installed_anywhere",
+        "[HUGECTR] Warning: n.ipynb: absent.py is not there and was not run",
+    ):  # fmt: skip
+        assert line in printed.splitlines(), line
+    assert Path("made").is_dir()
+    assert "hugectr" not in sys.modules
+    cells[-1] = {"cell_type": "code", "source": "print(never_defined)"}
+    Path("n.ipynb").write_text(json.dumps({"cells": [cells[0], cells[-1]]}))
+    with pytest.raises(NameError, match="never_defined"):  # no cell was left out before it
+        run_script("n.ipynb")

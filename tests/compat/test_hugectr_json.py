@@ -9,7 +9,8 @@ import pytest
 from viviane.compat.hugectr.enums import DataReaderType_t, Embedding_t, Optimizer_t, Update_t
 from viviane.compat.hugectr.json_graph import graph_layers, reader_from_json
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
-from viviane.compat.hugectr.train_json import _solver, train_from_json
+from viviane.compat.hugectr.solver import Solver
+from viviane.compat.hugectr.train_json import solver_from_json, train_from_json
 from viviane.core.errors import ConfigError
 
 from .test_hugectr_numbers import KEYS, norm_file
@@ -113,7 +114,7 @@ def test_solver_and_schedule_of_dlrm() -> None:
         "batchsize": 64, "gpu": [[0, 1], [2, 3]], "mixed_precision": 1024, "max_eval_samples": 130,
         "eval_metrics": ["AUC:0.8025", "AverageLoss"], "num_epochs": 0, "max_iter": 10,
     }  # fmt: skip
-    solver = _solver(clause, SGD, {})
+    solver = solver_from_json({"solver": clause, "optimizer": SGD}, Solver)
     assert (solver.lr, solver.warmup_steps, solver.decay_start, solver.decay_power) == (24.0, 8000, 48000, 2.0)
     assert (solver.vvgpu, solver.use_mixed_precision) == ([[0, 1], [2, 3]], True)
     assert (solver.max_eval_batches, solver.repeat_dataset) == (3, True)  # 130 rows in batches of 64

@@ -34,6 +34,7 @@ TRAINING = [
     "CreateHMemCache",
     "Session",
     "solver_parser_helper",
+    "SolverParser",
     "get_learning_rate_scheduler",
     "InitParams",
     "hugectr_tf_ops",

@@ -32,22 +32,25 @@ def cross_entropy(
 
     Args:
         logits: (B, C), a number for each class.
-        labels: (B,) or (B, 1), the class, 0 to C - 1.
+        labels: (B,) or (B, 1), the class, 0 to C - 1; or (B, C), the share t_bk of each class.
         weight: (B,) weights of the rows, or None for 1 each. If all are 0 the loss is 0.
-        class_weights: weights c_0 ... c_{C-1}.
+        class_weights: weights c_0 ... c_{C-1}; of shares, c_y is their weighted sum.
         label_smoothing: s moves the target t of a class from 0 or 1 to t (1 - s) + s / C.
 
     Example:
         >>> round(cross_entropy(torch.zeros(2, 2), torch.tensor([0.0, 1.0])).item(), 4)
         0.6931
     """
-    z, classes = as_float32(logits), labels.flatten().long()
-    if z.dim() != 2 or z.shape[0] != classes.shape[0]:
-        value = f"{tuple(z.shape)} and {classes.shape[0]} labels"
+    z = as_float32(logits)
+    are_shares = z.dim() == 2 and z.shape[1] > 1 and labels.shape == z.shape
+    target = labels.to(z.dtype) if are_shares else labels.flatten().long()
+    if z.dim() != 2 or z.shape[0] != target.shape[0]:
+        value = f"{tuple(z.shape)} and {target.shape[0]} labels"
         raise SchemaError("logits (B, C) and one class a row", value=value)
-    losses = F.cross_entropy(z, classes, reduction="none", label_smoothing=label_smoothing)
+    losses = F.cross_entropy(z, target, reduction="none", label_smoothing=label_smoothing)
     if class_weights is not None:
-        losses = losses * torch.tensor(class_weights, dtype=z.dtype, device=z.device)[classes]
+        of_class = torch.tensor(class_weights, dtype=z.dtype, device=z.device)
+        losses = losses * (target @ of_class if are_shares else of_class[target])
     return weighted_mean(losses, weight)
 
 
@@ -124,8 +127,9 @@ def weighted_mean(losses: Tensor, weight: Tensor | None) -> Tensor:
 class CrossEntropyLoss(Loss):
     """Cross-entropy of a softmax over two classes: logits (B, 2) and the class (B, 1), 0 or 1 -> a number.
 
-    Its prediction is the probability of class 1. By itself it takes any number of classes, (B, C) and (B, 1); a
-    model's labels are binary.
+    Its prediction is the probability of class 1. With a label for each class, (B, 2), the labels are the classes'
+    shares, and both probabilities are predicted. By itself it takes any number of classes, (B, C) with (B, 1) or
+    (B, C); a model's labels are binary.
 
     Example:
         >>> loss = CrossEntropyLoss([(2,), (1,)])
@@ -134,10 +138,10 @@ class CrossEntropyLoss(Loss):
     """
 
     def build(self, init: Initializer) -> list[Shape]:
-        """Check that there is a logit for each class and one label."""
+        """Check that there is a logit for each class, and one label or one for each class."""
         shapes = self.in_shapes
-        if len(shapes) != 2 or len(shapes[0]) != 1 or shapes[0][0] < 2 or shapes[1] not in ((1,), ()):
-            raise self.refuse("a logit (B, 2) and a label (B, 1)")
+        if len(shapes) != 2 or len(shapes[0]) != 1 or shapes[0][0] < 2 or shapes[1] not in ((1,), (), shapes[0]):
+            raise self.refuse("a logit (B, 2) and a label (B, 1) or (B, 2)")
         return [()]
 
     def mean_loss(
@@ -152,9 +156,9 @@ class CrossEntropyLoss(Loss):
         return cross_entropy(output, label, weight, class_weights, label_smoothing)
 
     def predictions(self, output: Tensor) -> Tensor:
-        """Return (B, 1), the probability of class 1; of more classes, all their probabilities, (B, C)."""
+        """Return (B, 1), the probability of class 1; of more classes or a label for each, all of them, (B, C)."""
         shares = as_float32(output).softmax(1)
-        return shares[:, 1:] if shares.shape[1] == 2 else shares
+        return shares[:, 1:] if shares.shape[1] == 2 and self.in_shapes[1] != self.in_shapes[0] else shares
 
 
 class MultiCrossEntropyLossParameters(LossParameters):

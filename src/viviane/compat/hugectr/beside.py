@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -13,7 +14,7 @@ import torch
 
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.parameter_server import HPS
-from viviane.compat.hugectr.processes import is_first
+from viviane.compat.hugectr.processes import group, is_first, wait_for_all
 from viviane.core.errors import ConfigError
 
 _ABSENT: Final[dict[str, str]] = {
@@ -82,6 +83,61 @@ class _Logger:
         self._log("INTERVAL_END", *args, **given)
 
 
+class CommunicationHandler:
+    """Which process this is, as MLPerf's loggers ask it: one, or those that torchrun started."""
+
+    def global_rank(self) -> int:
+        """Return the number of this process."""
+        return group().rank
+
+    def local_rank(self) -> int:
+        """Return the number of this process on its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def num_nodes(self) -> int:
+        """Return how many machines there are."""
+        return max(1, group().size // int(os.environ.get("LOCAL_WORLD_SIZE", str(group().size))))
+
+    def world_size(self) -> int:
+        """Return how many processes there are."""
+        return group().size
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        wait_for_all()
+
+
+class LoggerWrapper(_Logger):
+    """MLPerf's logger with the lines that a submission begins and ends with.
+
+    Args:
+        comm_handler: says which process this is.
+        given: written with every line.
+    """
+
+    def __init__(self, comm_handler: Any = None, **given: Any) -> None:
+        self.comm_handler, self.given = comm_handler or CommunicationHandler(), given
+
+    def log_init_stop_run_start(self) -> None:
+        """Say that preparation is over and the run begins."""
+        self.end(key="init_stop")
+        self.start(key="run_start")
+
+    def log_run_stop(self, status: str = "success", **more: Any) -> None:
+        """Say that the run is over, and how it ended."""
+        self.end(key="run_stop", metadata={"status": status, **more})
+
+    def mlperf_submission_log(
+        self, benchmark: str, num_nodes: int | None = None, org: str | None = None, platform: str | None = None
+    ) -> None:
+        """Say what is submitted."""
+        facts = {"submission_benchmark": benchmark, "submission_org": org or "reference", "submission_division":
+                 "closed", "submission_status": "onprem",
+                 "submission_platform": platform or f"{num_nodes or self.comm_handler.num_nodes()} nodes"}  # fmt: skip
+        for key, value in facts.items():
+            self.event(key=key, value=value)
+
+
 class _Constants(ModuleType):
     """MLPerf's words: each is its own name in small letters."""
 
@@ -107,8 +163,30 @@ def _mlperf_logging() -> dict[str, ModuleType]:
     return {one.__name__: one for one in (package, mllog, constants)}
 
 
+def _mlperf_common() -> dict[str, ModuleType]:
+    package, logging = ModuleType("mlperf_common"), ModuleType("mlperf_common.logging")
+    frameworks = ModuleType("mlperf_common.frameworks")
+    vars(logging).update(MLLoggerWrapper=LoggerWrapper)
+    vars(frameworks).update(__path__=[])
+    vars(package).update(logging=logging, frameworks=frameworks, __path__=[])
+    made = {one.__name__: one for one in (package, logging, frameworks)}
+    for name, handlers in _HANDLERS.items():
+        module = ModuleType(f"mlperf_common.frameworks.{name}")
+        vars(module).update(dict.fromkeys(handlers, CommunicationHandler))
+        setattr(frameworks, name, module)
+        made[module.__name__] = module
+    return made
+
+
+_HANDLERS: Final = {
+    "base": ("CommunicationHandler",),
+    "hugectr": ("HCTRCommunicationHandler",),
+    "mxnet": ("MPICommunicationHandler",),
+    "pyt": ("PyTCommunicationHandler",),
+}
+"""The modules of MLPerf's frameworks, and what asks which process this is in each."""
 _ANSWERED: Final[dict[str, Callable[[], dict[str, ModuleType]]]] = {
-    "hps_torch": _hps_torch, "mlperf_logging": _mlperf_logging,
+    "hps_torch": _hps_torch, "mlperf_logging": _mlperf_logging, "mlperf_common": _mlperf_common,
 }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 HugeCTR makes every row of a slot with a size at once. Where these rows need more than half of the free memory, they
 are made as their keys are met, so that a script of a terabyte's tables runs on a sample of its data. And the sizes of
-a hash table over Norm data are a capacity: its keys may be any, where those of other readers are counted from 0.
+a hash table are a capacity to HugeCTR: its keys may be any. Tables that are indexed by their keys take those below
+their size alone, there and here.
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.columns import Columns, Slot
-from viviane.compat.hugectr.enums import Check_t, DataReaderType_t, Embedding_t, Optimizer_t
+from viviane.compat.hugectr.enums import DataReaderType_t, Embedding_t, Optimizer_t
 from viviane.compat.hugectr.inputs import DataReaderParams, SparseEmbedding
+from viviane.compat.hugectr.reading import format_of
 from viviane.compat.hugectr.solver import OptParams
 from viviane.compat.hugectr.sources import mounted
 from viviane.core.machine import GIB, memory_bytes
 from viviane.data import Dataset
-from viviane.data.formats import NormFormat
+from viviane.data.formats.file_list import read_file_list
 
 _STATES: Final = {Optimizer_t.SGD: 0, Optimizer_t.Adam: 2, Optimizer_t.Ftrl: 2}
 _ROWS: Final = 2048
+_HASHED: Final = (Embedding_t.DistributedSlotSparseEmbeddingHash, Embedding_t.LocalizedSlotSparseEmbeddingHash)
 _LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -67,33 +72,76 @@ def fitting_slots(
 def slots_with_keys(
     columns: Columns, embeddings: Sequence[SparseEmbedding], reader: DataReaderParams
 ) -> tuple[Slot, ...]:
-    """Return the slots, without sizes in groups of Norm data whose first rows have keys beyond them."""
-    hashed = {
-        one.bottom_name: one for one in embeddings
-        if one.slot_size_array and one.embedding_type is not Embedding_t.LocalizedSlotSparseEmbeddingOneHot
-    }  # fmt: skip
+    """Return the slots, without sizes in groups of hash tables that have keys beyond them.
+
+    Of Parquet the statistics of all files are read, of the other formats the first rows.
+    """
+    hashed = {one.bottom_name: one for one in embeddings if one.embedding_type in _HASHED}
     first = next(iter(reader.sources), "")
-    if reader.data_reader_type is not DataReaderType_t.Norm or not hashed or not first:
+    sized = [slot for slot in columns.slots if slot.group in hashed and slot.size is not None]
+    if not sized or not first:
         return columns.slots
     path = mounted(first) if "://" in first else Path(first)
     if not path.exists():  # a script that reads its sources once may name them later
         return columns.slots
-    form = NormFormat(
-        check_sum=reader.check_type is Check_t.Sum, i64_input_key=columns.key_bytes == 8, shifted_keys=False
-    )
-    rows = Dataset(path, columns.reader_schema(), format=form).head(_ROWS)
+    found = _ranges_of_parquet(path, sized) if reader.data_reader_type is DataReaderType_t.Parquet else {}
+    missing = [slot for slot in sized if slot.column not in found]
+    if missing:
+        found |= _ranges_of_first_rows(columns, reader, path, missing)
     free = set()
-    for slot in columns.slots:
-        if slot.group not in hashed or slot.size is None or slot.group in free:
-            continue
-        index = rows.layout.one_hot_index
-        keys = rows.one_hot[:, index[slot.column]] if slot.one_hot else rows.bags[slot.column].values
-        if len(keys) and not slot.offset <= int(keys.min()) <= int(keys.max()) < slot.offset + slot.size:
+    for slot in sized:
+        low, high = found.get(slot.column, (0, -1))
+        begin = 0 if slot.from_zero else slot.offset
+        if slot.group not in free and low <= high and not begin <= low <= high < begin + (slot.size or 0):
             free.add(slot.group)
             say(f"Warning: SparseEmbedding {hashed[slot.group].sparse_embedding_name!r}: keys of {slot.column} are not "
-                f"those that slot_size_array counts, {slot.offset} to {slot.offset + slot.size - 1}: the table takes "
-                "any key, and its rows are made as keys are met")  # fmt: skip
+                f"those that slot_size_array counts, {begin} to {begin + (slot.size or 0) - 1}, but {low} to {high}: "
+                "the table takes any key, and its rows are made as keys are met")  # fmt: skip
     return tuple(replace(slot, size=None) if slot.group in free else slot for slot in columns.slots)
+
+
+def _ranges_of_first_rows(
+    columns: Columns, reader: DataReaderParams, path: Path, slots: Sequence[Slot]
+) -> dict[str, tuple[int, int]]:
+    """Return the smallest and the largest key of slots in the first rows."""
+    rows = Dataset(path, columns.reader_schema(), format=format_of(reader, columns, path)).head(_ROWS)
+    index = rows.layout.one_hot_index
+    found = {}
+    for slot in slots:
+        keys = rows.one_hot[:, index[slot.column]] if slot.one_hot else rows.bags[slot.column].values
+        if len(keys):
+            found[slot.column] = (int(keys.min()), int(keys.max()))
+    return found
+
+
+def _ranges_of_parquet(path: Path, slots: Sequence[Slot]) -> dict[str, tuple[int, int]]:
+    """Return the smallest and the largest key of slots, as the statistics of the files say; those without are left out.
+
+    Files that are missing or broken are left to the reader, which names them.
+    """
+    wanted = {slot.column for slot in slots}
+    found: dict[str, tuple[int, int]] = {}
+    unknown: set[str] = set()
+    for file in read_file_list(path):
+        try:
+            described = pq.read_metadata(file)
+        except (OSError, pa.ArrowInvalid):
+            return {}
+        for group in range(described.num_row_groups):
+            part = described.row_group(group)
+            for number in range(part.num_columns):
+                column = part.column(number)
+                name = column.path_in_schema.partition(".")[0]
+                if name not in wanted or not column.num_values:
+                    continue
+                known = column.statistics
+                if known is None or not known.has_min_max:
+                    unknown.add(name)
+                    continue
+                smallest, largest = int(known.min or 0), int(known.max or 0)
+                low, high = found.get(name, (smallest, largest))
+                found[name] = (min(low, smallest), max(high, largest))
+    return {name: limits for name, limits in found.items() if name not in unknown}
 
 
 def _row_bytes(width: int, optimizer: OptParams) -> int:

@@ -12,6 +12,7 @@ from viviane.compat.hugectr.enums import CommunicationStrategy, CompressionStrat
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.core.errors import ConfigError, suggest
 
+_PLACEMENTS: Final = ("mp", "dp", "localized", "column")
 COMBINERS: Final = {"sum": "sum", "average": "mean", "mean": "mean", "concat": "concat"}
 """HugeCTR's word for a combiner, and Viviane's."""
 
@@ -27,6 +28,7 @@ class EmbeddingTableConfig(Arguments):
         },
         speed=frozenset({"min_key", "max_key"}),
         refused={"init_param_or_empty": "leave it out: HugeCTR takes it from C++ alone"},
+        older={"id_space": "table_id"},
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:
@@ -213,14 +215,33 @@ class EmbeddingPlanner:
         """Look one feature up."""
         self._collection.embedding_lookup(table_config, bottom_name, top_name, combiner)
 
-    def create_embedding_collection(self, plan_file: str) -> EmbeddingCollectionConfig:
-        """Return the collection; the plan is read, and one process has all tables.
+    def create_embedding_collection(
+        self,
+        plan_file: str | None = None,
+        emb_table_group_strategy: Sequence[Any] = (),
+        emb_table_placement_strategy: Sequence[str] = (),
+        *,
+        shard_matrix: Sequence[Sequence[int]] | None = None,
+    ) -> EmbeddingCollectionConfig:
+        """Return the collection; where its tables lie is planned anew.
+
+        Args:
+            plan_file: the plan's JSON, to 4.0; by place also 4.1's shard_matrix.
+            emb_table_group_strategy: tables of each group, of 4.1.
+            emb_table_placement_strategy: "mp" or "dp" of each group.
+            shard_matrix: tables of each GPU.
 
         Raises:
-            ConfigError: the file is not a list with an entry for each GPU.
+            ConfigError: the file is not a list with an entry for each GPU, or an unknown strategy.
         """
-        plan = load_json(Path(plan_file))
-        if not isinstance(plan, list):
-            raise ConfigError("a plan is a list with an entry for each GPU", where=plan_file)
-        note("EmbeddingPlanner", "plan_file")
+        plan: Any = shard_matrix if plan_file is None else plan_file
+        if isinstance(plan, str | Path):
+            plan = load_json(Path(plan))
+        if not isinstance(plan, list | tuple):
+            raise ConfigError("a plan is a list with an entry for each GPU", where=str(plan_file or "shard_matrix"))
+        for kind in emb_table_placement_strategy:
+            if kind not in _PLACEMENTS:
+                raise ConfigError("unknown strategy", where="emb_table_placement_strategy", value=kind,
+                                  allowed=", ".join(_PLACEMENTS))  # fmt: skip
+        note("EmbeddingPlanner", "plan_file" if isinstance(plan_file, str) else "shard_matrix")
         return self._collection

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import torch
 
 from viviane.batch import Bag, Batch, Layout
+from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.enums import DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
 from viviane.compat.hugectr.json_files import load as load_json
@@ -155,50 +156,72 @@ def columns_of(
         slots = [
             Slot(f"{group.top_name}_{i}", group.top_name, nnz, nnz == 1 and _is_fixed(reader, group))
             for group in given.sparse
-            for i, nnz in enumerate(group.nnz)
+            for i, nnz in enumerate(_keys_of(reader, nnz) for nnz in group.nnz)
         ]
     widths = iter(labels)
     by_label = {name: tuple(next(widths) for _ in range(dim)) for name, dim in given.labels.items()}
-    return Columns(by_label, dense, tuple(_with_tables(reader, slots, embeddings)), 8 if i64_input_key else 4)
+    wide = i64_input_key and reader.data_reader_type is not DataReaderType_t.Raw  # whose keys have 4 bytes always
+    return Columns(by_label, dense, tuple(_with_tables(reader, slots, embeddings)), 8 if wide else 4)
 
 
 def _is_fixed(reader: DataReaderParams, group: Any) -> bool:
     return reader.data_reader_type is not DataReaderType_t.Norm or bool(group.is_fixed_length)
 
 
+def _keys_of(reader: DataReaderParams, nnz: int) -> int:
+    """Return the keys that a row of the file has for a slot: Raw has one, whatever nnz_per_slot allows."""
+    return 1 if reader.data_reader_type is DataReaderType_t.Raw else nnz
+
+
 def _with_tables(reader: DataReaderParams, slots: Sequence[Slot], embeddings: Sequence[SparseEmbedding]) -> list[Slot]:
-    """Return the slots with the sizes that reader or embeddings give."""
+    """Return the slots with the sizes that reader or embeddings give.
+
+    HugeCTR adds to the keys of a slot the sizes of the slots before it. A slot of size 0 begins where the next one
+    does, so that both have the same keys: its whole group looks up one table, whose rows are made as keys are met.
+    """
     sizes: list[int | None] = [None] * len(slots)
     offsets = [0] * len(slots)
     from_zero = [False] * len(slots)
-    if reader.slot_size_array and reader.data_reader_type is not DataReaderType_t.Norm:
-        _check_count(reader.slot_size_array, len(slots), "DataReaderParams, slot_size_array")
-        sizes, from_zero = list(reader.slot_size_array), [True] * len(slots)
-        offsets = list(accumulate(reader.slot_size_array, initial=0))[:-1]
+    given = _sizes_of_slots(reader, slots)
+    if given:
+        sizes, from_zero = list(given), [True] * len(slots)
+        offsets = list(accumulate(given, initial=0))[:-1]
     raw = reader.data_reader_type in (DataReaderType_t.Raw, DataReaderType_t.RawAsync)
-    groups = {one.bottom_name for one in embeddings if one.slot_size_array}
     for embedding in embeddings:
         places = [i for i, slot in enumerate(slots) if slot.group == embedding.bottom_name]
         where = f"SparseEmbedding {embedding.sparse_embedding_name!r}, slot_size_array"
-        if not embedding.slot_size_array:
-            if embedding.bottom_name in groups:
-                raise ConfigError("one embedding of this group has a slot_size_array and another has none",
-                                  where=where, value=embedding.bottom_name, fix="give it to both")  # fmt: skip
+        if not embedding.slot_size_array:  # sizes are those of the slots, for every embedding that reads them
             continue
         own = list(embedding.slot_size_array)
         _check_count(own, len(places), where)
         for place, size, offset in zip(places, own, accumulate(own, initial=0), strict=False):
-            if sizes[place] not in (None, size):
-                raise ConfigError("two sizes of one slot", where=where, value=size, allowed=str(sizes[place]))
-            if sizes[place] is None:
+            known = sizes[place]
+            if known is None:
                 sizes[place], offsets[place], from_zero[place] = size, offset, raw
+            elif known != size:
+                say(f"Warning: {where}: slot {slots[place].column} has {size} keys here and {known} in another place: "
+                    "the larger number counts")  # fmt: skip
+                sizes[place] = max(known, size)
+    shared = {slot.group for slot, size in zip(slots, sizes, strict=True) if size == 0}
     found = zip(slots, offsets, sizes, from_zero, strict=True)
-    return [replace(slot, offset=offset, size=size, from_zero=zero) for slot, offset, size, zero in found]
+    return [
+        replace(slot, offset=offset, size=None if slot.group in shared else size, from_zero=zero)
+        for slot, offset, size, zero in found
+    ]
+
+
+def _sizes_of_slots(reader: DataReaderParams, slots: Sequence[Slot]) -> list[int]:
+    """Return the reader's slot_size_array, one size a slot, or none; Norm keys carry their offsets already."""
+    given = list(reader.slot_size_array)
+    if not given or reader.data_reader_type is DataReaderType_t.Norm:
+        return []
+    _check_count(given, len(slots), "DataReaderParams, slot_size_array")
+    return given
 
 
 def _check_count(sizes: Sequence[int], count: int, where: str) -> None:
-    if len(sizes) != count or min(sizes, default=1) < 1:
-        raise ConfigError("one size for each slot", where=where, value=sizes, allowed=f"{count} numbers from 1")
+    if len(sizes) != count or min(sizes, default=1) < 0:
+        raise ConfigError("one size for each slot", where=where, value=sizes, allowed=f"{count} numbers from 0")
 
 
 def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[tuple[str, int], ...], list[Slot]]:

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from viviane.compat.hugectr import mpi
-from viviane.compat.hugectr.arguments import print_notes, say
-from viviane.compat.hugectr.notebook import extract
+from viviane.compat.hugectr.arguments import print_notes
+from viviane.compat.hugectr.notebook_run import run_notebook
 from viviane.compat.hugectr.reading import close_readers
-from viviane.compat.hugectr.symbols import modules
+from viviane.compat.hugectr.symbols import HugectrModule, modules
 from viviane.compat.hugectr.tensors import want_gradients
 from viviane.core.errors import ConfigError
 
@@ -26,10 +26,16 @@ _CHILD: Final = Path(__file__).parent / "child"
 
 @contextmanager
 def opened() -> Iterator[None]:
-    """Let `import hugectr` find the door for a block; afterwards take it away, and stop all readers.
+    """Let `import hugectr` find HugeCTR's modules for a block; afterwards take them away, and stop all readers.
 
-    Python programs that the block starts find it as well.
+    Python programs that the block starts find them as well. A block inside such a block has the same modules.
     """
+    if isinstance(sys.modules.get("hugectr"), HugectrModule):
+        try:
+            yield
+        finally:
+            _end()
+        return
     made = {**modules(), **mpi.stand_in()}
     before = {name: sys.modules.get(name) for name in made}
     path = os.environ.get(_PATH)
@@ -62,7 +68,7 @@ def _end() -> None:
 
 
 def run_script(script: str | Path, args: Sequence[str] = (), program: str | None = None) -> None:
-    """Run a script of HugeCTR's as `python script args` would; of a notebook the programs that its cells write.
+    """Run a script of HugeCTR's as `python script args` would, or a notebook, see `notebook_run`.
 
     Args:
         script: a Python file, or a notebook, whose files are written into the working directory.
@@ -76,9 +82,8 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
     if not path.is_file():
         raise ConfigError("no such script", value=str(path))
     if path.suffix == ".ipynb":
-        for one in extract(path, Path.cwd(), program):
-            say(f"{path.name}: {one.name}")
-            _run(one, args)
+        with opened():
+            run_notebook(path, args, program, run_file=_run, run_cell=_run_cell)
         return
     if program is not None:
         raise ConfigError("a program is chosen from a notebook", value=program, fix="leave --program out")
@@ -96,3 +101,11 @@ def _run(path: Path, args: Sequence[str]) -> None:
     finally:
         want_gradients(False)
         sys.argv, sys.path[:] = argv, search
+
+
+def _run_cell(text: str, name: str, variables: dict[str, Any]) -> None:
+    """Run a notebook's plain cell; its last expression is not shown."""
+    try:
+        exec(compile(text, name, "exec"), variables)
+    finally:
+        close_readers()

@@ -29,6 +29,7 @@ from viviane.compat.hugectr.tables import (
     read_rows,
     replace_rows,
     slots_of,
+    with_offsets,
 )
 from viviane.core.errors import CheckpointError, ConfigError, suggest
 from viviane.model import DenseLayer, Model, SparseEmbedding
@@ -117,7 +118,7 @@ def load_sparse(model: Model, columns: Columns, given: Sequence[str] | Mapping[s
     orders = {}
     for node, folder in by_embedding(model, columns, given, "load_sparse_weights"):
         slots = slots_of(node, columns)
-        rows = _read_folder(folder, node.dim, slots, columns.key_bytes)
+        rows = with_offsets(slots, _read_folder(folder, node.dim, slots, columns.key_bytes), str(folder))
         replace_rows(collection_of(model, node), slots, rows, str(folder))
         orders[node.name] = rows.keys
     return orders
@@ -186,7 +187,12 @@ def _read_folder(folder: Path, dim: int, slots: Sequence[Slot], key_bytes: int) 
     if vectors.size != keys.size * dim:
         raise CheckpointError("keys and vectors do not fit together", where=str(folder), value=f"{keys.size} keys, "
                               f"{vectors.size} numbers", allowed=f"{dim} numbers a key")  # fmt: skip
-    return TableRows(keys.astype(np.int64), vectors.astype(np.float32).reshape(-1, dim))
+    beside = folder / "slot_id"
+    owners = np.fromfile(beside, "<u8").astype(np.int64) if beside.is_file() else None
+    if owners is not None and len(owners) not in (0, len(keys)):
+        raise CheckpointError("one slot for each key", where=str(beside), value=len(owners), allowed=str(len(keys)))
+    owners = None if owners is None or not len(owners) else owners
+    return TableRows(keys.astype(np.int64), vectors.astype(np.float32).reshape(-1, dim), owners)
 
 
 def _read_flat_file(file: Path, dim: int, slots: Sequence[Slot], key_bytes: int) -> TableRows:
@@ -204,7 +210,9 @@ def _read_flat_file(file: Path, dim: int, slots: Sequence[Slot], key_bytes: int)
         if "slot" in (form.names or ()) and len(rows) and int(rows["slot"].max()) >= max(len(slots), 1):
             continue
         keys = rows["key"].astype(np.int64)
-        if len(np.unique(keys)) == len(keys):
-            return TableRows(keys, np.ascontiguousarray(rows["vector"], dtype=np.float32))
+        owners = rows["slot"].astype(np.int64) if "slot" in (form.names or ()) else None
+        pairs = keys if owners is None else np.stack([owners, keys], 1)
+        if len(np.unique(pairs, axis=0)) == len(keys):
+            return TableRows(keys, np.ascontiguousarray(rows["vector"], dtype=np.float32), owners)
     raise CheckpointError("the file is no table of this width", where=str(file), value=f"{size} bytes",
                           allowed=f"rows of a key of {key_bytes} bytes, perhaps a slot, and {dim} numbers")  # fmt: skip

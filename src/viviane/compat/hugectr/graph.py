@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -67,6 +68,25 @@ def build_model(
     """
     for one in graph.collections:
         one.check_plan()
+    model, columns = _assembled(graph, solver, reader, optimizer, trainer)
+    model.compile(optimizer.to_dense(), loss_weights=loss_weights)
+    return model, columns
+
+
+def describe_graph(
+    graph: Graph, solver: Solver, reader: DataReaderParams, optimizer: OptParams, trainer: settings.Solver
+) -> Model:
+    """Return the model of a graph, not compiled: its summary has layers and shapes.
+
+    Raises:
+        ConfigError, SchemaError, DataError: as `build_model`.
+    """
+    return _assembled(graph, solver, reader, optimizer, trainer)[0]
+
+
+def _assembled(
+    graph: Graph, solver: Solver, reader: DataReaderParams, optimizer: OptParams, trainer: settings.Solver
+) -> tuple[Model, Columns]:
     columns = columns_of(reader, graph.given, graph.embeddings, i64_input_key=solver.i64_input_key)
     columns = replace(columns, slots=slots_with_keys(columns, graph.embeddings, reader))
     if graph.collections:
@@ -77,7 +97,7 @@ def build_model(
     plan = plan_of(graph.collections, columns.slots, num_processes(), has_others=bool(graph.embeddings))
     if plan is not None:
         trainer = trainer.model_copy(update={"plan": plan})
-    return assemble(graph, columns, solver.model_name, optimizer, loss_weights, trainer), columns
+    return assemble(graph, columns, solver.model_name, optimizer, trainer), columns
 
 
 def assemble(
@@ -85,15 +105,19 @@ def assemble(
     columns: Columns,
     name: str,
     optimizer: OptParams,
-    loss_weights: dict[str, float] | None,
     trainer: settings.Solver,
     change: Callable[[EmbeddingNode], EmbeddingNode] | None = None,
 ) -> Model:
-    """Return the compiled model of a graph whose columns are known; `change` may give embeddings other settings."""
+    """Return the model of a graph whose columns are known, to be compiled.
+
+    Args:
+        name: HugeCTR's name of the model, any text; a model here is named by letters, digits, "_" and "-".
+        change: may give embeddings other settings.
+    """
     made = {
         id(one): CollectionNodes(one, number, columns.slots, optimizer) for number, one in enumerate(graph.collections)
     }
-    model = Model(trainer, columns.model_schema(), name=name or "model")
+    model = Model(trainer, columns.model_schema(), name=re.sub(r"[^A-Za-z0-9_-]+", "_", name) or "model")
     dense = {graph.given.dense_name: tuple(name for name, _ in columns.dense)} if columns.dense else {}
     model.add(InputNode(label=columns.labels, dense=dense, sparse=_groups(graph, columns, list(made.values()))))
     left_out: set[str] = set()
@@ -106,7 +130,6 @@ def assemble(
             model.add(node if change is None else change(node))
         else:
             model.add(one.to_node(left_out))
-    model.compile(optimizer.to_dense(), loss_weights=loss_weights)
     return model
 
 

@@ -19,6 +19,7 @@ from viviane.compat.hugectr.inputs import (
 )
 from viviane.compat.hugectr.json_files import check_keys
 from viviane.compat.hugectr.json_files import load as load_json
+from viviane.compat.hugectr.json_first import layers_of_2_0
 from viviane.compat.hugectr.json_layers import layer_from_json, layer_to_json
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, optimizer_to_json
 from viviane.compat.hugectr.solver import Solver
@@ -26,6 +27,7 @@ from viviane.core.errors import ConfigError
 from viviane.core.files import write_json_atomic
 
 _EMBEDDING_SPELLINGS: Final = {
+    "SparseEmbedding": "DistributedSlotSparseEmbeddingHash",
     "SparseEmbeddingHash": "DistributedSlotSparseEmbeddingHash",
     "HybridEmbedding": "HybridSparseEmbedding",
 }
@@ -95,13 +97,7 @@ def with_data_layer(content: Any, where: str) -> list[dict[str, Any]]:
     """
     layers = content.get("layers") if isinstance(content, dict) else None
     if layers and "data" in content:
-        data = content["data"]
-        sparse = {**data, "top": data.get("top", "data"), "type": "DistributedSlot"}
-        label = {"top": "label", "label_dim": data["label_dim"]}
-        layers = [
-            {**data, "type": "Data", "label": label, "dense": {"top": "dense", "dense_dim": 0}, "sparse": [sparse]},
-            *layers,
-        ]
+        layers = layers_of_2_0(content["data"], layers, where)
     if not layers or layers[0].get("type", "Data") != "Data":
         raise ConfigError("the graph's first layer is its Data", where=where)
     return list(layers)

@@ -122,8 +122,8 @@ class DenseLayer(Arguments):
         }
         if self.kind == "Reshape" and (values.get("selected") or values.get("shape")):
             values.pop("leading_dim", None)
-        if self.kind == "Reshape" and len(values.get("shape", ())) > 1 and values["shape"][0] == -1:
-            values["shape"] = values["shape"][1:]  # HugeCTR counts the batch dimension
+        if self.kind == "Reshape":
+            _merge_leading_dimensions(values)
         if self.kind == "SequenceMask":
             _mask_length(values, len(self.bottom_names))
         if self._gives_scores:
@@ -147,6 +147,23 @@ class DenseLayer(Arguments):
 
 def _listed(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
+
+
+def _merge_leading_dimensions(values: dict[str, Any]) -> None:
+    """Turn HugeCTR's shape, which counts the batch, into leading_dim and time_step where its first entry is -1.
+
+    The first dimension of the result is then whatever the others leave: (B, 26, 11) with [-1, 11] is (26 B, 11).
+    """
+    shape = list(values.get("shape", ()))
+    if len(shape) < 2 or shape[0] != -1:
+        return
+    if len(shape) > 3:
+        values["shape"] = shape[1:]
+        return
+    del values["shape"]
+    values["leading_dim"] = shape[-1]
+    if len(shape) == 3:
+        values["time_step"] = shape[1]
 
 
 def _mask_length(values: dict[str, Any], bottoms: int) -> None:

@@ -17,13 +17,13 @@ from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.enums import Tensor_t
 from viviane.compat.hugectr.fitting import FIT_DEFAULTS, FitSettings, fit_epochs, fit_iterations
-from viviane.compat.hugectr.graph import Graph, build_model
+from viviane.compat.hugectr.graph import Graph, build_model, describe_graph
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
 from viviane.compat.hugectr.layers import DenseLayer, GroupDenseLayer
 from viviane.compat.hugectr.model_files import ModelFiles
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, EtcParams, MosParams
 from viviane.compat.hugectr.processes import rows_of_all
-from viviane.compat.hugectr.reading import DataReader
+from viviane.compat.hugectr.reading import DataReader, EarlyReader
 from viviane.compat.hugectr.scores import Scores
 from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
 from viviane.compat.hugectr.sources import note_remote
@@ -77,6 +77,7 @@ class Model(ModelFiles):
         self._cache: EmbeddingTrainingCache | None = None
         self._orders: dict[str, Keys] = {}
         self._last_eval: Batch | None = None
+        self._early = {training: EarlyReader() for training in (True, False)}
         if reader_params is not None:
             self._take_reader(reader_params)
 
@@ -147,6 +148,8 @@ class Model(ModelFiles):
                                  drop_last=drop)  # fmt: skip
         self._eval = DataReader(reader, self.columns, self.solver.batchsize_eval, repeat=repeat, training=False,
                                 drop_last=False)  # fmt: skip
+        for early, made in ((self._early[True], self._train), (self._early[False], self._eval)):
+            early.become(made)
         self._scores = Scores(list(self.solver.metrics_spec), _label_places(self.columns))
         if self._etc_params is not None:
             self._cache = EmbeddingTrainingCache(self, self._etc_params)
@@ -164,8 +167,13 @@ class Model(ModelFiles):
         return self._model
 
     def summary(self) -> None:
-        """Print layers, shapes and tables."""
-        self.viviane.summary()
+        """Print layers, shapes and tables; before `compile`, of what was added so far."""
+        if self._model is not None:
+            self._model.summary()
+            return
+        graph = Graph.of(self.added)
+        described = describe_graph(graph, self.solver, self.reader_params, self.opt_params, self._settings)
+        described.describe().print()
 
     def graph_to_json(self, graph_config_file: str) -> None:
         """Write the graph as HugeCTR's JSON."""
@@ -290,15 +298,13 @@ class Model(ModelFiles):
             raise ConfigError("nothing was evaluated yet", where="check_out_tensor", fix="call model.eval() first")
         return tensor_of(self.viviane, tensor_name, self._last_eval)
 
-    def get_data_reader_train(self) -> DataReader:
-        """Return the reader of training data."""
-        self.viviane  # noqa: B018
-        return self._train
+    def get_data_reader_train(self) -> DataReader | EarlyReader:
+        """Return the reader of training data; before `compile`, what becomes it."""
+        return self._early[True] if self._model is None else self._train
 
-    def get_data_reader_eval(self) -> DataReader:
-        """Return the reader of evaluation data."""
-        self.viviane  # noqa: B018
-        return self._eval
+    def get_data_reader_eval(self) -> DataReader | EarlyReader:
+        """Return the reader of evaluation data; before `compile`, what becomes it."""
+        return self._early[False] if self._model is None else self._eval
 
     def get_learning_rate_scheduler(self) -> LearningRateScheduler:
         """Return the schedule of the solver."""

@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import operator
 import os
+import platform
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -17,6 +19,8 @@ from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.processes import group
 from viviane.core.errors import ConfigError
 
+_IN_PLACE: Final = "MPI_IN_PLACE"
+_THREADS: Final = {"THREAD_SINGLE": 0, "THREAD_FUNNELED": 1, "THREAD_SERIALIZED": 2, "THREAD_MULTIPLE": 3}
 _OPERATIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min, "LAND": lambda a, b: bool(a and b),
     "LOR": lambda a, b: bool(a or b),
@@ -100,6 +104,33 @@ class World:
             _refuse("Split_type")
         return self
 
+    def Allgather(self, sent: Any, received: Any) -> None:  # noqa: N802 - mpi4py's name
+        """Fill an array with the arrays of all processes, one after the other."""
+        parts = [np.asarray(part) for part in self.allgather(np.asarray(sent).tolist())]
+        received[...] = (
+            np.concatenate([part.reshape(-1) for part in parts]).astype(received.dtype).reshape(received.shape)
+        )
+
+    def Allreduce(self, sent: Any, received: Any, op: Callable[[Any, Any], Any] = operator.add) -> None:  # noqa: N802
+        """Fill an array with the arrays of all processes, taken together number by number.
+
+        Args:
+            sent: this process's array, or IN_PLACE: then it is the one that is filled.
+            received: the array to fill.
+            op: one of MPI's operations.
+        """
+        own = received if isinstance(sent, str) and sent == _IN_PLACE else sent
+        parts = [np.asarray(part) for part in self.allgather(np.asarray(own).tolist())]
+        together = functools.reduce(np.frompyfunc(op, 2, 1), parts)
+        received[...] = np.asarray(together).astype(received.dtype).reshape(received.shape)
+
+    def Get_name(self) -> str:  # noqa: N802 - mpi4py's name
+        """Return the communicator's name."""
+        return "MPI_COMM_WORLD"
+
+    def Free(self) -> None:  # noqa: N802 - mpi4py's name
+        """Give the communicator up, which keeps nothing."""
+
     def Abort(self, errorcode: int = 0) -> None:  # noqa: N802 - mpi4py's name
         """End the script."""
         raise SystemExit(errorcode)
@@ -125,10 +156,15 @@ def stand_in() -> dict[str, ModuleType]:
     alone.rank, alone.size = 0, 1
     vars(mpi).update(
         COMM_WORLD=world, COMM_SELF=alone, COMM_TYPE_SHARED=0, Comm=World, Intracomm=World, **_OPERATIONS,
-        Get_processor_name=lambda: "localhost", Wtime=time.perf_counter, Init=lambda: None, Finalize=lambda: None,
-        Is_initialized=lambda: True, Is_finalized=lambda: False,
+        Get_processor_name=platform.node, Wtime=time.perf_counter, Init=lambda: None, Finalize=lambda: None,
+        Wtick=lambda: time.get_clock_info("perf_counter").resolution, Is_initialized=lambda: True,
+        Is_finalized=lambda: False, Init_thread=lambda required=3: 3, Query_thread=lambda: 3,
+        Is_thread_main=lambda: threading.current_thread() is threading.main_thread(), Get_version=lambda: (3, 1),
+        Get_library_version=lambda: "a stand-in of viviane", get_vendor=lambda: ("viviane", (0, 0, 0)),
+        IN_PLACE=_IN_PLACE, ANY_SOURCE=-1, ANY_TAG=-1, ROOT=-3, COMM_NULL=None, **_THREADS,
     )  # fmt: skip
-    vars(package).update(MPI=mpi, rc=SimpleNamespace(initialize=True, finalize=True), __path__=[])
+    rc = SimpleNamespace(initialize=True, finalize=True, threads=True, thread_level="multiple")
+    vars(package).update(MPI=mpi, rc=rc, __path__=[], __version__="4.0.0")
     who = "one process stands in" if world.size == 1 else f"the {world.size} processes of torchrun stand in"
     say(f"Note: mpi4py is not installed; {who}")
     return {"mpi4py": package, "mpi4py.MPI": mpi}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from viviane.batch import Batch
 from viviane.compat.hugectr.columns import Columns
@@ -50,10 +51,10 @@ class DataReader:
             self.set_source(params.sources[0] if training else params.eval_source)
 
     def set_source(self, file_name: str | list[str] | None = None) -> None:
-        """Stand at the beginning of a source; without one, or with "", of the same source.
+        """Go to the beginning of a source; without one, or with "", of the same source, first that of the parameters.
 
         Raises:
-            ConfigError: there is no source yet, or several are given.
+            ConfigError: no source is known, or several are given.
             DataError, SchemaError: the files are not what the reader's parameters say.
         """
         source = file_name or None
@@ -61,12 +62,14 @@ class DataReader:
             if len(source) != 1:
                 raise ConfigError("a reader reads one source at a time", where="set_source", value=source)
             source = source[0]
-        if source is None and self.source is None:
-            raise ConfigError("no source was set yet", where="set_source", fix="give the path of a file list")
+        if source is None and self.source is None:  # HugeCTR's readers have the sources of DataReaderParams
+            source = next(iter(self.params.sources), "") if self.training else self.params.eval_source
+            if not source:
+                raise ConfigError("no source was set yet", where="set_source", fix="give the path of a file list")
         if source is not None and source != self.source:
             path = source_path(source, self.params.data_reader_type, training=self.training)
             self.source, self._path = source, path
-            given = self._format()
+            given = format_of(self.params, self.columns, path)
             self._data = Dataset(path, self.columns.reader_schema(), format=given)
             self._max_batches = self._limit(given)
         self._batches = None
@@ -131,25 +134,66 @@ class DataReader:
         rows = rows_to_read(self._path, size, getattr(self.params, name), f"DataReaderParams, {name}")
         return None if rows is None else max(1, rows // self.batch_size)
 
-    def _format(self) -> Format:
-        params, wide = self.params, self.columns.key_bytes == 8
-        match params.data_reader_type:
-            case DataReaderType_t.Norm:
-                checked = params.check_type is Check_t.Sum
-                return NormFormat(check_sum=checked, i64_input_key=wide, shifted_keys=False)
-            case DataReaderType_t.Parquet:
-                return HugectrParquetFormat(i64_input_key=wide)
-            case DataReaderType_t.Raw:
-                if wide:
-                    raise ConfigError("Raw holds keys of 4 bytes", where="CreateSolver, i64_input_key", value=True,
-                                      fix="leave it out")  # fmt: skip
-                return RawFormat(float_label_dense=params.float_label_dense)
-            case DataReaderType_t.RawAsync:
-                is_float = None if params.async_param is None else params.async_param.has_float_dense
-                if is_float is None:
-                    is_float = has_float_dense(self._path, self.columns.reader_schema(), wide=wide)
-                return RawAsyncFormat(i64_input_key=wide, is_dense_float=is_float)
-        raise ConfigError("unknown reader", where="DataReaderParams, data_reader_type", value=params.data_reader_type)
+
+class EarlyReader:
+    """A reader before `Model.compile`: it keeps the source that it is given, and is the model's reader afterwards."""
+
+    def __init__(self) -> None:
+        self._made: DataReader | None = None
+        self._calls: list[str | list[str] | None] = []
+
+    def set_source(self, file_name: str | list[str] | None = None) -> None:
+        """Choose the source, see `DataReader.set_source`."""
+        if self._made is None:
+            self._calls.append(file_name)
+        else:
+            self._made.set_source(file_name)
+
+    set_file_list_source = set_source
+
+    def start(self) -> None:
+        """Go to the beginning of the source, see `DataReader.start`."""
+        self.set_source()
+
+    def is_started(self) -> bool:
+        """Say whether a source is set."""
+        return bool(self._calls) if self._made is None else self._made.is_started()
+
+    def become(self, reader: DataReader) -> None:
+        """Stand for the reader of the compiled model from now on."""
+        self._made = reader
+        for file_name in self._calls[-1:]:
+            reader.set_source(file_name)
+        self._calls = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or self._made is None:
+            raise AttributeError(f"the data reader has no {name!r} before model.compile()")
+        return getattr(self._made, name)
+
+
+def format_of(params: DataReaderParams, columns: Columns, path: Path) -> Format:
+    """Return the format of a reader's files.
+
+    Args:
+        params: type and options of the reader.
+        columns: of the rows.
+        path: of the source; a RawAsync file says whether its dense numbers are float32 where the script does not.
+    """
+    wide = columns.key_bytes == 8
+    match params.data_reader_type:
+        case DataReaderType_t.Norm:
+            return NormFormat(check_sum=params.check_type is Check_t.Sum, i64_input_key=wide, shifted_keys=False)
+        case DataReaderType_t.Parquet:
+            return HugectrParquetFormat(i64_input_key=wide)
+        case DataReaderType_t.Raw:
+            return RawFormat(float_label_dense=params.float_label_dense)
+        case DataReaderType_t.RawAsync:
+            is_float = None if params.async_param is None else params.async_param.has_float_dense
+            if is_float is None:
+                is_float = has_float_dense(path, columns.reader_schema(), wide=wide)
+            return RawAsyncFormat(i64_input_key=wide, is_dense_float=is_float)
+    raise ConfigError("unknown reader", where="DataReaderParams, data_reader_type", value=params.data_reader_type)
 
 
 def close_readers() -> None:

@@ -61,8 +61,10 @@ class InferenceModel:
         raw = replace(self._graph, added=tuple(_unsized(one) for one in self._graph.added),
                       embeddings=tuple(_unsized(one) for one in self._graph.embeddings))  # fmt: skip
         defaults = [self.params.default_of(i) for i in range(len(raw.embeddings))]
-        return assemble(raw, self._columns, self.params.model_name, OptParams(), None, trainer,
-                        change=lambda node: _with_default(node, raw, defaults))  # fmt: skip
+        model = assemble(raw, self._columns, self.params.model_name, OptParams(), trainer,
+                         change=lambda node: _with_default(node, raw, defaults))  # fmt: skip
+        model.compile(OptParams().to_dense())
+        return model
 
     def predict(
         self,

@@ -7,12 +7,13 @@ from typing import Any, ClassVar, Final
 
 from viviane.compat.hugectr.arguments import Signature, note
 from viviane.compat.hugectr.json_files import load as load_json
-from viviane.compat.hugectr.json_graph import read_graph, reader_from_json
+from viviane.compat.hugectr.json_graph import read_graph, reader_from_json, with_data_layer
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
 from viviane.compat.hugectr.model import Model
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, EtcParams
-from viviane.compat.hugectr.reading import DataReader
+from viviane.compat.hugectr.reading import DataReader, EarlyReader
 from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
+from viviane.compat.hugectr.train_json import solver_from_json
 from viviane.core.errors import ConfigError
 
 _OLD: Final[dict[str, Any]] = {
@@ -36,6 +37,11 @@ class SessionSolver(Solver):
         if self.eval_batches is not None:  # 2.3, which read data once unless told otherwise
             self.max_eval_batches = self.eval_batches
             self.repeat_dataset = given.get("repeat_dataset", False)
+
+
+def solver_of_file(config_file: str | Path) -> SessionSolver:
+    """Return the solver that the clause of a JSON file describes: SolverParser, before solver_parser_helper."""
+    return solver_from_json(load_json(config_file), SessionSolver)
 
 
 class SessionOptParams(OptParams):
@@ -91,15 +97,19 @@ class Session:
         solver = solver_config
         passes = use_model_oversubscriber or getattr(solver, "use_model_oversubscriber", False)
         etc = EtcParams() if passes else None
-        self.model = Model(
-            solver, reader_from_json(content["layers"][0]), optimizer_from_json(content["optimizer"]), etc
-        )
+        data = with_data_layer(content, config_file)[0]
+        self.model = Model(solver, reader_from_json(data), optimizer_from_json(content["optimizer"]), etc)
         for layer in read_graph(config_file, include_dense_network=True):
             self.model.add(layer)
         if passes and temp_embedding_dir:
             note("Session", "temp_embedding_dir")
         self.model.compile()
         self._load(solver)
+
+    @classmethod
+    def Create(cls, *args: Any, **given: Any) -> Session:  # noqa: N802 - HugeCTR's word
+        """Return a session: what the class itself does, in HugeCTR's first Python API."""
+        return cls(*args, **given)
 
     def _load(self, solver: Solver) -> None:
         dense = getattr(solver, "model_file", "") or getattr(solver, "dense_model_file", "")
@@ -168,11 +178,11 @@ class Session:
         """Return how many dense weights there are."""
         return sum(weight.numel() for weight in self.model.viviane.trainer.stepper.parameters.values())
 
-    def get_data_reader_train(self) -> DataReader:
+    def get_data_reader_train(self) -> DataReader | EarlyReader:
         """Return the reader of training data."""
         return self.model.get_data_reader_train()
 
-    def get_data_reader_eval(self) -> DataReader:
+    def get_data_reader_eval(self) -> DataReader | EarlyReader:
         """Return the reader of evaluation data."""
         return self.model.get_data_reader_eval()
 

@@ -128,7 +128,9 @@ def load_sparse_states(
         stored = np.memmap(path, f"<f{width}", "r", shape=(len(names), rows, node.dim))
         states = {name: np.array(stored[i, : len(keys)], np.float32) for i, name in enumerate(names)}
         place = {int(key): i for i, key in enumerate(now.keys)}
-        order = np.array([place[int(key)] for key in keys])
+        there = np.array([int(key) in place for key in keys], bool)  # the others lie in no slot and were left out
+        keys, states = keys[there], {name: values[there] for name, values in states.items()}
+        order = np.array([place[int(key)] for key in keys], np.int64)
         merge_rows(collection, slots, TableRows(keys, now.vectors[order], None, states), str(path))
 
 

@@ -88,6 +88,7 @@ def _training() -> dict[str, Any]:
         "EmbeddingTablePlaceHolder": collection.EmbeddingTablePlaceHolder,
         "Session": session.Session,
         "solver_parser_helper": session.SessionSolver,
+        "SolverParser": session.solver_of_file,
         "get_learning_rate_scheduler": session.get_learning_rate_scheduler,
     }
 

@@ -6,16 +6,16 @@ Shapes: K keys, D numbers a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.columns import Columns, Slot
 from viviane.compat.hugectr.processes import rows_of_all
-from viviane.core.errors import CheckpointError
 from viviane.embedding import EmbeddingCollection, TableState
 from viviane.embedding.dynamic_content import DynamicContent
 from viviane.model import Model, SparseEmbedding
@@ -103,8 +103,7 @@ def _array(part: torch.Tensor) -> Rows:
 def replace_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, where: str) -> None:
     """Replace the rows of the tables of some slots; keys that are not given keep their initial values.
 
-    Raises:
-        CheckpointError: a key lies in no slot.
+    Rows whose keys lie in no slot are left out, with a warning, see `merge_rows`.
     """
     if slots[0].size is None:
         name = slots[0].table_name
@@ -117,8 +116,8 @@ def replace_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, 
 def merge_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, where: str) -> None:
     """Put rows into the tables of some slots; other rows stay.
 
-    Raises:
-        CheckpointError: a key lies in no slot.
+    Rows whose keys lie in no slot are left out, with a warning: HugeCTR's tables take them, and no key of the data
+    ever reads them.
     """
     if slots[0].size is None:
         part = _part_of(collection, slots[0].table_name)
@@ -137,9 +136,29 @@ def merge_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, wh
         collection.import_table(slot.table_name, TableState(before.weight, state, before.step if state else 0))
         left &= ~mine
     if left.any():
-        raise CheckpointError("a key lies in no slot", where=where, value=int(rows.keys[left][0]),
-                              allowed=f"0 to {slots[-1].offset + (slots[-1].size or 0) - 1}",
-                              fix="correct slot_size_array")  # fmt: skip
+        last = slots[-1].offset + (slots[-1].size or 0) - 1
+        say(
+            f"Warning: {where}: {int(left.sum())} of {len(left)} keys lie in no slot, such as "
+            f"{int(rows.keys[left][0])}; slot_size_array counts {slots[0].offset} to {last}: their rows are left out"
+        )
+
+
+def with_offsets(slots: Sequence[Slot], rows: TableRows, where: str) -> TableRows:
+    """Return rows whose keys carry the offsets of their slots; of keys that count from 0 in each slot, slot_id says it.
+
+    Keys carry offsets already where each lies in its own slot. Without slots they are taken as they are.
+    """
+    if rows.slots is None or not len(rows.keys) or int(rows.slots.max()) >= len(slots) or int(rows.slots.min()) < 0:
+        return rows
+    begins, sizes = (np.array([value or 0 for value in values], np.int64) for values in
+                     ([one.offset for one in slots], [one.size for one in slots]))  # fmt: skip
+    begin, size = begins[rows.slots], sizes[rows.slots]
+    if bool(((rows.keys >= begin) & (rows.keys < begin + size)).all()):
+        return rows
+    if not bool(((rows.keys >= 0) & (rows.keys < size)).all()):
+        return rows
+    say(f"Note: {where}: keys count from 0 in each slot; slot_id says which slot is meant")
+    return replace(rows, keys=rows.keys + begin)
 
 
 def _part_of(collection: AnyTables, name: str) -> EmbeddingCollection | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from viviane.compat.hugectr.arguments import note, say
 from viviane.compat.hugectr.enums import MetricsType
@@ -16,6 +16,7 @@ from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.solver import OptParams, Solver
 from viviane.core.errors import ConfigError
 
+AnySolver = TypeVar("AnySolver", bound=Solver)
 _SAME_NAMES: Final = (
     "batchsize",
     "batchsize_eval",
@@ -67,13 +68,12 @@ def train_from_json(file: str | Path) -> Model:
             (text for key, text in _ELSE.items() if key in keys), "give a file with solver, optimizer and layers"
         )
         raise ConfigError("the file has no layers to train", where=str(file), fix=fix)
-    clause = {name.replace(" ", "_"): value for name, value in content.get("solver", {}).items()}
-    known = (*_SAME_NAMES, *_FIT, *_OTHERS, *_WEIGHTS, *_UNUSED)
-    check_keys(clause, known, f"{file}, solver")
+    clause = _solver_clause(content)
+    check_keys(clause, (*_SAME_NAMES, *_FIT, *_OTHERS, *_WEIGHTS, *_UNUSED), f"{file}, solver")
     optimizer = content.get("optimizer", {"type": "Adam"})
     data = with_data_layer(content, str(file))[0]
     layers = graph_layers(content, include_dense_network=True, where=str(file))
-    solver, rule = _solver(clause, optimizer, content), optimizer_from_json(optimizer)
+    solver, rule = solver_from_json(content, Solver), optimizer_from_json(optimizer)
     if "source" not in data:
         return _describe(solver, rule, layers, file)
     model = Model(solver, reader_from_json(data), rule)
@@ -113,7 +113,13 @@ def _load(model: Model, clause: dict[str, Any]) -> None:
         model.load_sparse_optimizer_states(clause["sparse_opt_states_file"])
 
 
-def _solver(clause: dict[str, Any], optimizer: dict[str, Any], content: dict[str, Any]) -> Solver:
+def _solver_clause(content: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace(" ", "_"): value for name, value in content.get("solver", {}).items()}
+
+
+def solver_from_json(content: dict[str, Any], kind: type[AnySolver]) -> AnySolver:
+    """Return the solver that the clauses solver and optimizer of a JSON describe."""
+    clause, optimizer = _solver_clause(content), content.get("optimizer", {"type": "Adam"})
     given: dict[str, Any] = {name: clause[name] for name in _SAME_NAMES if name in clause}
     given |= schedule_from_json(optimizer)
     given.setdefault("model_name", content.get("model_name", ""))
@@ -137,4 +143,4 @@ def _solver(clause: dict[str, Any], optimizer: dict[str, Any], content: dict[str
     for name in _UNUSED:
         if name in clause:
             note("solver", name)
-    return Solver(**given)
+    return kind(**given)
