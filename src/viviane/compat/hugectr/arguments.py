@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from viviane.compat.hugectr.versions import older_names
 from viviane.core.errors import ConfigError, suggest
 
 REQUIRED: Final = object()
@@ -40,14 +41,13 @@ def print_notes() -> None:
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of one of HugeCTR's calls.
+    """The arguments of one of HugeCTR's calls; those of other versions go by the names of `versions`, too.
 
     Args:
         name: of the call.
         defaults: by argument, in HugeCTR's order; REQUIRED where there is none.
         speed: arguments that change how fast and where it runs, not what is computed: accepted and noted.
         refused: arguments that must keep their default, and what to do instead.
-        older: names that other versions gave an argument, and its name here.
 
     Example:
         >>> Signature("F", {"a": REQUIRED, "b": 2}).bind((1,), {})
@@ -58,7 +58,6 @@ class Signature:
     defaults: Mapping[str, Any]
     speed: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
-    older: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a value for each argument; tuples and arrays of NumPy's as lists where HugeCTR has a list.
@@ -68,9 +67,9 @@ class Signature:
         """
         if len(args) > len(self.defaults):
             raise ConfigError("too many arguments", where=self.name, value=len(args), allowed=", ".join(self.defaults))
-        values = dict(zip(self.defaults, args, strict=False))
+        values, older = dict(zip(self.defaults, args, strict=False)), older_names(self.name)
         for word, value in given.items():
-            name = self.older.get(word, word)
+            name = older.get(word, word)
             if name not in self.defaults:
                 fix = suggest(name, self.defaults)
                 raise ConfigError("HugeCTR's call has no such argument", where=self.name, value=name, fix=fix)

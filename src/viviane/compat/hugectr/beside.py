@@ -24,6 +24,10 @@ _ABSENT: Final[dict[str, str]] = {
 """Packages that are not mapped, and what to do instead."""
 
 
+class AbsentPackageError(ConfigError, ImportError):
+    """A package that is not mapped was asked for something; scripts that do without it catch ImportError."""
+
+
 class AbsentModule(ModuleType):
     """A package that is not mapped: whatever is asked of it is refused with what to do instead."""
 
@@ -31,7 +35,7 @@ class AbsentModule(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         fix = _ABSENT[self.__name__.partition(".")[0]]
-        raise ConfigError("a package beside HugeCTR is not mapped", where=f"{self.__name__}.{name}", fix=fix)
+        raise AbsentPackageError("a package beside HugeCTR is not mapped", where=f"{self.__name__}.{name}", fix=fix)
 
 
 class LookupLayer(torch.nn.Module):

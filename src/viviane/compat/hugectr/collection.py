@@ -28,7 +28,6 @@ class EmbeddingTableConfig(Arguments):
         },
         speed=frozenset({"min_key", "max_key"}),
         refused={"init_param_or_empty": "leave it out: HugeCTR takes it from C++ alone"},
-        older={"id_space": "table_id"},
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:

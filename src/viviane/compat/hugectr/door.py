@@ -87,7 +87,11 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
         return
     if program is not None:
         raise ConfigError("a program is chosen from a notebook", value=program, fix="leave --program out")
-    _run(path, args)
+    try:
+        _run(path, args)
+    except ModuleNotFoundError as error:
+        raise ConfigError("the script needs a package that is not installed", where=str(path), value=error.name,
+                          fix="install it, or take out what needs it") from error  # fmt: skip
 
 
 def _run(path: Path, args: Sequence[str]) -> None:

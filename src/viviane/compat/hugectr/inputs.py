@@ -30,7 +30,6 @@ class AsyncParam(Arguments):
             "multi_hot_reader": True, "is_dense_float": True,
         },
         speed=frozenset({"shuffle"}),
-        older={"io_block_size": "max_num_requests_per_thread"},
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:
@@ -83,7 +82,6 @@ class DataReaderSparseParam(Arguments):
     signature: ClassVar[Signature] = Signature(
         "DataReaderSparseParam",
         {"top_name": REQUIRED, "nnz_per_slot": REQUIRED, "is_fixed_length": REQUIRED, "slot_num": REQUIRED},
-        older={"sparse_name": "top_name"},
     )
     _old: ClassVar[Signature] = Signature(
         "DataReaderSparseParam",

@@ -185,7 +185,6 @@ class GroupDenseLayer(Arguments):
             "group_layer_type": REQUIRED, "bottom_name_list": REQUIRED, "top_name_list": REQUIRED,
             "num_outputs": REQUIRED, "last_act_type": Activation_t.Relu,
         },
-        older={"bottom_name": "bottom_name_list"},
     )  # fmt: skip
 
     def to_layer(self) -> DenseLayer:

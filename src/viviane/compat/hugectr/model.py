@@ -29,6 +29,7 @@ from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solv
 from viviane.compat.hugectr.sources import note_remote
 from viviane.compat.hugectr.tables import Keys
 from viviane.compat.hugectr.tensors import Gradients, are_gradients_wanted, tensor_of
+from viviane.compat.hugectr.versions import older_names
 from viviane.core.errors import ConfigError, suggest
 from viviane.model import Model as VivianeModel
 from viviane.training.evaluation import evaluating
@@ -270,7 +271,7 @@ class Model(ModelFiles):
             raise ConfigError("set_source is for repeat_dataset=False", where="set_source",
                               fix="CreateSolver(repeat_dataset=False)")  # fmt: skip
         names = ("source", "keyset", "eval_source") if len(given) + len(named) > 2 else ("source", "eval_source")
-        older = {"source_list": "source", "keyset_list": "keyset"}
+        older = older_names("Model.set_source")
         values = dict(zip(names, given, strict=False)) | {older.get(name, name): one for name, one in named.items()}
         unknown = sorted({*values} - {"source", "keyset", "eval_source"})
         if "source" not in values or unknown:

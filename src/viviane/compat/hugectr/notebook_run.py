@@ -119,8 +119,9 @@ class _Run:
         try:
             self.run_cell(one.text, name, self.variables)
         except ImportError as error:
-            self.missing.add(str(error.name or error))
-            say(f"Warning: {name} is left out: it needs {error.name or error}, which is not installed")
+            what = error.name or str(error).partition("\n  do:")[0].replace("\n  where:", ":")
+            self.missing.add(what)
+            say(f"Warning: {name} is left out: it needs {what}, which is not installed")
         except NameError as error:
             if not self.missing:
                 raise

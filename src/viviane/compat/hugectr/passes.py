@@ -37,8 +37,8 @@ class EtcParams(Arguments):
 
     signature: ClassVar[Signature] = Signature(
         "CreateETC",
-        {"ps_types": [], "sparse_models": [], "local_paths": [], "hmem_cache_configs": [], "hcache_configs": []},
-        speed=frozenset({"local_paths", "hmem_cache_configs", "hcache_configs"}),
+        {"ps_types": [], "sparse_models": [], "local_paths": [], "hmem_cache_configs": []},
+        speed=frozenset({"local_paths", "hmem_cache_configs"}),
     )
 
     @property
@@ -57,7 +57,6 @@ class MosParams(Arguments):
             "dest_sparse_models": [], "ps_types": [], "sparse_models": [], "local_paths": [], "hmem_cache_configs": [],
         },
         speed=frozenset({"use_host_memory_ps", "local_paths", "hmem_cache_configs"}),
-        older={"hcache_configs": "hmem_cache_configs"},
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:

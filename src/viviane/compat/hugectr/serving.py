@@ -26,6 +26,7 @@ from viviane.compat.hugectr.scores import auc
 from viviane.compat.hugectr.serving_params import InferenceParams
 from viviane.compat.hugectr.solver import OptParams
 from viviane.compat.hugectr.tensors import tensor_of
+from viviane.compat.hugectr.versions import older_names
 from viviane.core.errors import ConfigError, DataError
 from viviane.embedding import ConstantInit, DynamicOptions
 from viviane.model import Model, SparseEmbedding
@@ -199,7 +200,7 @@ class InferenceSession(InferenceModel):
         names = ("dense_feature", "embeddingcolumns", "row_ptrs", "i64_input_key")
         if isinstance(args[0] if args else given.get("num_batches"), int):
             return super().predict(*args, **given)
-        older = {"dense": names[0], "dense_features": names[0], "embedding_columns": names[1]}
+        older = older_names("InferenceSession.predict")
         lists = dict(zip(names, args, strict=False)) | {older.get(name, name): one for name, one in given.items()}
         missing = [name for name in names[:3] if name not in lists]
         if missing:

@@ -157,6 +157,9 @@ class Session:
         for file in (prediction_file, label_file):
             if file:
                 Path(file).unlink(missing_ok=True)
+        reader = self.model.get_data_reader_eval()
+        if not self.model.solver.repeat_dataset and reader.is_eof():
+            reader.set_source()
         for _ in range(self.model.solver.max_eval_batches):
             if not self.model.eval():
                 break
@@ -189,3 +192,5 @@ class Session:
     def get_model_oversubscriber(self) -> EmbeddingTrainingCache:
         """Return what passes are announced to."""
         return self.model.get_model_oversubscriber()
+
+    get_model_prefetcher = get_model_oversubscriber

@@ -44,7 +44,6 @@ class Solver(Arguments):
                 "num_iterations_statistics", "scaler", "kafka_brockers", "use_embedding_collection", *_OVERLAPS,
             }
         ),
-        older={"kafka_brokers": "kafka_brockers"},
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:

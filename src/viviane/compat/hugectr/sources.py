@@ -26,7 +26,6 @@ class DataSourceParams(Arguments):
             "namenode": "localhost",
             **{f"{side}_{name}": [] if name in _LISTS else "" for side in ("hdfs", "local") for name in _FILES},
         },
-        older={"type": "source"},
     )  # fmt: skip
 
     @property
