@@ -221,6 +221,9 @@ def test_info(tmp_path: Path) -> None:
 def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "set", make_rows(10))
     (data.path / "part-00009.parquet").mkdir()
+    with pytest.raises(DataError, match=r"its manifest does not list\n.*part-00009.parquet"):
+        Dataset(data.path)
+    (data.path / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"not a whole Parquet file.*\n.*part-00009.parquet"):
         Dataset(data.path)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from viviane.core.errors import ConfigError
+from viviane.core.exchange import tidy
 
 
 def command(
@@ -54,6 +55,7 @@ def command(
         raise ConfigError("unknown format", where="--format", value=layout, allowed="parquet, criteo")
     planned = parts(out, whole(rows, "rows"), whole(valid_rows, "valid-rows"), layout)
     for _, _, path in planned:
+        tidy(path)
         if path.exists() and not overwrite:
             raise ConfigError("the output exists", where=str(path), fix="choose another, or pass --overwrite")
     for part, number, path in planned:

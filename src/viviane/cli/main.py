@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "viviane.cli.generate",
     "etl": "viviane.cli.etl",
     "convert": "viviane.cli.convert",
+    "check": "viviane.cli.check",
     "train": "viviane.cli.train",
     "evaluate": "viviane.cli.evaluate",
     "predict": "viviane.cli.predict",

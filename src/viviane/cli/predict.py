@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from viviane.core.errors import ConfigError
+from viviane.core.exchange import tidy
+from viviane.core.files import replace_file
 from viviane.core.locations import RemotePath, location
 from viviane.core.remote.published import upload_file
 
@@ -31,13 +32,16 @@ def command(
 
     if output.suffix not in (".parquet", ".csv"):
         raise ConfigError("unknown kind of output", where="--output", value=str(output), allowed=".parquet, .csv")
-    if location(output).exists() and not overwrite:
+    place = location(output)
+    if not isinstance(place, RemotePath):
+        tidy(place)
+    if place.exists() and not overwrite:
         raise ConfigError("the output exists", where=str(output), fix="choose another, or pass --overwrite")
     loaded = Model.load(model, device=device)
     labels = [label.name for label in loaded.schema.labels]
     names = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
     count = 0
-    with open_rows(data, loaded, with_labels=False) as rows, _writer(output, names) as write:
+    with open_rows(data, loaded, with_labels=False) as rows, _writer(output, names, overwrite) as write:
         for part in loaded.predict_batches(rows):
             write(part)
             count += len(part)
@@ -45,7 +49,7 @@ def command(
 
 
 @contextmanager
-def _writer(output: Path, names: list[str]) -> Iterator[Any]:
+def _writer(output: Path, names: list[str], overwrite: bool) -> Iterator[Any]:
     """Yield a function that appends predictions (B, L); the file takes its name when all are written."""
     import pyarrow as pa
     import pyarrow.csv
@@ -53,18 +57,15 @@ def _writer(output: Path, names: list[str]) -> Iterator[Any]:
 
     schema = pa.schema([pa.field(name, pa.float32(), nullable=False) for name in names])
     place = location(output)
-    folder = Path(tempfile.gettempdir()) if isinstance(place, RemotePath) else place.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    work = folder / f".{output.name}.{os.getpid()}.tmp"
     kind = pyarrow.parquet.ParquetWriter if output.suffix == ".parquet" else pyarrow.csv.CSVWriter
-    try:
+    with ExitStack() as stack:
+        if isinstance(place, RemotePath):
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="viviane-predict-"))) / output.name
+        else:
+            work = stack.enter_context(replace_file(place, overwrite=overwrite))
         with kind(str(work), schema) as file:
             yield lambda part: file.write_table(
                 pa.table([pa.array(part[:, i]) for i in range(len(names))], schema=schema)
             )
         if isinstance(place, RemotePath):
             upload_file(work, place)
-        else:
-            work.replace(place)
-    finally:
-        work.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,40 +38,42 @@ def command(
 
         launch(processes, gpus, max_restarts)  # does not come back: the command starts anew in every process
     from viviane.cli.train_config import read_train_config
-    from viviane.core.files import write_json_atomic
     from viviane.parallel import join_processes, num_restarts
     from viviane.report import write_report
     from viviane.training import RunFolder
     from viviane.training.remote_run import RunMirror
+    from viviane.training.run_folder import hold_folder
 
     settings = read_train_config(config, changes or [])
     place = location(run_folder or settings.run_folder or f"runs/{settings.name}")
     mirror = RunMirror(place) if isinstance(place, RemotePath) else None
-    folder = place if isinstance(place, Path) else RunMirror(place).local
+    folder = RunFolder(place if isinstance(place, Path) else RunMirror(place).local)
     group = join_processes(settings.solver.device, settings.solver.peer_timeout_s)
     resume = resume or num_restarts() > 0
-    if group.from_first(lambda: (mirror or RunFolder(folder)).holds_a_run) and not resume:
-        fix = "continue it with --resume, or choose another with --run-folder"
-        raise ConfigError("the run folder already holds a run", where=str(place), fix=fix)
-    train = settings.data.open_train()
-    validation = settings.data.open_validation()
-    model = settings.build(train.schema)
-    model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics, statistics=train.info)
-    if group.rank == 0:
-        model.summary()
-        write_json_atomic(place / "train.json", settings.to_dict())
-    history = model.fit(train, validation, run_folder=place, resume=resume)
-    if history.interrupted:
+    with ExitStack() as held:
+        group.from_first(lambda: hold_folder(folder, held))
+        if group.from_first(lambda: (mirror or folder).holds_a_run) and not resume:
+            fix = "continue it with --resume, or choose another with --run-folder"
+            raise ConfigError("the run folder already holds a run", where=str(place), fix=fix)
+        train = settings.data.open_train()
+        validation = settings.data.open_validation()
+        model = settings.build(train.schema)
+        model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics, statistics=train.info)
         if group.rank == 0:
-            typer.echo(f"interrupted; go on with: viviane train {config} --run-folder {place} --resume")
-        sys.exit(_INTERRUPTED)
-    saved = model.save(place / "model")
-    if group.rank:
-        return
-    report: AnyPath = write_report(folder)
-    if mirror is not None:
-        mirror.push_files()
-        report = mirror.url / report.name
+            model.summary()
+        files = {"train.json": settings.to_dict()}
+        history = model.fit(train, validation, run_folder=place, resume=resume, files=files)
+        if history.interrupted:
+            if group.rank == 0:
+                typer.echo(f"interrupted; go on with: viviane train {config} --run-folder {place} --resume")
+            sys.exit(_INTERRUPTED)
+        saved = model.save(place / "model")
+        if group.rank:
+            return
+        report: AnyPath = write_report(folder.path)
+        if mirror is not None:
+            mirror.push_files()
+            report = mirror.url / report.name
     _show(history)
     best = train.info.get("best_auc")
     if best is not None and settings.data.negatives is None:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
+import secrets
+import stat
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from viviane.core.exchange import put_in_place, reserved, sync_folder, sync_tree
 from viviane.core.locations import RemotePath, location
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries, so that a rename survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+from viviane.core.locks import hidden_name, real_place
 
 
 def write_bytes_atomic(path: str | Path | RemotePath, data: bytes) -> None:
@@ -31,18 +25,49 @@ def write_bytes_atomic(path: str | Path | RemotePath, data: bytes) -> None:
         path.write_bytes(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    name, descriptor = _open_temporary(path)
+    with os.fdopen(descriptor, "wb") as file:
+        try:
+            file.truncate()
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # noqa: PTH101 - mkstemp makes files private; results are not
-        os.replace(name, path)  # noqa: PTH105
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+            if sys.platform != "win32":  # renamed while it is locked: who waits for it sees that it is gone
+                name.replace(path)
+        except BaseException:
+            with suppress(PermissionError):  # on Windows an open file stays
+                name.unlink(missing_ok=True)
+            raise
+    if sys.platform == "win32":
+        name.replace(path)
     sync_folder(path.parent)
+
+
+def _open_temporary(path: Path) -> tuple[Path, int]:
+    """Open the temporary file of a path, which one process at a time has; one that a killed process left is reused."""
+    name = hidden_name(path, "tmp")
+    if sys.platform == "win32":
+        name = name.with_name(f"{name.name}.{secrets.token_hex(4)}")
+        return name, os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    import fcntl
+
+    while True:
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            own = os.fstat(descriptor)
+            if os.path.samestat(name.stat(follow_symlinks=False), own):
+                if stat.S_ISREG(own.st_mode) and own.st_nlink == 1:
+                    os.fchmod(descriptor, 0o644)
+                    return name, descriptor
+                name.unlink()  # a name of something else
+        except FileNotFoundError:
+            pass  # the process before has renamed it
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def write_json_atomic(path: str | Path | RemotePath, value: Any) -> None:
@@ -51,39 +76,50 @@ def write_json_atomic(path: str | Path | RemotePath, value: Any) -> None:
 
 
 @contextmanager
-def replace_folder(path: str | Path | RemotePath) -> Iterator[Path]:
+def replace_folder(path: str | Path | RemotePath, *, overwrite: bool = True) -> Iterator[Path]:
     """Yield an empty temporary folder beside `path` that takes its place when the block succeeds.
 
     An existing `path` stays whole until the new one is complete; a failed block leaves it untouched. The folder of a
     URL is a local one that is uploaded at the end.
+
+    Args:
+        path: the folder to make.
+        overwrite: False refuses one that exists.
+
+    Raises:
+        ConfigError: another process is writing this folder, or it exists.
     """
     path = location(path)
     if isinstance(path, RemotePath):
         from viviane.core.remote.published import publish_folder
 
-        with publish_folder(path) as work:
+        with publish_folder(path, overwrite=overwrite) as work:
             yield work
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
-    work.chmod(0o755)
-    try:
+    with reserved(path, overwrite=overwrite) as spare:
+        work = spare / (real_place(path).name or "new")
+        work.mkdir()
         yield work
-        for file in work.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
-        sync_folder(work)
-        old = path.with_name(f".{path.name}.{os.getpid()}.old")
-        if path.exists():
-            path.rename(old)
-        work.rename(path)
-        sync_folder(path.parent)
-        if old.exists():
-            shutil.rmtree(old)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+        sync_tree(work)
+        put_in_place(work, path)
+
+
+@contextmanager
+def replace_file(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """Yield the path of a temporary file beside `path` that takes its place when the block succeeds.
+
+    Args:
+        path: the file to make.
+        overwrite: False refuses one that exists.
+
+    Raises:
+        ConfigError: another process is writing this file, or it exists.
+    """
+    with reserved(path, overwrite=overwrite) as spare:
+        work = spare / real_place(path).name
+        yield work
+        sync_tree(work)
+        put_in_place(work, path)
 
 
 def file_sha256(path: Path) -> str:

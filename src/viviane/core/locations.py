@@ -13,6 +13,7 @@ from typing import IO, Any, Final, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from viviane.core.errors import ConfigError, RemoteError
+from viviane.core.exchange import recover
 from viviane.core.remote.ranged_file import RangedFile
 from viviane.core.remote.retry import retried
 from viviane.core.remote.systems import SCHEMES, connect
@@ -232,12 +233,15 @@ def location(path: str | Path | RemotePath) -> AnyPath:
 def published_location(path: str | AnyPath) -> AnyPath:
     """Return where the files of a path stand: of a URL that was published, in the folder of the version that counts.
 
+    A local output that a killed process had renamed to make room is taken back.
+
     Raises:
         ConfigError: see `location`.
         RemoteError: the store does not answer, or holds something else than was published.
     """
     place = location(path)
     if not isinstance(place, RemotePath):
+        recover(place)
         return place
     from viviane.core.remote.published import published_place
 

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 
 from viviane.batch import Batch
 from viviane.config.base import load_json
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.locations import AnyPath, RemotePath, location, published_location
 from viviane.core.remote.cache import local_copy
 from viviane.data.formats import MANIFEST_FILE, Format, Manifest, guess_format, named_format
@@ -64,7 +64,7 @@ class Dataset:
     ) -> None:
         given = None if format is None else named_format(format)
         self.path = _readable(path, given)
-        manifest = Manifest.load(self.path)
+        self.manifest = manifest = Manifest.load(self.path)
         local = cast(Path, self.path)  # a remote one has passed `_readable`: it is Parquet, which takes both
         if manifest is not None:
             if given is not None and given.format != manifest.format.format:
@@ -73,7 +73,7 @@ class Dataset:
                     allowed=manifest.format.format, fix="leave `format` out: the manifest says it",
                 )  # fmt: skip
             self.format = given or manifest.format
-            files: Sequence[AnyPath] = manifest.paths(local)
+            files: Sequence[AnyPath] = manifest.paths(self.path)
             entries, stored = manifest.files, manifest.stored
             schema = schema or Schema.load(self.path)
         else:
@@ -113,6 +113,26 @@ class Dataset:
             [[group.file, group.num_rows] for group in self.groups],
         ]
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def verify(self) -> int:
+        """Compare every file with the check sum that was written with it; returns the bytes compared.
+
+        Without a manifest (data sets written before 0.2, or by others) there is nothing to compare, and 0 comes back:
+        `check` still reads every row, and the check sums of Parquet pages where there are any.
+
+        Raises:
+            DataError: a file was altered, truncated or removed.
+            SchemaError: schema.json is not what was written.
+        """
+        if self.manifest is None:
+            return 0
+        lines = self.manifest.stored.difference(Schema.load(self.path))
+        if lines:
+            raise SchemaError(
+                "schema.json was altered since the data set was written: " + "; ".join(lines[:5]),
+                where=str(self.path / SCHEMA_FILE), fix="copy or write the data set again",
+            )  # fmt: skip
+        return self.manifest.verify(self.path)
 
     def check(self) -> None:
         """Read every row once and check every value.
@@ -183,7 +203,10 @@ def _readable(path: str | AnyPath, given: Format | None) -> AnyPath:
     if not place.is_dir():
         raise DataError("there is no data set folder at this URL", where=str(path),
                         fix="give the folder that holds schema.json; a single file is copied here first")  # fmt: skip
-    ours = given is None and not any((place / name).is_file() for name in (MANIFEST_FILE, METADATA_FILE, FILE_LIST))
-    if ours or (given is not None and given.format == "parquet"):
+    if given is not None and given.format == "parquet":
         return place
-    return local_copy(location(path))
+    if (place / MANIFEST_FILE).is_file():
+        manifest = Manifest.load(place)
+        return place if manifest is not None and manifest.format.format == "parquet" else local_copy(location(path))
+    foreign = given is not None or any((place / name).is_file() for name in (METADATA_FILE, FILE_LIST))
+    return local_copy(location(path)) if foreign else place

@@ -52,15 +52,25 @@ def open_parquet(path: AnyPath, compare: Callable[[pa.Schema, str], None]) -> pq
 
 
 def decode_group(
-    path: AnyPath, expected: FileStamp, group: Group, schema: Schema, block: Block, start: int, part: int
+    path: AnyPath,
+    expected: FileStamp,
+    group: Group,
+    schema: Schema,
+    block: Block,
+    start: int,
+    part: int,
+    *,
+    verify: bool = True,
 ) -> None:
     """Read a row group into block rows [start, start + num_rows); its bags become part number `part`.
+
+    `verify` compares the check sums of its pages, where the file has them.
 
     Raises:
         DataError: the file vanished, changed or is damaged; a value is null, not finite, no label, too long.
         KeyRangeError: an id is out of range.
     """
-    table = read_group(path, expected, group, schema)
+    table = read_group(path, expected, group, schema, verify=verify)
     decode_table(table, lambda name: Place(str(path), group.index, group.first_row, name), schema, block, start, part)
 
 
@@ -111,8 +121,10 @@ def decode_table(
         checks.check_weights(block.weight[rows], place)
 
 
-def read_group(path: AnyPath, expected: FileStamp, group: Group, schema: Schema, *, named: bool = False) -> pa.Table:
-    """Return a row group as it stands in the file; `named`: the schema's columns alone.
+def read_group(
+    path: AnyPath, expected: FileStamp, group: Group, schema: Schema, *, named: bool = False, verify: bool = True
+) -> pa.Table:
+    """Return a row group as it stands in the file; `named`: the schema's columns alone; `verify`: see `decode_group`.
 
     Raises:
         DataError: the file vanished, changed or is damaged.
@@ -121,7 +133,12 @@ def read_group(path: AnyPath, expected: FileStamp, group: Group, schema: Schema,
     try:
         known = _remote_footer(path, expected) if isinstance(path, RemotePath) else None
         # pre_buffer asks a store for a group's columns in a few large ranges
-        with arrow_source(path) as source, pq.ParquetFile(source, metadata=known, pre_buffer=known is not None) as file:
+        with (
+            arrow_source(path) as source,
+            pq.ParquetFile(
+                source, metadata=known, pre_buffer=known is not None, page_checksum_verification=verify
+            ) as file,
+        ):
             # other columns stand in the file only if the schema ignores some: naming columns costs a look-up each
             names = schema.column_names if named or schema.ignored else None
             table = file.read_row_group(group.index, columns=names, use_threads=False)

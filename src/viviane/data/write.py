@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
+from viviane.core.exchange import tidy
 from viviane.core.files import replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.data.columns import arrow_types, check_columns, is_list
 from viviane.data.dataset import INFO_FILE, Dataset
-from viviane.data.formats import MANIFEST_FILE, Format, Manifest, named_format
+from viviane.data.formats import Format, Manifest, named_format
 from viviane.schema import Schema
 
 ROWS_PER_GROUP: Final = 131_072
@@ -69,21 +70,21 @@ def write_dataset(
             "row groups and files need at least one row",
             value=f"rows_per_group={rows_per_group}, rows_per_file={rows_per_file}",
         )
+    if not isinstance(target, RemotePath):
+        tidy(target)
     if target.exists() and not overwrite:
         raise ConfigError("the folder exists", where=str(target), fix="choose another, or pass overwrite=True")
     chosen = named_format(format)
     chosen.check_schema(schema)
     wanted = pa.schema([pa.field(name, kind, nullable=False) for name, kind in arrow_types(schema).items()])
     tables = (_conform(part, wanted, schema, number) for number, part in enumerate(source))
-    with _room_asked_for(target), replace_folder(target) as folder:
+    with _room_asked_for(target), replace_folder(target, overwrite=overwrite) as folder:
         place = cast(Path, target.absolute())  # of a URL only the text is used
         files = chosen.write(folder, place, schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
         schema.save(folder)
         rows = sum(file.rows for file in files)
         write_json_atomic(folder / INFO_FILE, {"rows": rows, **(info() if callable(info) else info or {})})
-        if chosen.format != "parquet":  # last: a folder with a manifest is complete
-            manifest = Manifest(format=chosen, stored=schema, files=files)
-            write_json_atomic(folder / MANIFEST_FILE, manifest.to_dict())
+        Manifest.write(folder, chosen, schema, files)  # last: a folder with a manifest is complete
     return Dataset(target)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, Final, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from viviane.core.data_manifest import write_data_manifest
 from viviane.core.errors import ConfigError, DataError
 from viviane.core.files import file_sha256, write_bytes_atomic, write_json_atomic
 from viviane.core.locations import AnyPath, RemotePath
@@ -111,7 +113,7 @@ def run_job(
     check_split(split, config)
     files = find_sources(sources)
     here = working_place(output)
-    learned_part = None if isinstance(what, EtlConfig) else _digest(what, here)
+    learned_part = None if isinstance(what, EtlConfig) else _digest(what)
     job = fingerprint(
         _LAYOUT, config.to_dict(), learned_part, [one.stamp() for one in files],
         None if split is None else split.to_dict(), on_bad_row, labels,
@@ -171,13 +173,9 @@ def _maker(
     return DuckDbEngine
 
 
-def _digest(learned: Learned, output: Path) -> str:
-    file = output.parent / f".{output.name}.{os.getpid()}.etl.zip"
-    try:
-        save_learned(learned, file)
-        return file_sha256(file)
-    finally:
-        file.unlink(missing_ok=True)
+def _digest(learned: Learned) -> str:
+    with tempfile.TemporaryDirectory(prefix="viviane-etl-") as folder:
+        return file_sha256(Path(str(save_learned(learned, Path(folder) / ETL_FILE))))
 
 
 class _Run:
@@ -327,9 +325,14 @@ class _Run:
         learned.schema.save(folder)
         if folder != out:
             write_bytes_atomic(folder / ETL_FILE, (out / ETL_FILE).read_bytes())
-        rows = sum(pq.ParquetFile(file).metadata.num_rows for file in sorted(folder.glob("part-*.parquet")))
+        files: list[dict[str, Any]] = [
+            {"name": file.name, "rows": pq.read_metadata(file).num_rows}
+            for file in sorted(folder.glob("part-*.parquet"))
+        ]
+        rows = sum(one["rows"] for one in files)
         info = {"rows": rows, "part": name, "source": sources, "columns": statistics.to_dict()}
         write_json_atomic(folder / "info.json", info)
+        write_data_manifest(folder, {"format": "parquet"}, learned.schema.to_dict(), files)
 
     @contextmanager
     def _timed(self, step: str) -> Iterator[None]:

@@ -145,7 +145,9 @@ def _write(
         maker = _Maker(config, source.schema_arrow)
         writer: pq.ParquetWriter | None = None
         for table in maker.tables(source):
-            writer = writer or pq.ParquetWriter(out / "part-00000.parquet", table.schema, compression="lz4")
+            writer = writer or pq.ParquetWriter(
+                out / "part-00000.parquet", table.schema, compression="lz4", write_page_checksum=True
+            )
             writer.write_table(table)
         assert writer is not None
         writer.close()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from viviane.core.errors import ConfigError
-from viviane.core.files import sync_folder, write_json_atomic
+from viviane.core.exchange import put_in_place, reserved, sync_tree, tidy
+from viviane.core.files import write_json_atomic
 from viviane.core.locations import AnyPath, RemotePath, published_location
+from viviane.core.locks import hidden_name
 from viviane.core.logging import get_logger
 from viviane.core.remote.cache import cache_folder
 
@@ -61,7 +60,25 @@ def finished(output: AnyPath, job: str) -> dict[str, Any] | None:
     if not file.exists():
         return None
     summary: dict[str, Any] = json.loads(file.read_text())
-    return summary if summary.get("job") == job else None
+    if summary.get("job") != job:
+        return None
+    if not isinstance(output, RemotePath):
+        discard_work(output)
+    return summary
+
+
+def discard_work(output: Path) -> None:
+    """Remove what a run left that was killed after its output was complete."""
+    work = work_folder(output)
+    if any(one.exists() for one in (work, hidden_name(output, "lock"))):
+        with suppress(ConfigError, OSError), reserved(output) as spare:  # another run may be at it
+            if work.exists():
+                work.rename(spare / work.name)
+
+
+def work_folder(output: Path) -> Path:
+    """Return where a run keeps its unfinished work, hidden beside the output."""
+    return output.parent / f".{output.name}.etl"
 
 
 def refuse_existing(output: AnyPath, *, overwrite: bool) -> None:
@@ -70,6 +87,8 @@ def refuse_existing(output: AnyPath, *, overwrite: bool) -> None:
     Raises:
         ConfigError: it does, and is not to be replaced.
     """
+    if isinstance(output, Path):
+        tidy(output)
     if output.exists() and not overwrite and not (output.is_dir() and not any(True for _ in output.iterdir())):
         raise ConfigError(
             "the output exists", where=str(output), fix="choose another, or pass overwrite=True (--overwrite)"
@@ -86,47 +105,22 @@ def workplace(output: Path, job: str, *, resume: bool, overwrite: bool) -> Itera
         ConfigError: the output exists, or another process is at this output.
     """
     refuse_existing(output, overwrite=overwrite)
-    work = output.parent / f".{output.name}.etl"
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("w") as lock:
-        _lock(lock, output)
+    with reserved(output) as spare:
+        refuse_existing(output, overwrite=overwrite)  # now that nobody else can make it
+        work = work_folder(output)
+        work.mkdir(exist_ok=True)
         note = work / "job.json"
         known = json.loads(note.read_text())["job"] if note.exists() else None
         if known != job or not resume:
             if known is not None:
                 _logger.info("the unfinished work of another job is discarded: %s", work)
-            for item in work.iterdir():
-                if item.name != "lock":
-                    shutil.rmtree(item) if item.is_dir() else item.unlink()
+            work.rename(spare / "discarded")  # not removed piece by piece: a kill would leave a part of it
+            work.mkdir()
             write_json_atomic(note, {"job": job})
         yield work
-        _publish(work / "out", output)
-    shutil.rmtree(work)
-
-
-def _lock(file: Any, output: Path) -> None:
-    if sys.platform == "win32":  # advisory locks of this kind are POSIX
-        return
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError("another run is writing this output", where=str(output), fix="wait for it") from None
-
-
-def _publish(finished_folder: Path, output: Path) -> None:
-    for file in finished_folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        else:
-            sync_folder(file)
-    sync_folder(finished_folder)
-    old = output.with_name(f".{output.name}.{os.getpid()}.old")
-    if output.exists():
-        output.rename(old)
-    finished_folder.rename(output)
-    sync_folder(output.parent)
-    if old.exists():
-        shutil.rmtree(old)
+        # Finished work leaves the work folder first, which so never holds an older output that was exchanged.
+        new = spare / "out"
+        (work / "out").rename(new)
+        sync_tree(new)
+        put_in_place(new, output)
+        work.rename(spare / "work")

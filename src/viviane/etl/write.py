@@ -88,8 +88,9 @@ class PartWriter:
     def _write(self, group: pa.Table) -> None:
         if self._writer is None:
             self._writer = pq.ParquetWriter(
-                self._half(), group.schema, compression="lz4", use_dictionary=self._repeated(group.schema)
-            )
+                self._half(), group.schema, compression="lz4", use_dictionary=self._repeated(group.schema),
+                write_page_checksum=True,
+            )  # fmt: skip
         self._writer.write_table(group.combine_chunks(), row_group_size=self.rows_per_group)
         self._rows_in_file += group.num_rows
         if self._rows_in_file >= self.rows_per_file:

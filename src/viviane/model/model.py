@@ -201,6 +201,7 @@ class Model:
         run_folder: str | AnyPath | None = None,
         callbacks: Sequence[Callback] = (),
         resume: bool = False,
+        files: Mapping[str, Any] | None = None,
     ) -> History:
         """Train; a second call goes on with the optimizer's state where the first one ended.
 
@@ -211,6 +212,7 @@ class Model:
             run_folder: where metrics and checkpoints go, a folder or a URL.
             callbacks: hooks, see `viviane.training.Callback`.
             resume: go on from the newest checkpoint of the run folder.
+            files: more JSON files of the run folder, by name.
         """
         before = self.trainer
         solver = self.solver if epochs is None else Solver(**{**self.solver.model_dump(), "epochs": epochs})
@@ -225,6 +227,7 @@ class Model:
             callbacks=callbacks,
             run_folder=run_folder,
             config={"name": self.name, **graph},
+            files=files,
         )
         if before.step:
             self._trainer.stepper.optimizer = before.stepper.optimizer

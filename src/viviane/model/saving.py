@@ -19,18 +19,21 @@ from torch import nn
 from viviane.config import OptimizerSettings, Solver
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import CheckpointError, ConfigError, DataError, VivianeError
+from viviane.core.exchange import recover, tidy
+from viviane.core.file_names import file_inside, refuse_link_outside
 from viviane.core.files import file_sha256, replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, RemotePath, location, published_location
 from viviane.core.remote.cache import local_copy
 from viviane.model.nodes import Name, Node
 from viviane.schema import SCHEMA_FILE, Schema
 from viviane.training import load_checkpoint, write_checkpoint
-from viviane.training.manifest import FileEntry
+from viviane.training.manifest import MANIFEST_FILE, FileEntry, verify_checkpoint
 
 MODEL_FILE: Final = "model.json"
 FILES_FILE: Final = "files.json"
 ETL_FILE: Final = "etl.zip"
 WEIGHTS: Final = "weights"
+_WEIGHTS_MANIFEST: Final = f"{WEIGHTS}/{MANIFEST_FILE}"
 
 
 class ModelFile(Settings):
@@ -79,6 +82,8 @@ def write_model(
         CheckpointError: the disk is full or not writable.
     """
     path, there = location(folder), published_location(folder)
+    if isinstance(there, Path):
+        tidy(there)
     taken = there.exists() and (not there.is_dir() or any(True for _ in there.iterdir()))
     if taken and not (there / FILES_FILE).exists():
         raise ConfigError(
@@ -108,6 +113,7 @@ def find_model(path: str | AnyPath) -> Path:
     inner = isinstance(given, RemotePath) and (given / "model").exists()  # of a run, the model alone is copied
     folder = local_copy(given / "model" if inner else given)
     for place in (folder, folder / "model"):
+        recover(place)
         if (place / FILES_FILE).exists() or (place / MODEL_FILE).exists():
             return place
     raise CheckpointError(
@@ -118,8 +124,12 @@ def find_model(path: str | AnyPath) -> Path:
     )
 
 
-def read_model(folder: Path) -> tuple[ModelFile, Schema]:
+def read_model(folder: Path, *, whole: bool = False) -> tuple[ModelFile, Schema]:
     """Verify the files of a saved model but its weights, and read graph and schema.
+
+    Args:
+        folder: of the model.
+        whole: verify the weights, too.
 
     Raises:
         CheckpointError: naming the file that is missing, truncated or altered.
@@ -131,14 +141,28 @@ def read_model(folder: Path) -> tuple[ModelFile, Schema]:
         raise CheckpointError(
             "a file of the model is missing, truncated or altered", where=str(folder / FILES_FILE), value=str(error)
         ) from error
-    for name in (MODEL_FILE, SCHEMA_FILE, f"{WEIGHTS}/manifest.json"):
+    needed = [MODEL_FILE, SCHEMA_FILE, _WEIGHTS_MANIFEST, *([ETL_FILE] if (folder / ETL_FILE).exists() else [])]
+    for name in needed:
         if name not in files:
             raise CheckpointError(f"the list of files lacks {name}", where=str(folder / FILES_FILE))
     for name, entry in files.items():
-        if not name.startswith(f"{WEIGHTS}/"):  # the weights have a manifest of their own
-            _verify(folder / name, entry)
-    _verify(folder / WEIGHTS / "manifest.json", files[f"{WEIGHTS}/manifest.json"])
+        file = file_inside(folder, name, where=str(folder / FILES_FILE), error=CheckpointError)
+        if whole or name == _WEIGHTS_MANIFEST or not name.startswith(f"{WEIGHTS}/"):  # weights have their own manifest
+            _verify(file, entry)
+    refuse_link_outside(folder / WEIGHTS, folder, CheckpointError)
     return ModelFile.from_json_file(folder / MODEL_FILE), Schema.load(folder)
+
+
+def verify_model(path: str | AnyPath) -> list[Path]:
+    """Compare every file of a saved model with its size and check sum; returns the files.
+
+    Raises:
+        CheckpointError: naming the file that is missing, truncated or altered.
+    """
+    folder = find_model(path)
+    read_model(folder, whole=True)
+    verify_checkpoint(folder / WEIGHTS)
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def load_weights(folder: Path, module: nn.Module) -> None:

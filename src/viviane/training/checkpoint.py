@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from viviane.config.base import load_json
 from viviane.core.errors import CheckpointError
@@ -17,10 +17,18 @@ from viviane.core.locations import AnyPath
 from viviane.core.remote.cache import local_copy
 from viviane.optim import DenseOptimizer
 from viviane.parallel import Group
-from viviane.training.checkpoint_write import DENSE_FILE, HISTORY_FILE, OPTIMIZER_FILE, PROGRESS_FILE
 from viviane.training.dense_state import dense_parameters, dense_tensors, restore_optimizer
 from viviane.training.group_results import together
-from viviane.training.manifest import Manifest, TensorEntry, read_manifest, verify_files
+from viviane.training.manifest import (
+    DENSE_FILE,
+    HISTORY_FILE,
+    OPTIMIZER_FILE,
+    PROGRESS_FILE,
+    Manifest,
+    TensorEntry,
+    read_manifest,
+    verify_files,
+)
 from viviane.training.place import Progress
 from viviane.training.saved_table import SavedTable
 from viviane.training.table_files import TableFile, table_files
@@ -55,7 +63,13 @@ def load_checkpoint(
     """
     path, group = local_copy(folder), group or group_of(module)
     manifest, tables = together(group, lambda: _verified(path, module, weights_only, group))
+    saved = _dense(path, manifest)
     if optimizer is not None and not weights_only:
+        if OPTIMIZER_FILE not in manifest.files:
+            raise CheckpointError(
+                "the checkpoint lacks the state of the dense optimizer", where=str(path / OPTIMIZER_FILE),
+                fix="load it with weights_only=True",
+            )  # fmt: skip
         restore_optimizer(
             optimizer,
             dense_parameters(module),
@@ -63,7 +77,6 @@ def load_checkpoint(
             manifest.dense_optimizer_values,
             str(path / OPTIMIZER_FILE),
         )
-    saved = read_tensors(path / DENSE_FILE)
     with torch.no_grad():
         for name, tensor in dense_tensors(module).items():
             tensor.copy_(saved[name])
@@ -92,6 +105,20 @@ def _verified(
     return manifest, [
         (table, table.read(path, manifest.tables[table.full], weights_only)) for table in table_files(module)
     ]
+
+
+def _dense(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Read the dense weights, and compare their names, shapes and types with the manifest's."""
+    found = read_tensors(path / DENSE_FILE)
+    kinds = {name: str(TensorEntry.of(tensor)) for name, tensor in found.items()}
+    listed = {name: str(entry) for name, entry in manifest.dense.items()}
+    wrong = sorted(name for name in kinds.keys() | listed.keys() if kinds.get(name) != listed.get(name))
+    if wrong:
+        raise CheckpointError(
+            "the dense weights are not those that the manifest lists", where=f"{path / DENSE_FILE}, {wrong[0]!r}",
+            value=kinds.get(wrong[0], "absent"), allowed=listed.get(wrong[0], "absent"), fix="use another checkpoint",
+        )  # fmt: skip
+    return found
 
 
 def _compare(path: Path, manifest: Manifest, module: nn.Module) -> None:

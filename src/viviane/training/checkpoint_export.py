@@ -13,7 +13,7 @@ from torch import Tensor
 from viviane.core.errors import ConfigError
 from viviane.core.files import replace_folder
 from viviane.training.checkpoint_tools import new_folder, pieces
-from viviane.training.manifest import verify_checkpoint
+from viviane.training.manifest import DENSE_FILE, Manifest, verify_checkpoint
 from viviane.training.saved_table import SavedTable
 from viviane.training.table_files import table_file
 from viviane.training.tensor_files import write_tensors
@@ -34,11 +34,11 @@ def export_checkpoint(source: str | Path, target: str | Path, kind: str = "npy")
         raise ConfigError("unknown format", value=kind, allowed=", ".join(FORMATS))
     folder = new_folder(target)
     manifest = verify_checkpoint(source)
-    with replace_folder(folder) as work:
-        shutil.copyfile(Path(source) / "dense.safetensors", work / "dense.safetensors")
+    stems = _stems(manifest, kind)
+    with replace_folder(folder, overwrite=False) as work:
+        shutil.copyfile(Path(source) / DENSE_FILE, work / DENSE_FILE)
         for full, entry in manifest.tables.items():
-            saved = SavedTable(Path(source), entry)
-            stem = Path(table_file(full)).name.removesuffix(".safetensors")
+            saved, stem = SavedTable(Path(source), entry), stems[full]
             keys = saved.content()["keys"] if entry.is_dynamic else None
             if kind == "safetensors":
                 whole = {"weight": saved.read("weight", range(saved.num_rows))}
@@ -48,6 +48,26 @@ def export_checkpoint(source: str | Path, target: str | Path, kind: str = "npy")
             else:
                 _write_parquet(work / f"{stem}.parquet", saved, keys)
     return sorted(folder.iterdir())
+
+
+def _stems(manifest: Manifest, kind: str) -> dict[str, str]:
+    """Return the name of each table's file without its ending.
+
+    Raises:
+        ConfigError: two of them would be written to one file.
+    """
+    stems = {full: Path(table_file(full)).name.removesuffix(".safetensors") for full in manifest.tables}
+    owner = {DENSE_FILE: "the dense weights"}
+    for full, stem in stems.items():
+        beside = [f"{stem}.keys.npy"] if kind == "npy" and manifest.tables[full].is_dynamic else []
+        for name in (f"{stem}.{kind}", *beside):
+            if name in owner:
+                raise ConfigError(
+                    "two parts of the checkpoint would be exported to one file", where=f"{owner[name]} and {full!r}",
+                    value=name, fix="choose another format",
+                )  # fmt: skip
+            owner[name] = repr(full)
+    return stems
 
 
 def _rows(saved: SavedTable, keys: range) -> np.ndarray[Any, Any]:

@@ -26,7 +26,7 @@ SMALL_BYTES: Final = 16 << 20
 """A process with fewer bytes of rows writes them as fast as it starts a thread and holds them."""
 INDEX_FILE: Final = "index.json"
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.(step-\d{8,}|index\.json)\..+\.(tmp|old)")
+_LEFTOVER = re.compile(r"\.(step-\d{8,}|index\.json)\..+\.(tmp|old|lock)")
 _log = get_logger("training.checkpoint")
 
 

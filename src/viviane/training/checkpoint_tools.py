@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ConfigError
+from viviane.core.exchange import tidy
 from viviane.core.files import file_sha256, replace_folder
 from viviane.embedding import TableConfig
 from viviane.parallel import Plan, TablePlan, shards_of
 from viviane.training.manifest import (
+    DENSE_FILE,
+    MAX_SHARDS,
+    OPTIMIZER_FILE,
+    PROGRESS_FILE,
     FileEntry,
     Manifest,
     ShardEntry,
@@ -29,7 +34,7 @@ from viviane.training.tensor_files import read_tensors, write_tensors
 
 _PIECE_ELEMENTS = 1 << 22
 _OF_ALL_COLUMNS = ("state.last_step",)  # one number a row that every part of the columns has alike
-_DENSE_FILES = ("dense.safetensors", "dense_optimizer.safetensors", "progress.safetensors")
+_DENSE_FILES = (DENSE_FILE, OPTIMIZER_FILE, PROGRESS_FILE)
 
 
 def reshard(source: str | Path, target: str | Path, *, processes: int | None = None, plan: Plan | None = None) -> None:
@@ -47,13 +52,14 @@ def reshard(source: str | Path, target: str | Path, *, processes: int | None = N
     """
     if (processes is None) == (plan is None):
         raise ConfigError("say either a number of processes or a plan", value=processes)
-    if processes is not None and processes < 1:
-        raise ConfigError("a number of processes", value=processes, allowed="1 or more")
+    if processes is not None and not 1 <= processes <= MAX_SHARDS:
+        raise ConfigError("a number of processes", value=processes, allowed=f"1 to {MAX_SHARDS}")
     folder = new_folder(target)
     manifest = verify_checkpoint(source)
-    with replace_folder(folder) as work:
+    with replace_folder(folder, overwrite=False) as work:
         old = {name for entry in manifest.tables.values() for name in entry.files}
         for name in manifest.files.keys() - old:
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(source) / name, work / name)
         tables = {}
         for full, entry in manifest.tables.items():
@@ -71,6 +77,7 @@ def new_folder(target: str | Path) -> Path:
         ConfigError: something is there.
     """
     path = Path(target)
+    tidy(path)
     if path.exists():
         raise ConfigError("the folder exists", where=str(path), fix="choose another")
     return path

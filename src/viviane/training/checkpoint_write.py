@@ -21,23 +21,31 @@ import torch
 from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError
-from viviane.core.files import replace_folder, sync_folder, write_bytes_atomic
+from viviane.core.exchange import sync_folder
+from viviane.core.files import replace_folder, write_bytes_atomic
 from viviane.embedding import Storage
 from viviane.optim import DenseOptimizer
 from viviane.parallel import Group, ShardedCollection
 from viviane.training.dense_state import collections_of, dense_parameters, dense_tensors, optimizer_tensors
 from viviane.training.group_results import on_first, together
 from viviane.training.held_rows import CopyStream, held_rows
-from viviane.training.manifest import FileEntry, Manifest, TableEntry, TensorEntry, version_of, write_manifest
+from viviane.training.manifest import (
+    DENSE_FILE,
+    HISTORY_FILE,
+    OPTIMIZER_FILE,
+    PROGRESS_FILE,
+    FileEntry,
+    Manifest,
+    TableEntry,
+    TensorEntry,
+    version_of,
+    write_manifest,
+)
 from viviane.training.place import Progress
 from viviane.training.table_files import table_file, table_files
 from viviane.training.table_parts import choose_writers, group_of
 from viviane.training.tensor_files import Source, still_tensors, write_sources
 
-DENSE_FILE: Final = "dense.safetensors"
-OPTIMIZER_FILE: Final = "dense_optimizer.safetensors"
-PROGRESS_FILE: Final = "progress.safetensors"
-HISTORY_FILE: Final = "history.json"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 T = TypeVar("T")
 

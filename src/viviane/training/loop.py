@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +29,7 @@ from viviane.training.fit_rows import FitRows
 from viviane.training.fixed_sizes import FixedSizes
 from viviane.training.history import History, higher_is_better, is_better
 from viviane.training.progress import ProgressLine
-from viviane.training.run_folder import RunFolder
+from viviane.training.run_folder import RunFolder, hold_folder
 from viviane.training.stages import StageTimes
 from viviane.training.together import agree_on_weights
 
@@ -110,7 +110,9 @@ class FitLoop:
 
     def run(self, resume: bool) -> History:
         """Train, and return the history."""
-        with tempfile.TemporaryDirectory(prefix="viviane-best-") as spare:
+        with tempfile.TemporaryDirectory(prefix="viviane-best-") as spare, ExitStack() as held:
+            if self.folder is not None:
+                self.group.from_first(partial(hold_folder, self.folder, held))
             self._open(resume, Path(spare))
             events = self._open_events()
             shown = self.trainer.progress if self.writes else False
@@ -153,27 +155,37 @@ class FitLoop:
             self.store = CheckpointStore(self.folder.checkpoints, keep, higher_is_better=up, group=self.group)
             self.store.mirror = self.trainer.mirror
             resume = resume or num_restarts() > 0  # torchrun started the job's processes anew
-            found = self.group.from_first(partial(self._start_folder, self.folder, self.store, resume))
+            found = self.group.from_first(partial(self._find_checkpoint, self.folder, self.store, resume))
             if found is not None:
                 self._go_back(Path(found))
             elif resume:
                 _log.info("no checkpoint in %s yet: starting at the beginning", self.folder.path)
-            if self.writes:
-                self.folder.rewrite_metrics(trainer.history.rows if found is not None else [])
+            # Nothing is written before the checkpoint was taken over: a resume that is refused changes nothing.
+            self.group.from_first(partial(self._start_folder, self.folder, self.store, resumed=found is not None))
         agree_on_weights(trainer.module, self.group)
         if trainer.precision is None:
             with self._new_reader(trainer.epoch) as other:  # a reader of its own: the run's position does not move
                 trainer.choose_precision(list(itertools.islice(other, _NUM_TIMING_BATCHES)))
 
-    def _start_folder(self, folder: RunFolder, store: CheckpointStore, resume: bool) -> str | None:
-        """Write what a run begins with; returns the checkpoint to go on from."""
-        trainer = self.trainer
-        if trainer.mirror is not None:
-            trainer.mirror.pull(resume=resume)
-        folder.start(trainer.config, trainer.schema, self.train.info, resume=resume)
-        store.clean()
-        path = store.latest_whole() if resume else None
+    def _find_checkpoint(self, folder: RunFolder, store: CheckpointStore, resume: bool) -> str | None:
+        """Return the checkpoint to go on from; refuse a folder with a run that is not resumed."""
+        mirror = self.trainer.mirror
+        if mirror is not None:
+            mirror.pull(resume=resume)
+        if not resume:
+            folder.refuse_run()
+            return None
+        path = store.latest_whole()
         return None if path is None else str(path)
+
+    def _start_folder(self, folder: RunFolder, store: CheckpointStore, *, resumed: bool) -> None:
+        """Write what a run begins with, and remove what killed ones left."""
+        trainer = self.trainer
+        folder.start(trainer.config, trainer.schema, self.train.info, trainer.files)
+        store.clean()
+        if resumed:
+            store.discard_after(trainer.step)
+        folder.rewrite_metrics(trainer.history.rows if resumed else [])
 
     def _go_back(self, path: Path) -> None:
         trainer = self.trainer
@@ -193,8 +205,6 @@ class FitLoop:
                 callback.restore(state)
         else:
             self._warn("the callbacks are not those of the run that is resumed: their states start anew")
-        assert self.store is not None
-        self.store.discard_after(trainer.step)
         # torchrun has started the job anew: nobody asked for it, so it is said.
         tell = self._warn if num_restarts() > 0 else _log.info
         tell("resuming at step %d from %s", trainer.step, path)

@@ -16,34 +16,44 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from viviane.config.base import Settings, load_json
-from viviane.core.errors import CheckpointError, VivianeError
+from viviane.core.errors import CheckpointError, ConfigError, VivianeError
+from viviane.core.file_names import file_inside
 from viviane.core.files import file_sha256, write_json_atomic
+from viviane.training.key_ranges import overlap
 
 MANIFEST_FILE: Final = "manifest.json"
+DENSE_FILE: Final = "dense.safetensors"
+OPTIMIZER_FILE: Final = "dense_optimizer.safetensors"
+PROGRESS_FILE: Final = "progress.safetensors"
+HISTORY_FILE: Final = "history.json"
 FORMAT: Final = "viviane-checkpoint"
 VERSION: Final = 1
 SHARDED_VERSION: Final = 2  # with tables of several files, which readers of version 1 do not know
+MAX_SHARDS: Final = 4096
+"""Files of a table at most; comparing all pairs of them takes seconds."""
+_Size = Annotated[int, Field(ge=0, le=1 << 62)]
 
 
 class FileEntry(Settings):
     """Size and check sum of one file."""
 
-    bytes: int
+    bytes: int = Field(ge=0)
     sha256: str
 
 
 class TensorEntry(Settings):
     """Shape and type of one parameter or buffer."""
 
-    shape: tuple[int, ...]
+    shape: tuple[_Size, ...]
     dtype: str
 
     @classmethod
@@ -64,8 +74,19 @@ class ShardEntry(Settings):
     """
 
     file: str
-    keys: tuple[int, int, int]
-    columns: tuple[int, int]
+    keys: tuple[_Size, _Size, Annotated[int, Field(ge=1, le=1 << 62)]]
+    columns: tuple[_Size, _Size]
+
+    @property
+    def rows(self) -> range:
+        """Its keys."""
+        return range(*self.keys)
+
+    def overlaps(self, other: ShardEntry) -> bool:
+        """Say whether both hold a number of the same key and column."""
+        if max(self.columns[0], other.columns[0]) >= min(self.columns[1], other.columns[1]):
+            return False
+        return bool(overlap(self.rows, other.rows))
 
 
 class TableEntry(Settings):
@@ -100,11 +121,26 @@ class TableEntry(Settings):
     def _check(self) -> TableEntry:
         if (self.file is None) != bool(self.shards):
             raise ValueError("a table has either a file or shards")
+        if len(self.weight.shape) != 2:
+            raise ValueError(f"a table has rows and columns, not the shape {list(self.weight.shape)}")
         if self.shards:
-            area = sum(len(range(*one.keys)) * (one.columns[1] - one.columns[0]) for one in self.shards)
-            if area != self.weight.shape[0] * self.weight.shape[1]:
-                raise ValueError("the shards do not cover the table")
+            self._check_shards()
         return self
+
+    def _check_shards(self) -> None:
+        """Refuse shards that leave the table, leave a part of it out, or hold a part twice."""
+        rows, dim = self.weight.shape
+        if len(self.shards) > MAX_SHARDS:
+            raise ValueError(f"{len(self.shards)} shards, at most {MAX_SHARDS} are allowed")
+        if self.is_dynamic:
+            raise ValueError("a dynamic table has one file")
+        for one in self.shards:
+            if not (0 <= one.columns[0] < one.columns[1] <= dim and (not one.rows or one.rows[-1] < rows)):
+                raise ValueError(f"the shard {one.file!r} leaves the table")
+        if sum(len(one.rows) * (one.columns[1] - one.columns[0]) for one in self.shards) != rows * dim:
+            raise ValueError("the shards do not cover the table")
+        for twice in _overlapping(self.shards):
+            raise ValueError(f"the shards {twice[0].file!r} and {twice[1].file!r} overlap")
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -144,13 +180,37 @@ class Manifest(Settings):
     plans: dict[str, Any] = Field(default_factory=dict)
 
 
+def _overlapping(shards: Sequence[ShardEntry]) -> Iterator[tuple[ShardEntry, ShardEntry]]:
+    """Yield pairs of shards with a number in common.
+
+    Shards of equal columns and steps are sorted, so that neighbours alone need a look; those of different kinds are
+    compared in pairs.
+    """
+    kinds: dict[tuple[int, ...], list[ShardEntry]] = {}
+    for one in shards:
+        if one.rows:
+            kinds.setdefault((*one.columns, one.keys[2]), []).append(one)
+    for alike in kinds.values():
+        alike.sort(key=lambda one: (one.keys[0] % one.keys[2], one.keys[0]))
+        yield from ((one, other) for one, other in pairwise(alike) if one.overlaps(other))
+    groups = list(kinds.values())
+    for number, group in enumerate(groups):
+        for later in groups[number + 1 :]:
+            yield from ((one, other) for one in group for other in later if one.overlaps(other))
+
+
 def version_of(tables: Mapping[str, TableEntry]) -> int:
     """Return the version of the format that tables need."""
     return SHARDED_VERSION if any(table.shards for table in tables.values()) else VERSION
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, sealed with a check sum of itself."""
+    """Write the manifest, sealed with a check sum of itself.
+
+    Raises:
+        CheckpointError: two tables would have one file.
+    """
+    _check_names(manifest, folder / MANIFEST_FILE)
     body = manifest.to_dict()
     write_json_atomic(folder / MANIFEST_FILE, {**body, "sha256": _seal(body)})
 
@@ -159,10 +219,11 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and verify the manifest alone; `verify_checkpoint` looks at the other files too.
 
     Raises:
-        CheckpointError: there is no checkpoint, its format is unknown, or the manifest was altered.
+        CheckpointError: there is no checkpoint, its format is unknown, the manifest was altered, or it names files
+            that are not its own.
     """
     path = Path(folder) / MANIFEST_FILE
-    if not path.exists():
+    if not path.is_file():
         raise CheckpointError("there is no checkpoint here", where=str(path), fix="name a folder with manifest.json")
     try:
         body = load_json(path)
@@ -187,7 +248,34 @@ def read_manifest(folder: str | Path) -> Manifest:
             where=str(path),
             fix="use another checkpoint",
         )
-    return Manifest.from_dict(body, where=str(path))
+    try:
+        manifest = Manifest.from_dict(body, where=str(path))
+    except ConfigError as error:
+        raise CheckpointError(
+            "the checkpoint's manifest is malformed", where=error.where, value=error.what, fix="use another checkpoint"
+        ) from error
+    _check_names(manifest, path)
+    return manifest
+
+
+def _check_names(manifest: Manifest, path: Path) -> None:
+    """Refuse names that leave the folder, and files that are read without being listed."""
+    for name in manifest.files:
+        file_inside(path.parent, name, where=str(path), error=CheckpointError)
+    owner: dict[str, str] = {}
+    listed = [(f"table {full!r}", name) for full, entry in manifest.tables.items() for name in entry.files]
+    for what, name in [("the dense weights", DENSE_FILE), *listed]:
+        if name not in manifest.files or name == MANIFEST_FILE:
+            raise CheckpointError(
+                "the manifest names a file that is not in its list", where=f"{path}, {what}", value=name,
+                allowed="a name under \"files\", with size and check sum", fix="use another checkpoint",
+            )  # fmt: skip
+        if name in owner:
+            raise CheckpointError(
+                "two parts of the checkpoint name one file", where=f"{path}, {owner[name]} and {what}", value=name,
+                fix="use another checkpoint",
+            )  # fmt: skip
+        owner[name] = what
 
 
 def verify_checkpoint(folder: str | Path) -> Manifest:
@@ -204,7 +292,8 @@ def verify_checkpoint(folder: str | Path) -> Manifest:
 def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Read some files of a checkpoint and compare sizes and check sums; errors as of `verify_checkpoint`."""
     for name in names:
-        file, entry = path / name, manifest.files[name]
+        entry = manifest.files[name]
+        file = file_inside(path, name, where=str(path / MANIFEST_FILE), error=CheckpointError)
         if not file.is_file():
             raise CheckpointError("a file of the checkpoint is missing", where=str(file), fix="use another checkpoint")
         size = file.stat().st_size

@@ -14,12 +14,14 @@ runs/mine/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
+from viviane.core.locks import locked
 from viviane.schema import Schema
 from viviane.training.history import finite_or_none
 
@@ -57,22 +59,51 @@ class RunFolder:
         metrics = self.path / METRICS_FILE
         return (metrics.exists() and metrics.stat().st_size > 0) or any(self.checkpoints.glob("step-*"))
 
-    def start(self, config: Mapping[str, Any], schema: Schema, data_info: Mapping[str, Any], *, resume: bool) -> None:
-        """Write settings and schema.
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the run folder for a block: one job at a time writes it.
 
         Raises:
-            ConfigError: the folder holds a run and this is not a resume.
+            ConfigError: another process is at it; says which.
         """
-        if self.holds_a_run and not resume:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path):
+            yield
+
+    def refuse_run(self) -> None:
+        """Refuse a folder that holds a run.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if self.holds_a_run:
             raise ConfigError(
                 "the run folder already holds a run",
                 where=str(self.path),
                 fix="continue it with resume=True, or choose another folder",
             )
+
+    def start(
+        self,
+        config: Mapping[str, Any],
+        schema: Schema,
+        data_info: Mapping[str, Any],
+        files: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write settings and schema.
+
+        Args:
+            config: of the run.
+            schema: of its data.
+            data_info: statistics of the training data.
+            files: further JSON files, by name.
+        """
         write_json_atomic(self.path / CONFIG_FILE, dict(config))
         schema.save(self.path)
         if data_info:
             write_json_atomic(self.path / "data_info.json", dict(data_info))
+        for name, content in (files or {}).items():
+            write_json_atomic(self.path / name, content)
 
     def rewrite_metrics(self, rows: list[dict[str, Any]]) -> None:
         """Write metrics.jsonl anew: empty at the start, up to the checkpoint on a resume."""
@@ -100,6 +131,11 @@ class RunFolder:
     def write_histogram(self, histogram: Mapping[str, Any]) -> None:
         """Write the calibration bins of an evaluation."""
         write_json_atomic(self.path / "valid_histogram.json", dict(histogram))
+
+
+def hold_folder(folder: RunFolder, stack: ExitStack) -> None:
+    """Hold a run folder until `stack` ends; of several processes the first one holds it for all."""
+    stack.enter_context(folder.held())
 
 
 def _line(row: Mapping[str, Any]) -> str:

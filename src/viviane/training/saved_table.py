@@ -40,7 +40,9 @@ class SavedTable:
         """
         if shard.file not in self._open:
             found = read_tensors(self.folder / shard.file)
-            if not self.entry.is_dynamic:
+            if self.entry.is_dynamic:
+                self._check_dynamic(shard, found)
+            else:
                 self._check(shard, found)
             self._open[shard.file] = found
         return self._open[shard.file]
@@ -53,6 +55,14 @@ class SavedTable:
                 raise CheckpointError(
                     "a table's file does not hold what the manifest says", where=f"{self.folder / shard.file}, {name}",
                     value=shape, allowed=str((rows, columns)),
+                )  # fmt: skip
+
+    def _check_dynamic(self, shard: ShardEntry, found: dict[str, Tensor]) -> None:
+        for name, shape in (("keys", (self.num_rows,)), ("weight", (self.num_rows, self.dim))):
+            if name not in found or tuple(found[name].shape) != shape:
+                raise CheckpointError(
+                    "a table's file does not hold what the manifest says", where=f"{self.folder / shard.file}, {name}",
+                    value=tuple(found[name].shape) if name in found else "absent", allowed=str(shape),
                 )  # fmt: skip
 
     def content(self) -> dict[str, Tensor]:

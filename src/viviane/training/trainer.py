@@ -59,7 +59,7 @@ class Trainer:
         tensorboard: write events into the run folder; None does where tensorboard is installed.
         progress: show a line of progress; None does at a terminal.
         log_every: steps between rows of the training loss.
-        config: more entries for the run folder's config.json.
+        config, files: more entries for the run folder's config.json; more JSON files beside it, by name.
         group: the processes that train together; None takes all that torchrun started, or this one alone. Each
             reads its share of every batch and calls the trainer's methods together with the others; rank 0 writes.
 
@@ -98,6 +98,7 @@ class Trainer:
         progress: bool | None = None,
         log_every: int = 100,
         config: Mapping[str, Any] | None = None,
+        files: Mapping[str, Any] | None = None,
         group: Group | None = None,
     ) -> None:
         self.schema = schema
@@ -113,7 +114,7 @@ class Trainer:
         self.run_folder = self.mirror.local if self.mirror is not None else cast("Path | None", place)
         self.tensorboard = tensorboard
         self.progress = progress
-        self.log_every = log_every
+        self.log_every, self.files = log_every, dict(files or {})
         self.config = {
             "viviane": version("viviane"),
             "torch": torch.__version__,

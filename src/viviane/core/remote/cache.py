@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from viviane.core.errors import DataError, RemoteError
+from viviane.core.exchange import recover
+from viviane.core.file_names import check_file_name
 from viviane.core.files import replace_folder
 from viviane.core.locations import RemotePath, location
 from viviane.core.logging import get_logger
@@ -53,6 +55,7 @@ def local_copy(path: str | Path | RemotePath) -> Path:
     """
     place = location(path)
     if isinstance(place, Path):
+        recover(place)
         return place
     with _one_at_a_time:
         return _fetch(place)
@@ -129,6 +132,8 @@ def _download(remote: RemotePath, place: RemotePath, files: Mapping[str, Publish
     _log.info("copying %s, %d bytes, to %s", remote, need, target)
     try:
         with replace_folder(target) as work, ThreadPoolExecutor(_THREADS, thread_name_prefix="viviane-fetch") as pool:
+            for name in filter(None, files):  # keys of a store are any text
+                check_file_name(name, where=str(place), error=RemoteError)
 
             def fetch(name: str) -> None:
                 _fetch_file(place / name if name else place, files[name], work / (name or remote.name))

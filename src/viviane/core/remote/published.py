@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from viviane.core.errors import ConfigError, DataError, RemoteError, VivianeError
+from viviane.core.file_names import check_file_name
 from viviane.core.locations import RemotePath
 from viviane.core.remote.retry import retried
 from viviane.core.remote.systems import rename_over
@@ -69,6 +70,8 @@ class Published:
             if data["format"] != _FORMAT or data["version"] != 1:
                 raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
             files = {name: PublishedFile(int(one["bytes"]), str(one["sha256"])) for name, one in data["files"].items()}
+            for name in (data["folder"], *files):
+                check_file_name(name, where=str(file), error=RemoteError)
             return cls(root, str(data["folder"]), files)
         except FileNotFoundError:
             return None

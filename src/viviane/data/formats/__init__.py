@@ -1,8 +1,9 @@
 """The formats that data sets are kept in: Parquet, Viviane's own, and HugeCTR's."""
 
+from viviane.core.data_manifest import MANIFEST_FILE
 from viviane.data.formats.format import Format
 from viviane.data.formats.hugectr_parquet import HugectrParquetFormat
-from viviane.data.formats.manifest import MANIFEST_FILE, Manifest
+from viviane.data.formats.manifest import Manifest
 from viviane.data.formats.norm import NormFormat
 from viviane.data.formats.parquet import ParquetFormat
 from viviane.data.formats.raw import RawFormat

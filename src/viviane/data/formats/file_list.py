@@ -1,6 +1,8 @@
 """HugeCTR's file lists: a text file whose first line is a count, then one path a line.
 
-A path counts from the folder of the list; where nothing stands there, from the working directory, as HugeCTR does.
+A path counts from the folder of the list; where nothing stands there, from the working directory, as HugeCTR does. A
+list that is given may name files anywhere, like a command line; one that is found in a folder, only files of that
+folder.
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ def is_file_list(path: Path) -> bool:
         return file.readline(_LONGEST_COUNT).strip().isdigit()
 
 
-def read_file_list(path: Path) -> list[Path]:
+def read_file_list(path: Path, *, inside: Path | None = None) -> list[Path]:
     """Return the paths of a file list.
 
+    Args:
+        path: the list.
+        inside: refuse files that are not in this folder.
+
     Raises:
-        DataError: the list is malformed, the count is not the number of lines, or a file is missing.
+        DataError: the list is malformed, the count is not the number of lines, a file is missing or not in the folder.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -45,7 +51,14 @@ def read_file_list(path: Path) -> list[Path]:
         )
     if not names:
         raise DataError("the file list names no files", where=str(path))
-    return [_find(path, number, name) for number, name in enumerate(names, 2)]
+    files = [_find(path, number, name) for number, name in enumerate(names, 2)]
+    for number, file in enumerate(files, 2):
+        if inside is not None and not file.resolve().is_relative_to(inside.resolve()):
+            raise DataError(
+                "a file list that was found in a folder names a file outside it", where=f"{path}, line {number}",
+                value=str(file), allowed=f"files in {inside}", fix="give the list itself, if you trust it",
+            )  # fmt: skip
+    return files
 
 
 def _find(path: Path, line: int, name: str) -> Path:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from viviane.config.base import Settings
-from viviane.core.errors import DataError, SchemaError, suggest
+from viviane.core.errors import ConfigError, DataError, SchemaError, suggest
+from viviane.core.file_names import check_file_name
 from viviane.core.locations import AnyPath
 from viviane.data.block import Block, View
 from viviane.data.checks import Place
@@ -37,12 +39,32 @@ class BlockEntry(Settings):
 
 
 class FileEntry(Settings):
-    """One file of a written data set."""
+    """One file of a written data set.
+
+    Args:
+        name: inside the folder.
+        rows, bytes: how many.
+        sha256: check sum of its bytes; None in data sets written before 0.2.
+        blocks: in Viviane's own format, its blocks.
+    """
 
     name: str = Field(min_length=1)
     rows: int = Field(ge=0)
     bytes: int = Field(ge=0)
+    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     blocks: tuple[BlockEntry, ...] = ()
+
+
+def _check_pattern(pattern: str) -> str:
+    if re.fullmatch(r"[^{}]*\{(:0?\d{1,2}d?)?\}[^{}]*", pattern) is None:
+        raise ValueError("a pattern of file names holds one place for a number: part-{:05}.parquet")
+    if "/" in check_file_name(pattern.format(0), where="file_name", error=ConfigError):
+        raise ValueError("a pattern of file names has no folder")
+    return pattern
+
+
+FilePattern = Annotated[str, AfterValidator(_check_pattern)]
+"""Names of files to write, with one place for their number."""
 
 
 class Format(Settings):
@@ -161,7 +183,7 @@ def check_entries(files: Sequence[Path], storage: Storage, entries: Sequence[Fil
     Raises:
         DataError: a file is longer or shorter than it was written.
     """
-    for file, stamp, entry in zip(files, storage.stamps, entries or (), strict=False):
+    for file, stamp, entry in zip(files, storage.stamps, entries or (), strict=entries is not None):
         if stamp[0] != entry.bytes:
             raise DataError(
                 "a file has another size than the manifest says; it may be truncated or half copied",

@@ -11,12 +11,13 @@ import pyarrow.compute as pc
 
 from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, DataError, SchemaError, suggest
+from viviane.core.file_names import file_inside
 from viviane.core.files import write_json_atomic
 from viviane.data.block import Block
 from viviane.data.columns import arrow_types, is_list
 from viviane.data.decode import decode_table, open_parquet, read_group
 from viviane.data.formats.file_list import FILE_LIST, METADATA_FILE, is_file_list, read_file_list, write_file_list
-from viviane.data.formats.format import FileEntry, Format, check_entries
+from viviane.data.formats.format import FileEntry, FilePattern, Format, check_entries
 from viviane.data.formats.parquet import groups_of, write_parquet
 from viviane.data.formats.slots import check_slots, slots_of
 from viviane.data.plan import Group
@@ -41,14 +42,14 @@ class HugectrParquetFormat(Format):
     i64_input_key: bool = False
     slot_sizes: tuple[int, ...] | None = None
     shifted_keys: bool = False
-    file_name: str = "part-{:05}.parquet"
+    file_name: FilePattern = "part-{:05}.parquet"
 
     def files_at(self, path: Path) -> list[Path]:
         """Return the files of a file list, of a folder's file list, or those that the folder's metadata names."""
         if path.is_dir():
             if (path / FILE_LIST).exists():
-                return read_file_list(path / FILE_LIST)
-            return [path / name for name in _metadata(path)["files"]]
+                return read_file_list(path / FILE_LIST, inside=path)
+            return [file_inside(path, name, where=str(path / METADATA_FILE)) for name in _metadata(path)["files"]]
         if not path.is_file() or not is_file_list(path):
             raise DataError("neither a file list nor a folder", where=str(path), fix=f"give {FILE_LIST}")
         return read_file_list(path)

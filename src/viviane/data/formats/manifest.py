@@ -1,23 +1,29 @@
-"""manifest.json: the format of a data set folder, the columns in its files, and the files with rows and bytes.
+"""manifest.json: the format of a data set folder, the columns in its files, and the files with rows, bytes, check sums.
 
-It is written last, so a folder with a manifest is complete. A folder of Parquet files needs none.
+It is written last, so a folder with a manifest is complete. A folder of Parquet files needs none: then every file in
+it belongs to the data set.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import SerializeAsAny, field_validator
 
 from viviane.config.base import Settings, load_json
+from viviane.core.data_manifest import MANIFEST_FILE, write_data_manifest
 from viviane.core.errors import ConfigError, DataError
+from viviane.core.file_names import check_file_name, file_inside
+from viviane.core.files import file_sha256
 from viviane.core.locations import AnyPath
 from viviane.data.formats.format import FileEntry, Format
 from viviane.data.formats.registry import format_of
 from viviane.schema import Schema
 
-MANIFEST_FILE: Final = "manifest.json"
+_PIECE_BYTES: Final = 8 << 20
 
 
 class Manifest(Settings):
@@ -26,7 +32,7 @@ class Manifest(Settings):
     Args:
         format: the format with its options.
         stored: every column in the files, in order.
-        files: their names inside the folder, rows and bytes, in the order of their rows.
+        files: their names inside the folder, rows, bytes and check sums, in the order of their rows.
     """
 
     version: Literal[1] = 1
@@ -56,15 +62,79 @@ class Manifest(Settings):
                 "the manifest is damaged", where=str(file), value=str(error), fix="copy or write the data set again"
             ) from error
 
-    def paths(self, folder: Path) -> list[Path]:
+    @classmethod
+    def write(cls, folder: Path, format: Format, stored: Schema, files: Iterable[FileEntry]) -> None:  # noqa: A002
+        """Write the manifest of finished files, with their check sums."""
+        plain = (one.model_dump(mode="json", exclude_none=True) for one in files)
+        write_data_manifest(folder, format.to_dict(), stored.to_dict(), plain)
+
+    def paths(self, folder: AnyPath) -> list[AnyPath]:
         """Return the files.
 
         Raises:
-            DataError: one is missing.
+            DataError: one is missing, or its name leads out of the folder; a folder of Parquet holds others besides.
         """
+        where, twice = str(folder / MANIFEST_FILE), set()
+        paths: list[AnyPath] = []
         for entry in self.files:
-            if not (folder / entry.name).is_file():
+            check_file_name(entry.name, where=where)
+            if entry.name in twice:
+                raise DataError("the manifest names a file twice", where=where, value=entry.name)
+            twice.add(entry.name)
+            path: AnyPath = folder / entry.name
+            if isinstance(folder, Path):
+                path = file_inside(folder, entry.name, where=where)
+                if not path.is_file():
+                    fix = "copy the data set again"
+                    raise DataError("a file of the manifest is missing", where=str(path), fix=fix)
+            paths.append(path)
+        if self.format.format == "parquet":
+            self._refuse_others(folder)
+        return paths
+
+    def _refuse_others(self, folder: AnyPath) -> None:
+        """Refuse Parquet files that the manifest does not list, which would be left out without a word."""
+        listed = {entry.name for entry in self.files}
+        for file in sorted(one.name for one in folder.glob("*.parquet")):
+            if file not in listed and not file.startswith((".", "_")):
                 raise DataError(
-                    "a file of the manifest is missing", where=str(folder / entry.name), fix="copy the data set again"
-                )
-        return [folder / entry.name for entry in self.files]
+                    "the folder holds a Parquet file that its manifest does not list", where=str(folder / file),
+                    fix=f"remove the file; or, if it belongs to the data set, remove {MANIFEST_FILE}: then every "
+                    "Parquet file is read, without check sums",
+                )  # fmt: skip
+
+    def verify(self, folder: AnyPath) -> int:
+        """Compare the check sum of every file; returns the bytes compared, without files that have none.
+
+        Raises:
+            DataError: a file is missing, truncated or altered.
+        """
+        total = 0
+        for entry, path in zip(self.files, self.paths(folder), strict=True):
+            size = path.stat().st_size
+            if size != entry.bytes:
+                raise _altered(path, f"{size} bytes", f"{entry.bytes} bytes")
+            if entry.sha256 is None:
+                continue
+            found = _sha256(path)
+            if found != entry.sha256:
+                raise _altered(path, f"SHA-256 {found}", f"SHA-256 {entry.sha256}")
+            total += size
+        return total
+
+
+def _sha256(path: AnyPath) -> str:
+    if isinstance(path, Path):
+        return file_sha256(path)
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+        return digest.hexdigest()
+
+
+def _altered(path: AnyPath, value: str, allowed: str) -> DataError:
+    return DataError(
+        "a file of the data set was altered since it was written", where=str(path), value=value, allowed=allowed,
+        fix="copy or write the data set again",
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from viviane.core.errors import DataError
 from viviane.data import checks
 from viviane.data.block import Block, Jagged
 from viviane.data.formats.file_list import FILE_LIST, is_file_list, read_file_list, write_file_list
-from viviane.data.formats.format import FileEntry, Format, check_entries, check_stored, checked_views
+from viviane.data.formats.format import FileEntry, FilePattern, Format, check_entries, check_stored, checked_views
 from viviane.data.formats.norm_pack import pack
 from viviane.data.formats.slots import check_slots, slots_of
 from viviane.data.plan import Group
@@ -45,7 +45,7 @@ class NormFormat(Format):
     i64_input_key: bool = False
     slot_sizes: tuple[int, ...] | None = Field(default=None)
     shifted_keys: bool = True
-    file_name: str = "part-{:05}.norm"
+    file_name: FilePattern = "part-{:05}.norm"
 
     @property
     def key_bytes(self) -> int:
@@ -60,7 +60,7 @@ class NormFormat(Format):
     def files_at(self, path: Path) -> list[Path]:
         """Return the files of a file list, or the one file that is no list; see Format."""
         if path.is_dir() and (path / FILE_LIST).exists():
-            path = path / FILE_LIST
+            return read_file_list(path / FILE_LIST, inside=path)
         if not path.is_file():
             raise DataError("no such Norm file or file list", where=str(path), fix="give a file list or a file")
         return read_file_list(path) if is_file_list(path) else [path]

@@ -5,7 +5,6 @@ For data with a best reachable AUC use `viviane.data.synthetic.generate`.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -15,6 +14,7 @@ from pydantic import Field, model_validator
 
 from viviane.config.base import Settings
 from viviane.core.errors import ConfigError
+from viviane.core.files import replace_file
 from viviane.core.seeds import derive_seed
 from viviane.data.dataset import Dataset
 from viviane.data.formats import Format, HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat
@@ -153,6 +153,7 @@ def generate_like_hugectr(config: DataGeneratorConfig, *, overwrite: bool = Fals
         ConfigError: the output exists.
 
     Example:
+        >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> train, valid = generate_like_hugectr(DataGeneratorConfig(
         ...     format="norm", label_dim=1, dense_dim=2, num_slot=2, i64_input_key=False, slot_size_array=(10, 99),
@@ -188,11 +189,10 @@ def _write(config: DataGeneratorConfig, source: Path, folder: Path, rows: int) -
         )
         write_file_list(source, [file.absolute() for file in data.files])
         return data
-    source.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=source.parent, prefix=f".{source.name}.") as work:
-        rows_folder = Path(work) / "rows"
+    with replace_file(source) as work:
+        rows_folder = work.parent / "rows"
         write_dataset(rows_folder, schema, _chunks(config, schema, folder.name, rows, _CHUNK_ROWS), format=kind)
-        (rows_folder / DATA_FILE).replace(source)
+        (rows_folder / DATA_FILE).rename(work)
     return Dataset(source, schema, kind.model_copy(update={"num_samples": rows}))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,7 +16,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError
-from viviane.core.files import write_json_atomic
+from viviane.core.exchange import tidy
+from viviane.core.files import replace_file, write_json_atomic
 from viviane.data.columns import arrow_types
 from viviane.data.synthetic.best_score import best_auc, best_log_loss
 from viviane.data.synthetic.config import SyntheticConfig
@@ -116,6 +115,7 @@ def generate(
         ConfigError: the path exists, an unknown format, or bags in the text format.
 
     Example:
+        >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> done = generate(SyntheticConfig(rows=1000, num_dense=2, num_categorical=3), folder / "train")
         >>> done.rows, 0.5 < done.best_auc < 1
@@ -126,6 +126,7 @@ def generate(
         raise ConfigError("unknown format", value=format, allowed="parquet, criteo")
     if num_threads < 1:
         raise ConfigError("too few threads", value=num_threads, allowed="num_threads >= 1")
+    tidy(target)
     if target.exists() and not overwrite:
         raise ConfigError("the output exists", where=str(target), fix="choose another, or pass overwrite")
     start = time.perf_counter()
@@ -139,8 +140,13 @@ def generate(
         if config.bags:
             raise ConfigError("the criteo text has no bags", value=[bag.name for bag in config.bags], fix="use parquet")
         gz = target.suffix == ".gz"
-        _write_text(target, _chunks(config, part, num_threads, truth, lambda c: chunk_text(c, config.seed, gz)))
-        write_json_atomic(target.with_name(f"{target.name}.info.json"), truth.info(config, part))
+        pieces = _chunks(config, part, num_threads, truth, lambda c: chunk_text(c, config.seed, gz))
+        info = target.with_name(f"{target.name}.info.json")
+        with replace_file(target, overwrite=overwrite) as work:
+            with work.open("wb") as file:
+                file.writelines(pieces)
+            info.unlink(missing_ok=True)  # figures of another text would be worse than none, if killed here
+        write_json_atomic(info, truth.info(config, part))
     figures = {name: float("nan") if value is None else value for name, value in truth.summary.items()}
     return Generated(path=target, rows=config.rows, seconds=time.perf_counter() - start, **figures)
 
@@ -185,18 +191,3 @@ def _table(chunk: Chunk, types: pa.Schema) -> pa.Table:
 def _list(bag: BagValues, values: NDArray[Any]) -> Any:
     offsets: Any = pa.array(bag.offsets)
     return pa.ListArray.from_arrays(offsets, pa.array(values))
-
-
-def _write_text(target: Path, pieces: Iterator[bytes]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-        work = Path(name)
-        work.chmod(0o644)
-        work.replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -1,0 +1,183 @@
+"""Put a finished file or folder in the place of an older one, so that a kill at any moment leaves one of them whole.
+
+Linux and macOS exchange two names in one step. Elsewhere, and on file systems that cannot, the old output is renamed
+to `.<name>.viviane.old` for a moment; `recover` takes it back if the process was killed then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from viviane.core.errors import ConfigError
+from viviane.core.locks import hidden_name, is_held, locked, real_place
+
+_EXCHANGE: Final = 2  # RENAME_EXCHANGE of Linux's renameat2 and RENAME_SWAP of macOS's renameatx_np
+_HERE: Final = {"linux": -100, "darwin": -2}  # AT_FDCWD
+_CANNOT: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's own entries, so that a rename survives a power cut."""
+    if sys.platform == "win32":  # a folder cannot be opened there
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(path: Path) -> None:
+    """Flush a file, or all files and folders of a folder."""
+    for one in [path, *(path.rglob("*") if path.is_dir() else ())]:
+        if one.is_dir():
+            sync_folder(one)
+        elif one.is_file():
+            with one.open("rb" if sys.platform != "win32" else "r+b") as handle:
+                os.fsync(handle.fileno())
+
+
+@lru_cache(maxsize=1)
+def _exchanging_call() -> Any:
+    """Return the system's call that exchanges two names, or None."""
+    name = {"linux": "renameat2", "darwin": "renameatx_np"}.get(sys.platform)
+    call = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name else None
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return call
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot.
+
+    Raises:
+        OSError: one of them is missing, or the folder is not writable.
+    """
+    call = _exchanging_call()
+    if call is None:
+        return False
+    here = _HERE[sys.platform]
+    if call(here, os.fsencode(one), here, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT:
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def put_in_place(new: Path, path: Path) -> None:
+    """Let a finished file or folder take the place of `path`; what stood there ends up at `new`.
+
+    The caller holds `reserved(path)`, and has flushed the new one.
+    """
+    path = real_place(path)
+    if not path.exists():
+        new.rename(path)
+    elif not path.is_dir() and not new.is_dir():
+        new.replace(path)
+    elif not exchange(new, path):
+        old = hidden_name(path, "old")
+        path.rename(old)
+        try:
+            new.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
+        sync_folder(path.parent)
+        old.rename(new)
+    sync_folder(path.parent)
+
+
+def recover(path: Path) -> None:
+    """Take back an old output that a killed process left under its hidden name; without one, do nothing."""
+    place = real_place(path)
+    with suppress(ConfigError, OSError):  # who holds the lock is between its two renames
+        if not place.exists() and any(True for _ in _kept(place)) and not is_held(place):
+            with locked(place, wait_s=0):
+                _recover_locked(place)
+                _remove_work(place)
+
+
+def tidy(path: Path) -> None:
+    """Before an output is refused or written: recover it, and remove what killed processes left beside it."""
+    place = real_place(path)
+    recover(place)
+    with suppress(ConfigError, OSError):  # who holds the lock is at work
+        if hidden_name(place, "lock").exists() and not is_held(place):  # a process that ends removes its lock
+            with locked(place, wait_s=0):
+                _recover_locked(place)
+                _remove_work(place)
+
+
+def _recover_locked(place: Path) -> None:
+    kept = sorted(_kept(place), key=lambda one: one.stat().st_mtime_ns)
+    if kept and not place.exists():
+        kept.pop().rename(place)
+        sync_folder(place.parent)
+    for old in kept:
+        _remove(old)
+
+
+def _kept(place: Path) -> Iterator[Path]:
+    """Yield what was renamed to make room; releases before 0.2 put their process into the name."""
+    earlier = re.compile(rf"\.{re.escape(place.name)}\.\d+\.old")
+    if not place.parent.is_dir():
+        return
+    if (one := hidden_name(place, "old")).exists():
+        yield one
+    with os.scandir(place.parent) as entries:
+        yield from (Path(entry.path) for entry in entries if earlier.fullmatch(entry.name))
+
+
+@contextmanager
+def reserved(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """Hold the lock of an output, and yield an empty folder beside it for what is unfinished.
+
+    What killed processes left of earlier attempts is removed or taken back first, the folder at the end.
+
+    Args:
+        path: the output, a file or a folder; the folder around it is made.
+        overwrite: False refuses an output that exists, now that nobody else can make it.
+
+    Raises:
+        ConfigError: another process is writing this output, or it exists.
+    """
+    place = real_place(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with locked(place):
+        _recover_locked(place)
+        _remove_work(place)
+        if place.exists() and not overwrite:
+            raise ConfigError("the output exists", where=str(path), fix="choose another, or overwrite it")
+        work = hidden_name(place, f"{secrets.token_hex(4)}.tmp")
+        work.mkdir()
+        try:
+            yield work
+        finally:
+            _remove(work)
+
+
+def _remove_work(place: Path) -> None:
+    pattern = re.compile(re.escape(hidden_name(place, "").name) + r"[0-9a-f]{8}\.tmp")
+    with os.scandir(place.parent) as entries:
+        left = [Path(entry.path) for entry in entries if pattern.fullmatch(entry.name)]
+    for one in left:
+        _remove(one)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,70 @@
+"""Names that come from a file stay inside their folder: on this system and on Windows, by themselves and by links."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from viviane.core.errors import CheckpointError, DataError
+from viviane.core.file_names import check_file_name, file_inside
+
+BAD = [
+    "", ".", "..", "../a", "a/..", "a/../../b", "/etc/passwd", "//host/share", "a//b", "a/", "./a", "a/./b",
+    "C:\\a", "c:a", "a:stream", "\\\\host\\share", "..\\a", "a\\b", "a\0b", "a\nb", "a\x7fb", "\u202eexe.txt",
+    "a.", "a ", "dir./b", None, 3, b"a", ["a"], {"a": 1}, True,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD, ids=repr)
+def test_names_that_lead_elsewhere_are_refused(name: object, tmp_path: Path) -> None:
+    for call in (
+        lambda: check_file_name(name, where="the manifest", error=CheckpointError),
+        lambda: file_inside(tmp_path, name, where="the manifest", error=CheckpointError),
+    ):
+        with pytest.raises(CheckpointError, match="a file name") as caught:
+            call()
+        assert "the manifest" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "tables/emb.item.1-of-2.safetensors", "t/%2E%2E%2Fx", "...x", "Größe-ü/値", "a b"]
+)
+def test_names_inside_the_folder_pass(name: str, tmp_path: Path) -> None:
+    assert check_file_name(name, where="x") == name
+    assert file_inside(tmp_path, name, where="x") == tmp_path / name
+
+
+@given(st.text(alphabet="ab./\\:~ \0é", max_size=12))
+def test_no_name_that_passes_leaves_the_folder(name: str) -> None:
+    try:
+        check_file_name(name, where="x")
+    except DataError:
+        return
+    assert os.path.normpath(f"/folder/{name}").startswith("/folder/")
+    assert "\\" not in name
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / "real").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "secret").write_text("x")
+    (folder / "real/file").write_text("y")
+    (folder / "link").symlink_to(outside / "secret")
+    (folder / "dir").symlink_to(outside)
+    (folder / "dangling").symlink_to(outside / "nothing")
+    (folder / "within").symlink_to("real/file")
+    for name in ("link", "dir/secret", "dangling", "dir/new"):
+        with pytest.raises(DataError, match="through a symbolic link"):
+            file_inside(folder, name, where="x")
+    assert file_inside(folder, "within", where="x").read_text() == "y"
+    (tmp_path / "alias").symlink_to(folder)  # the folder itself may be reached through a link
+    assert file_inside(tmp_path / "alias", "real/file", where="x").read_text() == "y"
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="not a regular file"):
+        file_inside(tmp_path, "pipe", where="x")

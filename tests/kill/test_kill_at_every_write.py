@@ -1,0 +1,233 @@
+"""kill -9 at every write of train, etl, generate, convert and save, new and over an older output.
+
+Afterwards the older or the new output is whole, the next run works, and nothing is left behind.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from viviane.core.errors import VivianeError
+from viviane.data import Dataset
+from viviane.etl import FittedEtl
+from viviane.model.saving import verify_model
+from viviane.training import verify_checkpoint
+from warm import Warm
+
+KILLED = Path(__file__).with_name("killed.py")
+COMMAND = "from viviane.cli.main import main; main()"
+SAVE = "from viviane.model import Model; Model.load('one', device='cpu').save('out')"
+SAVE_CHECKPOINT = """
+from viviane.model import Model
+Model.load('one', device='cpu').trainer.save_checkpoint('out')
+"""
+SMALL = ["--rows", "300", "--num-dense", "2", "--num-categorical", "2", "--max-cardinality", "20", "--threads", "1"]
+COLUMNS = ["--preset", "criteo", "--num-dense", "2", "--num-categorical", "2"]
+ETL = ["etl", "raw.txt", *COLUMNS, "--threads", "1", "-o", "out"]
+CONFIG = {
+    "data": {"train": "data", "validation": "data"},
+    "solver": {"batch_size": 100, "lr": 0.01, "device": "cpu", "checkpoint_every": 2, "keep_checkpoints": 1},
+    "model": {"zoo": "dcn_v2", "dim": 2, "deep_mlp": [4], "num_cross_layers": 1},
+    "metrics": ["log_loss"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, and what it writes.
+
+    Args:
+        words: of the program; the first is code, or a command.
+        older: a program that writes an older output before, or None.
+        again: the next run, where it is not the same.
+        outputs: what it writes, each old or new after a kill.
+    """
+
+    words: tuple[str, ...]
+    older: tuple[str, ...] | None = None
+    again: tuple[str, ...] | None = None
+    outputs: tuple[str, ...] = ("out",)
+
+
+TRAIN = ("train", "c.json", "--run-folder", "run")
+GENERATE = ("generate", "out", *SMALL)
+CASES = {
+    "generate": Case(GENERATE),
+    "generate over": Case((*GENERATE, "--overwrite"), ("generate", "out", *SMALL, "--seed", "5")),
+    "generate text over": Case(
+        ("generate", "out.txt", *SMALL, "--format", "criteo", "--overwrite"),
+        ("generate", "out.txt", *SMALL, "--format", "criteo", "--seed", "5"), outputs=("out.txt",),
+    ),
+    "convert": Case(("convert", "data", "out", "--to", "viviane")),
+    "convert over": Case(
+        ("convert", "data", "out", "--to", "norm", "--overwrite", "--columns", "label,I1,I2,C1,C2"),
+        ("generate", "out", *SMALL, "--seed", "5"),
+    ),
+    "etl": Case(tuple(ETL)),
+    "etl over": Case((*ETL, "--overwrite"), (*ETL, "--min-count", "2")),
+    "etl split over": Case(
+        (*ETL, "--overwrite", "--split", "rows:train=0.7,valid=0.3"), (*ETL, "--min-count", "2"),
+        outputs=("out",),
+    ),
+    "save": Case((SAVE,)),
+    "save over": Case((SAVE,), (SAVE.replace("'one'", "'two'"),)),
+    "save checkpoint over": Case((SAVE_CHECKPOINT,), (SAVE_CHECKPOINT.replace("'one'", "'two'"),)),
+    "train": Case(TRAIN, again=(*TRAIN, "--resume"), outputs=("run/model",)),
+    "train over": Case(
+        (*TRAIN, "--resume", "--set", "solver.epochs=2"), TRAIN, outputs=("run/model",)
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """A process that has imported everything; our package too, since no test here is about importing."""
+    started = Warm(tmp_path_factory.mktemp("forked"))
+    more = ("viviane.model", "viviane.etl", "viviane.cli.main", "viviane.data.synthetic", "viviane.report")
+    started.libraries = [*started.libraries, "duckdb", "ibis.backends.duckdb", *more]
+    yield started
+    started.close()
+
+
+def program(words: tuple[str, ...]) -> list[str]:
+    is_code = " import " in words[0]
+    return [words[0], *words[1:]] if is_code else [COMMAND, *words]
+
+
+def execute(forked: Warm, folder: Path, words: tuple[str, ...], limit: int = 0) -> tuple[int, str, list[str]]:
+    """Return exit code, what was printed, and the writes."""
+    done = forked.run([KILLED, str(limit), *program(words)], cwd=folder)
+    lines = done.stdout.strip().splitlines()
+    writes = json.loads(lines[-1]) if done.returncode >= 0 and lines and lines[-1].startswith("[") else []
+    return done.returncode, done.stdout + done.stderr, writes
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, forked: Warm) -> Path:
+    """Data, raw text and two models that programs begin with."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "c.json").write_text(json.dumps(CONFIG))
+    for words in (
+        ("generate", "data", *SMALL),
+        ("generate", "raw.txt", *SMALL, "--format", "criteo"),
+        (*TRAIN[:-1], "one-run"),
+        (*TRAIN[:-1], "two-run", "--set", "solver.seed=3"),
+    ):
+        code, said, _ = execute(forked, folder, words)
+        assert code == 0, said
+    for name in ("one", "two"):
+        (folder / f"{name}-run/model").rename(folder / name)
+        shutil.rmtree(folder / f"{name}-run")
+    (folder / "raw.txt.info.json").unlink()
+    return folder
+
+
+def content(path: Path) -> str | None:
+    """Return a hash of an output that is whole, None where there is none; a damaged one fails."""
+    if not path.exists():
+        return None
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    if (path / "files.json").exists():
+        verify_model(path)
+        return fingerprint(path / "weights" / "dense.safetensors")
+    if (path / "dense.safetensors").exists():
+        verify_checkpoint(path)
+        return fingerprint(path / "dense.safetensors")
+    sets = [path] if (path / "schema.json").exists() else sorted(one for one in path.iterdir() if one.is_dir())
+    assert sets, f"{path} holds nothing"
+    for one in sets:
+        data = Dataset(one)
+        assert data.verify() > 0
+        data.check()
+    if (path / "etl.zip").exists():
+        FittedEtl.load(path / "etl.zip")
+    return fingerprint(*(file for one in sets for file in Dataset(one).files))
+
+
+def fingerprint(*files: Path) -> str:
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(str(one.relative_to(folder)) for one in folder.rglob(".*"))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A folder to copy, what the program leaves in it, and its writes."""
+
+    folder: Path
+    old: tuple[str | None, ...]
+    new: tuple[str | None, ...]
+    writes: list[str]
+
+
+def prepare(case: Case, inputs: Path, forked: Warm, place: Path) -> Prepared:
+    before = place / "before"
+    shutil.copytree(inputs, before)
+    if case.older is not None:
+        code, said, _ = execute(forked, before, case.older)
+        assert code == 0, said
+    whole = place / "whole"
+    shutil.copytree(before, whole)
+    code, said, writes = execute(forked, whole, case.words)
+    assert code == 0, said
+    assert hidden(whole) == [], "an undisturbed run leaves something behind"
+    old, new = (tuple(content(one / name) for name in case.outputs) for one in (before, whole))
+    assert old != new
+    return Prepared(before, old, new, writes)
+
+
+def kill_at(number: int, case: Case, prepared: Prepared, forked: Warm, place: Path) -> None:
+    shutil.copytree(prepared.folder, place)
+    code, said, _ = execute(forked, place, case.words, number)
+    if code == 0:
+        return  # threads: this run had fewer writes
+    assert code == -9, said
+    found = tuple(content(place / name) for name in case.outputs)
+    for name, one, old, new in zip(case.outputs, found, prepared.old, prepared.new, strict=True):
+        assert one in (old, new), f"{name} is neither the older nor the new one"
+    code, said, _ = execute(forked, place, case.again or case.words)
+    complete = found == prepared.new and code == 1 and "exists" in said  # nothing was left to do
+    assert code == 0 or complete, said
+    assert tuple(content(place / name) for name in case.outputs) == prepared.new
+    assert hidden(place) == []
+    shutil.rmtree(place)
+
+
+def chosen(writes: list[str], count: int) -> list[int]:
+    """Return some writes: where the output takes its name, and around the middle."""
+    names = ("exchange ends", "rename out", "rename run/model")
+    switches = [n for n, one in enumerate(writes, 1) if one.startswith(names)]
+    return sorted({*switches[:1], *(len(writes) * k // (count + 1) for k in range(1, count))})[:count]
+
+
+FAST = {"generate over": 2, "convert over": 1, "etl over": 2, "save over": 2, "train over": 1}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_some_writes(name: str, inputs: Path, forked: Warm, tmp_path: Path) -> None:
+    prepared = prepare(CASES[name], inputs, forked, tmp_path)
+    for number in chosen(prepared.writes, FAST[name]):
+        kill_at(number, CASES[name], prepared, forked, tmp_path / "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", CASES)
+def test_every_write(name: str, inputs: Path, forked: Warm, tmp_path: Path) -> None:
+    prepared = prepare(CASES[name], inputs, forked, tmp_path)
+    assert len(prepared.writes) > 10
+    for number in range(1, len(prepared.writes) + 1):
+        try:
+            kill_at(number, CASES[name], prepared, forked, tmp_path / "killed")
+        except (AssertionError, VivianeError) as error:
+            where = f"killed at write {number} of {len(prepared.writes)}, {prepared.writes[number - 1]}"
+            raise AssertionError(f"{where}: {error}") from error
+    print(f"{name}: {len(prepared.writes)} writes")

@@ -1,0 +1,123 @@
+"""One job writes a run folder at a time; a run that is refused changes nothing."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click_model import make_trainer
+
+from viviane.config import Adam, Solver
+from viviane.core.errors import CheckpointError, ConfigError, VivianeError
+from viviane.data import Dataset
+from viviane.training import Callback, CheckpointStore, Progress
+
+SCRIPT = Path(__file__).with_name("click_model.py")
+SOLVER = Solver(batch_size=32, lr=0.02, epochs=1, device="cpu", keep_checkpoints=9)
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
+    files = (one for one in folder.rglob("*") if one.is_file())
+    return {str(one.relative_to(folder)): (one.read_bytes(), one.stat().st_mtime_ns) for one in files}
+
+
+def wait_until_held(run: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not (run.parent / f".{run.name}.viviane.lock").exists() or not list(run.glob("checkpoints/step-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_second_run_is_refused_and_says_which_is_at_it(data, tmp_path):
+    run = tmp_path / "run"
+    first = subprocess.Popen([sys.executable, str(SCRIPT), str(data), str(run), "8", "0.05"])
+    try:
+        wait_until_held(run)
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match="another process is writing here") as caught:
+                make_trainer(SOLVER, run_folder=run).fit(Dataset(data / "train"), resume=resume)
+            assert f"process {first.pid} on " in str(caught.value)
+            assert str(run) in str(caught.value)
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+    make_trainer(SOLVER, run_folder=run).fit(Dataset(data / "train"), resume=True)
+    assert not list(tmp_path.glob(".*"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+
+
+def test_threads_of_one_process_do_not_share_a_run(train, tmp_path):
+    started, go_on, said = threading.Event(), threading.Event(), []
+
+    class Wait(Callback):
+        def on_fit_start(self, trainer) -> None:
+            started.set()
+            go_on.wait(60)
+
+    def first() -> None:
+        make_trainer(SOLVER, run_folder=tmp_path / "run", callbacks=[Wait()]).fit(train)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    started.wait(60)
+    try:
+        make_trainer(SOLVER, run_folder=tmp_path / "run").fit(train)
+    except VivianeError as error:
+        said.append(str(error))
+    go_on.set()
+    thread.join()
+    assert "another thread of this process" in said[0]
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("what", ["another model", "another optimizer", "damaged", "not a resume"])
+def test_a_refused_run_changes_nothing(train, tmp_path, what):
+    run = tmp_path / "run"
+    make_trainer(SOLVER, run_folder=run, config={"mine": 1}, files={"train.json": {"lr": 1}}).fit(train)
+    (run / "checkpoints/.step-00000009.left.tmp").mkdir()
+    if what == "damaged":
+        shutil.rmtree(next(run.glob("checkpoints/step-*")) / "tables")
+    before = tree(run)
+    other = make_trainer(
+        SOLVER.model_copy(update={"lr": 0.5}), run_folder=run, files={"train.json": {"lr": 2}},
+        hidden=9 if what == "another model" else 8,
+        **({"optimizer": Adam(beta1=0.5)} if False else {}),
+    )  # fmt: skip
+    if what == "another optimizer":
+        from viviane.config import SGD
+
+        other.stepper.optimizer = make_trainer(SOLVER, optimizer=SGD()).stepper.optimizer
+    with pytest.raises((ConfigError, CheckpointError)):
+        other.fit(train, resume=what != "not a resume")
+    assert tree(run) == before
+    assert (run / "checkpoints/.step-00000009.left.tmp").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_resume_that_goes_on_writes_its_settings(train, tmp_path):
+    run = tmp_path / "run"
+    make_trainer(SOLVER, run_folder=run, files={"train.json": {"lr": 1}}).fit(train)
+    make_trainer(SOLVER.model_copy(update={"epochs": 2}), run_folder=run, files={"train.json": {"lr": 2}}).fit(
+        train, resume=True
+    )
+    assert json.loads((run / "train.json").read_text()) == {"lr": 2}
+    assert json.loads((run / "config.json").read_text())["solver"]["epochs"] == 2
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_of_equal_scores_the_earlier_checkpoint_is_the_best(train, tmp_path, higher):
+    trainer = make_trainer(SOLVER)
+    store = CheckpointStore(tmp_path, keep=1, higher_is_better=higher)
+    for step, score in ((1, 0.5), (2, 0.7 if higher else 0.3), (3, 0.7 if higher else 0.3), (4, 0.5)):
+        store.save(trainer.module, None, Progress(step=step, values={"score": score}))
+        assert store.best_path() == tmp_path / f"step-{min(step, 2):08d}"
+    assert store.steps() == [2, 4]
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index["best"]["folder"] == "step-00000002"
