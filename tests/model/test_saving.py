@@ -1,5 +1,6 @@
 """Save and load: equal bits, and no file that was touched gets through."""
 
+import hashlib
 import json
 import shutil
 
@@ -90,6 +91,47 @@ def test_a_file_that_the_list_does_not_know_is_refused(folder) -> None:
     (folder / "files.json").write_text(json.dumps(listed))
     with pytest.raises(CheckpointError, match=r"list of files lacks schema\.json"):
         Model.load(folder)
+
+
+def test_a_graph_of_the_same_length_is_an_altered_file(folder) -> None:
+    """Its size is right, its JSON valid: the check sum alone tells."""
+    file = folder / "model.json"
+    text = file.read_text()
+    name = json.loads(text)["name"]
+    changed = text.replace(f'"name": "{name}"', f'"name": "{"x" * len(name)}"', 1)
+    assert changed != text
+    file.write_text(changed)
+    with pytest.raises(CheckpointError, match="its check sum differs") as caught:
+        Model.load(folder, device="cpu")
+    assert "model.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..\\secret", "weights/../../secret", ""])
+def test_names_in_the_list_stay_in_the_folder(folder, name) -> None:
+    """With the right size and check sum, as an attacker who knows the file would list it."""
+    secret = folder.parent / "secret"
+    secret.write_text("x")
+    listed = json.loads((folder / "files.json").read_text())
+    listed["files"][name] = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    (folder / "files.json").write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        Model.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["schema.json", "weights", "weights/dense.safetensors"])
+def test_links_out_of_the_folder_are_refused(folder, name) -> None:
+    outside = folder.parent / "outside"
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        Model.load(folder, device="cpu")
+
+
+def test_an_etl_that_is_not_listed_is_not_read(folder) -> None:
+    """Else anybody could put another one beside the model."""
+    (folder / "etl.zip").write_bytes(b"another")
+    with pytest.raises(CheckpointError, match=r"lacks etl\.zip"):
+        Model.load(folder, device="cpu")
 
 
 def test_a_folder_that_is_no_model_is_neither_loaded_nor_replaced(model, tmp_path) -> None:
