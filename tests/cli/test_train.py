@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from viviane.cli import main
 from viviane.cli.train_config import TrainConfig, read_train_config
 from viviane.core.errors import ConfigError, VivianeError
+from viviane.core.locks import locked
 from viviane.data import Dataset, write_dataset
 from viviane.etl import run
 from viviane.model import Model
@@ -75,6 +78,23 @@ def test_a_run_leaves_what_it_promises(place: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows if row["split"] == "valid"] == [1, 2]
     assert "<svg" in (folder / "report.html").read_text()
+
+
+def test_a_refused_run_changes_nothing(place: Path) -> None:
+    folder = place / "runs" / "one"
+
+    def content() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+    before, words = content(), ["train", "c.json", "--run-folder", "runs/one"]
+    assert "already holds a run" in viviane(*words, cwd=place, code=1)
+    assert "of another model" in viviane(*words, "--resume", "--set", "model.dim=8", cwd=place, code=1)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as held:
+        pool.submit(lambda: held.enter_context(locked(folder))).result()
+        for more in ([], ["--resume", "--set", "solver.epochs=9"]):
+            assert "another process is writing here" in viviane(*words, *more, cwd=place, code=1)
+    assert content() == before
+    assert not list(folder.parent.glob(".*"))
 
 
 @pytest.mark.parametrize("model", ["runs/one", "runs/one/model"])

@@ -77,6 +77,12 @@ CASES = {
     "save": Case((SAVE,)),
     "save over": Case((SAVE,), (SAVE.replace("'one'", "'two'"),)),
     "save checkpoint over": Case((SAVE_CHECKPOINT,), (SAVE_CHECKPOINT.replace("'one'", "'two'"),)),
+    "reshard": Case(("checkpoint", "reshard", "one/weights", "out", "--processes", "2")),
+    "export": Case(("checkpoint", "export", "one/weights", "out", "--format", "safetensors")),
+    "predict over": Case(
+        ("predict", "one", "data", "-o", "out.parquet", "--overwrite"), ("predict", "two", "data", "-o", "out.parquet"),
+        outputs=("out.parquet",),
+    ),
     "train": Case(TRAIN, again=(*TRAIN, "--resume"), outputs=("run/model",)),
     "train over": Case(
         (*TRAIN, "--resume", "--set", "solver.epochs=2"), TRAIN, outputs=("run/model",)
@@ -136,6 +142,8 @@ def content(path: Path) -> str | None:
     if (path / "files.json").exists():
         verify_model(path)
         return fingerprint(path / "weights" / "dense.safetensors")
+    if (path / "dense.safetensors").exists() and not (path / "manifest.json").exists():  # exported
+        return fingerprint(*sorted(path.iterdir()))
     if (path / "dense.safetensors").exists():
         verify_checkpoint(path)
         return fingerprint(path / "dense.safetensors")

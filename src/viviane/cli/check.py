@@ -57,7 +57,7 @@ def _found(place: AnyPath) -> Iterator[tuple[AnyPath, Kind]]:
         return
     if not place.is_dir():
         return
-    inner = sorted(place.iterdir(), key=lambda one: one.name)
+    inner: list[AnyPath] = sorted(place.iterdir(), key=lambda one: one.name)
     for one in inner:
         if one.name.startswith("."):
             continue

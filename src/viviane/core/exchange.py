@@ -154,6 +154,8 @@ def reserved(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
         ConfigError: another process is writing this output, or it exists.
     """
     place = real_place(path)
+    if is_held(place):  # by this thread, too: the inner one would clear away what the outer one needs
+        raise ConfigError("this process is writing this output already", where=str(path), fix="choose another place")
     place.parent.mkdir(parents=True, exist_ok=True)
     with locked(place):
         _recover_locked(place)
