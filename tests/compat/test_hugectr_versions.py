@@ -487,3 +487,29 @@ def test_passes_of_the_first_session(capsys: pytest.CaptureFixture[str]) -> None
             ((_, value),) = session.evaluation()  # to the end of its data each time
             assert 0 < value < 1
         assert steps == 4
+
+
+def test_tensors_of_any_name() -> None:
+    model = build(parquet(KEYS), [("goods. list", 5)])
+    model.train()
+    before = vectors_of(model, "goods. list_table")
+    model.freeze_embedding("goods. list_table")
+    model.train()
+    np.testing.assert_array_equal(vectors_of(model, "goods. list_table"), before)
+    model.unfreeze_embedding("goods. list_table")
+    model.train()
+    assert not np.array_equal(vectors_of(model, "goods. list_table"), before)
+    model.graph_to_json("m.json")
+    layers = json.loads(Path("m.json").read_text())["layers"]
+    assert layers[0]["sparse"][0]["top"] == "goods. list"
+    assert [layers[1][key] for key in ("name", "bottom", "top")] == [
+        "goods. list_table", "goods. list", "goods. list_table",
+    ]  # fmt: skip
+    assert (layers[2]["bottom"], layers[2]["top"]) == ("goods. list_table", "goods. list_flat")
+    model.save_params_to_files("m")
+    again = h.Model(model.solver, model.reader_params, model.opt_params)
+    again.construct_from_json("m.json", True)
+    again.compile(loss_names=["label"], loss_weights=[0.5])
+    again.load_sparse_weights({"goods. list_table": "m0_sparse_0.model"})
+    np.testing.assert_array_equal(vectors_of(again, "goods. list_table"), vectors_of(model, "goods. list_table"))
+    assert model.get_eval_metrics()[0][0] == "AUC"

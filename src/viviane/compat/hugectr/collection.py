@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, note
 from viviane.compat.hugectr.enums import CommunicationStrategy, CompressionStrategy
 from viviane.compat.hugectr.json_files import load as load_json
+from viviane.compat.hugectr.names import graph_name, graph_names
 from viviane.core.errors import ConfigError, suggest
 
 _PLACEMENTS: Final = ("mp", "dp", "localized", "column")
@@ -111,7 +112,8 @@ class EmbeddingCollectionConfig(Arguments):
         """
         is_list = not isinstance(table_config, EmbeddingTableConfig)
         tables = [table_config] if isinstance(table_config, EmbeddingTableConfig) else list(table_config)
-        bottoms = [bottom_name] if isinstance(bottom_name, str) else list(bottom_name)
+        bottoms = graph_names([bottom_name] if isinstance(bottom_name, str) else list(bottom_name))
+        top_name = graph_name(top_name)
         combiners = [combiner] * len(tables) if isinstance(combiner, str) else list(combiner)
         where = f"embedding_lookup {top_name!r}"
         if not len(tables) == len(bottoms) == len(combiners):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from viviane.compat.hugectr.columns import Columns, Slot
 from viviane.compat.hugectr.json_files import load as load_json
+from viviane.compat.hugectr.names import graph_name
 from viviane.compat.hugectr.processes import write
 from viviane.compat.hugectr.tables import (
     Keys,
@@ -103,7 +104,7 @@ def by_embedding(
             raise ConfigError("one file or folder for each embedding", where=where, value=names,
                               allowed=f"{len(nodes)}: {', '.join(nodes)}")  # fmt: skip
         given = dict(zip(nodes, names, strict=True))
-    for name, file in given.items():
+    for name, file in ((graph_name(name), file) for name, file in given.items()):
         if name not in nodes:
             raise ConfigError("no such embedding", where=where, value=name, fix=suggest(name, nodes))
         yield nodes[name], Path(file)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.enums import MetricsType
+from viviane.compat.hugectr.names import script_name
 from viviane.core.errors import ConfigError
 from viviane.training.dense_state import collections_of
 
@@ -65,7 +66,7 @@ class _Course:
         say(f"Training batchsize: {solver.batchsize}, evaluation batchsize: {solver.batchsize_eval}")
         say(f"Evaluation interval: {given.eval_interval}, snapshot interval: {given.snapshot}")
         for name, collection in collections_of(model.viviane.module).items():
-            say(f"Sparse embedding {name} trainable: {not getattr(collection, '_frozen', None)}")
+            say(f"Sparse embedding {script_name(name)} trainable: {not getattr(collection, '_frozen', None)}")
         say("Training source file: " + ", ".join(model.sources))
         say(f"Evaluation source file: {model.reader_params.eval_source}")
 

@@ -13,6 +13,7 @@ from viviane.compat.hugectr.enums import (
     Embedding_t,
     HybridEmbeddingType,
 )
+from viviane.compat.hugectr.names import graph_name, graph_names
 from viviane.core.errors import ConfigError
 
 
@@ -91,6 +92,7 @@ class DataReaderSparseParam(Arguments):
     def __init__(self, *args: Any, **given: Any) -> None:
         if not (args and isinstance(args[0], DataReaderSparse_t)) and "max_feature_num" not in given:
             super().__init__(*args, **given)
+            self.top_name = graph_name(self.top_name)
             return
         if len(args) == 3 and "slot_num" not in given:  # max_nnz could be left out
             args = (*args[:2], args[1], args[2])
@@ -140,7 +142,10 @@ class Input(Arguments):
             raise ConfigError("give label_dim and label_name, or label_dims and label_names of equal length",
                               where="Input", value=self.label_name or self.label_names)  # fmt: skip
         for group, name in zip(self.sparse, self.sparse_names, strict=False):
-            group.top_name = name
+            group.top_name = graph_name(name)
+        for name in ("label_name", "label_names", "dense_name"):
+            if vars(self)[name] is not None:
+                vars(self)[name] = graph_names(vars(self)[name])
 
     def reader(self) -> DataReaderParams | None:
         """Return the reader that 3.0 described here, or None."""
@@ -178,6 +183,9 @@ class SparseEmbedding(Arguments):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
+        self.sparse_embedding_name, self.bottom_name = graph_names(
+            [vars(self)["sparse_embedding_name"], vars(self)["bottom_name"]]
+        )
         combiner: Any = vars(self)["combiner"]
         self.combiner: Any = {0: "sum", 1: "mean"}.get(combiner, combiner)
         if self.combiner not in ("sum", "mean"):

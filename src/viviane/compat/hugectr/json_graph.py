@@ -22,6 +22,7 @@ from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_first import layers_of_2_0
 from viviane.compat.hugectr.json_layers import layer_from_json, layer_to_json
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, optimizer_to_json
+from viviane.compat.hugectr.names import script_name
 from viviane.compat.hugectr.solver import Solver
 from viviane.core.errors import ConfigError
 from viviane.core.files import write_json_atomic
@@ -172,12 +173,12 @@ def _data_to_json(given: Input, reader: DataReaderParams) -> dict[str, Any]:
         "eval_num_samples": reader.eval_num_samples,
         "float_label_dense": reader.float_label_dense,
         "label": {
-            "top": given.label_names if several else given.label_name,
+            "top": script_name(given.label_names if several else given.label_name),
             "label_dim": given.label_dims if several else given.label_dim,
         },
-        "dense": {"top": given.dense_name, "dense_dim": given.dense_dim},
+        "dense": {"top": script_name(given.dense_name), "dense_dim": given.dense_dim},
         "sparse": [
-            {"top": one.top_name, "slot_num": one.slot_num, "is_fixed_length": one.is_fixed_length,
+            {"top": script_name(one.top_name), "slot_num": one.slot_num, "is_fixed_length": one.is_fixed_length,
              "nnz_per_slot": one.nnz_per_slot}
             for one in given.sparse
         ],
@@ -192,8 +193,9 @@ def _embedding_to_json(one: SparseEmbedding) -> dict[str, Any]:
         "slot_size_array": list(one.slot_size_array),
     }
     result = {
-        "name": one.sparse_embedding_name, "type": one.embedding_type.name, "bottom": one.bottom_name,
-        "top": one.sparse_embedding_name, "sparse_embedding_hparam": hparam,
+        "name": script_name(one.sparse_embedding_name), "type": one.embedding_type.name,
+        "bottom": script_name(one.bottom_name), "top": script_name(one.sparse_embedding_name),
+        "sparse_embedding_hparam": hparam,
     }  # fmt: skip
     return result if one.optimizer is None else {**result, "optimizer": optimizer_to_json(one.optimizer)}
 
@@ -229,9 +231,9 @@ def collection_to_json(given: EmbeddingCollectionConfig) -> dict[str, Any]:
     ]  # fmt: skip
     calls = [
         {
-            "top": call.top,
+            "top": script_name(call.top),
             "list": call.is_list,
-            "lookups": [[one.table.name, one.bottom, one.combiner] for one in call.lookups],
+            "lookups": [[one.table.name, script_name(one.bottom), one.combiner] for one in call.lookups],
         }
         for call in given.calls
     ]

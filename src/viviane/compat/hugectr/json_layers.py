@@ -7,6 +7,7 @@ from typing import Any, Final
 from viviane.compat.hugectr.arguments import note
 from viviane.compat.hugectr.json_files import check_keys
 from viviane.compat.hugectr.layers import PARAMETERS, DenseLayer
+from viviane.compat.hugectr.names import script_name
 
 _INITS: Final = {"weight_init_type": "weight_init", "bias_init_type": "bias_init"}
 _NORM: Final = {"eps": "eps", "gamma_init_type": "gamma_init", "beta_init_type": "beta_init"}
@@ -57,10 +58,10 @@ def layer_to_json(layer: DenseLayer) -> dict[str, Any]:
     section, inside, beside = _split(layer.kind)
     values = layer.parameters()
     result: dict[str, Any] = {
-        "name": layer.top_names[0],
+        "name": script_name(layer.top_names[0]),
         "type": layer.kind,
-        "bottom": _one_or_list(layer.bottom_names),
-        "top": _one_or_list(layer.top_names),
+        "bottom": _one_or_list(script_name(layer.bottom_names)),
+        "top": _one_or_list(script_name(layer.top_names)),
     }
     if section:
         result[section] = {key: values[name] for name, key in inside.items() if values[name] != []}

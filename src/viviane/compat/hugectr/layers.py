@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Final
 
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, note
 from viviane.compat.hugectr.enums import Activation_t, FcPosition_t, GroupLayer_t, Initializer_t, Regularizer_t, plain
+from viviane.compat.hugectr.names import graph_names
 from viviane.core.errors import ConfigError, suggest
 from viviane.model import DenseLayer as Node
 from viviane.nn import LAYERS, Loss
@@ -76,8 +77,8 @@ class DenseLayer(Arguments):
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
         self.kind = plain(self.layer_type)
-        self.bottom_names: list[str] = _listed(vars(self)["bottom_names"])
-        self.top_names: list[str] = _listed(vars(self)["top_names"])
+        self.bottom_names: list[str] = graph_names(_listed(vars(self)["bottom_names"]))
+        self.top_names: list[str] = graph_names(_listed(vars(self)["top_names"]))
         self.given = tuple(name for name in given if name not in ("layer_type", "bottom_names", "top_names"))
         if self.kind not in LAYERS:
             raise ConfigError("no such layer", where="DenseLayer", value=self.kind, fix=suggest(self.kind, LAYERS))

@@ -21,6 +21,7 @@ from viviane.compat.hugectr.graph import Graph, build_model, describe_graph
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
 from viviane.compat.hugectr.layers import DenseLayer, GroupDenseLayer
 from viviane.compat.hugectr.model_files import ModelFiles
+from viviane.compat.hugectr.names import graph_name, graph_names
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, EtcParams, MosParams
 from viviane.compat.hugectr.processes import rows_of_all
 from viviane.compat.hugectr.reading import DataReader, EarlyReader
@@ -133,7 +134,7 @@ class Model(ModelFiles):
         if self._model is not None:
             raise ConfigError("the model is compiled already")
         graph = Graph.of(self.added)
-        weights = dict(zip(loss_names or (), loss_weights or (), strict=True))
+        weights = dict(zip(graph_names(loss_names or ()), loss_weights or (), strict=True))
         if not weights and graph.given.label_weights and graph.given.label_names:
             weights = dict(zip(graph.given.label_names, graph.given.label_weights, strict=True))
         if weights:
@@ -288,6 +289,7 @@ class Model(ModelFiles):
         Raises:
             ConfigError: nothing was evaluated or trained yet, or gradients were not kept.
         """
+        tensor_name = graph_name(tensor_name)
         if tensor_type is Tensor_t.Train:
             self.viviane  # noqa: B018 - says that compile is missing
             if self._gradients is None:
@@ -323,11 +325,11 @@ class Model(ModelFiles):
 
     def freeze_embedding(self, embedding_name: str | None = None) -> None:
         """Keep one embedding as it is, or all."""
-        self.viviane.freeze_embedding(embedding_name)
+        self.viviane.freeze_embedding(None if embedding_name is None else graph_name(embedding_name))
 
     def unfreeze_embedding(self, embedding_name: str | None = None) -> None:
         """Let embeddings move again."""
-        self.viviane.unfreeze_embedding(embedding_name)
+        self.viviane.unfreeze_embedding(None if embedding_name is None else graph_name(embedding_name))
 
     def freeze_dense(self) -> None:
         """Keep all dense weights as they are."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from viviane.compat.hugectr.enums import MetricsType
+from viviane.compat.hugectr.names import script_name
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -112,6 +113,6 @@ class Scores:
             }
             result.append((metric.name, float(np.mean(list(by_label.values())))))
             if len(by_label) > 1:
-                result += [(f"{metric.name}_{name}", value) for name, value in by_label.items()]
+                result += [(f"{metric.name}_{script_name(name)}", value) for name, value in by_label.items()]
         self._parts, self._losses = [], []
         return result

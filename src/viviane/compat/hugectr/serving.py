@@ -21,6 +21,7 @@ from viviane.compat.hugectr.graph import Graph, assemble
 from viviane.compat.hugectr.inputs import DataReaderParams, Input
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import graph_layers
+from viviane.compat.hugectr.names import graph_name
 from viviane.compat.hugectr.reading import DataReader
 from viviane.compat.hugectr.scores import auc
 from viviane.compat.hugectr.serving_params import InferenceParams
@@ -104,7 +105,7 @@ class InferenceModel:
         """Return a tensor of the last batch; what the last layer predicts is a probability."""
         if self._last is None:
             raise ConfigError("nothing was predicted yet", where="check_out_tensor", fix="call predict first")
-        return tensor_of(self._model, tensor_name, self._last)
+        return tensor_of(self._model, graph_name(tensor_name), self._last)
 
     def refresh_embedding_cache(self) -> None:
         """There is no cache to refresh: lookups read the tables."""
