@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from viviane import nn, optim, zoo
     from viviane.batch import Bag, Batch
-    from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp, Solver
+    from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam, Solver
     from viviane.core.errors import VivianeError
     from viviane.data import Dataset, write_dataset
     from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
@@ -35,6 +35,7 @@ __all__ = [
     "SGD",
     "AdaGrad",
     "Adam",
+    "AdamW",
     "Bag",
     "Batch",
     "Callback",
@@ -49,9 +50,11 @@ __all__ = [
     "InferenceSession",
     "Input",
     "LabelColumn",
+    "Lamb",
     "Model",
     "ModelRepository",
     "RMSProp",
+    "RowWiseAdam",
     "Schema",
     "Solver",
     "SparseEmbedding",
@@ -66,7 +69,7 @@ __all__ = [
 
 _HOMES: Final = {
     "viviane.batch": ("Bag", "Batch"),
-    "viviane.config": ("SGD", "AdaGrad", "Adam", "Ftrl", "RMSProp", "Solver"),
+    "viviane.config": ("SGD", "AdaGrad", "Adam", "AdamW", "Ftrl", "Lamb", "RMSProp", "RowWiseAdam", "Solver"),
     "viviane.core.errors": ("VivianeError",),
     "viviane.data": ("Dataset", "write_dataset"),
     "viviane.embedding": ("EmbeddingCollection", "FeatureConfig", "TableConfig"),

@@ -133,6 +133,7 @@ KERNELS = {
     ".cpu": {"numba", "llvmlite"},
     ".triton_parts": {"triton"},
     ".gpu": {"triton"},
+    ".rules": {"numba"},
 }
 
 

@@ -12,7 +12,7 @@ import viviane
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 ROOMS = ["viviane", *(f"viviane.{info.name}" for info in pkgutil.iter_modules(viviane.__path__))]
 

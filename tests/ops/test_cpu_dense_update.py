@@ -7,9 +7,15 @@ from viviane.core.errors import VivianeError
 from viviane.ops import dense_update as dense
 from viviane.ops.dense_update.reference import move_tensors as plain
 from viviane.ops.dispatch import use_implementation
+from viviane.ops.rules import DenseNumbers, dense_rules
 
 SHAPES = [(1,), (3,), (33, 7), (0,), (2049,), (300, 128)]
-NUMBERS = [0.05, 0.02, 1e-3, 0.9, 0.99, 1 - 0.9, 1 - 0.99]
+NUMBERS = DenseNumbers(0.05, 0.02, 1e-3, 0.9, 0.99, third=1.5, fourth=1.25).values()
+
+
+def numbers_of(rule):
+    """FTRL takes 1 / lr, lambda1 and lr."""
+    return DenseNumbers(20.0, 0.02, 0.3, 0.9, 0.99, third=0.05).values() if rule == "ftrl" else NUMBERS
 
 
 def draw(seed):
@@ -22,14 +28,13 @@ def flat(lists):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("rule", dense.STATES)
+@pytest.mark.parametrize("rule", dense_rules())
 def test_every_rule_moves_as_the_reference(rule, inside):
-    values = [20.0, 0.02, 0.3, *NUMBERS[3:]] if rule == "ftrl" else NUMBERS
-    numbers = torch.tensor(values, dtype=torch.float64)
+    numbers = torch.tensor(numbers_of(rule), dtype=torch.float64)
     options = {"inside": inside, "decays": True, "scale": torch.tensor(0.5), "gate": None, "room": dense.Room()}
     results = []
     for move in (dense.move_tensors, plain):
-        params, states = draw(0), [[one.abs() for one in draw(1 + i)] for i in range(dense.STATES[rule])]
+        params, states = draw(0), [[one.abs() for one in draw(1 + i)] for i, _ in enumerate(dense_rules()[rule].states)]
         for step in range(3):
             move(rule, params, draw(10 + step), states, numbers, **options)
         results.append(flat([params, *states]))
@@ -38,11 +43,11 @@ def test_every_rule_moves_as_the_reference(rule, inside):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", list(dense.STATES))
+@pytest.mark.parametrize("rule", [name for name, rule in dense_rules().items() if rule.gpu_dense is not None])
 def test_every_number_is_moved_once_and_alike_by_any_number_of_threads(rule):
     """Shares end at blocks, whatever the tensors' sizes: numbers of a last, shorter block are computed otherwise."""
     before, sizes = torch.get_num_threads(), (1, 63, 64, 65, 60_001, 130, 70_000, 7)
-    numbers = torch.tensor([0.1, 0.01, 1e-3, 0.9, 0.99, 0.1, 0.01], dtype=torch.float64)
+    numbers = torch.tensor(NUMBERS, dtype=torch.float64)
     results = []
     try:
         for threads in (1, 2, 3, 7):
@@ -50,7 +55,7 @@ def test_every_number_is_moved_once_and_alike_by_any_number_of_threads(rule):
             rng = torch.Generator().manual_seed(0)
             params = [torch.randn(size, generator=rng) for size in sizes]
             gradients = [torch.randn(size, generator=rng) for size in sizes]
-            states = [[torch.rand(size, generator=rng) for size in sizes] for _ in range(dense.STATES[rule])]
+            states = [[torch.rand(size, generator=rng) for size in sizes] for _ in dense_rules()[rule].states]
             dense.move_tensors(rule, params, gradients, states, numbers, decays=True)
             results.append([*params, *(one for state in states for one in state)])
     finally:
@@ -91,13 +96,13 @@ def test_reasons_are_named():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", dense.STATES)
+@pytest.mark.parametrize("rule", dense_rules())
 @pytest.mark.parametrize("serving", ["auto", "reference"])
 def test_gradients_of_16_bits_move_as_if_they_had_been_cast_and_scaled_before(dtype, rule, serving):
-    numbers = torch.tensor([20.0, 0.02, 0.3, *NUMBERS[3:]] if rule == "ftrl" else NUMBERS, dtype=torch.float64)
+    numbers = torch.tensor(numbers_of(rule), dtype=torch.float64)
     scale, results = torch.tensor(0.37), []
     for direct in (True, False):
-        params, states = draw(0), [[one.abs() for one in draw(1 + i)] for i in range(dense.STATES[rule])]
+        params, states = draw(0), [[one.abs() for one in draw(1 + i)] for i, _ in enumerate(dense_rules()[rule].states)]
         for step in range(3):
             gradients = [one.to(dtype) for one in draw(10 + step)]
             gradients[1][2] = float("inf") if step == 2 else 2.0**-24  # the least number of float16

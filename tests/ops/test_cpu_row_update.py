@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from viviane.config.optimizers import SGD, AdaGrad, Adam, Ftrl, RMSProp
+from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
 from viviane.core.errors import VivianeError
 from viviane.ops.row_update import Entries, Scratch, initial_state, reference, state_shape, sum_rows, update_rows
 from viviane.ops.row_update.rounding import noise, round_bfloat16, round_float16
@@ -24,6 +24,11 @@ RULES = [
     Adam(update="global", epsilon=1e-3, epsilon_inside_root=True),
     Adam(update="lazy_global"),
     Adam(update="lazy_global", beta1=0.0),
+    AdamW(weight_decay=0.1, clip_row_norm=1.0),
+    AdamW(update="global", epsilon=1e-3, epsilon_inside_root=True),
+    RowWiseAdam(epsilon=1e-3, weight_decay=0.1),
+    RowWiseAdam(epsilon=0.01, epsilon_inside_root=True),
+    Lamb(epsilon=1e-3, weight_decay=0.1),
     Ftrl(lambda1=0.05, lambda2=0.1, beta=1.0, weight_decay=0.1),
 ]
 
@@ -81,7 +86,15 @@ def test_rules_equal_the_reference(rule, data):
 
 @pytest.mark.parametrize("dim", [1, 16, 33, 100])
 @pytest.mark.parametrize(
-    "rule", [AdaGrad(row_wise=True), SGD(clip_row_norm=0.5), Ftrl(lambda1=0.05, beta=1.0)], ids=lambda rule: rule.type
+    "rule",
+    [
+        AdaGrad(row_wise=True),
+        SGD(clip_row_norm=0.5),
+        Ftrl(lambda1=0.05, beta=1.0),
+        RowWiseAdam(epsilon=1e-3),
+        Lamb(epsilon=1e-3),
+    ],
+    ids=lambda rule: rule.type,
 )
 def test_rules_that_look_at_a_whole_row_at_every_width(rule, dim):
     generator = torch.Generator().manual_seed(dim)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
+from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
 from viviane.ops.row_update import Entries, initial_state, reference, state_shape
 
 # Numbers below have eight digits; an epsilon of 1e-7 moves the seventh.
@@ -42,6 +42,15 @@ CASES = {
     "row-wise adagrad": (AdaGrad(row_wise=True), [[3.0, 1.0]], {}, [0.86583593, 0.95527864]),
     "rmsprop": (RMSProp(), [[0.5]], {}, [0.68377243]),
     "adam": (Adam(), [[0.5]], {}, [0.9]),
+    # w = 1 - 0.1 * 0.2, then Adam's first step of 0.1
+    "adamw": (AdamW(weight_decay=0.2), [[0.5]], {}, [0.88]),
+    "adamw, a row that rests keeps its weight": (AdamW(weight_decay=0.2), [[0.5], None], {}, [0.88]),
+    "adamw, global": (AdamW(weight_decay=0.2, beta1=0.0, update="global"), [[0.5], None], {}, [0.8624]),
+    # m = 0.1 g, v = 0.001 * 5, a = 0.1 sqrt(0.001) / 0.1: w -= 0.1 g / sqrt(5)
+    "row-wise adam": (RowWiseAdam(), [[3.0, 1.0]], {}, [0.86583593, 0.95527864]),
+    # u = g / |g| + 0.5 w = [1.5, -0.5]; r = sqrt(2) / sqrt(2.5)
+    "lamb": (Lamb(epsilon=1e-9, weight_decay=0.5), [[3.0, -1.0]], {}, [0.86583593, 1.04472136]),
+    "lamb, no gradient, no decay": (Lamb(), [[0.0, 0.0]], {}, [1.0, 1.0]),
     "ftrl": (Ftrl(beta=1.0), [[0.5]], {}, [0.29976988]),
     "ftrl, sparse": (Ftrl(beta=1.0, lambda1=5.0), [[0.5]], {}, [0.0]),
     "ftrl, lambda2": (Ftrl(beta=1.0, lambda2=15.0), [[0.5]], {}, [0.14988494]),

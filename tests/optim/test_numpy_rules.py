@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp, Solver
+from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, Solver
 from viviane.optim import LearningRateSchedule, build_dense_optimizer
 
 LR, SMALL = 0.05, 2.0**-23
@@ -45,6 +45,18 @@ def adam(w, g, s, t):
     return w - LR * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * s["m"] / (np.sqrt(s["v"]) + 1e-7)
 
 
+def adamw(w, g, s, t):
+    return adam(w * (1 - LR * 0.2), g, s, t)
+
+
+def lamb(w, g, s, t):
+    s["m"] = 0.9 * s.get("m", 0.0) + 0.1 * g
+    s["v"] = 0.999 * s.get("v", 0.0) + 0.001 * g**2
+    u = s["m"] / (1 - 0.9**t) / (np.sqrt(s["v"] / (1 - 0.999**t)) + 1e-6) + 0.2 * w
+    norms = np.linalg.norm(w), np.linalg.norm(u)
+    return w - LR * (norms[0] / norms[1] if all(norms) else 1.0) * u
+
+
 def ftrl(w, g, s, t):
     before = s.get("n", 0.0)
     s["n"] = before + g**2
@@ -60,6 +72,8 @@ RULES = {
     "adagrad": (AdaGrad(initial_accumulator=0.1), adagrad),
     "rmsprop": (RMSProp(decay=0.9), rmsprop),
     "adam": (Adam(), adam),
+    "adamw": (AdamW(weight_decay=0.2), adamw),
+    "lamb": (Lamb(weight_decay=0.2), lamb),
     "ftrl": (Ftrl(beta=0.5, lambda1=0.3, lambda2=0.2), ftrl),
 }
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
-from viviane.ops.dense_update import NUMBERS, judge
+from viviane.ops.dense_update import judge
+from viviane.ops.rules import NUM_DENSE_NUMBERS
 from viviane.optim import build_dense_optimizer
 from viviane.training.controls import Controls, DeviceMover, step_values
 from viviane.training.recorded_step import Verdict
@@ -86,9 +87,9 @@ def test_controls_hold_each_group_where_its_launch_reads():
     controls.take(told)
     assert (controls.lr.item(), controls.factor.item()) == (0.2, 2.0)
     # Adam's correction of the first step: sqrt(1 - 0.75) / (1 - 0.5) = 1.
-    assert first.tolist() == pytest.approx([0.2, 0.0, 1e-3, 0.5, 0.75, 0.5, 0.25])
-    assert second.tolist() == pytest.approx([1.0, 0.25, 1e-3, 0.5, 0.75, 0.5, 0.25])
-    assert len(first) == NUMBERS
+    assert first.tolist() == pytest.approx([0.2, 0.0, 1e-3, 0.5, 0.75, 0.5, 0.25, 0.0, 0.0])
+    assert second.tolist() == pytest.approx([1.0, 0.25, 1e-3, 0.5, 0.75, 0.5, 0.25, 0.0, 0.0])
+    assert len(first) == NUM_DENSE_NUMBERS
 
 
 def test_the_device_takes_the_numbers_of_the_steps_that_were_not_skipped():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from viviane.config.optimizers import SGD, AdaGrad, Adam, AnyOptimizer, Ftrl, RMSProp
+from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, AnyOptimizer, Ftrl, Lamb, RMSProp, RowWiseAdam
 from viviane.core.errors import ConfigError, suggest
 
 TABLE_SIZES: Final[dict[str, tuple[int, ...]]] = {
@@ -36,6 +36,9 @@ RULES: Final[dict[str, AnyOptimizer]] = {
     "row_wise_adagrad": AdaGrad(row_wise=True),
     "rmsprop": RMSProp(),
     "adam": Adam(),
+    "adamw": AdamW(),
+    "row_wise_adam": RowWiseAdam(),
+    "lamb": Lamb(),
     "ftrl": Ftrl(),
 }
 """Optimizers that may be measured."""

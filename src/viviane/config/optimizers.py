@@ -10,6 +10,10 @@ The arithmetic, with g the gradient, t the step from 1, and epsilon outside the 
     RMSProp       s = decay s + (1 - decay) g^2;  w -= lr g / (sqrt(s) + epsilon)
     Adam          m, v: running means of g, g^2
                   a = lr sqrt(1 - beta2^t) / (1 - beta1^t);  w -= a m / (sqrt(v) + epsilon)
+    AdamW         w -= lr weight_decay w, then Adam's step without weight decay in the gradient
+    RowWiseAdam   tables only: Adam with v = beta2 v + (1 - beta2) mean of g^2 over the row, one number per row
+    Lamb          m, v as Adam's;  u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay w
+                  w -= lr |w| / |u| u;  norms of a row of a table, or of a dense parameter; 1 where a norm is 0
     Ftrl          n' = n + g^2;  z += g + (sqrt(n + e) - sqrt(n' + e)) w / lr
                   w = 0 where |z| <= lambda1
                   w = (sign(z) lambda1 - z) / (sqrt(n' + e) / lr + lambda2 + beta / lr) elsewhere;  e = 2^-23
@@ -28,8 +32,8 @@ Embedding tables: gradients of a key that stands several times in a batch are su
 For SGD without momentum, AdaGrad and Ftrl a row without gradient rests anyway. Bias correction counts the
 table's steps.
 
-Sources: Kingma and Ba 2015 (Adam); Duchi et al. 2011 (AdaGrad); McMahan et al. 2013 (FTRL); Tieleman and Hinton
-2012 (RMSProp); HugeCTR's update rules.
+Sources: Kingma and Ba 2015 (Adam); Duchi et al. 2011 (AdaGrad); Loshchilov and Hutter 2019 (AdamW); You et al. 2020
+(LAMB); McMahan et al. 2013 (FTRL); Tieleman and Hinton 2012 (RMSProp); HugeCTR's update rules.
 """
 
 from __future__ import annotations
@@ -105,6 +109,37 @@ class Adam(_Optimizer):
     update: Literal["local", "global", "lazy_global"] = "local"
 
 
+class AdamW(_Optimizer):
+    """Adam with decoupled weight decay: w -= lr weight_decay w, then Adam's step; of a table, rows that move decay."""
+
+    type: Literal["adamw"] = "adamw"
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: float = Field(default=1e-7, gt=0)
+    epsilon_inside_root: bool = False
+    update: Update = "local"
+
+
+class RowWiseAdam(_Optimizer):
+    """Tables only: Adam with one second moment per row, v = beta2 v + (1 - beta2) mean of g^2; half of Adam's state."""
+
+    type: Literal["row_wise_adam"] = "row_wise_adam"
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: float = Field(default=1e-7, gt=0)
+    epsilon_inside_root: bool = False
+
+
+class Lamb(_Optimizer):
+    """LAMB: w -= lr |w| / |u| u with u Adam's direction plus weight_decay w; norms of rows, or of dense parameters."""
+
+    type: Literal["lamb"] = "lamb"
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: float = Field(default=1e-6, gt=0)
+
+
 class Ftrl(_Optimizer):
     """Follow the regularized leader, proximal: weights that matter little become exactly zero (lambda1)."""
 
@@ -114,7 +149,7 @@ class Ftrl(_Optimizer):
     lambda2: float = Field(default=0.0, ge=0)
 
 
-AnyOptimizer = SGD | AdaGrad | RMSProp | Adam | Ftrl
+AnyOptimizer = SGD | AdaGrad | RMSProp | Adam | AdamW | RowWiseAdam | Lamb | Ftrl
 OptimizerSettings = Annotated[AnyOptimizer, Field(discriminator="type")]
 
 

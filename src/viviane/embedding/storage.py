@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from viviane.config.optimizers import Adam, AnyOptimizer
+from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.core.seeds import derive_seed
 from viviane.embedding.ages import TableAges
@@ -40,6 +41,7 @@ from viviane.ops.row_update import (
     sum_rows,
     update_rows,
 )
+from viviane.ops.rules import rule_of
 
 if TYPE_CHECKING:
     from viviane.embedding.lookup import Part
@@ -55,6 +57,11 @@ class Segment:
     stop: int
     optimizer: AnyOptimizer | None
     tables: tuple[str, ...]
+
+    @cached_property
+    def uses_step(self) -> bool:
+        """Whether the optimizer's arithmetic depends on the number of the step."""
+        return self.optimizer is not None and rule_of(self.optimizer).uses_step
 
 
 class Storage(nn.Module):
@@ -353,8 +360,8 @@ class Storage(nn.Module):
     def _ranges(self, active: frozenset[str]) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
         """Give runs of neighbouring tables that one launch may move: segment, start, stop, names."""
         for index, segment in enumerate(self.segments):
-            # Adam's correction and stochastic rounding go by a table's age; no other rule knows it.
-            by_age = isinstance(segment.optimizer, Adam) or self.dtype != torch.float32
+            # Bias corrections and stochastic rounding depend on how many steps a table has taken.
+            by_age = segment.uses_step or self.dtype != torch.float32
             runs: list[list[str]] = []
             for before, name in zip((None, *segment.tables), segment.tables, strict=False):
                 together = runs and before == runs[-1][-1] and (not by_age or self.steps.alike(before, name))

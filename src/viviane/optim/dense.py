@@ -1,16 +1,15 @@
-"""SGD, AdaGrad, RMSProp, Adam and FTRL for dense parameters, all parameters of a device moved by a few calls.
+"""The optimizer of dense parameters: all parameters of a device are moved by a few calls.
 
-They are ordinary `torch.optim.Optimizer` classes. Two formulas differ from torch.optim: epsilon is added to
-the plain root, and Adam's bias correction stands in the learning rate, so that dense weights and embedding
-tables follow one rule (see `viviane.config.optimizers`).
+It is an ordinary `torch.optim.Optimizer` around a rule of `viviane.ops.rules`, so that dense weights and embedding
+tables follow the same arithmetic. Two formulas differ from torch.optim: epsilon is added to the plain root, and Adam's
+bias correction is part of the learning rate (see `viviane.config.optimizers`).
 
-A `Mover` may take the arithmetic over: training on a GPU gives one that moves all tensors in one launch, by numbers
-that lie on the device, so that a CUDA graph can repeat it. Its results differ from those here by rounding alone.
+A `Mover` may take the arithmetic over: training gives one that moves all tensors in one kernel, with numbers that are
+read from the device, so that a CUDA graph can replay it. Its results differ from those here by rounding alone.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -19,10 +18,9 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor
 
-from viviane import config
+from viviane.config import AnyOptimizer
 from viviane.core.errors import ConfigError, NumericsError
-
-_FTRL_EPSILON = 2.0**-23
+from viviane.ops.rules import DenseNumbers, DenseRule, rule_of
 
 
 class Mover(Protocol):
@@ -45,37 +43,47 @@ class Mover(Protocol):
 
 
 class DenseOptimizer(torch.optim.Optimizer):
-    """Base of the dense optimizers: groups tensors by device and dtype, and counts steps per group.
+    """A rule over dense parameters: groups tensors by device and dtype, and counts steps per group.
 
     The learning rate of a group is its "lr". `set_lr` writes it from the schedule.
 
+    Args:
+        params: parameters, or groups as in torch.optim.
+        lr: learning rate.
+        own_lr: whether the schedule scales `lr` instead of replacing it.
+        rule: the arithmetic.
+        defaults: its settings, which a group may override.
+
     Attributes:
-        mover: who does the arithmetic; None: the formulas here.
+        rule: the arithmetic.
+        mover: computes the update; None: plain torch.
         beside: gradients of another type than their parameter's, which `grad` cannot hold, in its place.
     """
 
-    rule: str = ""
-    """Its name in `viviane.ops.dense_update`."""
-    state_names: tuple[str, ...] = ()
     mover: Mover | None = None
     beside: Mapping[Tensor, Tensor] = MappingProxyType({})
 
-    def numbers(self, group: dict[str, Any]) -> list[float]:
-        """Return what the group's present step is computed with: rate, weight decay, epsilon, first, second.
-
-        Example:
-            >>> optimizer = Adam([torch.ones(1)], 0.1, False, beta1=0.5, beta2=0.75, epsilon=1e-7, weight_decay=0.0)
-            >>> group = optimizer.param_groups[0]
-            >>> group["step"] = 1
-            >>> optimizer.numbers(group)
-            [0.1, 0.0, 1e-07, 0.5, 0.75]
-        """
-        return [group["lr"], group["weight_decay"], group.get("epsilon", 0.0), 0.0, 0.0]
-
-    def __init__(self, params: Iterable[Any], lr: float, own_lr: bool, **defaults: Any) -> None:
+    def __init__(self, params: Iterable[Any], lr: float, own_lr: bool, rule: DenseRule, **defaults: Any) -> None:
         if not lr > 0:
             raise ConfigError("the learning rate must be positive", value=lr)
+        self.rule = rule
         super().__init__(params, {"lr": lr, "initial_lr": lr, "own_lr": own_lr, "step": 0, **defaults})
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the state of each parameter."""
+        return self.rule.states
+
+    def numbers(self, group: dict[str, Any]) -> DenseNumbers:
+        """Return what the group's present step is computed with.
+
+        Example:
+            >>> from viviane.config import SGD
+            >>> optimizer = build_dense_optimizer(SGD(momentum=0.5), [torch.ones(1)], lr=0.1)
+            >>> optimizer.numbers(optimizer.param_groups[0]).first
+            0.5
+        """
+        return self.rule.dense_numbers(group)
 
     def set_lr(self, lr: float, factor: float = 1.0) -> None:
         """Set the learning rate of the next step.
@@ -103,7 +111,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         """Move every parameter that has a gradient.
 
         Args:
-            closure: computes the loss anew, as in torch.optim.
+            closure: computes the loss again, as in torch.optim.
             scale: what gradients are multiplied by first; a number, or 0-dim.
         """
         loss = None
@@ -133,146 +141,23 @@ class DenseOptimizer(torch.optim.Optimizer):
             if not self.state[param] and self.state_names:
                 start = group.get("initial_accumulator", 0.0)
                 self.state[param] = {name: torch.full_like(param, start) for name in self.state_names}
+        states = [[self.state[param][name] for param in params] for name in self.state_names]
         if self.mover is not None:
-            self.mover(self, place, params, gradients, self._states(params), scale)
+            self.mover(self, place, params, gradients, states, scale)
             return
         gradients = [one.to(param.dtype) for one, param in zip(gradients, params, strict=True)]
         if isinstance(scale, Tensor) or scale != 1.0:
             gradients = list(torch._foreach_mul(gradients, scale))
-        if group["weight_decay"]:
+        if self.decays(group):
             gradients = list(torch._foreach_add(gradients, params, alpha=group["weight_decay"]))
-        self._rule(params, gradients, *self._states(params), group=group)
+        self.rule.update_dense(params, gradients, states, self.numbers(group), bool(group.get("epsilon_inside_root")))
 
-    def _states(self, params: list[Tensor]) -> list[list[Tensor]]:
-        return [[self.state[param][name] for param in params] for name in self.state_names]
-
-    def _rule(
-        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
-    ) -> None:
-        raise NotImplementedError
+    def decays(self, group: Mapping[str, Any]) -> bool:
+        """Whether weight decay is added to the gradients of a group."""
+        return self.rule.couples_decay and bool(group["weight_decay"])
 
 
-class Sgd(DenseOptimizer):
-    """w -= lr (g + weight_decay w); with momentum or Nesterov's as `viviane.config.optimizers` writes them."""
-
-    def __init__(self, params: Iterable[Any], lr: float, own_lr: bool, **defaults: Any) -> None:
-        self.state_names = ("momentum",) if defaults.get("momentum") else ()
-        self.rule = "sgd" if not self.state_names else "nesterov" if defaults.get("nesterov") else "momentum"
-        super().__init__(params, lr, own_lr, **defaults)
-
-    def numbers(self, group: dict[str, Any]) -> list[float]:
-        """Return rate, weight decay, 0, momentum, 0."""
-        return [group["lr"], group["weight_decay"], 0.0, group.get("momentum", 0.0), 0.0]
-
-    def _rule(
-        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
-    ) -> None:
-        mu = group.get("momentum", 0.0)
-        if not mu:
-            torch._foreach_add_(params, gradients, alpha=-group["lr"])
-            return
-        (velocities,) = states
-        if group["nesterov"]:
-            torch._foreach_add_(params, velocities, alpha=-mu)
-        torch._foreach_mul_(velocities, mu)
-        torch._foreach_add_(velocities, gradients, alpha=-group["lr"])
-        torch._foreach_add_(params, velocities, alpha=1 + mu if group["nesterov"] else 1.0)
-
-
-class AdaGrad(DenseOptimizer):
-    """s += g^2; w -= lr g / (sqrt(s) + epsilon)."""
-
-    rule = "adagrad"
-    state_names = ("accumulator",)
-
-    def _rule(
-        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
-    ) -> None:
-        (accumulators,) = states
-        torch._foreach_addcmul_(accumulators, gradients, gradients)
-        torch._foreach_addcdiv_(params, gradients, _roots(accumulators, group), value=-group["lr"])
-
-
-class RMSProp(DenseOptimizer):
-    """s = decay s + (1 - decay) g^2; w -= lr g / (sqrt(s) + epsilon)."""
-
-    rule = "rmsprop"
-    state_names = ("accumulator",)
-
-    def numbers(self, group: dict[str, Any]) -> list[float]:
-        """Return rate, weight decay, epsilon, decay, 0."""
-        return [group["lr"], group["weight_decay"], group["epsilon"], group["decay"], 0.0]
-
-    def _rule(
-        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
-    ) -> None:
-        (accumulators,) = states
-        torch._foreach_mul_(accumulators, group["decay"])
-        torch._foreach_addcmul_(accumulators, gradients, gradients, value=1 - group["decay"])
-        torch._foreach_addcdiv_(params, gradients, _roots(accumulators, group), value=-group["lr"])
-
-
-class Adam(DenseOptimizer):
-    """a = lr sqrt(1 - beta2^t) / (1 - beta1^t); w -= a m / (sqrt(v) + epsilon)."""
-
-    rule = "adam"
-    state_names = ("m", "v")
-
-    def numbers(self, group: dict[str, Any]) -> list[float]:
-        """Return a, weight decay, epsilon, beta1, beta2."""
-        beta1, beta2 = group["beta1"], group["beta2"]
-        return [_corrected(group), group["weight_decay"], group["epsilon"], beta1, beta2]
-
-    def _rule(
-        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
-    ) -> None:
-        m, v = states
-        beta1, beta2 = group["beta1"], group["beta2"]
-        torch._foreach_lerp_(m, gradients, 1 - beta1)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
-        torch._foreach_addcdiv_(params, m, _roots(v, group), value=-_corrected(group))
-
-
-class Ftrl(DenseOptimizer):
-    """Follow the regularized leader; the arithmetic stands in `viviane.config.optimizers`."""
-
-    rule = "ftrl"
-    state_names = ("n", "z")
-
-    def numbers(self, group: dict[str, Any]) -> list[float]:
-        """Return 1 / lr, weight decay, lambda1, lambda2 + beta / lr, 0."""
-        inverse = 1 / group["lr"]
-        offset = group["lambda2"] + group["beta"] / group["lr"]
-        return [inverse, group["weight_decay"], group["lambda1"], offset, 0.0]
-
-    def _rule(
-        self, params: list[Tensor], gradients: list[Tensor], *states: list[Tensor], group: dict[str, Any]
-    ) -> None:
-        lr, lambda1 = group["lr"], group["lambda1"]
-        for w, g, n, z in zip(params, gradients, *states, strict=True):
-            before = (n + _FTRL_EPSILON).sqrt_()
-            root = n.addcmul_(g, g).add(_FTRL_EPSILON).sqrt_()
-            z.add_(g).add_((before - root) * w, alpha=1 / lr)
-            moved = (z.sign() * lambda1 - z) / (root / lr + (group["lambda2"] + group["beta"] / lr))
-            w.copy_(torch.where(z.abs() <= lambda1, torch.zeros_like(w), moved))
-
-
-def _corrected(group: dict[str, Any]) -> float:
-    """Return Adam's rate with its bias correction."""
-    beta1, beta2, t = group["beta1"], group["beta2"], max(1, group["step"])  # 0: nothing of the group has moved yet
-    return float(group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t))
-
-
-def _roots(squares: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    if group["epsilon_inside_root"]:
-        return list(torch._foreach_sqrt(torch._foreach_add(squares, group["epsilon"])))
-    roots = list(torch._foreach_sqrt(squares))
-    torch._foreach_add_(roots, group["epsilon"])
-    return roots
-
-
-def build_dense_optimizer(settings: config.AnyOptimizer, params: Iterable[Any], lr: float) -> DenseOptimizer:
+def build_dense_optimizer(settings: AnyOptimizer, params: Iterable[Any], lr: float) -> DenseOptimizer:
     """Build the optimizer of dense parameters from its settings.
 
     Args:
@@ -281,27 +166,31 @@ def build_dense_optimizer(settings: config.AnyOptimizer, params: Iterable[Any], 
         params: parameters, or groups as in torch.optim; a group may override "lr" and "weight_decay".
         lr: the solver's learning rate.
 
+    Raises:
+        ConfigError: the rule, or one of its settings, is for embedding tables only.
+
     Example:
+        >>> from viviane.config import SGD
         >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = build_dense_optimizer(config.SGD(), [weight], lr=0.5)
+        >>> optimizer = build_dense_optimizer(SGD(), [weight], lr=0.5)
         >>> weight.sum().backward(); optimizer.step()
         >>> weight.tolist()
         [0.5, 0.5]
     """
     options = settings.to_dict()
+    fix = "give this rule as the embedding_optimizer, and another one to the dense layers"
     for name in ("clip_row_norm", "row_wise"):
         if options.pop(name, None):
             raise ConfigError(
-                f"{name} is for embedding tables", where="the dense optimizer", value=settings.type,
-                fix="give this rule as the embedding_optimizer, and another one to the dense layers",
-            )  # fmt: skip
-    options.pop("update", None)  # dense parameters always move as a whole
-    kind = options.pop("type")
+                f"{name} is for embedding tables", where="the dense optimizer", value=settings.type, fix=fix
+            )
+    rule = rule_of(settings.model_copy(update={"update": "local"}) if "update" in options else settings)
+    if not isinstance(rule, DenseRule):
+        raise ConfigError("the rule is for embedding tables", where="the dense optimizer", value=settings.type, fix=fix)
+    for name in ("type", "update"):  # dense parameters always move as a whole
+        options.pop(name, None)
     own = options.pop("lr")
-    kinds: dict[str, type[DenseOptimizer]] = {
-        "sgd": Sgd, "adagrad": AdaGrad, "rmsprop": RMSProp, "adam": Adam, "ftrl": Ftrl
-    }  # fmt: skip
-    return kinds[kind](params, lr=lr if own is None else own, own_lr=own is not None, **options)
+    return DenseOptimizer(params, lr if own is None else own, own is not None, rule, **options)
 
 
 def _by_device_and_dtype(params: list[Tensor]) -> Iterable[list[Tensor]]:

@@ -12,13 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from viviane.config import SGD, AdaGrad
+from viviane.config import SGD
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding import EmbeddingCollection, Storage
 from viviane.embedding.gradients import RowGradients
 from viviane.embedding.lookup import Part, entries_of, flat_rows, hand_over
 from viviane.ops.row_update import Entries, Scratch, prepare_rows, update_rows
+from viviane.ops.rules import rule_of
 from viviane.parallel.group import Group
 
 _ZERO_ROWS = 2  # see viviane.ops.key_rows
@@ -67,12 +68,13 @@ def rests_without_gradient(rule: AnyOptimizer | None) -> bool:
     """Whether a gradient of zero leaves a row and its state as they are, bit by bit.
 
     Example:
+        >>> from viviane.config import SGD, AdaGrad
         >>> rests_without_gradient(AdaGrad()), rests_without_gradient(SGD(momentum=0.9))
         (True, False)
     """
     if rule is None:
         return True
-    return not rule.weight_decay and (isinstance(rule, AdaGrad) or (isinstance(rule, SGD) and not rule.momentum))
+    return rule_of(rule).rests and not rule.weight_decay
 
 
 class ReplicaSum:

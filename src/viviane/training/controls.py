@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from viviane.ops.capture import is_capturing
-from viviane.ops.dense_update import NUMBERS, Room, move_tensors
+from viviane.ops.dense_update import Room, move_tensors
+from viviane.ops.rules import NUM_DENSE_NUMBERS
 from viviane.optim import DenseOptimizer
 
 _RATES = 2
@@ -18,12 +19,12 @@ def all_numbers(optimizer: DenseOptimizer, place: int) -> list[float]:
     """Return what `viviane.ops.dense_update` reads of a group's present step.
 
     Example:
-        >>> from viviane.optim import Sgd
-        >>> all_numbers(Sgd([torch.ones(1)], 0.5, False, momentum=0.75, weight_decay=0.0), 0)
-        [0.5, 0.0, 0.0, 0.75, 0.0, 0.25, 1.0]
+        >>> from viviane.config import SGD
+        >>> from viviane.optim import build_dense_optimizer
+        >>> all_numbers(build_dense_optimizer(SGD(momentum=0.75), [torch.ones(1)], 0.5), 0)
+        [0.5, 0.0, 0.0, 0.75, 0.0, 0.25, 1.0, 0.0, 0.0]
     """
-    numbers = optimizer.numbers(optimizer.param_groups[place])
-    return [*numbers, 1 - numbers[3], 1 - numbers[4]]
+    return optimizer.numbers(optimizer.param_groups[place]).values()
 
 
 def step_values(lr: float, factor: float, optimizer: DenseOptimizer | None, means: Sequence[float] = ()) -> list[float]:
@@ -60,7 +61,7 @@ class Controls:
     """
 
     def __init__(self, device: torch.device, num_groups: int, num_means: int = 0, num_rows: int = 1) -> None:
-        size = _RATES + num_groups * NUMBERS + num_means
+        size = _RATES + num_groups * NUM_DENSE_NUMBERS + num_means
         self._means = size - num_means
         self.num_rows = num_rows
         self._vector = torch.zeros(size, dtype=torch.float64, device=device)
@@ -77,9 +78,9 @@ class Controls:
         return self._vector[1]
 
     def group(self, place: int) -> Tensor:
-        """Return the numbers of a group, (NUMBERS,)."""
-        start = _RATES + place * NUMBERS
-        return self._vector[start : start + NUMBERS]
+        """Return the numbers of a group, (NUM_DENSE_NUMBERS,)."""
+        start = _RATES + place * NUM_DENSE_NUMBERS
+        return self._vector[start : start + NUM_DENSE_NUMBERS]
 
     @property
     def means(self) -> Tensor:
@@ -146,8 +147,8 @@ class DeviceMover:
             host = torch.tensor(all_numbers(optimizer, place), dtype=torch.float64)
             numbers = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
         move_tensors(
-            optimizer.rule, params, gradients, states, numbers, inside=bool(group.get("epsilon_inside_root")),
-            decays=bool(group["weight_decay"]), scale=factor, gate=gate, room=self._rooms.setdefault(place, Room()),
+            optimizer.rule.name, params, gradients, states, numbers, inside=bool(group.get("epsilon_inside_root")),
+            decays=optimizer.decays(group), scale=factor, gate=gate, room=self._rooms.setdefault(place, Room()),
         )  # fmt: skip
 
     def reserve(self, optimizer: DenseOptimizer) -> list[Tensor]:

@@ -161,6 +161,8 @@ def _shown(value: Any) -> str:
         return f"*{value['pointer']}{'' if value['aligned'] else ' (unaligned)'}"
     if "tuple" in value:
         return f"({', '.join(_shown(one) for one in value['tuple'])})"
+    if "function" in value:
+        return str(value["function"])
     return f"tiles {value['block']} of {value['tiles']}" if "tiles" in value else value["kind"]
 
 

@@ -4,12 +4,14 @@ A launch is noted as JSON: the kernel, its arguments by name, the options of the
 and its alignment count; of a number given at run time, what Triton compiles anew for.
 """
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton import language as tl
+from triton.runtime.jit import KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNED_BYTES = 16  # what Triton's compiler asks of addresses, and of numbers that may be distances
@@ -27,6 +29,8 @@ def describe(value: Any) -> Any:
         return {"tuple": [describe(one) for one in value]}
     if isinstance(value, tl.dtype):
         return {"kind": value.name}
+    if isinstance(value, KernelInterface):
+        return {"function": f"{value.fn.__module__}.{value.fn.__name__}"}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a kernel takes a {type(value).__name__}: tests/ops/gpu/launches.py must learn to note that")
@@ -58,6 +62,9 @@ def stand_in(value: Any) -> Any:
         return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), value["block"])
     if "tuple" in value:
         return tuple(stand_in(one) for one in value["tuple"])
+    if "function" in value:
+        module, _, name = value["function"].rpartition(".")
+        return getattr(importlib.import_module(module), name)
     return tl.dtype(value["kind"])
 
 

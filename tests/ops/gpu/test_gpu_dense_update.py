@@ -8,6 +8,7 @@ from viviane.core.errors import VivianeError
 from viviane.ops import dense_update as dense
 from viviane.ops.dense_update.reference import move_tensors as plain
 from viviane.ops.dispatch import use_implementation
+from viviane.ops.rules import DenseNumbers, dense_rules
 
 SHAPES = [(1,), (3,), (33, 7), (0,), (2049,), (100, 41)]
 
@@ -28,17 +29,17 @@ def draw(device, seed, dtype=torch.float32):
 
 
 def numbers_of(device, rule):
-    first, second = 0.9, 0.99
-    rate, epsilon = (20.0, 0.3) if rule == "ftrl" else (0.05, 1e-3)
-    values = [rate, 0.02, epsilon, first, second, 1 - first, 1 - second]
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    numbers = DenseNumbers(0.05, 0.02, 1e-3, 0.9, 0.99, third=1.5, fourth=1.25)
+    if rule == "ftrl":  # 1 / lr, lambda1 and lr
+        numbers = DenseNumbers(20.0, 0.02, 0.3, 0.9, 0.99, third=0.05)
+    return torch.tensor(numbers.values(), dtype=torch.float64, device=device)
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("rule", dense.STATES)
+@pytest.mark.parametrize("rule", dense_rules())
 def test_every_rule_moves_as_the_reference(device, rule, inside):
     params, gradients, numbers = draw(device, 1), draw(device, 2), numbers_of(device, rule)
-    states = [[one.abs() for one in draw(device, 3 + i)] for i in range(dense.STATES[rule])]
+    states = [[one.abs() for one in draw(device, 3 + i)] for i, _ in enumerate(dense_rules()[rule].states)]
     scale = torch.tensor(0.5, device=device)
     wide = [[one.double().cpu() for one in part] for part in (params, gradients, *states)]
     room = dense.Room()
@@ -51,11 +52,11 @@ def test_every_rule_moves_as_the_reference(device, rule, inside):
         torch.testing.assert_close(found.cpu().double(), truth, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("rule", dense.STATES)
+@pytest.mark.parametrize("rule", dense_rules())
 def test_a_closed_gate_moves_nothing_even_by_nan(device, rule):
     params, gradients, numbers = draw(device, 1), draw(device, 2), numbers_of(device, rule)
     gradients[2][3, 3] = float("nan")
-    states = [[one.abs() for one in draw(device, 3 + i)] for i in range(dense.STATES[rule])]
+    states = [[one.abs() for one in draw(device, 3 + i)] for i, _ in enumerate(dense_rules()[rule].states)]
     before = [one.clone() for one in (*params, *flat(states))]
     gate = torch.zeros((), dtype=torch.int32, device=device)
     dense.move_tensors(rule, params, gradients, states, numbers, gate=gate)
@@ -68,7 +69,7 @@ def test_a_closed_gate_moves_nothing_even_by_nan(device, rule):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("apart", [0, 1, 4])
-@pytest.mark.parametrize("rule", dense.STATES)
+@pytest.mark.parametrize("rule", dense_rules())
 def test_gradients_of_16_bits_move_as_if_they_had_been_cast_and_scaled_before(device, rule, dtype, apart):
     """They lie one after another in one tensor, as sums over processes do, from its element `apart` on."""
     numbers, scale = numbers_of(device, rule), torch.tensor(0.37, device=device)
@@ -81,7 +82,7 @@ def test_gradients_of_16_bits_move_as_if_they_had_been_cast_and_scaled_before(de
         sizes = [apart, *(one.numel() for one in params)]
         gradients = [one.view(shape) for one, shape in zip(torch.split(flat_one, sizes)[1:], SHAPES, strict=True)]
         given = gradients if direct else [one.float() * scale for one in gradients]
-        states = [[one.abs() for one in draw(device, 3 + i)] for i in range(dense.STATES[rule])]
+        states = [[one.abs() for one in draw(device, 3 + i)] for i, _ in enumerate(dense_rules()[rule].states)]
         for is_open in (1, 0, 1):
             gate.fill_(is_open)
             with np.errstate(invalid="ignore"):  # the interpreter computes with the infinite one in NumPy

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
+from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import use_implementation
 from viviane.ops.row_update import Entries, Scratch, gpu, initial_state, norm_squared, reference, rounding, state_shape
@@ -29,6 +29,9 @@ RULES = {
     "adam, beta 0": Adam(beta1=0.0, epsilon=0.01, epsilon_inside_root=True, update="lazy_global"),
     "adam, global": Adam(epsilon=0.01, update="global"),
     "adam, lazy": Adam(epsilon=0.01, update="lazy_global"),
+    "adamw, global": AdamW(epsilon=0.01, weight_decay=0.1, update="global"),
+    "row-wise adam": RowWiseAdam(epsilon=0.01, weight_decay=0.1),
+    "lamb": Lamb(epsilon=0.01, weight_decay=0.1, clip_row_norm=1.0),
     "ftrl": Ftrl(lambda1=0.01, lambda2=0.1, beta=1.0),
 }
 
@@ -87,7 +90,9 @@ def test_every_rule(device, name):
 
 @pytest.mark.parametrize("dim", [1, 3, 7, 16, 33, 100])
 @pytest.mark.parametrize(
-    "rule", [SGD(clip_row_norm=0.5), AdaGrad(row_wise=True, epsilon=0.01)], ids=["sgd", "row-wise"]
+    "rule",
+    [SGD(clip_row_norm=0.5), AdaGrad(row_wise=True, epsilon=0.01), Lamb(epsilon=0.01)],
+    ids=lambda rule: rule.type,
 )
 def test_widths(device, dim, rule, monkeypatch):
     monkeypatch.setattr(gpu, "span_shape", lambda dim, num_states=0: gpu.SpanShape(4, 8, 1))

@@ -2,21 +2,13 @@
 
 A CUDA graph repeats its launches with the arguments they had, so what changes from step to step is read from memory:
 
-    numbers  (NUMBERS,), float64: rate, weight decay, epsilon, first, second, 1 - first, 1 - second
+    numbers  (NUM_DENSE_NUMBERS,), float64: see `viviane.ops.rules.DenseNumbers`
     scale    what gradients are multiplied by first, 0-dim
     gate     1: move; 0: leave parameters and state as they are; 0-dim, int32
 
-    rule        rate            first            second
-    sgd         lr
-    momentum    lr              momentum
-    nesterov    lr              momentum
-    adagrad     lr
-    rmsprop     lr              decay
-    adam        lr sqrt(1 - beta2^t) / (1 - beta1^t)    beta1    beta2
-    ftrl        1 / lr          lambda2 + beta / lr             epsilon is lambda1
-
-The formulas are those of `viviane.optim`, in float32; gradients of 16 bits are widened as they are read, and results
-are those of gradients that were cast before. On a GPU one launch moves all tensors, on the CPU one kernel.
+The rules are those of `viviane.ops.rules`, in float32; gradients of 16 bits are widened as they are read, and results
+are those of gradients that were cast before. On a GPU one launch moves all tensors, on the CPU one kernel; a rule that
+needs a reduction over a whole tensor (LAMB) takes a few torch operations for each.
 """
 
 from __future__ import annotations
@@ -29,14 +21,12 @@ from torch import Tensor
 
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.ops.dispatch import choose, implementation
+from viviane.ops.rules import DenseNumbers, DenseRule, dense_rules
 
-__all__ = ["NUMBERS", "STATES", "Room", "check_finite", "judge", "judge_scaled", "mark", "move_tensors", "reason"]
+__all__ = ["Room", "check_finite", "judge", "judge_scaled", "mark", "move_tensors", "reason"]
 
-NUMBERS = 7
 PIECE = 1024
 """Numbers of a tensor that one program moves."""
-STATES = {"sgd": 0, "momentum": 1, "nesterov": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "ftrl": 2}
-"""How many tensors of state each rule has."""
 GRADIENT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -90,7 +80,7 @@ def move_tensors(
     """Move parameters and state in place.
 
     Args:
-        rule: one of `STATES`.
+        rule: the name of one of `viviane.ops.rules.dense_rules`.
         params: float32, contiguous.
         gradients: of the shapes of `params`; float32, bfloat16 or float16, all of one type.
         states: lists beside `params`, as many as the rule has.
@@ -101,19 +91,49 @@ def move_tensors(
 
     Example:
         >>> w, g = torch.ones(2), torch.tensor([1.0, 2.0])
-        >>> numbers = torch.tensor([0.5, 0, 0, 0, 0, 1, 1], dtype=torch.float64)
+        >>> numbers = torch.tensor([0.5, 0, 0, 0, 0, 1, 1, 0, 0], dtype=torch.float64)
         >>> move_tensors("sgd", [w], [g], [], numbers)
         >>> w.tolist()
         [0.5, 0.0]
     """
-    if rule not in STATES or len(states) != STATES[rule]:
+    known = dense_rules().get(rule)
+    if known is None or len(states) != len(known.states):
         raise VivianeError("no such rule, or not its state", value=f"{rule}, {len(states)} states")
     if not params:
+        return
+    if known.gpu_dense is None:
+        _move_whole_tensors(known, params, gradients, states, numbers, inside, decays, scale, gate)
         return
     _serving(params[0].device).move_tensors(
         rule, params, gradients, states, numbers, inside=inside, decays=decays, scale=scale, gate=gate,
         room=room or Room(),
     )  # fmt: skip
+
+
+def _move_whole_tensors(
+    rule: type[DenseRule],
+    params: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    numbers: Tensor,
+    inside: bool,
+    decays: bool,
+    scale: Tensor | None,
+    gate: Tensor | None,
+) -> None:
+    """Move by torch operations that read the numbers on the device; a CUDA graph can capture them."""
+    check_moved(params, states)
+    taken = DenseNumbers.of(numbers.to(torch.float32).unbind())
+    shaped = [one.to(torch.float32) if scale is None else one.to(torch.float32) * scale for one in gradients]
+    if decays:
+        shaped = [g + taken.decay * w for g, w in zip(shaped, params, strict=True)]
+    columns = [list(params), *map(list, states)]
+    before = None if gate is None else [[one.clone() for one in column] for column in columns]
+    rule.update_dense(columns[0], shaped, columns[1:], taken, inside)
+    if before is not None and gate is not None:
+        for column, kept in zip(columns, before, strict=True):
+            for one, old in zip(column, kept, strict=True):
+                torch.where(gate != 0, one, old, out=one)
 
 
 def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room | None = None) -> None:

@@ -1,6 +1,6 @@
 """The dense update on the CPU: one kernel over all tensors, which reads and writes each number once.
 
-The arithmetic is that of the rows of embedding tables (`viviane.ops.row_update.cpu_rules`), block by block.
+The arithmetic is that of the rows of embedding tables (`viviane.ops.rules`), block by block.
 """
 
 from __future__ import annotations
@@ -18,22 +18,15 @@ from viviane.ops.dense_update.reference import check_finite, judge, judge_scaled
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
 from viviane.ops.native.memory import float32_at, float64_at, int64_at, stack_floats, take_ticket
 from viviane.ops.native.numbers import FLOAT32, KINDS, load, product
-from viviane.ops.row_update import cpu_rules as rules
+from viviane.ops.rules import dense_rules
+from viviane.ops.rules.numba_rules import apply_rule
+from viviane.ops.rules.rule import DECAY, SCALE
 
 if TYPE_CHECKING:
     from viviane.ops.dense_update import Room
 
 __all__ = ["check_finite", "judge", "judge_scaled", "mark", "move_tensors"]
 
-_KINDS = {
-    "sgd": rules.PLAIN_SGD,
-    "momentum": rules.MOMENTUM,
-    "nesterov": rules.NESTEROV,
-    "adagrad": rules.ADAGRAD,
-    "rmsprop": rules.RMSPROP,
-    "adam": rules.ADAM,
-    "ftrl": rules.FTRL,
-}
 _BLOCK: Final = 64
 _COLUMNS: Final = 5  # addresses of weights, gradients and two states, and how many numbers there are
 
@@ -62,7 +55,7 @@ def move_tensors(
     values = _numbers(rule, numbers.tolist(), inside, decays, 1.0 if scale is None else float(scale))
     given = (ctypes.c_double * len(values))(*values)
     threads = num_threads(total)
-    update_kernel(_KINDS[rule], kind, sources())(
+    update_kernel(rule, kind, sources())(
         (ctypes.addressof(table), len(params), total, ctypes.addressof(given)), tickets=threads, threads=threads
     )
 
@@ -76,15 +69,9 @@ def _table(*columns: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_int64], in
 
 
 def _numbers(rule: str, given: Sequence[float], inside: bool, decays: bool, scale: float) -> list[float]:
-    """Return what the rules read, in their order (see `cpu_rules.settings`), from what this operation is given."""
-    rate, decay, epsilon, first, second, less_first, less_second = given
-    shared = [scale, 0.0, decay if decays else 0.0]
-    if rule in ("sgd", "momentum", "nesterov"):
-        return [*shared, rate, first]
-    if rule == "ftrl":
-        return [*shared, 1 / rate, epsilon, first]
-    root = [epsilon, 0.0] if inside else [0.0, epsilon]
-    return [*shared, rate, *root, first, less_first, second, less_second, rate]
+    """Return what the rule's Numba function reads, from the numbers that this operation is given."""
+    own = dense_rules()[rule]
+    return [scale, 0.0, given[1] if decays else 0.0, *own.cpu_dense_numbers(given, inside)]
 
 
 @njit(forceinline=True)
@@ -102,19 +89,19 @@ def shares(begin, end, start, size):  # type: ignore[no-untyped-def]
 @njit(forceinline=True)
 def move_block(rule, kind, weight, gradient, first, second, w, g, numbers, count):  # type: ignore[no-untyped-def]
     """Move `count` neighbouring numbers, by way of the stack, which overlaps with nothing."""
-    scale, decay = float32(numbers[rules.SCALE]), float32(numbers[rules.DECAY])
+    scale, decay = float32(numbers[SCALE]), float32(numbers[DECAY])
     weights = float32_at(weight)
     for j in range(count):
         w[j] = weights[j]
     for j in range(count):
         g[j] = product(load(gradient, j, kind), scale) + product(decay, w[j])
-    rules.apply(rule, w, g, float32_at(first), float32_at(second), weights, 0, numbers, count)
+    apply_rule(rule, w, g, float32_at(first), float32_at(second), weights, 0, numbers, count)
     for j in range(count):
         weights[j] = w[j]
 
 
 @cache
-def update_kernel(rule: int, kind: int, key: str) -> Kernel:
+def update_kernel(rule: str, kind: int, key: str) -> Kernel:
     """Build the kernel that moves all tensors by a rule and gradients of a kind; a ticket is a share of all numbers."""
     width = 4 if kind == FLOAT32 else 2
 

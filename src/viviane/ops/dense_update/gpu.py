@@ -20,13 +20,13 @@ from viviane.ops.dense_update.gpu_kernels import (
     mark_kernel,
     move_kernel,
 )
+from viviane.ops.rules import dense_rules
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 from viviane.ops.triton_parts.precision import KINDS
 
 if TYPE_CHECKING:
     from viviane.ops.dense_update import Room
 
-_KINDS = {"sgd": 0, "momentum": 1, "nesterov": 2, "adagrad": 3, "rmsprop": 4, "adam": 5, "ftrl": 6}
 _COLUMN_ROWS, _COLUMN_BLOCK = 4, 1024
 _MOST_RECORDS = 64  # a kernel's arguments have little room
 _LARGE_BLOCK, _PER_PROGRAM = 4096, 8  # of the check: numbers at once, and how many times
@@ -54,7 +54,7 @@ def move_tensors(
     table, wide = _addresses(columns, room)
     with on_device(params[0]):
         move_kernel[(len(pieces),)](
-            table, pieces, numbers, scale, gate, kind=_KINDS[rule], inside=inside, decays=decays,
+            table, pieces, numbers, scale, gate, move=dense_rules()[rule].gpu_dense, inside=inside, decays=decays,
             columns=len(columns), wide=wide, given=given, block=PIECE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 

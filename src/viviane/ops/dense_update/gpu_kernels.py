@@ -10,8 +10,6 @@ import triton.language as tl
 
 from viviane.ops.triton_parts.finite import is_bad, report_bad
 
-_ftrl_epsilon = tl.constexpr(2.0**-23)
-
 
 @triton.jit
 def _at(
@@ -31,66 +29,29 @@ def _at(
 
 
 @triton.jit
-def _roots(squares, epsilon, inside: tl.constexpr):
-    if inside:
-        squares += epsilon
-    root = tl.sqrt_rn(squares)
-    return root if inside else root + epsilon
-
-
-@triton.jit
 def _move_block(
-    n, here, table, tensor, numbers, scale, kind: tl.constexpr, inside: tl.constexpr, decays: tl.constexpr,
+    n, here, table, tensor, numbers, scale, move: tl.constexpr, inside: tl.constexpr, decays: tl.constexpr,
     columns: tl.constexpr, wide: tl.constexpr, given: tl.constexpr,
 ):  # fmt: skip
     w_at = _at(table, tensor, 0, columns, wide) + n
     w = tl.load(w_at, mask=here, other=0.0)
     g = tl.load(_at(table, tensor, 1, columns, wide, given) + n, mask=here, other=0.0).to(tl.float32)
-    rate = tl.load(numbers).to(tl.float32)
-    epsilon, first = tl.load(numbers + 2).to(tl.float32), tl.load(numbers + 3).to(tl.float32)
     if scale is not None:
         g *= tl.load(scale).to(tl.float32)
     if decays:
         g += tl.load(numbers + 1).to(tl.float32) * w
-    if kind == 0:
-        w -= rate * g
-    elif kind == 6:
-        z_at, n_at = _at(table, tensor, 3, columns, wide) + n, _at(table, tensor, 2, columns, wide) + n
-        squares, z = tl.load(n_at, mask=here, other=0.0), tl.load(z_at, mask=here, other=0.0)
-        before = tl.sqrt_rn(squares + _ftrl_epsilon)
-        squares += g * g
-        root = tl.sqrt_rn(squares + _ftrl_epsilon)
-        z += g + (before - root) * w * rate
-        sign = tl.where(z > 0, 1.0, tl.where(z < 0, -1.0, 0.0))
-        moved = tl.div_rn(sign * epsilon - z, root * rate + first)
-        w = tl.where(tl.abs(z) <= epsilon, 0.0, moved)
-        tl.store(n_at, squares, mask=here)
-        tl.store(z_at, z, mask=here)
-    else:
-        one_at = _at(table, tensor, 2, columns, wide) + n
-        one = tl.load(one_at, mask=here, other=0.0)
-        if kind == 1:
-            one = one * first - rate * g
-            w += one
-        elif kind == 2:
-            w -= first * one
-            one = one * first - rate * g
-            w += (1.0 + first) * one
-        elif kind == 5:
-            two_at = _at(table, tensor, 3, columns, wide) + n
-            second = tl.load(numbers + 4).to(tl.float32)
-            two = tl.load(two_at, mask=here, other=0.0)
-            one += tl.load(numbers + 5).to(tl.float32) * (g - one)
-            two = two * second + tl.load(numbers + 6).to(tl.float32) * (g * g)
-            w -= rate * tl.div_rn(one, _roots(two, epsilon, inside))
-            tl.store(two_at, two, mask=here)
-        else:
-            if kind == 4:
-                one = one * first + tl.load(numbers + 5).to(tl.float32) * (g * g)
-            else:
-                one += g * g
-            w -= rate * tl.div_rn(g, _roots(one, epsilon, inside))
-        tl.store(one_at, one, mask=here)
+    first, second = w, w  # what a rule lacks is never read
+    if columns > 2:
+        first_at = _at(table, tensor, 2, columns, wide) + n
+        first = tl.load(first_at, mask=here, other=0.0)
+    if columns > 3:
+        second_at = _at(table, tensor, 3, columns, wide) + n
+        second = tl.load(second_at, mask=here, other=0.0)
+    w, first, second = move(w, g, first, second, numbers, inside)
+    if columns > 3:
+        tl.store(second_at, second, mask=here)
+    if columns > 2:
+        tl.store(first_at, first, mask=here)
     tl.store(w_at, w, mask=here)
 
 
@@ -101,7 +62,7 @@ def move_kernel(
     numbers,
     scale,
     gate,
-    kind: tl.constexpr,
+    move: tl.constexpr,
     inside: tl.constexpr,
     decays: tl.constexpr,
     columns: tl.constexpr,
@@ -109,7 +70,7 @@ def move_kernel(
     given: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Move one piece of a tensor; the formulas are those of `viviane.optim`, in their order.
+    """Move one piece of a tensor; the arithmetic is the rule's `gpu_dense`.
 
     Where addresses allow it, four neighbours are moved together or not at all: a mask that ends anywhere would let a
     thread load one number. What is left of a tensor's last four is moved by itself.
@@ -120,10 +81,10 @@ def move_kernel(
         size *= tl.load(gate)
     n = tl.multiple_of(start, [16]) + tl.arange(0, block)
     here = n // 4 < size // 4 if wide else n < size
-    _move_block(n, here, table, tensor, numbers, scale, kind, inside, decays, columns, wide, given)
+    _move_block(n, here, table, tensor, numbers, scale, move, inside, decays, columns, wide, given)
     if wide and (size % 4 != 0) & (start + block >= size):
         rest = (n >= size // 4 * 4) & (n < size)
-        _move_block(n, rest, table, tensor, numbers, scale, kind, inside, decays, columns, wide, given)
+        _move_block(n, rest, table, tensor, numbers, scale, move, inside, decays, columns, wide, given)
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -1,4 +1,4 @@
-"""The dense update in plain torch, one tensor after another: the readable truth."""
+"""The dense update in plain torch: the readable truth."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from viviane.ops.rules import DenseNumbers, dense_rules
+
 if TYPE_CHECKING:
     from viviane.ops.dense_update import Room
-
-FTRL_EPSILON = 2.0**-23
 
 
 def move_tensors(
@@ -30,45 +30,13 @@ def move_tensors(
     """Move parameters and state in place."""
     if gate is not None and not bool(gate):
         return
-    rate, decay, epsilon, first, second, less_first, less_second = numbers.tolist()
-    for i, w in enumerate(params):
-        own, gradient = [state[i] for state in states], gradients[i]
+    taken = DenseNumbers.of(numbers.tolist())
+    shaped = []
+    for w, gradient in zip(params, gradients, strict=True):
         g = gradient.to(w.dtype)
         g = g if scale is None else g * scale.to(torch.float32)
-        g = g + decay * w if decays else g
-        if rule == "sgd":
-            w.sub_(rate * g)
-        elif rule in ("momentum", "nesterov"):
-            _momentum(w, g, own[0], rate, first, nesterov=rule == "nesterov")
-        elif rule == "ftrl":
-            _ftrl(w, g, own[0], own[1], rate, epsilon, first)
-        else:
-            if rule == "adagrad":
-                own[0] += g * g
-            elif rule == "rmsprop":
-                own[0].mul_(first).add_(g * g, alpha=less_first)
-            else:
-                own[0].add_(g - own[0], alpha=less_first)
-                own[1].mul_(second).add_(g * g, alpha=less_second)
-            squares = own[-1]
-            root = (squares + epsilon).sqrt() if inside else squares.sqrt() + epsilon
-            w.sub_(rate * ((own[0] if rule == "adam" else g) / root))
-
-
-def _momentum(w: Tensor, g: Tensor, a: Tensor, rate: float, momentum: float, *, nesterov: bool) -> None:
-    if nesterov:
-        w -= momentum * a
-    a.mul_(momentum).sub_(rate * g)
-    w += (1 + momentum) * a if nesterov else a
-
-
-def _ftrl(w: Tensor, g: Tensor, n: Tensor, z: Tensor, inverse: float, lambda1: float, offset: float) -> None:
-    before = (n + FTRL_EPSILON).sqrt()
-    n += g * g
-    root = (n + FTRL_EPSILON).sqrt()
-    z += g + (before - root) * w * inverse
-    moved = (z.sign() * lambda1 - z) / (root * inverse + offset)
-    w.copy_(torch.where(z.abs() <= lambda1, torch.zeros_like(w), moved))
+        shaped.append(g + taken.decay * w if decays else g)
+    dense_rules()[rule].update_dense(list(params), shaped, [list(one) for one in states], taken, inside)
 
 
 def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room) -> None:

@@ -40,7 +40,7 @@ def sources() -> str:
     this text in its closure is compiled anew when any of these files changes.
     """
     here = Path(__file__).resolve().parent
-    files = sorted([*here.glob("*.py"), *here.parent.glob("*/cpu*.py")])
+    files = sorted([*here.glob("*.py"), *here.parent.glob("*/cpu*.py"), *here.parent.glob("rules/*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

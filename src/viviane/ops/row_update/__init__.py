@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from viviane.config.optimizers import SGD, AdaGrad, Adam, AnyOptimizer, Ftrl, RMSProp
+from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import choose, implementation
 from viviane.ops.row_update.entries import Entries
+from viviane.ops.rules import rule_of
 
 __all__ = [
     "Entries",
@@ -91,6 +92,7 @@ def update_rows(
         gate: 0-dim, int32, on the table's device; 0 leaves rows and state as they are, 1 does not.
 
     Example:
+        >>> from viviane.config import SGD
         >>> weight = torch.ones(3, 2)
         >>> entries = Entries(torch.tensor([2, 0, 2]), torch.arange(6.0))
         >>> update_rows(weight, {}, entries, SGD(), lr=0.1, step=1)
@@ -214,31 +216,23 @@ def initial_state(rule: AnyOptimizer | None) -> dict[str, float]:
     """Return the names of a rule's state and the value each begins with.
 
     Example:
+        >>> from viviane.config import Adam
         >>> initial_state(Adam(update="lazy_global"))
         {'m': 0.0, 'v': 0.0, 'last_step': 0.0}
     """
-    if isinstance(rule, SGD):
-        return {"momentum": 0.0} if rule.momentum else {}
-    if isinstance(rule, AdaGrad):
-        return {"accumulator": rule.initial_accumulator}
-    if isinstance(rule, RMSProp):
-        return {"accumulator": 0.0}
-    if isinstance(rule, Adam):
-        clock = {"last_step": 0.0} if rule.update == "lazy_global" else {}
-        return {"m": 0.0, "v": 0.0, **clock}
-    return {"n": 0.0, "z": 0.0} if isinstance(rule, Ftrl) else {}
+    return {} if rule is None else rule_of(rule).initial()
 
 
 def state_shape(name: str, weight: Tensor, rule: AnyOptimizer) -> tuple[int, ...]:
     """Return the shape of a state of a table (R, D): (R, D), or (R,) where a row has one number."""
-    one_per_row = name == "last_step" or (isinstance(rule, AdaGrad) and rule.row_wise)
-    return (weight.shape[0],) if one_per_row else tuple(weight.shape)
+    return (weight.shape[0],) if name in rule_of(rule).per_row else tuple(weight.shape)
 
 
 def state_row_bytes(rule: AnyOptimizer | None, dim: int) -> int:
     """Return the bytes of optimizer state that belong to one row of `dim` numbers.
 
     Example:
+        >>> from viviane.config import AdaGrad, Adam
         >>> state_row_bytes(Adam(), 16), state_row_bytes(AdaGrad(row_wise=True), 16), state_row_bytes(None, 16)
         (128, 4, 0)
     """

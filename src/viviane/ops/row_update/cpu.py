@@ -16,8 +16,9 @@ from viviane.ops.native.kernels import num_threads, sources
 from viviane.ops.native.numbers import KINDS
 from viviane.ops.row_update.cpu_fused import fused_kernel
 from viviane.ops.row_update.cpu_kernels import move_kernel, sum_kernel
-from viviane.ops.row_update.cpu_rules import rule_kind, settings
 from viviane.ops.row_update.cpu_slots import Slots, find_slots, room
+from viviane.ops.rules import rule_of
+from viviane.ops.rules.numba_rules import step_numbers
 
 if TYPE_CHECKING:
     from viviane.ops.row_update import Entries, Scratch
@@ -53,13 +54,14 @@ def update_rows(
     num_rows, dim = weight.shape
     if not num_rows or not dim:
         return
-    values = settings(rule, lr, step, float(scale))
+    arithmetic = rule_of(rule)
+    values = step_numbers(arithmetic, lr, step, float(scale))
     numbers = (ctypes.c_double * len(values))(*values)
-    states = [part.data_ptr() for name, part in state.items() if name != "last_step"]
-    clock = state["last_step"].data_ptr() if "last_step" in state else 0
-    table = (weight.data_ptr(), *states, *[0] * (2 - len(states)), clock, ctypes.addressof(numbers),
+    wide = [state[name].data_ptr() for name in arithmetic.states if name not in arithmetic.per_row]
+    own = [state[name].data_ptr() for name in arithmetic.per_row]
+    table = (weight.data_ptr(), *wide, *[0] * (2 - len(wide)), *(own or [0]), ctypes.addressof(numbers),
              (seed + step * 0x9E3779B1) & _LOW)  # fmt: skip
-    rule_and_table = rule_kind(rule), dim, KINDS[weight.dtype]
+    rule_and_table = arithmetic.name, dim, KINDS[weight.dtype]
     whole = getattr(rule, "update", "local") == "global"
     if whole or dim < _FUSED_DIM:
         summed = sum_rows if whole else _summed

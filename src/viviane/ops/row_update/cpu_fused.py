@@ -15,8 +15,8 @@ from numba import float32, int64, njit
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel
 from viviane.ops.native.memory import float32_at, float64_at, int64_at, prefetch_second, stack_floats, take_ticket
 from viviane.ops.native.numbers import FLOAT32, add_numbers, load
-from viviane.ops.row_update import cpu_rules as rules
 from viviane.ops.row_update.cpu_kernels import move_row, source_of
+from viviane.ops.rules.numba_rules import state_widths
 
 _AHEAD: Final = 12
 _ROWS_AHEAD: Final = 8
@@ -55,10 +55,10 @@ def ask_for(address, at, item, dim):  # type: ignore[no-untyped-def]
 
 
 @cache
-def fused_kernel(rule: int, dim: int, kind: int, gradient_kind: int, key: str) -> Kernel:
+def fused_kernel(rule: str, dim: int, kind: int, gradient_kind: int, key: str) -> Kernel:
     """Build the kernel, for rows and gradients of some kinds; a ticket is an owner."""
     item, gradient_item = (4 if one == 0 else 2 for one in (kind, gradient_kind))
-    first_state, second_state = rules.state_widths(rule, dim)
+    first_state, second_state, own_state = state_widths(rule, dim)
 
     @kernel
     def sum_and_move(call):  # type: ignore[no-untyped-def]
@@ -69,7 +69,7 @@ def fused_kernel(rule: int, dim: int, kind: int, gradient_kind: int, key: str) -
         stride, owners = call[OPERANDS + 7], call[1]
         lasts, places, moves = int64_at(call[OPERANDS + 8]), int64_at(call[OPERANDS + 9]), int64_at(call[OPERANDS + 10])
         sums_address, sums, weight = call[OPERANDS + 11], float32_at(call[OPERANDS + 11]), call[OPERANDS + 12]
-        s, t, clock = float32_at(call[OPERANDS + 13]), float32_at(call[OPERANDS + 14]), float32_at(call[OPERANDS + 15])
+        s, t, own = float32_at(call[OPERANDS + 13]), float32_at(call[OPERANDS + 14]), float32_at(call[OPERANDS + 15])
         numbers, seed_and_step = float64_at(call[OPERANDS + 16]), call[OPERANDS + 17]
         g, w = stack_floats(dim), stack_floats(dim)
         owner = take_ticket(call)
@@ -103,7 +103,8 @@ def fused_kernel(rule: int, dim: int, kind: int, gradient_kind: int, key: str) -
                     ask_for(weight, coming * dim, item, dim)
                     ask_for(call[OPERANDS + 13], coming * first_state, 4, first_state)
                     ask_for(call[OPERANDS + 14], coming * second_state, 4, second_state)
-                    move_row(rule, weight, kind, w, g, s, t, clock, moves[done], numbers, seed_and_step, dim)
+                    ask_for(call[OPERANDS + 15], coming * own_state, 4, own_state)
+                    move_row(rule, weight, kind, w, g, s, t, own, moves[done], numbers, seed_and_step, dim)
                     done += 1
             owner = take_ticket(call)
 

@@ -11,7 +11,8 @@ from numba import float32, njit
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel
 from viviane.ops.native.memory import float32_at, float64_at, int64_at, prefetch, read_whole, stack_floats, take_ticket
 from viviane.ops.native.numbers import load, noise_start, square_sum, store_stochastic
-from viviane.ops.row_update import cpu_rules as rules
+from viviane.ops.rules.numba_rules import apply_rule, state_widths
+from viviane.ops.rules.rule import CLIP, DECAY, SCALE
 
 _AHEAD: Final = 12
 
@@ -90,12 +91,12 @@ def first_at_least(rising, count, value):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def move_row(rule, weight, kind, w, g, s, t, clock, row, numbers, seed_and_step, dim):  # type: ignore[no-untyped-def]
+def move_row(rule, weight, kind, w, g, s, t, own, row, numbers, seed_and_step, dim):  # type: ignore[no-untyped-def]
     """Move one row of the table by its summed gradient `g`; `w` is room on the stack."""
     for j in range(dim):
         w[j] = load(weight, row * dim + j, kind)
     shape_gradient(w, g, numbers, dim)
-    rules.apply(rule, w, g, s, t, clock, row, numbers, dim)
+    apply_rule(rule, w, g, s, t, own, row, numbers, dim)
     start = noise_start(seed_and_step, row)
     for j in range(dim):
         store_stochastic(weight, row * dim + j, w[j], kind, start, j)
@@ -104,7 +105,7 @@ def move_row(rule, weight, kind, w, g, s, t, clock, row, numbers, seed_and_step,
 @njit(forceinline=True)
 def shape_gradient(w, g, numbers, dim):  # type: ignore[no-untyped-def]
     """Scale, clip and decay: g *= scale; g *= min(1, clip / |g|); g += decay w."""
-    scale, clip, decay = float32(numbers[rules.SCALE]), float32(numbers[rules.CLIP]), float32(numbers[rules.DECAY])
+    scale, clip, decay = float32(numbers[SCALE]), float32(numbers[CLIP]), float32(numbers[DECAY])
     for j in range(dim):
         g[j] *= scale
     if clip > 0:
@@ -116,10 +117,10 @@ def shape_gradient(w, g, numbers, dim):  # type: ignore[no-untyped-def]
 
 
 @cache
-def move_kernel(rule: int, dim: int, kind: int, key: str) -> Kernel:
+def move_kernel(rule: str, dim: int, kind: int, key: str) -> Kernel:
     """Build the kernel that moves listed rows by a rule, or all rows of a table of which some are listed, rising."""
     item = 4 if kind == 0 else 2
-    first_state, second_state = rules.state_widths(rule, dim)
+    first_state, second_state, own_state = state_widths(rule, dim)
 
     @kernel
     def move_rows(call):  # type: ignore[no-untyped-def]
@@ -127,11 +128,8 @@ def move_kernel(rule: int, dim: int, kind: int, key: str) -> Kernel:
         rows, sums, listed = int64_at(call[OPERANDS]), float32_at(call[OPERANDS + 1]), call[OPERANDS + 2]
         whole, count = call[OPERANDS + 3] != 0, max(call[OPERANDS + 2], call[OPERANDS + 3])
         weight, s, t = call[OPERANDS + 4], float32_at(call[OPERANDS + 5]), float32_at(call[OPERANDS + 6])
-        clock, numbers, seed_and_step = (
-            float32_at(call[OPERANDS + 7]),
-            float64_at(call[OPERANDS + 8]),
-            call[OPERANDS + 9],
-        )
+        own, numbers = float32_at(call[OPERANDS + 7]), float64_at(call[OPERANDS + 8])
+        seed_and_step = call[OPERANDS + 9]
         tickets = call[1]
         g, w = stack_floats(dim), stack_floats(dim)
         ticket = take_ticket(call)
@@ -144,6 +142,7 @@ def move_kernel(rule: int, dim: int, kind: int, key: str) -> Kernel:
                     prefetch_numbers(weight, later * dim, item, dim)
                     prefetch_numbers(call[OPERANDS + 5], later * first_state, 4, first_state)
                     prefetch_numbers(call[OPERANDS + 6], later * second_state, 4, second_state)
+                    prefetch_numbers(call[OPERANDS + 7], later * own_state, 4, own_state)
                 row = position if whole else rows[position]
                 if whole and not (i < listed and rows[i] == row):
                     for j in range(dim):
@@ -152,7 +151,7 @@ def move_kernel(rule: int, dim: int, kind: int, key: str) -> Kernel:
                     for j in range(dim):
                         g[j] = sums[i * dim + j]
                     i += 1
-                move_row(rule, weight, kind, w, g, s, t, clock, row, numbers, seed_and_step, dim)
+                move_row(rule, weight, kind, w, g, s, t, own, row, numbers, seed_and_step, dim)
             ticket = take_ticket(call)
 
     return move_rows

@@ -18,11 +18,10 @@ from torch import Tensor
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
 from viviane.ops.capture import URGENT, is_capturing
-from viviane.ops.row_update import initial_state
 from viviane.ops.row_update.gpu_kernels import join_spans_kernel, rest_kernel, span_kernel
-from viviane.ops.row_update.gpu_numbers import rule_on_device, signed
-from viviane.ops.row_update.gpu_rules import ROW_WISE, SUM, Rule, rule_of
+from viviane.ops.row_update.gpu_numbers import SUMS, StepRule, signed, step_rule, step_rule_on_device
 from viviane.ops.row_update.gpu_sort import sort_rows
+from viviane.ops.rules import rule_of
 from viviane.ops.triton_parts.launch import WARP, ceil_div, devices_agree, on_device, power_of_two, warps_for
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def span_shape(dim: int, num_states: int = 0) -> SpanShape:
     return SpanShape(max(2, min(_WIDEST_TILE, wanted)), _SPAN, warps)
 
 
-def register_limit(dim: int, num_states: int, row_wise: bool) -> int | None:
+def register_limit(dim: int, num_states: int, sums_rows: bool) -> int | None:
     """Return how many registers a thread may have, so that more warps run at a time; none of these limits spills.
 
     Example:
@@ -66,19 +65,19 @@ def register_limit(dim: int, num_states: int, row_wise: bool) -> int | None:
     """
     if not _fills_a_warp(dim):
         return None
-    return 96 if row_wise else 80 if num_states == 1 else None
+    return 96 if sums_rows else 80 if num_states == 1 else None
 
 
-def one_by_one(dim: int, kind: int) -> bool:
+def one_by_one(dim: int, sums_rows: bool) -> bool:
     """Whether entries are taken one after another: where a row fills a warp, and nothing is summed along it.
 
     Such a sum has its threads wait for each other, and those of the rows of a tile wait together.
 
     Example:
-        >>> one_by_one(128, SUM), one_by_one(128, ROW_WISE), one_by_one(16, SUM)
+        >>> one_by_one(128, False), one_by_one(128, True), one_by_one(16, False)
         (True, False, False)
     """
-    return _fills_a_warp(dim) and kind != ROW_WISE
+    return _fills_a_warp(dim) and not sums_rows
 
 
 def _fills_a_warp(dim: int) -> bool:
@@ -253,7 +252,7 @@ def _ranks(rows: Tensor, inside: Tensor, starts: Tensor, stop: int, past: int) -
 
 def _sum_into(sums: Tensor, rank: Tensor, order: Tensor, entries: Entries) -> None:
     if sums.numel():
-        _take_spans(_Target(sums, Rule(SUM, False, ()), 0, len(sums)), rank, order, entries)
+        _take_spans(_Target(sums, SUMS, 0, len(sums)), rank, order, entries)
 
 
 def update_rows(
@@ -277,13 +276,14 @@ def update_rows(
         return
     whole = getattr(rule, "update", "local") == "global"
     touched = torch.zeros(len(weight), dtype=torch.int8, device=weight.device) if whole else None
-    parts = [state[name] for name in initial_state(rule)]
+    arithmetic = rule_of(rule)
+    parts = [state[name] for name in arithmetic.states]
     own = [part for part in parts if part.dim() == 1]
     wide = [part for part in parts if part.dim() == 2]
     if isinstance(lr, Tensor) or isinstance(step, Tensor) or isinstance(seed, Tensor):
-        own_rule, dither = rule_on_device(rule, lr, step, seed, weight.device), 0
+        own_rule, dither = step_rule_on_device(rule, lr, step, seed, weight.device), 0
     else:
-        own_rule, dither = rule_of(rule, float(lr), step), signed(seed + step * 0x9E3779B1)
+        own_rule, dither = step_rule(rule, float(lr), step), signed(seed + step * 0x9E3779B1)
     target = _Target(
         weight, own_rule, first_row, len(weight),
         first=wide[0] if wide else None,
@@ -293,7 +293,7 @@ def update_rows(
         scale=None if isinstance(scale, Tensor) or scale == 1 else float(scale),
         scale_at=scale if isinstance(scale, Tensor) else None,
         clip=rule.clip_row_norm,
-        decay=rule.weight_decay or None,
+        decay=arithmetic.decay or None,
         dither=dither,
         gate=gate,
     )  # fmt: skip
@@ -308,7 +308,7 @@ class _Target:
     """The table that moves, or the sums, and all that does not change from one launch to the next."""
 
     table: Tensor
-    rule: Rule
+    rule: StepRule
     first_row: int
     num_rows: int
     first: Tensor | None = None
@@ -327,7 +327,7 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
     """Launch over the entries, over their slots while they are many, and last over the runs that crossed an edge."""
     dim = target.table.shape[1]
     num_states = sum(part is not None for part in (target.first, target.second))
-    shape, registers = span_shape(dim, num_states), register_limit(dim, num_states, target.rule.kind == ROW_WISE)
+    shape, registers = span_shape(dim, num_states), register_limit(dim, num_states, target.rule.sums_rows)
     count, aligned = len(rows), min(entries.aligned, _vector(dim))
     parts: tuple[Tensor | None, ...] = (order, entries.sources, entries.weights, entries.gradients)
     hints, most = cache_hints(count * dim / len(entries.gradients)), _MOST_JOINED[0]
@@ -343,7 +343,7 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
                 target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
                 target.first_row, target.num_rows, target.dither, target.gate, **_fixed(target), aligned=aligned,
                 hint_gradients=hints.gradients, hint_rows=hints.rows, tile=shape.tile, span=shape.span,
-                one_by_one=one_by_one(dim, target.rule.kind),
+                one_by_one=one_by_one(dim, target.rule.sums_rows),
                 num_warps=shape.warps, maxnreg=registers, enable_fp_fusion=False,
             )  # fmt: skip
             if slot_rows is None or slot_sums is None:
@@ -375,7 +375,7 @@ def _move_rest(target: _Target) -> None:
 def _fixed(target: _Target) -> dict[str, Any]:
     dim = target.table.shape[1]
     return {
-        "kind": target.rule.kind, "inside": target.rule.inside, "held": isinstance(target.rule.numbers, Tensor),
+        "move": target.rule.move, "inside": target.rule.inside, "held": isinstance(target.rule.numbers, Tensor),
         "dim": dim, "block": power_of_two(dim),
         "vector": _vector(dim),
     }  # fmt: skip

@@ -18,7 +18,6 @@ import triton.language as tl
 from viviane.ops.row_update.gpu_numbers import held_numbers
 from viviane.ops.row_update.gpu_one_by_one import take_one_by_one
 from viviane.ops.row_update.gpu_rows import find_gradients, load_rows, load_vectors, moved, scaled, store_rows
-from viviane.ops.row_update.gpu_rules import move
 
 
 @triton.jit
@@ -71,7 +70,7 @@ def _store_slots(
 @triton.jit(do_not_specialize=["count", "first_row", "num_rows", "dither"])
 def span_kernel(
     rows, order, sources, weights, gradients, slot_rows, slot_sums, table, first, second, own, touched, scale, scale_at,
-    clip, decay, numbers, count, first_row, num_rows, dither, gate, kind: tl.constexpr, inside: tl.constexpr,
+    clip, decay, numbers, count, first_row, num_rows, dither, gate, move: tl.constexpr, inside: tl.constexpr,
     held: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, vector: tl.constexpr, aligned: tl.constexpr,
     hint_gradients: tl.constexpr, hint_rows: tl.constexpr, tile: tl.constexpr, span: tl.constexpr,
     one_by_one: tl.constexpr,
@@ -93,7 +92,7 @@ def span_kernel(
     if one_by_one:
         carry = take_one_by_one(
             rows, order, sources, weights, gradients, slot_sums, table, first, second, own, touched, scale, scale_at,
-            clip, decay, numbers, count, first_row, num_rows, dither, p, start, stop, before, kind, inside, dim, block,
+            clip, decay, numbers, count, first_row, num_rows, dither, p, start, stop, before, move, inside, dim, block,
             vector, aligned, hint_gradients, hint_rows, tile,
         )  # fmt: skip
         stop = start
@@ -111,7 +110,7 @@ def span_kernel(
         goes_on = (lane == tile - 1) & here & (row == next_row)
         place = (row - first_row).to(tl.int64)
         w, one, two, per_row = load_rows(
-            table, first, second, own, place, cols, done, kind, dim, block, vector, hint_rows
+            table, first, second, own, place, cols, done, move, dim, block, vector, hint_rows
         )
         # The next tile's places are on their way while this tile's vectors are.
         row, entry, source = _find_entries(rows, order, sources, n + tile, stop, dim, aligned)
@@ -119,7 +118,7 @@ def span_kernel(
         carry = tl.sum(tl.where(goes_on[:, None], g, 0.0), 0)
         if tl.max(done.to(tl.int32)) > 0:
             parts = w, one, two, per_row
-            w, one, two, per_row = moved(kind, inside, dim, g, parts, numbers, scale, scale_at, clip, decay)
+            w, one, two, per_row = moved(move, inside, dim, g, parts, numbers, scale, scale_at, clip, decay)
             store_rows(
                 table, first, second, own, touched, w, one, two, per_row, place, cols, done, dim, vector, dither,
                 hint_rows,
@@ -147,7 +146,7 @@ def join_spans_kernel(
     spans,
     first_row,
     dither,
-    kind: tl.constexpr,
+    move: tl.constexpr,
     inside: tl.constexpr,
     held: tl.constexpr,
     dim: tl.constexpr,
@@ -176,9 +175,9 @@ def join_spans_kernel(
             done += tile
         here = tl.full([1], 1, tl.int1)
         place = tl.full([1], 0, tl.int64) + (run - first_row)
-        w, one, two, per_row = load_rows(table, first, second, own, place, cols, here, kind, dim, block, vector, "")
+        w, one, two, per_row = load_rows(table, first, second, own, place, cols, here, move, dim, block, vector, "")
         parts = w, one, two, per_row
-        w, one, two, per_row = moved(kind, inside, dim, g[None, :], parts, numbers, scale, scale_at, clip, decay)
+        w, one, two, per_row = moved(move, inside, dim, g[None, :], parts, numbers, scale, scale_at, clip, decay)
         store_rows(table, first, second, own, touched, w, one, two, per_row, place, cols, here, dim, vector, dither, "")
 
 
@@ -194,7 +193,7 @@ def rest_kernel(
     num_rows,
     dither,
     gate,
-    kind: tl.constexpr,
+    move: tl.constexpr,
     inside: tl.constexpr,
     held: tl.constexpr,
     dim: tl.constexpr,
@@ -210,7 +209,7 @@ def rest_kernel(
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
     cols = tl.arange(0, block)
     here = (row < num_rows) & (tl.load(touched + row, mask=row < num_rows, other=1) == 0)
-    w, one, two, per_row = load_rows(table, first, second, own, row, cols, here, kind, dim, block, vector, "")
+    w, one, two, per_row = load_rows(table, first, second, own, row, cols, here, move, dim, block, vector, "")
     g = scaled(tl.zeros_like(w), w, None, None, None, decay)
-    w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
+    w, one, two, per_row = move(w, g, one, two, per_row, numbers, inside, dim)
     store_rows(table, first, second, own, None, w, one, two, per_row, row, cols, here, dim, vector, dither, "")

@@ -1,56 +1,87 @@
-"""A rule's numbers worked out on the device, from a learning rate, step and seed that lie there.
+"""A rule's numbers of a step, computed on the host, or on the device from learning rate, step and seed there.
 
 A CUDA graph repeats its launches with the arguments they had; numbers that change from step to step must therefore
-come from memory. The arithmetic is that of `gpu_rules.rule_of`, operation by operation in float64, each rounded once,
-so that both give the same bits.
+come from memory. The arithmetic is that of the rules' `gpu_numbers`, operation by operation in float64, each rounded
+once, so that both give the same bits.
 """
 
-# Kernels are Python by syntax alone, as in gpu_rules.py.
+# Kernels are Python by syntax alone.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from viviane.config.optimizers import Adam, AnyOptimizer, Ftrl
-from viviane.ops.row_update.gpu_rules import ADAM, FTRL, LAZY_ADAM, MOST_NUMBERS, Rule, rule_of
+from viviane.config.optimizers import AnyOptimizer
+from viviane.ops.rules import rule_of
+from viviane.ops.rules.rule import MAX_ROW_NUMBERS
 from viviane.ops.triton_parts.launch import on_device
 
 _LOW = 0xFFFFFFFF
-_adam = tl.constexpr(ADAM)
-_lazy_adam = tl.constexpr(LAZY_ADAM)
-_ftrl = tl.constexpr(FTRL)
-_most = tl.constexpr(MOST_NUMBERS)
+_most = tl.constexpr(MAX_ROW_NUMBERS)
 
 
-def rule_on_device(
+class StepRule(NamedTuple):
+    """A rule as kernels take it in one step.
+
+    Args:
+        move: the rule's Triton function; None: sums are stored as they are.
+        inside: whether epsilon is inside the root.
+        numbers: a tuple, or a tensor on the device.
+        sums_rows: whether the rule reduces over the numbers of a row.
+    """
+
+    move: Any
+    inside: bool
+    numbers: tuple[float, ...] | Tensor
+    sums_rows: bool
+
+
+SUMS = StepRule(None, False, (), False)
+"""No rule: the sums of gradients themselves."""
+
+
+def step_rule(rule: AnyOptimizer, lr: float, step: int) -> StepRule:
+    """Return a rule with its numbers at a step.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> step_rule(SGD(momentum=0.5), 0.1, 1).numbers
+        (0.1, 0.5)
+    """
+    own = rule_of(rule)
+    return StepRule(type(own).gpu, own.epsilon_inside, own.gpu_numbers(lr, step), own.sums_rows)
+
+
+def step_rule_on_device(
     rule: AnyOptimizer, lr: float | Tensor, step: int | Tensor, seed: int | Tensor, device: torch.device
-) -> Rule:
-    """Return a rule whose numbers lie on the device, (MOST_NUMBERS + 1,); the last has the bits of the dither.
+) -> StepRule:
+    """Return a rule whose numbers lie on the device, (MAX_ROW_NUMBERS + 1,); the last has the bits of the dither.
 
     Args:
         rule: its settings.
         lr, step, seed: numbers, or 0-dim tensors on the device.
         device: of the table.
     """
-    kind, inside, fixed = rule_of(rule, 1.0, 1)
+    own, fixed = rule_of(rule), step_rule(rule, 1.0, 1)
     held = [
         part if isinstance(part, Tensor) else torch.full((), part, dtype=dtype, device=device)
         for part, dtype in ((lr, torch.float64), (step, torch.int64))
     ]
     start = seed if isinstance(seed, Tensor) else signed(seed)
-    numbers = torch.empty(MOST_NUMBERS + 1, dtype=torch.float32, device=device)
-    padded = (*fixed, *[0.0] * (MOST_NUMBERS - len(fixed)))
+    numbers = torch.empty(MAX_ROW_NUMBERS + 1, dtype=torch.float32, device=device)
+    padded = (*fixed.numbers, *[0.0] * (MAX_ROW_NUMBERS - len(fixed.numbers)))
     with on_device(numbers):
         numbers_kernel[(1,)](
-            *held, start, numbers, kind=kind, fixed=padded, **_exact(rule), num_warps=1, enable_fp_fusion=False
-        )
-    return Rule(kind, inside, numbers)
+            *held, start, numbers, store=type(own).gpu_step_numbers, fixed=padded, exact=own.exact, num_warps=1,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return fixed._replace(numbers=numbers)
 
 
 def signed(number: int) -> int:
@@ -64,47 +95,15 @@ def signed(number: int) -> int:
     return low - (1 << 32) if low >= 1 << 31 else low
 
 
-def _exact(rule: AnyOptimizer) -> dict[str, Any]:
-    """Return the settings that take part in arithmetic with the rate or the step."""
-    if isinstance(rule, Ftrl):
-        return {"first": rule.lambda2, "second": rule.beta}
-    if isinstance(rule, Adam):
-        return {"first": rule.beta1, "second": rule.beta2}
-    return {"first": 0.0, "second": 0.0}
-
-
-@triton.jit
-def _power(beta, exponent):
-    """beta^exponent by squaring, as `gpu_rules.power` does it."""
-    result = tl.full([], 1.0, tl.float64)
-    for _ in range(32):
-        result = tl.where((exponent & 1) != 0, result * beta, result)
-        beta *= beta
-        exponent = exponent >> 1
-    return result
-
-
 @triton.jit(do_not_specialize=["seed"])
-def numbers_kernel(
-    lr, step, seed, numbers, kind: tl.constexpr, fixed: tl.constexpr, first: tl.constexpr, second: tl.constexpr
-):
+def numbers_kernel(lr, step, seed, numbers, store: tl.constexpr, fixed: tl.constexpr, exact: tl.constexpr):
     """Write the numbers that depend on neither rate nor step, then those that do, then the dither."""
     rate = tl.load(lr).to(tl.float64)
     age = tl.load(step).to(tl.int64)
     for i in tl.static_range(_most):
         tl.store(numbers + i, tl.full([], fixed[i], tl.float32))
-    one, two = tl.full([], first, tl.float64), tl.full([], second, tl.float64)
-    if kind == _ftrl:
-        tl.store(numbers, rate.to(tl.float32))
-        tl.store(numbers + 2, (one + two / rate).to(tl.float32))
-    elif kind == _adam or kind == _lazy_adam:  # noqa: SIM109 - Triton knows no `in`
-        alpha = rate * tl.sqrt(1.0 - _power(two, age)) / (1.0 - _power(one, age))
-        tl.store(numbers, alpha.to(tl.float32))
-        if kind == _lazy_adam:
-            tl.store(numbers + 8, (alpha * one / (1.0 - one)).to(tl.float32))
-            tl.store(numbers + 9, age.to(tl.float32))
-    else:
-        tl.store(numbers, rate.to(tl.float32))
+    first, second = tl.full([], exact[0], tl.float64), tl.full([], exact[1], tl.float64)
+    store(numbers, rate, age, first, second, tl.full([], exact[2], tl.float64))
     if seed.dtype.is_ptr():
         seed = tl.load(seed)
     dither = (seed.to(tl.int64) + age * 0x9E3779B1).to(tl.uint32)

@@ -28,7 +28,7 @@ def _look_ahead(rows, order, sources, at, count, stop, dim: tl.constexpr, aligne
 @triton.jit
 def take_one_by_one(
     rows, order, sources, weights, gradients, slot_sums, table, first, second, own, touched, scale, scale_at, clip,
-    decay, numbers, count, first_row, num_rows, dither, p, start, stop, before, kind: tl.constexpr,
+    decay, numbers, count, first_row, num_rows, dither, p, start, stop, before, move: tl.constexpr,
     inside: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, vector: tl.constexpr, aligned: tl.constexpr,
     hint_gradients: tl.constexpr, hint_rows: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def take_one_by_one(
             if weights is not None:
                 g *= tl.load(weights + entries[t], mask=here, other=0.0)
             place = zero + (this - first_row).to(tl.int64)
-            held = load_rows(table, first, second, own, place, cols, one & done, kind, dim, block, vector, hint_rows)
+            held = load_rows(table, first, second, own, place, cols, one & done, move, dim, block, vector, hint_rows)
             gradients_of, rows_of, places = gradients_of + (g,), rows_of + (held,), places + (place,)
             this = behind[t]
         following = behind
@@ -63,7 +63,7 @@ def take_one_by_one(
             total = tl.where(row != previous, gradients_of[t], total + gradients_of[t])
             if ends & (row != before):
                 w, state, two, per_row = moved(
-                    kind, inside, dim, total, rows_of[t], numbers, scale, scale_at, clip, decay
+                    move, inside, dim, total, rows_of[t], numbers, scale, scale_at, clip, decay
                 )
                 store_rows(
                     table, first, second, own, touched, w, state, two, per_row, places[t], cols, one, dim, vector,

@@ -11,10 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from viviane.ops.row_update.gpu_rules import SUM, move
 from viviane.ops.triton_parts.rounding import rounded
-
-_sum = tl.constexpr(SUM)
 
 
 @triton.jit
@@ -34,14 +31,14 @@ def scaled(g, w, scale, scale_at, clip, decay):
 
 
 @triton.jit
-def moved(kind: tl.constexpr, inside: tl.constexpr, dim: tl.constexpr, g, parts, numbers, scale, scale_at, clip, decay):
+def moved(move: tl.constexpr, inside: tl.constexpr, dim: tl.constexpr, g, parts, numbers, scale, scale_at, clip, decay):
     """Return new rows and state from summed gradients; without a rule the rows are the sums."""
     w, one, two, per_row = parts
-    if kind == _sum:
+    if move is None:
         w = g
     else:
         g = scaled(g, w, scale, scale_at, clip, decay)
-        w, one, two, per_row = move(kind, inside, dim, w, g, one, two, per_row, numbers)
+        w, one, two, per_row = move(w, g, one, two, per_row, numbers, inside, dim)
     return w, one, two, per_row
 
 
@@ -77,7 +74,7 @@ def load_rows(
     row,
     cols,
     here,
-    kind: tl.constexpr,
+    move: tl.constexpr,
     dim: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
@@ -87,7 +84,7 @@ def load_rows(
     place = tl.multiple_of(row * dim, [vector])
     w = tl.zeros([row.shape[0], block], dtype=tl.float32)
     one, two, per_row = w, w, tl.zeros([row.shape[0]], dtype=tl.float32)
-    if kind != _sum:
+    if move is not None:
         w = load_vectors(table, place, cols, here, dim, block, hint)
     if first is not None:
         one = load_vectors(first, place, cols, here, dim, block, hint)

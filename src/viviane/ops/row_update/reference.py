@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
 
-from viviane.config.optimizers import SGD, AdaGrad, Adam, AnyOptimizer, Ftrl, RMSProp
+from viviane.config.optimizers import AnyOptimizer
 from viviane.ops.row_update.entries import Entries
 from viviane.ops.row_update.rounding import noise, round_bfloat16, round_float16
-
-_FTRL_EPSILON = 2.0**-23
+from viviane.ops.rules import rule_of
 
 
 def sum_rows(
@@ -61,7 +59,8 @@ def update_rows(
         rows, g = torch.arange(len(weight), device=rows.device), whole.index_copy_(0, rows, g)
     w = weight[rows].to(g.dtype)
     own = {name: part[rows] for name, part in state.items()}
-    w = move(w, g + rule.weight_decay * w, own, rule, lr, step)
+    arithmetic = rule_of(rule)
+    w = arithmetic.update(w, g + arithmetic.decay * w, own, lr, step)
     for name, part in own.items():
         state[name][rows] = part.to(state[name].dtype)
     weight[rows] = _rounded(w, weight.dtype, rows, seed, step)
@@ -72,55 +71,3 @@ def _rounded(w: Tensor, dtype: torch.dtype, rows: Tensor, seed: int, step: int) 
         return w.to(dtype)
     random = noise(seed, step, rows, w.shape[1])
     return (round_bfloat16 if dtype == torch.bfloat16 else round_float16)(w.to(torch.float32), random)
-
-
-def move(w: Tensor, g: Tensor, state: MutableMapping[str, Tensor], rule: AnyOptimizer, lr: float, step: int) -> Tensor:
-    """Return the new rows (U, D) from rows, gradients and their state, which is replaced."""
-    if isinstance(rule, SGD):
-        return _sgd(w, g, state, rule, lr)
-    if isinstance(rule, AdaGrad):
-        square = (g * g).mean(1) if rule.row_wise else g * g
-        s = state["accumulator"] = state["accumulator"] + square
-        return w - lr * g / _root(s.unsqueeze(1) if rule.row_wise else s, rule)
-    if isinstance(rule, RMSProp):
-        s = state["accumulator"] = rule.decay * state["accumulator"] + (1 - rule.decay) * g * g
-        return w - lr * g / _root(s, rule)
-    if isinstance(rule, Adam):
-        return _adam(w, g, state, rule, lr, step)
-    return _ftrl(w, g, state, rule, lr)
-
-
-def _root(s: Tensor, rule: AdaGrad | RMSProp | Adam) -> Tensor:
-    return (s + rule.epsilon).sqrt() if rule.epsilon_inside_root else s.sqrt() + rule.epsilon
-
-
-def _sgd(w: Tensor, g: Tensor, state: MutableMapping[str, Tensor], rule: SGD, lr: float) -> Tensor:
-    if not rule.momentum:
-        return w - lr * g
-    before = state["momentum"]
-    after = state["momentum"] = rule.momentum * before - lr * g
-    return w + ((1 + rule.momentum) * after - rule.momentum * before if rule.nesterov else after)
-
-
-def _adam(w: Tensor, g: Tensor, state: MutableMapping[str, Tensor], rule: Adam, lr: float, step: int) -> Tensor:
-    m, v = state["m"], state["v"]
-    alpha = lr * math.sqrt(1 - rule.beta2**step) / (1 - rule.beta1**step)
-    if rule.update == "lazy_global":
-        rested = (step - 1 - state["last_step"]).to(w.dtype).unsqueeze(1)
-        # A row never touched has m = v = 0 and makes up for nothing.
-        missed = alpha * rule.beta1 * (1 - rule.beta1**rested) / (1 - rule.beta1)
-        w = w - missed * m / _root(v, rule)
-        m, v = m * rule.beta1**rested, v * rule.beta2**rested
-        state["last_step"] = torch.full_like(state["last_step"], step)
-    m = state["m"] = rule.beta1 * m + (1 - rule.beta1) * g
-    v = state["v"] = rule.beta2 * v + (1 - rule.beta2) * g * g
-    return w - alpha * m / _root(v, rule)
-
-
-def _ftrl(w: Tensor, g: Tensor, state: MutableMapping[str, Tensor], rule: Ftrl, lr: float) -> Tensor:
-    n = state["n"]
-    after = state["n"] = n + g * g
-    root = (after + _FTRL_EPSILON).sqrt()
-    z = state["z"] = state["z"] + g + ((n + _FTRL_EPSILON).sqrt() - root) * w / lr
-    moved = (z.sign() * rule.lambda1 - z) / (root / lr + rule.lambda2 + rule.beta / lr)
-    return torch.where(z.abs() <= rule.lambda1, torch.zeros_like(w), moved)
