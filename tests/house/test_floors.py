@@ -26,6 +26,7 @@ FLOORS = {
 SAME_FLOOR = {
     ("schema", "config"): "a schema is a group of settings",
     ("batch", "schema"): "a batch is laid out by its schema",
+    ("optim", "ops"): "dense parameters and tables follow the same rules",
     ("parallel", "embedding"): "shards of a table are tables of collections",
     ("cli", "compat"): "a command opens the door for other libraries' scripts",
     ("zoo", "model"): "a reference model adds nodes to a Model",
