@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import DataError, SchemaError, suggest
+from viviane.core.whole_numbers import whole_numbers
 from viviane.schema import Schema
 
 _ALIGNED: Final = 256  # bytes
@@ -66,9 +67,13 @@ class Bag:
         Example:
             >>> Bag.from_lists([[3, 4], [], [5]]).offsets.tolist()
             [0, 2, 2, 3]
+
+        Raises:
+            DataError: an id is no whole number, or does not fit the type; the weights are not one per id.
         """
         lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
-        values = torch.tensor([key for row in rows for key in row], dtype=dtype)
+        keys = whole_numbers([key for row in rows for key in row], str(dtype).removeprefix("torch."), "ids of a bag")
+        values = torch.from_numpy(keys)
         flat = None if weights is None else torch.tensor([w for row in weights for w in row], dtype=torch.float32)
         if weights is not None and [len(row) for row in weights] != [len(row) for row in rows]:
             pairs = list(zip_longest(map(len, rows), map(len, weights)))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,50 @@ def test_no_rows_still_keep_the_types(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "set", SCHEMA, [])
     assert pq.read_schema(data.files[0]).names == SCHEMA.column_names
     assert data.info == {"rows": 0}
+
+
+LISTS = Schema.from_dict(
+    {"categorical": [{"name": "c", "num_ids": 10}, {"name": "t", "num_ids": 9, "kind": "multi_hot"}]}
+)
+FRACTIONS: list[Any] = [3.9, np.float64(3.9), np.float32(3.9), Decimal("3.9"), float("nan"), 1e300]
+SHAPES: dict[str, Any] = {
+    "list": lambda value: {"c": [3, value], "t": [[1], [2]]},
+    "objects": lambda value: {"c": np.array([3, value], object), "t": [[1], [2]]},
+    "bag": lambda value: {"c": [1, 2], "t": [[3], [1, value]]},
+    "bag of an array": lambda value: {"c": [1, 2], "t": [[3], np.array([value])]},
+    "arrow": lambda value: {"c": pa.array([value, value]), "t": [[1], [2]]},
+    "arrow bag": lambda value: {"c": [1, 2], "t": pa.array([[], [value]])},
+    "chunks": lambda value: {"c": [1, 2], "t": pa.chunked_array([[[value]], [[value]]])},
+}
+CASES = [(shape, value) for shape in SHAPES for value in FRACTIONS]
+CASES += [(shape, value) for shape in ("list", "objects", "bag") for value in (True, "3", 10**5000)]
+
+
+@pytest.mark.parametrize(("shape", "value"), CASES, ids=range(len(CASES)))
+def test_ids_that_are_no_whole_numbers_are_refused(tmp_path: Path, shape: str, value: Any) -> None:
+    """A list with 3.9 was written as 3."""
+    with pytest.raises(DataError, match="without loss"):
+        write_dataset(tmp_path / "set", LISTS, [SHAPES[shape](value)])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("whole", [3.0, np.float64(3), Decimal("3"), np.int8(3), np.uint64(3)])
+def test_ids_that_are_whole_are_kept(tmp_path: Path, whole: Any) -> None:
+    data = write_dataset(tmp_path / "set", LISTS, [{"c": [whole], "t": [[whole, 1]]}])
+    assert data.head(1).one_hot.tolist() == [[3]]
+    assert data.head(1).bags["t"].values.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("dim", "values"),
+    [(1, [1e300]), (1, np.array([1e300])), (1, pa.array([1e300])), (2, np.array([[1.0, -1e39]])), (2, [[0.0, 1e39]])],
+)
+def test_numbers_beyond_float32_are_refused(tmp_path: Path, dim: int, values: Any) -> None:
+    schema = Schema.from_dict({"dense": [{"name": "x", "dim": dim}]})
+    with pytest.raises(DataError, match=r"without loss[\s\S]*does not fit float32"):
+        write_dataset(tmp_path / "set", schema, [{"x": values}])
+
+
+def test_a_null_inside_a_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a null in the data"):
+        write_dataset(tmp_path / "set", LISTS, [{"c": [1], "t": [[None]]}])

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.exchange import tidy
@@ -146,26 +147,65 @@ def _conform(part: Any, wanted: pa.Schema, schema: Schema, number: int) -> pa.Ta
             "a data set is written from Arrow tables or dicts of columns", where=where, value=type(part).__name__
         )
     for field, array in zip(wanted, arrays, strict=True):
-        if array.null_count:
+        if array.null_count or (is_list(array.type) and pc.list_flatten(array).null_count):
             raise DataError("a null in the data", where=f"{where}, column {field.name!r}")
-    cast = [array.cast(field.type) for field, array in zip(wanted, arrays, strict=True)]
+    cast = [_array(array, field, where) for field, array in zip(wanted, arrays, strict=True)]
     return pa.table(cast, schema=wanted)
 
 
 def _array(values: Any, field: Any, where: str) -> Any:
     """Convert a column to its type: float64 is rounded to float32; ids are never rounded or wrapped."""
     try:
-        if not isinstance(values, np.ndarray) or values.dtype == object:
-            return values if isinstance(values, pa.Array) else pa.array(values, field.type)
-        if values.ndim == 2 and is_list(field.type):
-            flat = _array(values.reshape(-1), field.type.value_field, where)
-            return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]).cast(field.type)
-        array: Any = pa.array(values)
-        return array.cast(field.type, safe=not pa.types.is_floating(field.type))
+        return _converted(values, field.type)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise DataError(
             "a column cannot be converted without loss",
             where=f"{where}, column {field.name!r}",
-            value=(str(error).splitlines() or [type(error).__name__])[0],
+            value=_first_line(error),
             allowed=str(field.type),
         ) from error
+
+
+def _converted(values: Any, kind: Any) -> Any:
+    """Convert a column; what would lose more than float32 rounds off is a ValueError, or one of Arrow's."""
+    scalar = kind.value_type if is_list(kind) else kind
+    if isinstance(values, np.ndarray) and values.ndim == 2 and is_list(kind):
+        flat = _converted(values.reshape(-1), scalar)
+        return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]).cast(kind)
+    if isinstance(values, (pa.Array, pa.ChunkedArray)) or (isinstance(values, np.ndarray) and values.dtype != object):
+        found: Any = values if isinstance(values, (pa.Array, pa.ChunkedArray)) else pa.array(values)
+        made = found.cast(kind, safe=not pa.types.is_floating(scalar))
+    elif pa.types.is_integer(scalar):
+        # Given the type, pyarrow truncates floats and decimals in Python lists; casts from what it infers do not.
+        found = pa.array(values)
+        inner = found.type.value_type if is_list(found.type) else found.type
+        numbers = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_decimal(inner)
+        made = found.cast(kind) if numbers else pa.array(values, kind)
+    else:
+        made = pa.array(values, kind)
+    if pa.types.is_floating(scalar):
+        _refuse_overflow(values, made)
+    return made
+
+
+def _refuse_overflow(values: Any, made: Any) -> None:
+    """Refuse numbers beyond float32, which become infinite; those that were infinite are left to the reader."""
+    flat = pc.list_flatten(made) if is_list(made.type) else made
+    infinite = pc.is_inf(flat)
+    if not pc.any(infinite).as_py():
+        return
+    given: Any = values if isinstance(values, (pa.Array, pa.ChunkedArray)) else pa.array(values)
+    if isinstance(values, np.ndarray) and values.ndim == 2:
+        given = pa.array(values.reshape(-1))
+    given = (pc.list_flatten(given) if is_list(given.type) else given).cast(pa.float64())
+    grown = pc.and_(infinite, pc.invert(pc.is_inf(given)))
+    if pc.any(grown).as_py():
+        raise ValueError(f"{given.filter(grown)[0].as_py():g} does not fit float32")
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says; the integers of an OverflowError may be too long for Python to write out."""
+    try:
+        return (str(error).splitlines() or [type(error).__name__])[0][:500]
+    except ValueError:
+        return "a whole number of thousands of digits"

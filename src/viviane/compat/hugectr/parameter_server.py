@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from viviane.compat.hugectr.arguments import print_notes
 from viviane.compat.hugectr.serving_params import ParameterServerConfig, server_from_json
 from viviane.core.errors import CheckpointError, ConfigError, suggest
+from viviane.core.whole_numbers import whole_numbers
 
 
 class _Table:
@@ -73,10 +74,12 @@ class HPS:
 
     def lookup(self, keys: Any, model_name: str, table_id: int, device_id: int = 0) -> NDArray[np.float32]:
         """Return (n, D), a vector for each key."""
-        return self._table(model_name, table_id).find(np.asarray(keys).astype(np.int64).reshape(-1))
+        return self._table(model_name, table_id).find(whole_numbers(keys, np.int64, "HPS, keys").reshape(-1))
 
     def lookup_fromdlpack(self, keys: Any, output: Any, model_name: str, table_id: int, device_id: int = 0) -> None:
         """Look keys up, and write their vectors into a tensor; both are DLPack capsules."""
         given, out = from_dlpack(keys), from_dlpack(output)
-        found = self._table(model_name, table_id).find(given.cpu().numpy().astype(np.int64).reshape(-1))
+        found = self._table(model_name, table_id).find(
+            whole_numbers(given.cpu().numpy(), np.int64, "HPS, keys").reshape(-1)
+        )
         out.view(-1).copy_(torch.from_numpy(found).view(-1))

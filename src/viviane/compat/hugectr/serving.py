@@ -29,6 +29,7 @@ from viviane.compat.hugectr.solver import OptParams
 from viviane.compat.hugectr.tensors import tensor_of
 from viviane.compat.hugectr.versions import older_names
 from viviane.core.errors import ConfigError, DataError
+from viviane.core.whole_numbers import whole_numbers
 from viviane.embedding import ConstantInit, DynamicOptions
 from viviane.model import Model, SparseEmbedding
 from viviane.training.evaluation import evaluating
@@ -115,7 +116,7 @@ class InferenceModel:
     ) -> NDArray[np.float32]:
         """Return predictions (rows, labels) of rows in memory; keys and offsets of table after table."""
         given, groups = self._graph.given, self._columns.slots
-        pointers = np.asarray(row_ptrs, np.int64)
+        pointers = whole_numbers(row_ptrs, np.int64, "predict, row_ptrs")
         slots = [len([one for one in groups if one.group == node.bottom_name]) for node in self._graph.embeddings]
         rows, rest = divmod(len(pointers) - len(slots), sum(slots))
         if rest or rows < 1:
@@ -125,7 +126,7 @@ class InferenceModel:
         if numbers.size != rows * given.dense_dim:
             raise DataError("dense has dense_dim numbers a row", where="predict", value=numbers.size,
                             allowed=f"{rows} x {given.dense_dim}")  # fmt: skip
-        bags = self._bags(np.asarray(keys, np.int64), pointers, rows, slots)
+        bags = self._bags(whole_numbers(keys, np.int64, "predict, keys"), pointers, rows, slots)
         batch = Batch(
             Layout.of(self._columns.model_schema()), torch.zeros(rows, 0), torch.from_numpy(numbers).view(rows, -1),
             torch.zeros(rows, 0, dtype=torch.int64), bags, origin="predict",
