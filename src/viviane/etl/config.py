@@ -61,6 +61,8 @@ class Input(Settings):
         quote: character around values that contain the delimiter; None where quotes mean nothing.
         encoding: of text files.
         missing: texts that stand for a missing value, in string columns of Parquet too.
+        hive_partitioning: columns are also taken from folders called `name=value`, which are searched. False: the name
+            of a folder means nothing.
     """
 
     columns: tuple[InputColumn, ...] = Field(min_length=1)
@@ -69,6 +71,11 @@ class Input(Settings):
     quote: str | None = Field(default=None, min_length=1, max_length=1)
     encoding: str = "utf-8"
     missing: tuple[str, ...] = ("",)
+    hive_partitioning: bool = False
+
+    @model_serializer(mode="wrap")
+    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without(usual(self), "hive_partitioning")
 
     @model_validator(mode="after")
     def _check(self) -> Input:

@@ -20,6 +20,7 @@ from viviane.etl.engine import Engine
 from viviane.etl.group_fitting import GroupFitter
 from viviane.etl.groups import Groups
 from viviane.etl.history import HistoryMaker
+from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
 from viviane.etl.stage import Shard
 
@@ -59,7 +60,7 @@ def derive(
     for shard in shards:
         new = replace(shard, file=folder / shard.file.name)
         if not new.file.exists():
-            staged = pq.read_table(shard.file)
+            staged = read_columns(shard.file)
             for name, reader in readers.items():
                 staged = staged.append_column(name, reader.rows(first_row, staged.num_rows))
             training = partition.is_training(staged) if learning else None

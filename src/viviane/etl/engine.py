@@ -8,6 +8,7 @@ counts and looks values up on a GPU.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
 from viviane.core.optional import require
+from viviane.etl.sql_names import quoted, sql_name, with_sql_names
 
 Build: TypeAlias = Callable[[Any], Mapping[str, Any]]
 """From an ibis table to named column expressions."""
@@ -123,8 +125,12 @@ def _load_ibis() -> None:
         ibis.to_sql(ibis.table({"x": "int64"}, name="t"), dialect="duckdb")
 
 
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _with_sql_names(table: pa.Table) -> pa.Table:
+    return table.rename_columns([sql_name(name) for name in table.column_names])
 
 
 def _index_in(known: Any, values: Any) -> NDArray[np.integer[Any]]:
@@ -157,7 +163,7 @@ class DuckDbEngine:
             settings["temp_directory"] = str(spill_folder)
         self._connection = duckdb.connect(":memory:", config={**settings, "python_enable_replacements": "false"})
         self._connection.execute("SET enable_progress_bar = false")
-        self._plans: dict[Any, str] = {}
+        self._plans: dict[Any, tuple[str, list[str]]] = {}
         self._texts: dict[Any, str] = {}
         self._one_at_a_time = Lock()
 
@@ -168,14 +174,19 @@ class DuckDbEngine:
 
     def open(self, files: Sequence[Path], schema: pa.Schema) -> Any:
         """Return an ibis table over Parquet files of one schema."""
-        names = ", ".join("'" + str(file).replace("'", "''") + "'" for file in files)
-        self._sql(f"CREATE OR REPLACE VIEW staged AS SELECT * FROM read_parquet([{names}])")
+        places = ", ".join(_literal(re.sub(r"[*?[]", r"[\g<0>]", str(file))) for file in files)
+        columns = ", ".join(quoted(name) for name in schema.names)
+        # Columns are named by position. A path is neither a pattern nor, like date=2024-01-01, a column.
+        self._sql(
+            "CREATE OR REPLACE VIEW staged AS "
+            f"SELECT * FROM read_parquet([{places}], hive_partitioning = false) AS files({columns})"
+        )
         return self._ibis.table(ibis_schema(schema), name="staged")
 
     @contextmanager
     def held(self, table: pa.Table) -> Iterator[Any]:
         """Make rows in memory an ibis table, for as long as the block runs."""
-        self._connection.register("held", table)
+        self._connection.register("held", _with_sql_names(table))
         try:
             yield self._ibis.table(ibis_schema(table.schema), name="held")
         finally:
@@ -184,7 +195,7 @@ class DuckDbEngine:
     def pick(self, rows: Any, names: Sequence[str], place: int = 0) -> Any:
         """Return an ibis table of some columns of another, which is a view in DuckDB."""
         kinds, view = rows.schema(), f"picked{place}"
-        columns = ", ".join(f"{_quoted(name)} AS value{i}" for i, name in enumerate(names))
+        columns = ", ".join(f"{quoted(name)} AS value{i}" for i, name in enumerate(names))
         self._sql(f"CREATE OR REPLACE TEMP VIEW {view} AS SELECT {columns} FROM ({self._text(rows)})")
         return self._ibis.table({f"value{i}": kinds[name] for i, name in enumerate(names)}, name=view)
 
@@ -195,11 +206,12 @@ class DuckDbEngine:
     def run(self, expression: Any, *, in_order: bool = False) -> pa.Table:
         """Run an ibis expression; in order means on one thread, which reads the files from front to back."""
         sql = self._text(expression)
+        names = list(expression.columns)
         if not in_order:
-            return self._query(sql)
+            return self._query(sql, names)
         self._sql("SET threads = 1")
         try:
-            return self._query(sql)
+            return self._query(sql, names)
         finally:
             self._sql(f"SET threads = {self.threads}")
 
@@ -215,21 +227,21 @@ class DuckDbEngine:
 
     def write(self, expression: Any, file: Path) -> None:
         """Run an ibis expression into a Parquet file; the insertion order is that of ORDER BY."""
-        sql = self._text(expression)
-        place = str(file).replace("'", "''")
-        self._sql(f"COPY ({sql}) TO '{place}' (FORMAT parquet, COMPRESSION lz4)")
+        assert all(sql_name(name) == name for name in expression.columns)  # the file has the names of the SQL
+        self._sql(f"COPY ({self._text(expression)}) TO {_literal(str(file))} (FORMAT parquet, COMPRESSION lz4)")
 
     def evaluate(self, table: pa.Table, build: Build) -> pa.Table:
         """Compute columns from a table in memory; SELECT without join or grouping keeps DuckDB's insertion order."""
         key = (build, table.schema.remove_metadata())
-        sql = self._plans.get(key)
-        if sql is None:
+        plan = self._plans.get(key)
+        if plan is None:
             rows = self._ibis.table(ibis_schema(table.schema), name="rows")
-            sql = self._plans[key] = self._text(rows.select(**build(rows)))
+            made = rows.select(**build(rows))
+            plan = self._plans[key] = self._text(made), list(made.columns)
         with self._one_at_a_time:  # the connection is one, and so is the name
-            self._connection.register("rows", table)
+            self._connection.register("rows", _with_sql_names(table))
             try:
-                return self._query(sql)
+                return self._query(*plan)
             finally:
                 self._connection.unregister("rows")
 
@@ -241,12 +253,12 @@ class DuckDbEngine:
         """An ibis expression as SQL: put into words once, however often an equal one is built."""
         key = expression.op()
         if key not in self._texts:
-            self._texts[key] = str(self._ibis.to_sql(expression, dialect="duckdb"))
+            self._texts[key] = with_sql_names(str(self._ibis.to_sql(expression, dialect="duckdb")))
         return self._texts[key]
 
-    def _query(self, sql: str) -> pa.Table:
+    def _query(self, sql: str, names: list[str]) -> pa.Table:
         try:
-            table: pa.Table = self._connection.sql(sql).to_arrow_table()
+            table: pa.Table = self._connection.sql(sql).to_arrow_table().rename_columns(names)
             return table
         except self._error as error:
             raise self._explain(error) from error

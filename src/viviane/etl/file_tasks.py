@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from viviane.etl import write
@@ -20,6 +19,7 @@ from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned
 from viviane.etl.engine import DuckDbEngine
 from viviane.etl.learned import Learned
+from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
 from viviane.etl.stage import Shard
 from viviane.etl.write import PartWriter, Statistics
@@ -70,10 +70,10 @@ class FileWork:
         try:
             applier = Applier(learned, engine, threads=1)
             for file, start, stop in task.sources:
-                staged = pq.ParquetFile(file).read(use_threads=False)
+                staged = read_columns(file, use_threads=False)
                 rows = self.partition.parts_of(staged)[task.part].slice(start, stop - start)
                 writer.add(applier.table(rows))
-            writer.close(applier.table(pq.read_table(task.sources[0][0]).slice(0, 0)))
+            writer.close(applier.table(read_columns(task.sources[0][0]).slice(0, 0)))
         except BaseException:
             writer.abandon()
             raise

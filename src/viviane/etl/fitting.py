@@ -16,6 +16,7 @@ from viviane.etl.engine import Engine
 from viviane.etl.expressions import exploded, value_of
 from viviane.etl.learned import Learned, Vocabulary
 from viviane.etl.operators import State, chain
+from viviane.etl.parquet import read_columns
 
 _Spec = LabelSpec | DenseSpec | CategoricalSpec
 
@@ -145,7 +146,7 @@ class Fitter:
         """Values by falling count, ties by value."""
         file = self.folder / f"{list(self.config.categorical).index(specs[0]):05}.parquet"
         if file.exists():
-            table = pq.read_table(file)
+            table = read_columns(file)
         else:
             values = self._values(specs, states)
             table = self.engine.count(values, min_count=encoding.min_count, max_values=encoding.max_values or None)

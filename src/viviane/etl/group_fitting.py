@@ -25,6 +25,7 @@ from viviane.etl.expressions import exploded
 from viviane.etl.folds import fold_column
 from viviane.etl.groups import Groups, encode_targets, place_of
 from viviane.etl.operators import chain
+from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
 from viviane.etl.stage import Shard
 from viviane.etl.values import combined
@@ -56,7 +57,7 @@ class GroupFitter:
                 half = file.with_suffix(".tmp")
                 pq.write_table(self._learn(one).to_table(folds=True), half)
                 half.replace(file)
-            found[one.name] = Groups.of_table(pq.read_table(file))
+            found[one.name] = Groups.of_table(read_columns(file))
             progress(number + 1)
         return found
 
@@ -85,7 +86,7 @@ class GroupFitter:
         """Training rows of each shard, in order, with the place of their key."""
         columns = list(dict.fromkeys([*key_names(one.by), *more, *self.partition.needed]))
         for shard in self.shards:
-            staged = pq.read_table(shard.file, columns=columns)
+            staged = read_columns(shard.file, columns=columns)
             if self.partition.needed:
                 staged = staged.filter(pa.array(self.partition.is_training(staged)))
             found = keys_of(one.by, staged, self.engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -27,15 +28,17 @@ _ACCEPTED: Final = {
 }
 
 
-def check_parquet(source: Source, wanted: tuple[InputColumn, ...], optional: frozenset[str]) -> tuple[InputColumn, ...]:
-    """Compare a file's columns with those wanted; returns the ones that it has.
+def check_parquet(
+    source: Source, wanted: tuple[InputColumn, ...], optional: frozenset[str]
+) -> tuple[list[str], tuple[InputColumn, ...]]:
+    """Compare a file's columns with those wanted; returns the names of all its columns, and the wanted ones it has.
 
     Raises:
         DataError: the file is truncated or no Parquet file, lacks a column, or has one of another type.
     """
     with _open(source) as file:
         schema = file.schema_arrow
-    return check_columns(schema, wanted, str(source.path), optional)
+    return schema.names, check_columns(schema, wanted, str(source.path), optional)
 
 
 def check_columns(
@@ -90,6 +93,15 @@ def parquet_rows(source: Source, wanted: tuple[InputColumn, ...], first_row: int
                     start += batch.num_rows
             except (pa.ArrowException, OSError) as error:
                 raise _damaged(source, error, f", row group {group}") from error
+
+
+def read_columns(file: Path, columns: list[str] | None = None, *, use_threads: bool = True) -> pa.Table:
+    """Read a file that the ETL wrote: its own columns only, whatever its folder is called.
+
+    `pyarrow.parquet.read_table` would make a column of a folder called date=2024-01-01.
+    """
+    with pq.ParquetFile(file) as source:
+        return source.read(columns=columns, use_threads=use_threads)
 
 
 def typed_chunk(table: pa.Table, wanted: tuple[InputColumn, ...], first_row: int, missing: tuple[str, ...]) -> Chunk:

@@ -18,6 +18,7 @@ from viviane.etl.config import EtlConfig
 from viviane.etl.engine import Engine
 from viviane.etl.expressions import kept
 from viviane.etl.fitting import order_statistics
+from viviane.etl.parquet import read_columns
 from viviane.etl.splits import KEY, FileSplit, HashSplit, RowSplit, Split, TimeSplit, cumulative, share_borders
 from viviane.etl.stage import Shard
 from viviane.etl.values import combined
@@ -44,7 +45,7 @@ class Partition:
         self.counts = np.zeros((len(shards), len(names)), np.int64)
         for number, shard in enumerate(shards):
             if self.needed:
-                places = self._places(pq.read_table(shard.file, columns=list(self.needed)))
+                places = self._places(read_columns(shard.file, columns=list(self.needed)))
                 self.counts[number] = np.bincount(places[places >= 0], minlength=len(names))
             else:
                 self.counts[number, 0] = shard.num_rows

@@ -33,6 +33,7 @@ from viviane.etl.fitting import Fitter, settle_hotness
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned
 from viviane.etl.parallel import ordered_map
+from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
 from viviane.etl.sources import find_sources
 from viviane.etl.spark import SparkEngine
@@ -111,7 +112,7 @@ def run_job(
     split = parse_split(split) if isinstance(split, str) else split
     config = what if isinstance(what, EtlConfig) else what.config
     check_split(split, config)
-    files = find_sources(sources)
+    files = find_sources(sources, hive_partitioning=config.input.hive_partitioning)
     here = working_place(output)
     learned_part = None if isinstance(what, EtlConfig) else _digest(what)
     job = fingerprint(
@@ -302,7 +303,7 @@ class _Run:
 
         def transform(number: int) -> tuple[int, list[pa.Table]]:
             file = shards[number].file
-            staged = held.pop(file) if file in held else pq.ParquetFile(file).read(use_threads=False)
+            staged = held.pop(file) if file in held else read_columns(file, use_threads=False)
             return number, [applier.table(part) for part in partition.parts_of(staged)]
 
         try:
@@ -310,7 +311,7 @@ class _Run:
                 for part, (writer, table) in enumerate(zip(writers.values(), tables, strict=True)):
                     writer.add(table.slice(max(0, done[part] - int(partition.starts[number][part]))))
                 self.progress("write", number + 1, len(shards))
-            empty = applier.table(pq.read_table(shards[0].file).slice(0, 0))
+            empty = applier.table(read_columns(shards[0].file).slice(0, 0))
             for writer in writers.values():
                 writer.close(empty)
         except BaseException:

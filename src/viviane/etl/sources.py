@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Literal, cast
+from urllib.parse import unquote
 
 from viviane.core.errors import ConfigError, DataError
 from viviane.core.locations import AnyPath, RemotePath, location
 
 BLOCK_BYTES: Final = 8 << 20
+_MISSING_IN_PATH: Final = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_LINE_BYTES: Final = 256 << 20
 
 
@@ -25,6 +27,7 @@ class Source:
     kind: Literal["text", "gzip", "parquet"]
     size_bytes: int
     modified_ns: int
+    path_values: tuple[tuple[str, str | None], ...] = ()  # columns that its folders name, where they are to
 
     def stamp(self) -> list[object]:
         """What tells this file from a changed one, cheaply."""
@@ -40,8 +43,11 @@ class TextBlock:
     num_lines: int
 
 
-def find_sources(paths: str | AnyPath | Sequence[str | AnyPath]) -> list[Source]:
+def find_sources(paths: str | AnyPath | Sequence[str | AnyPath], *, hive_partitioning: bool = False) -> list[Source]:
     """Return the files that paths, folders and patterns name, in the order given; within one, by name.
+
+    Args:
+        hive_partitioning: folders called `name=value` inside a folder are searched too, and name columns.
 
     Raises:
         ConfigError: nothing was named, or a file is named twice.
@@ -52,7 +58,7 @@ def find_sources(paths: str | AnyPath | Sequence[str | AnyPath]) -> list[Source]
         path = location(item)
         found: list[AnyPath]
         if path.is_dir():
-            found = sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith((".", "_")))
+            found = _files_in(path, hive_partitioning)
         elif path.exists():
             found = [path]
         elif isinstance(path, RemotePath):
@@ -65,10 +71,38 @@ def find_sources(paths: str | AnyPath | Sequence[str | AnyPath]) -> list[Source]
     twice = sorted({str(file) for file in files if files.count(file) > 1})
     if twice or not files:
         raise ConfigError("the input files must be named, each once", value=", ".join(twice) or "none")
-    return [_source(file.resolve()) for file in files]
+    return [_source(file.resolve(), path_values(file) if hive_partitioning else ()) for file in files]
 
 
-def _source(path: AnyPath) -> Source:
+def _files_in(folder: AnyPath, hive_partitioning: bool) -> list[AnyPath]:
+    found: list[AnyPath] = []
+    for one in sorted(folder.iterdir()):
+        if one.name.startswith((".", "_")):
+            continue
+        if one.is_file():
+            found.append(one)
+        elif hive_partitioning and "=" in one.name and one.is_dir():
+            found += _files_in(one, hive_partitioning)
+    return found
+
+
+def path_values(path: AnyPath) -> tuple[tuple[str, str | None], ...]:
+    """Return the columns that the folders of a path name, the innermost last; None is a missing value.
+
+    Example:
+        >>> from pathlib import Path
+        >>> path_values(Path("/logs/date=2024-01-01/city=New%20York/part-0.csv"))
+        (('date', '2024-01-01'), ('city', 'New York'))
+    """
+    found: dict[str, str | None] = {}
+    for folder in str(path).split("/")[:-1]:
+        name, sign, value = folder.partition("=")
+        if name and sign:
+            found[unquote(name)] = None if value == _MISSING_IN_PATH else unquote(value)
+    return tuple(found.items())
+
+
+def _source(path: AnyPath, values: tuple[tuple[str, str | None], ...]) -> Source:
     try:
         stat = path.stat()
         with path.open("rb") as file:
@@ -80,7 +114,7 @@ def _source(path: AnyPath) -> Source:
         kind = "parquet"
     elif head[:2] == b"\x1f\x8b":
         kind = "gzip"
-    return Source(path, kind, stat.st_size, stat.st_mtime_ns)
+    return Source(path, kind, stat.st_size, stat.st_mtime_ns, values)
 
 
 def text_blocks(

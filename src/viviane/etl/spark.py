@@ -23,7 +23,8 @@ from viviane.core.optional import require
 from viviane.etl.engine import Build, DuckDbEngine, Lookup, counted, ibis_schema
 
 _LOCAL_SETTINGS: Final = {"spark.ui.enabled": "false", "spark.driver.bindAddress": "127.0.0.1"}
-_SETTINGS: Final = {"spark.sql.session.timeZone": "UTC", "spark.sql.execution.arrow.maxRecordsPerBatch": "131072"}
+_SETTINGS: Final = {"spark.sql.execution.arrow.maxRecordsPerBatch": "131072"}
+_REQUIRED: Final = {"spark.sql.session.timeZone": "UTC", "spark.sql.caseSensitive": "true"}  # results depend on these
 _WIDE: Final = pa.decimal128(20, 0)  # uint64, which Spark has not
 
 T = TypeVar("T")
@@ -33,7 +34,8 @@ R = TypeVar("R")
 class SparkEngine:
     """Runs expressions with Spark.
 
-    A session that is active already is used, and left alone; else one is started and stopped with the engine.
+    Where a session is active already, its context is used, with settings of the engine's own; else one is started, and
+    stopped with the engine.
 
     Args:
         master: such as "local[4]" or "spark://host:7077"; None: what the active session or spark-defaults say.
@@ -61,13 +63,25 @@ class SparkEngine:
         self._local = DuckDbEngine(memory_limit_bytes=memory_limit_bytes, threads=threads, spill_folder=spill_folder)
         active = sql.SparkSession.getActiveSession()
         self._owned = active is None
-        self._session = active or _start(sql, master, settings or {}, memory_limit_bytes, spill_folder)
+        # A session of its own beside the active one, whose settings and views stay as they are.
+        self._session = (
+            _start(sql, master, settings or {}, memory_limit_bytes, spill_folder)
+            if active is None
+            else active.newSession()
+        )
+        for key, value in _REQUIRED.items():
+            self._session.conf.set(key, value)
         self._views = 0
 
     def open(self, files: Sequence[Path], schema: pa.Schema) -> Any:
         """Return an ibis table over Parquet files of one schema."""
         self._guard(
-            lambda: self._session.read.parquet(*(_url(file) for file in files)).createOrReplaceTempView("staged")
+            # A recursive look-up takes no column from a folder called date=2024-01-01.
+            lambda: (
+                self._session.read.option("recursiveFileLookup", "true")
+                .parquet(*(_url(file) for file in files))
+                .createOrReplaceTempView("staged")
+            )
         )
         return self._local.open(files, schema)
 

@@ -27,9 +27,10 @@ from viviane.etl.engine import Engine
 from viviane.etl.folds import add_folds
 from viviane.etl.parallel import ordered_map
 from viviane.etl.parquet import check_parquet, parquet_rows, typed_chunk
+from viviane.etl.path_columns import in_file, refuse_both, with_path_columns
 from viviane.etl.sources import Source, TextBlock, text_blocks
 from viviane.etl.splits import KEY, FileSplit, HashSplit, Split, TimeSplit, part_of_file
-from viviane.etl.text import Chunk, parse_block, text_layout
+from viviane.etl.text import Chunk, TextLayout, parse_block, text_layout
 from viviane.etl.values import hash_values
 
 OnBadRow = Literal["error", "reject"]
@@ -123,9 +124,19 @@ class Stager:
         self.with_labels = all((label.source or label.name) in names for label in self.config.labels)
 
     def _columns_of(self, source: Source) -> tuple[InputColumn, ...]:
+        """The wanted columns that a file has, those that its path names among them."""
+        wanted = in_file(self.wanted, source.path_values)
         if source.kind == "parquet":
-            return check_parquet(source, self.wanted, self.optional)
-        return text_layout(source, self.config.input, self.wanted, self.optional).wanted
+            names, found = check_parquet(source, wanted, self.optional)
+        else:
+            layout = self._layout(source, wanted)
+            names, found = layout.names, layout.wanted
+        refuse_both(names, source)
+        there = {*(column.name for column in found), *(name for name, _ in source.path_values)}
+        return tuple(column for column in self.wanted if column.name in there)
+
+    def _layout(self, source: Source, wanted: tuple[InputColumn, ...]) -> TextLayout:
+        return text_layout(source, self.config.input, wanted, self.optional)
 
     def done(self) -> list[Shard]:
         """Return the complete shards of an earlier run, in order."""
@@ -151,7 +162,7 @@ class Stager:
         tables: list[pa.Table] = []
         rejects: list[dict[str, Any]] = []
         size = 0
-        for job, chunk in ordered_map(lambda job: (job, job.parse()), self._jobs(position), self.threads):
+        for job, chunk in ordered_map(lambda job: (job, self._parsed(job)), self._jobs(position), self.threads):
             table, refused = self._sift(job, chunk)
             rejects += refused
             tables.append(table)
@@ -178,7 +189,7 @@ class Stager:
             )
 
     def _text_jobs(self, source: Source, number: int, at: Position) -> Iterator[_Job]:
-        layout = text_layout(source, self.config.input, self.wanted, self.optional)
+        layout = self._layout(source, in_file(self.wanted, source.path_values))
         begin, line = (at["bytes"], at["line"]) if at["bytes"] else (layout.first_row_bytes, layout.first_line)
         for block in text_blocks(source, skip_bytes=begin, first_line=line):
             begin, line = begin + len(block.data), line + block.num_lines
@@ -186,10 +197,14 @@ class Stager:
             yield _Job(source, number, partial(parse_block, block, layout), partial(_line_of, block), after)
 
     def _parquet_jobs(self, source: Source, number: int, at: Position) -> Iterator[_Job]:
-        for table, row in parquet_rows(source, self.wanted, at["row"]):
+        wanted = in_file(self.wanted, source.path_values)
+        for table, row in parquet_rows(source, wanted, at["row"]):
             after = {"source": number, "bytes": 0, "line": 1, "row": row + table.num_rows}
-            parse = partial(typed_chunk, table, self.wanted, row, self.config.input.missing)
+            parse = partial(typed_chunk, table, wanted, row, self.config.input.missing)
             yield _Job(source, number, parse, partial(_row_of, table, row + 1), after)
+
+    def _parsed(self, job: _Job) -> Chunk:
+        return with_path_columns(job.parse(), self.wanted, job.source.path_values, self.config.input.missing)
 
     def _sift(self, job: _Job, chunk: Chunk) -> tuple[pa.Table, list[dict[str, Any]]]:
         """Separate usable rows from the others; the number of the source is kept for a split by file."""

@@ -70,7 +70,8 @@ def text_layout(
     line = b"" if first is None else first.data.split(b"\n", 1)[0]
     names = _split(line.removeprefix(_BOM).decode(settings.encoding, "backslashreplace").rstrip("\r"), settings)
     if not settings.header:
-        every = tuple(column.name for column in settings.columns)
+        in_path = {name for name, _ in source.path_values}
+        every = tuple(column.name for column in settings.columns if column.name not in in_path)
         short = tuple(name for name in every if name not in optional)
         if first is not None and optional and len(names) == len(short):
             kept = tuple(column for column in wanted if column.name not in optional)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from viviane.etl.parquet import read_columns
 from viviane.etl.values import combined
 from viviane.schema import RESERVED, CategoricalColumn, Schema
 
@@ -49,7 +50,7 @@ class PartWriter:
         """Count the rows of a file that is whole already; False if there is none."""
         if not self._file(number).exists():
             return False
-        table = pq.read_table(self._file(number), columns=[column.name for column in self.schema.categorical])
+        table = read_columns(self._file(number), columns=[column.name for column in self.schema.categorical])
         self.statistics.add(table)
         self.done_rows += table.num_rows
         return True
