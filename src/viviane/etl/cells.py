@@ -42,6 +42,19 @@ class BadCell:
     value: str
 
 
+def shown(cell: Any) -> str:
+    """Return a cell as text for a message: bytes that are no UTF-8 and times beyond Python's too."""
+    try:
+        value = cell.as_py()
+        return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError:
+        if isinstance(cell, (pa.StringScalar, pa.LargeStringScalar)):
+            return cell.as_buffer().to_pybytes().decode("utf-8", "backslashreplace")
+        return str([shown(one) for one in cell.values])
+    except (ValueError, OverflowError):
+        return str(cell.value)
+
+
 def staged_type(column: InputColumn) -> pa.DataType:
     """The Arrow type that a raw column has from staging on."""
     scalar = SCALARS[column.type]
@@ -61,7 +74,7 @@ def convert(array: Any, column: InputColumn, missing: tuple[str, ...]) -> tuple[
         return array.cast(staged_type(column)), []
     if not column.is_list:
         result, bad = _scalars(array, column.type)
-        return result, [BadCell(row, column.name, f"not {_WANTED[column.type]}", _text(array[row])) for row in bad]
+        return result, [BadCell(row, column.name, f"not {_WANTED[column.type]}", shown(array[row])) for row in bad]
     if column.separator is not None and _is_text(array.type):
         array = pc.split_pattern(array.cast(pa.string()), pattern=column.separator)
     offsets, flat = list_parts(array)
@@ -71,7 +84,7 @@ def convert(array: Any, column: InputColumn, missing: tuple[str, ...]) -> tuple[
     values, bad = _scalars(elements, column.type)
     rows = np.unique(np.searchsorted(offsets, np.array(bad, np.int64), side="right") - 1)
     problem = f"a list element is not {_WANTED[column.type]}"
-    cells = [BadCell(int(row), column.name, problem, _text(array[int(row)])) for row in rows]
+    cells = [BadCell(int(row), column.name, problem, shown(array[int(row)])) for row in rows]
     return make_list(offsets, values, pc.is_null(array)), cells
 
 
@@ -179,8 +192,3 @@ def _is_text(kind: pa.DataType) -> bool:
         or pa.types.is_binary(kind)
         or pa.types.is_large_binary(kind)
     )
-
-
-def _text(cell: Any) -> str:
-    value = cell.as_py()
-    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

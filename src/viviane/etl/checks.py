@@ -8,12 +8,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from viviane.etl.cells import BadCell
+from viviane.etl.cells import BadCell, shown
 from viviane.etl.config import CategoricalSpec, EtlConfig
+from viviane.etl.engine import Engine
+from viviane.etl.limits import States, beyond_limits
 
 
-def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) -> list[BadCell]:
-    """Return the rows of a staged table that cannot be used, with the reason; labels only where the table has them."""
+def unusable_rows(
+    table: pa.Table, config: EtlConfig, split_column: str | None, engine: Engine, states: States | None
+) -> list[BadCell]:
+    """Return the rows of a staged table that cannot be used, with the reason; labels only where the table has them.
+
+    Args:
+        engine, states: see `beyond_limits`.
+    """
     bad: list[BadCell] = []
     for label in config.labels:
         source = label.source or label.name
@@ -42,7 +50,7 @@ def unusable_rows(table: pa.Table, config: EtlConfig, split_column: str | None) 
     if split_column is not None:
         column = table.column(split_column)
         bad += _where(pc.is_null(column), split_column, "the split's column is missing", column)
-    return bad
+    return bad + beyond_limits(table, config, engine, states)
 
 
 def _wrong_lengths(table: pa.Table, config: EtlConfig, spec: CategoricalSpec) -> list[BadCell]:
@@ -77,11 +85,11 @@ def _null_weights(column: Any, name: str) -> list[BadCell]:
         return []
     parents = pc.list_parent_indices(column).to_numpy()
     rows = np.unique(parents[pc.is_null(flat).to_numpy()])
-    return [BadCell(int(row), name, "a weight is missing", str(column[int(row)].as_py())) for row in rows]
+    return [BadCell(int(row), name, "a weight is missing", shown(column[int(row)])) for row in rows]
 
 
 def _where(mask: Any, name: str, problem: str, column: Any) -> list[BadCell]:
     if not pc.any(mask).as_py():
         return []
     rows = np.flatnonzero(mask.to_numpy())
-    return [BadCell(int(row), name, problem, str(column[int(row)].as_py())) for row in rows]
+    return [BadCell(int(row), name, problem, shown(column[int(row)])) for row in rows]

@@ -92,7 +92,7 @@ class FittedEtl(Learned):
         wanted = tuple(column for column in config.input.columns if column.name in sources | extra)
         wanted = check_columns(raw.schema, wanted, RAW_TABLE, optional, text_allowed=True)
         chunk = typed_chunk(raw, wanted, 0, config.input.missing)
-        return chunk.table, chunk.bad + unusable_rows(chunk.table, config, None)
+        return chunk.table, chunk.bad + unusable_rows(chunk.table, config, None, self._applier.engine, self.states)
 
     def apply(self, typed: pa.Table) -> pa.Table:
         """Turn rows that `read` found usable into ids and numbers; returns what `transform_table` does."""

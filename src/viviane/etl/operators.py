@@ -5,12 +5,13 @@ x is a column of numbers, some perhaps missing; an operator keeps missing values
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from viviane.config.base import Settings
 
+_ALL_WHOLE: Final = 2.0**53  # float64 has no fractions from here on
 State: TypeAlias = dict[str, float]
 """What an operator learned from training data, such as {"mean": 3.5, "std": 2.0}."""
 
@@ -84,7 +85,8 @@ class LogSquare(_Operator):
 
         root = x.clip(lower=2.0).ln()  # the logarithm is taken of every row: keep its argument positive
         large = (root * root).floor().cast("float64")
-        return ibis.cases((x.isnull(), ibis.null("float64")), (x > 2.0, large), else_=x.floor().cast("float64"))
+        small = x.clip(lower=-_ALL_WHOLE, upper=_ALL_WHOLE).floor().cast("float64")  # floor gives 64-bit integers
+        return ibis.cases((x.isnull(), ibis.null("float64")), (x > 2.0, large), (x < -_ALL_WHOLE, x), else_=small)
 
 
 class Standardize(_Operator):

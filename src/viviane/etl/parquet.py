@@ -112,12 +112,29 @@ def typed_chunk(table: pa.Table, wanted: tuple[InputColumn, ...], first_row: int
         raw = table.column(column.name)
         if pa.types.is_dictionary(raw.type):
             raw = raw.cast(raw.type.value_type)
-        if pa.types.is_string(raw.type) and missing:
-            raw = _without_missing(raw, missing)
+        if _is_text(raw.type):
+            raw = _checked_text(raw)
+            if pa.types.is_string(raw.type) and missing:
+                raw = _without_missing(raw, missing)
         columns[column.name], cells = convert(raw, column, missing)
         bad += cells
     lines = np.arange(first_row + 1, first_row + table.num_rows + 1, dtype=np.int64)
     return Chunk(pa.table(columns), lines, bad, [])
+
+
+def _checked_text(column: Any) -> Any:
+    """Return text as strings, or as bytes where some of it is not UTF-8: then each cell is looked at."""
+    if not pa.types.is_string(column.type):
+        column = column.cast(pa.string())
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return column.cast(pa.binary())
+    return column
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _without_missing(column: Any, missing: tuple[str, ...]) -> Any:
@@ -154,8 +171,8 @@ def fits(kind: pa.DataType, column: InputColumn, *, text_allowed: bool = False) 
         if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
             kind = kind.value_type
         else:
-            return column.separator is not None and bool(types.is_string(kind) or types.is_large_string(kind))
-    text = types.is_string(kind) or types.is_large_string(kind)
+            return column.separator is not None and _is_text(kind)
+    text = _is_text(kind)
     accepted = {
         "float": types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind),
         "int": types.is_integer(kind) or types.is_boolean(kind),

@@ -133,6 +133,7 @@ def run_job(
                 split=split, on_bad_row=on_bad_row, threads=run.parse_threads, shard_bytes=run.shard_bytes,
                 hold_bytes=0 if engine == "spark" else run.hold_bytes,  # Spark's workers read files
                 labels=labels if isinstance(what, Learned) else True, learning=isinstance(what, EtlConfig),
+                states=what.states if isinstance(what, Learned) else None,
                 progress=lambda rows: progress("read", rows, 0),
             )  # fmt: skip
             summary = run.steps(stager, work, output, job)

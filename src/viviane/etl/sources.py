@@ -76,7 +76,8 @@ def find_sources(paths: str | AnyPath | Sequence[str | AnyPath], *, hive_partiti
 
 def _files_in(folder: AnyPath, hive_partitioning: bool) -> list[AnyPath]:
     found: list[AnyPath] = []
-    for one in sorted(folder.iterdir()):
+    inside: list[AnyPath] = list(folder.iterdir())
+    for one in sorted(inside, key=str):
         if one.name.startswith((".", "_")):
             continue
         if one.is_file():
@@ -118,7 +119,7 @@ def _source(path: AnyPath, values: tuple[tuple[str, str | None], ...]) -> Source
 
 
 def text_blocks(
-    source: Source, *, skip_bytes: int = 0, first_line: int = 1, block_bytes: int = BLOCK_BYTES
+    source: Source, *, skip_bytes: int = 0, first_line: int = 1, block_bytes: int | None = None
 ) -> Iterator[TextBlock]:
     """Yield a file's lines in blocks, starting at a line that begins `skip_bytes` into its (unpacked) text.
 
@@ -127,23 +128,22 @@ def text_blocks(
     Raises:
         DataError: the file is truncated or altered gzip, or has an endless line.
     """
-    line, rest = first_line, b""
-    waiting: TextBlock | None = None  # the last block is held back until it is known to be the last
+    line, rest, size = first_line, b"", block_bytes or BLOCK_BYTES
     with _open(source) as file:
         try:
             file.seek(skip_bytes)
-            while piece := file.read(block_bytes):
-                cut = piece.rfind(b"\n") + 1
-                if cut == 0:
-                    rest += piece
-                    if len(rest) > _LONGEST_LINE_BYTES:
+            while piece := file.read(size):
+                rest += piece
+                cut = _whole_lines(rest)
+                if cut == 0 and len(rest) > _LONGEST_LINE_BYTES:
+                    cut = rest.rfind(b"\n") + 1
+                    if cut == 0:
                         raise DataError("a line does not end", where=f"{source.path}, line {line}")
-                    continue
-                if waiting is not None:
-                    yield waiting
-                data, rest = b"".join((rest, memoryview(piece)[:cut])), piece[cut:]
-                waiting = TextBlock(data, line, data.count(b"\n"))
-                line += waiting.num_lines
+                if cut:
+                    block = TextBlock(rest[:cut], line, rest.count(b"\n", 0, cut))
+                    rest = rest[cut:]
+                    line += block.num_lines
+                    yield block
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(
                 "the gzip file is truncated or altered",
@@ -151,14 +151,18 @@ def text_blocks(
                 value=str(error),
                 fix="fetch the file again",
             ) from error
-    if rest:
-        if waiting is not None:
-            yield waiting
-        waiting = TextBlock(rest, line, 1)
-    if waiting is not None:
-        data = waiting.data.rstrip(b"\r\n")
-        if data:
-            yield TextBlock(data + b"\n", waiting.first_line, data.count(b"\n") + 1)
+    if rest.strip(b"\r\n"):
+        data = rest.removesuffix(b"\r") + b"\n"
+        yield TextBlock(data, line, data.count(b"\n"))
+
+
+def _whole_lines(data: bytes) -> int:
+    """Return where the last whole line ends that is surely no empty line at the end of the file; 0: nowhere."""
+    end = data.rfind(b"\n") + 1
+    if data[end:].strip(b"\r"):
+        return end
+    full = len(data[:end].rstrip(b"\r\n"))
+    return data.find(b"\n", full) + 1 if full else 0
 
 
 def _open(source: Source) -> IO[bytes]:

@@ -7,7 +7,7 @@ files the next shard begins.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,23 +19,28 @@ import pyarrow.parquet as pq
 
 from viviane.core.errors import DataError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
+from viviane.etl.cells import shown
 from viviane.etl.checks import unusable_rows
 from viviane.etl.config import EtlConfig, InputColumn
 from viviane.etl.derivations import EARLIER
 from viviane.etl.deriving import ROW, add_row_columns
 from viviane.etl.engine import Engine
 from viviane.etl.folds import add_folds
+from viviane.etl.limits import States
 from viviane.etl.parallel import ordered_map
 from viviane.etl.parquet import check_parquet, parquet_rows, typed_chunk
 from viviane.etl.path_columns import in_file, refuse_both, with_path_columns
 from viviane.etl.sources import Source, TextBlock, text_blocks
 from viviane.etl.splits import KEY, FileSplit, HashSplit, Split, TimeSplit, part_of_file
-from viviane.etl.text import Chunk, TextLayout, parse_block, text_layout
+from viviane.etl.text import Chunk, TextLayout, parse_block, shown_line, text_layout, text_of
 from viviane.etl.values import hash_values
 
 OnBadRow = Literal["error", "reject"]
 Position = dict[str, int]  # source, bytes and line (text) or row (Parquet) where reading goes on
 START: Final[Position] = {"source": 0, "bytes": 0, "line": 1, "row": 0}
+
+
+_LINE_ENDS: Final = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # to str.splitlines, not to JSON
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class _Job:
     source: Source
     number: int
     parse: Callable[[], Chunk]
-    show: Callable[[int], str]
+    show: Callable[[list[int]], list[str]]
     after: Position
 
 
@@ -70,6 +75,7 @@ class Stager:
     Args:
         folder: where shards go; those that are complete are kept.
         labels: False leaves labels out; None leaves them out where the first file has none.
+        states: what operators learned, of a fitted ETL.
         learning: derived columns will be learned from these rows, so they get their folds.
         numbered: keep the number of each row; needed where rows look at earlier ones.
         shard_bytes: size of a shard in memory.
@@ -87,6 +93,7 @@ class Stager:
         split: Split | None = None,
         on_bad_row: OnBadRow = "error",
         labels: bool | None = True,
+        states: States | None = None,
         learning: bool = True,
         numbered: bool = False,
         threads: int = 1,
@@ -99,7 +106,7 @@ class Stager:
         self.hold_bytes = hold_bytes
         self.held: dict[Path, pa.Table] = {}
         self.split_column = split.column if isinstance(split, (HashSplit, TimeSplit)) else None
-        self.learning = learning
+        self.learning, self.states = learning, states
         self.numbered = numbered or any(isinstance(one, EARLIER) for one in config.derived)
         used = {column.name for column in config.used} | ({self.split_column} if self.split_column else set())
         used |= config.fold_sources if learning else set()
@@ -126,6 +133,7 @@ class Stager:
     def _columns_of(self, source: Source) -> tuple[InputColumn, ...]:
         """The wanted columns that a file has, those that its path names among them."""
         wanted = in_file(self.wanted, source.path_values)
+        names: Sequence[str]
         if source.kind == "parquet":
             names, found = check_parquet(source, wanted, self.optional)
         else:
@@ -194,21 +202,22 @@ class Stager:
         for block in text_blocks(source, skip_bytes=begin, first_line=line):
             begin, line = begin + len(block.data), line + block.num_lines
             after = {"source": number, "bytes": begin, "line": line, "row": 0}
-            yield _Job(source, number, partial(parse_block, block, layout), partial(_line_of, block), after)
+            show = partial(_lines_of, block, layout.input.encoding)
+            yield _Job(source, number, partial(parse_block, block, layout), show, after)
 
     def _parquet_jobs(self, source: Source, number: int, at: Position) -> Iterator[_Job]:
         wanted = in_file(self.wanted, source.path_values)
         for table, row in parquet_rows(source, wanted, at["row"]):
             after = {"source": number, "bytes": 0, "line": 1, "row": row + table.num_rows}
             parse = partial(typed_chunk, table, wanted, row, self.config.input.missing)
-            yield _Job(source, number, parse, partial(_row_of, table, row + 1), after)
+            yield _Job(source, number, parse, partial(_rows_of, table, row + 1), after)
 
     def _parsed(self, job: _Job) -> Chunk:
         return with_path_columns(job.parse(), self.wanted, job.source.path_values, self.config.input.missing)
 
     def _sift(self, job: _Job, chunk: Chunk) -> tuple[pa.Table, list[dict[str, Any]]]:
         """Separate usable rows from the others; the number of the source is kept for a split by file."""
-        cells = chunk.bad + unusable_rows(chunk.table, self.config, self.split_column)
+        cells = chunk.bad + unusable_rows(chunk.table, self.config, self.split_column, self.engine, self.states)
         found = [(line, "", problem, text) for line, problem, text in chunk.unparsed]
         found += [(int(chunk.lines[cell.row]), cell.column, cell.problem, cell.value) for cell in cells]
         table = chunk.table
@@ -231,10 +240,17 @@ class Stager:
         first = {line: (column, problem, value) for line, column, problem, value in reversed(found)}
         good = np.ones(table.num_rows, bool)
         good[[cell.row for cell in cells]] = False
+        texts = job.show(sorted(first))
         entries = [
-            {"file": str(job.source.path), unit: line, "column": column, "problem": problem, "value": value}
-            | {"text": job.show(line)}
-            for line, (column, problem, value) in sorted(first.items())
+            {
+                "file": str(job.source.path),
+                unit: line,
+                "column": column,
+                "problem": problem,
+                "value": value,
+                "text": text,
+            }
+            for (line, (column, problem, value)), text in zip(sorted(first.items()), texts, strict=True)
         ]
         return table.filter(pa.array(good)), entries
 
@@ -249,8 +265,8 @@ class Stager:
         table = self._derived(table, first_row)
         shard = Shard(self.folder / f"shard-{number:05}.parquet", table.num_rows, len(rejects), after)
         self._save(shard, table)
-        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in rejects)
-        write_bytes_atomic(shard.rejects, lines.encode())
+        lines = "".join(json.dumps(entry, ensure_ascii=False).translate(_LINE_ENDS) + "\n" for entry in rejects)
+        write_bytes_atomic(shard.rejects, lines.encode("utf-8", "backslashreplace"))
         size = shard.file.stat().st_size
         note = {"rows": shard.num_rows, "rejected": shard.num_rejected, "bytes": size, "after": after}
         write_json_atomic(shard.file.with_suffix(".json"), note)
@@ -290,9 +306,16 @@ class Stager:
         return pa.array(np.arange(first_row, first_row + table.num_rows, dtype=np.int64))
 
 
-def _line_of(block: TextBlock, line: int) -> str:
-    return block.data.split(b"\n")[line - block.first_line].decode("utf-8", "backslashreplace").rstrip("\r")
+def _lines_of(block: TextBlock, encoding: str, numbers: list[int]) -> list[str]:
+    lines = text_of(block).split(b"\n")
+    return [shown_line(lines[number - block.first_line], encoding) for number in numbers]
 
 
-def _row_of(table: pa.Table, first_row: int, row: int) -> str:
-    return json.dumps(table.slice(row - first_row, 1).to_pylist()[0], default=str, ensure_ascii=False)
+def _rows_of(table: pa.Table, first_row: int, numbers: list[int]) -> list[str]:
+    rows = table.take(pa.array([number - first_row for number in numbers], pa.int64()))
+    try:
+        values = rows.to_pylist()
+    except (ValueError, OverflowError):  # text that is not UTF-8, times beyond Python's
+        names = rows.column_names
+        values = [{name: shown(rows.column(name)[at]) for name in names} for at in range(rows.num_rows)]
+    return [json.dumps(one, default=str, ensure_ascii=False) for one in values]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
+import re
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from functools import cached_property
+from typing import Any, Final, cast
 
 import numpy as np
 import pyarrow as pa
@@ -12,12 +15,13 @@ import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
 from viviane.core.errors import DataError, suggest
-from viviane.etl.cells import SCALARS, BadCell, cast_cells, convert, staged_type
+from viviane.etl.cells import SCALARS, BadCell, cast_cells, convert, shown, staged_type
 from viviane.etl.config import Input, InputColumn
 from viviane.etl.sources import Source, TextBlock, text_blocks
 
 _BOM: Final = b"\xef\xbb\xbf"
 _PIECE_BYTES: Final = 1 << 20  # parsed at once where a block need not be: what is at work stays in the cache
+_LINES_LOOKED_AT: Final = 100
 _UNIT: Final = b"\x1f"  # stands for a delimiter of several characters while a block is parsed
 
 
@@ -51,7 +55,12 @@ class TextLayout:
     @property
     def delimiter(self) -> str:
         """The single character between values once several have been replaced."""
-        return self.input.delimiter if len(self.input.delimiter) == 1 else _UNIT.decode()
+        return self.input.delimiter if len(self.input.delimiter.encode()) == 1 else _UNIT.decode()
+
+    @cached_property
+    def is_utf8(self) -> bool:
+        """Whether the file's bytes are UTF-8 as they stand."""
+        return codecs.lookup(self.input.encoding).name == "utf-8"
 
 
 def text_layout(
@@ -68,17 +77,25 @@ def text_layout(
     """
     first = next(text_blocks(source, block_bytes=1 << 16), None)
     line = b"" if first is None else first.data.split(b"\n", 1)[0]
-    names = _split(line.removeprefix(_BOM).decode(settings.encoding, "backslashreplace").rstrip("\r"), settings)
+    names = _split(shown_line(line.removeprefix(_BOM), settings.encoding), settings)
     if not settings.header:
         in_path = {name for name, _ in source.path_values}
         every = tuple(column.name for column in settings.columns if column.name not in in_path)
         short = tuple(name for name in every if name not in optional)
-        if first is not None and optional and len(names) == len(short):
+        if first is not None and optional and _is_short(first, settings, len(every), len(short)):
             kept = tuple(column for column in wanted if column.name not in optional)
             return TextLayout(settings, short, kept, 0, 1)
         return TextLayout(settings, every, wanted, 0, 1)
     if first is None:
         raise DataError("the file is empty: not even a header", where=str(source.path))
+    if any("\r" in name for name in names):
+        raise DataError(
+            "a carriage return inside the header",
+            where=f"{source.path}, line 1",
+            value=names[0][:200],
+            allowed="lines that end with a newline, or with a carriage return and a newline",
+            fix="convert the line ends of the file",
+        )
     wanted = tuple(column for column in wanted if column.name in names or column.name not in optional)
     for column in wanted:
         if names.count(column.name) != 1:
@@ -87,45 +104,54 @@ def text_layout(
     return TextLayout(settings, tuple(names), wanted, len(line) + 1, 2)
 
 
+def _is_short(block: TextBlock, settings: Input, every: int, short: int) -> bool:
+    """Whether more of a file's first lines lack the optional columns than have them: one of them may be malformed."""
+    lines = block.data.split(b"\n", _LINES_LOOKED_AT)[:_LINES_LOOKED_AT]
+    widths = [len(_split(shown_line(line, settings.encoding), settings)) for line in lines if line]
+    return widths.count(short) > widths.count(every)
+
+
 def parse_block(block: TextBlock, layout: TextLayout) -> Chunk:
     """Parse the lines of a block; rows that cannot be used are named in the result."""
-    data, lines, unparsed = _clean(block, layout)
-    chunk = None if unparsed else _parse_fast(data, lines, layout)
-    return chunk or _parse_slow(data, lines, unparsed, layout)
+    data = text_of(block)
+    lines = np.arange(block.first_line, block.first_line + block.num_lines, dtype=np.int64)
+    plain = _plain(data, layout)
+    chunk = None if plain is None else _parse_fast(plain, lines, layout)
+    return chunk or _parse_slow(data, lines, layout)
 
 
-def _clean(block: TextBlock, layout: TextLayout) -> tuple[bytes, NDArray[np.int64], list[tuple[int, str, str]]]:
-    """Bring a block to UTF-8, plain newlines and one delimiter character; take out what is no row at all."""
-    data = block.data.removeprefix(_BOM) if block.first_line == 1 else block.data
+def text_of(block: TextBlock) -> bytes:
+    """Return a block's bytes without the mark that may begin a file."""
+    return block.data.removeprefix(_BOM) if block.first_line == 1 else block.data
+
+
+def shown_line(line: bytes, encoding: str) -> str:
+    """Return a line as text, whatever its bytes are."""
+    try:
+        return line.removesuffix(b"\r").decode(encoding, "backslashreplace")
+    except (UnicodeError, TypeError):  # some codecs know no replacement
+        return line.removesuffix(b"\r").decode("utf-8", "backslashreplace")
+
+
+def _plain(data: bytes, layout: TextLayout) -> bytes | None:
+    """Bring a block to UTF-8, newlines and one delimiter character; None where a line needs a look of its own."""
     if b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
-    unparsed: list[tuple[int, str, str]] = []
-    lines = np.arange(block.first_line, block.first_line + block.num_lines, dtype=np.int64)
-    encoding = layout.input.encoding.lower()
-    if encoding not in ("utf-8", "utf8"):
+        if b"\r" in data:
+            return None
+    if not layout.is_utf8:
+        num_lines = data.count(b"\n")
         try:
-            data = data.decode(encoding).encode()
-        except UnicodeDecodeError:
-            data, lines, unparsed = _without(data, lines, lambda line: _undecodable(line, encoding))
-            data = data.decode(encoding).encode()
-    if len(layout.input.delimiter) > 1:
+            data = data.decode(layout.input.encoding).encode()
+        except UnicodeError:
+            return None
+        if data.count(b"\n") != num_lines or b"\r" in data:
+            return None
+    if len(layout.input.delimiter.encode()) > 1:
+        if _UNIT in data:
+            return None
         data = data.replace(layout.input.delimiter.encode(), _UNIT)
-    return data, lines, unparsed
-
-
-def _without(data: bytes, lines: NDArray[np.int64], problem_of: Any) -> tuple[bytes, Any, list[tuple[int, str, str]]]:
-    rows = data.removesuffix(b"\n").split(b"\n")
-    problems = [problem_of(row) for row in rows]
-    if not any(problems):
-        return data, lines, []
-    keep = np.array([problem is None for problem in problems])
-    left = b"".join(row + b"\n" for row, good in zip(rows, keep, strict=True) if good)
-    bad = [
-        (int(lines[i]), problem, rows[i].decode("utf-8", "backslashreplace"))
-        for i, problem in enumerate(problems)
-        if problem is not None
-    ]
-    return left, lines[keep], bad
+    return data
 
 
 def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Chunk | None:
@@ -140,47 +166,90 @@ def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
         column.name: SCALARS["string"] if column.is_list or column.type == "hex" else SCALARS[column.type]
         for column in layout.wanted
     }
-    refused: list[Any] = []
     try:
-        raw = _read_csv(data, layout, types, refused, len(data) if whole else _PIECE_BYTES)
+        raw = _read_csv(data, layout, types, len(data) if whole else _PIECE_BYTES)
     except pa.ArrowInvalid:
         return None
-    if refused or raw.num_rows != len(lines):
-        return None
-    return _finish(raw, lines, [], [], layout)
+    return _finish(raw, lines, [], [], layout) if raw.num_rows == len(lines) else None
 
 
-def _parse_slow(
-    data: bytes, lines: NDArray[np.int64], unparsed: list[tuple[int, str, str]], layout: TextLayout
-) -> Chunk:
-    """Parse as bytes, take out rows of another width, and convert cell by cell where a column refuses."""
-    if len(layout.names) > 1:
-        data, lines, empty = _without(data, lines, lambda line: None if line else "an empty line")
-        unparsed = unparsed + empty
-    if layout.input.quote is not None:
-        data, lines, open_quotes = _without(data, lines, lambda line: _open_quote(line, layout.input))
-        unparsed = unparsed + open_quotes
-    refused: list[Any] = []
+def _parse_slow(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Chunk:
+    """Look at each line, parse those that are a row as bytes, and convert cell by cell where a column refuses."""
+    rows: list[bytes] = []
+    places: list[int] = []
+    unparsed: list[tuple[int, str, str]] = []
+    fields = _FieldCounter(layout)
+    for place, line in enumerate(data.removesuffix(b"\n").split(b"\n")):
+        try:
+            rows.append(_row_of_line(line, layout, fields))
+            places.append(place)
+        except ValueError as problem:
+            unparsed.append((int(lines[place]), str(problem), shown_line(line, layout.input.encoding)))
+    lines = lines[places]
     types: dict[str, pa.DataType] = {column.name: pa.binary() for column in layout.wanted}
-    raw = _read_csv(data, layout, types, refused, len(data)) if data else _empty(layout)
-    width = len(layout.names)
-    for row in refused:
-        problem = f"{row.actual_columns} columns instead of {width}"
-        unparsed.append((int(lines[row.number - 1]), problem, row.text.replace(_UNIT.decode(), layout.input.delimiter)))
-    lines = np.delete(lines, [row.number - 1 for row in refused])
-    if raw.num_rows != len(lines):
-        raise DataError(
-            "the lines of the file do not match its rows",
-            where=f"line {lines[0] if len(lines) else '?'} and after",
-            value=f"{raw.num_rows} rows, {len(lines)} lines",
-            fix="set `quote` to null if quotes mean nothing in this file",
-        )
+    data = b"".join(row + b"\n" for row in rows)
+    raw = _read_csv(data, layout, types, len(data)) if rows else pa.schema(list(types.items())).empty_table()
+    assert raw.num_rows == len(lines), "a line that was counted as a row is none to the parser"
     columns, bad = {}, []
     for column in layout.wanted:
         text, wrong = cast_cells(raw.column(column.name).combine_chunks(), pa.string())
-        bad += [BadCell(row, column.name, "not UTF-8 text", str(raw.column(column.name)[row].as_py())) for row in wrong]
+        bad += [BadCell(row, column.name, "not UTF-8 text", shown(raw.column(column.name)[row])) for row in wrong]
         columns[column.name] = text
     return _finish(pa.table(columns), lines, bad, unparsed, layout)
+
+
+def _row_of_line(line: bytes, layout: TextLayout, fields: _FieldCounter) -> bytes:
+    """Return a line in UTF-8 with a delimiter of one character; a ValueError says why it is no row."""
+    line = line.removesuffix(b"\r")
+    if b"\r" in line:
+        raise ValueError("a carriage return inside the line")
+    if not layout.is_utf8:
+        try:
+            line = line.decode(layout.input.encoding).encode()
+        except UnicodeDecodeError:
+            raise ValueError(f"not {layout.input.encoding} text") from None
+        except UnicodeError as error:
+            raise ValueError(f"not {layout.input.encoding} text: {error}") from None
+        if b"\n" in line or b"\r" in line:
+            raise ValueError(f"a line end that is encoded in {layout.input.encoding}")
+    if len(layout.input.delimiter.encode()) > 1:
+        if _UNIT in line:
+            raise ValueError("the control character 0x1f inside the line")
+        line = line.replace(layout.input.delimiter.encode(), _UNIT)
+    width = len(layout.names)
+    if not line and width > 1:
+        raise ValueError("an empty line")
+    found = fields.of(line)
+    if found is None:
+        raise ValueError("a quote is not closed on its line")
+    if found != width:
+        raise ValueError(f"{found} columns instead of {width}")
+    return line
+
+
+class _FieldCounter:
+    """Counts the values of a line as the parser does: a quote means something at the start of a value only."""
+
+    def __init__(self, layout: TextLayout) -> None:
+        self.delimiter = layout.delimiter.encode()
+        self.quote = None if layout.input.quote is None else layout.input.quote.encode()
+        if self.quote is not None:
+            quote, delimiter = re.escape(self.quote), re.escape(self.delimiter)
+            # Possessive: what was taken for the inside of quotes is not given back to end the value sooner.
+            inside = b"(?:[^" + quote + b"]|" + quote + quote + b")*+"
+            rest = b"[^" + delimiter + b"]*+"
+            self._field = re.compile(quote + inside + quote + rest + b"|(?!" + quote + b")" + rest, re.DOTALL)
+
+    def of(self, line: bytes) -> int | None:
+        """Return the number of values; None where a quote is left open."""
+        if self.quote is None or self.quote not in line:
+            return line.count(self.delimiter) + 1
+        count, place = 1, 0
+        while (found := self._field.match(line, place)) is not None:
+            if found.end() == len(line):
+                return count
+            count, place = count + 1, found.end() + 1
+        return None
 
 
 def _finish(
@@ -199,17 +268,7 @@ def _finish(
     return Chunk(pa.table(columns, schema=schema), lines, bad, sorted(unparsed))
 
 
-def _empty(layout: TextLayout) -> pa.Table:
-    return pa.table({column.name: pa.array([], pa.binary()) for column in layout.wanted})
-
-
-def _read_csv(
-    data: bytes, layout: TextLayout, types: dict[str, pa.DataType], refused: list[Any], piece_bytes: int
-) -> pa.Table:
-    def refuse(row: Any) -> Literal["skip"]:
-        refused.append(row)
-        return "skip"
-
+def _read_csv(data: bytes, layout: TextLayout, types: dict[str, pa.DataType], piece_bytes: int) -> pa.Table:
     return pa_csv.read_csv(
         cast(Any, pa.BufferReader(data)),  # no copy; the stubs know files only
         pa_csv.ReadOptions(use_threads=False, column_names=list(layout.names), block_size=max(piece_bytes, 1)),
@@ -218,7 +277,6 @@ def _read_csv(
             quote_char=layout.input.quote or False,
             double_quote=layout.input.quote is not None,
             ignore_empty_lines=len(layout.names) > 1,  # the only column of a file may be missing
-            invalid_row_handler=refuse,
         ),
         pa_csv.ConvertOptions(
             column_types=types,
@@ -233,23 +291,3 @@ def _split(text: str, settings: Input) -> list[str]:
     if settings.quote is None:
         return text.split(settings.delimiter)
     return next(csv.reader([text], delimiter=settings.delimiter, quotechar=settings.quote))
-
-
-def _undecodable(line: bytes, encoding: str) -> str | None:
-    try:
-        line.decode(encoding)
-    except UnicodeDecodeError:
-        return f"not {encoding} text"
-    return None
-
-
-def _open_quote(line: bytes, settings: Input) -> str | None:
-    """A quote that is not closed on its line; a value may not span lines."""
-    if settings.quote is None or settings.quote.encode() not in line:
-        return None
-    text = line.decode("utf-8", "backslashreplace")
-    try:
-        next(csv.reader([text], delimiter=settings.delimiter, quotechar=settings.quote, strict=True))
-    except (csv.Error, StopIteration):
-        return "a quote is not closed on its line"
-    return None
