@@ -76,7 +76,7 @@ def test_labels_may_be_left_out_when_predicting() -> None:
         ({"shop": [1, 2, 3]}, r"columns differ in length\n  where:   columns in memory, column 'shop'\n  value:   3"),
         ({"item": [1, 2**32 + 3]}, r"an id does not fit int32(.|\n)*column 'item'\n  value:   4294967299"),
         ({"item": [1.5, 2.0]}, r"ids must be whole numbers(.|\n)*column 'item'"),
-        ({"tag_weights": [[], [1.0]]}, "a bag needs one weight per id\n  value:   '3 ids, 1 weights'"),
+        ({"tag_weights": [[], [1.0]]}, "a bag needs one weight per id\n  where:   row 1\n  value:   '3 ids, 1"),
     ],
 )
 def test_wrong_columns_are_named(changes: dict[str, Any], problem: str) -> None:
