@@ -18,7 +18,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from viviane import nn, optim, zoo
+    from viviane import export, nn, optim, zoo
     from viviane.batch import Bag, Batch
     from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam, Solver
     from viviane.core.errors import VivianeError
@@ -61,6 +61,7 @@ __all__ = [
     "TableConfig",
     "Trainer",
     "VivianeError",
+    "export",
     "nn",
     "optim",
     "write_dataset",
@@ -79,7 +80,7 @@ _HOMES: Final = {
     "viviane.training": ("Callback", "History", "Trainer"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
-_ROOMS: Final = frozenset({"nn", "optim", "zoo"})
+_ROOMS: Final = frozenset({"export", "nn", "optim", "zoo"})
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ DOORS: Final[dict[str, tuple[str, bool]]] = {
     "rocksdb": ("embedding store on disk", False),
     "kafka": ("training on a Kafka topic", True),
     "hdfs": ("data, models and checkpoints in HDFS by URL", True),
-    "onnx": ("export to ONNX", False),
+    "onnx": ("export to ONNX", True),
     "tensorflow": ("embeddings inside TensorFlow and Keras", False),
     "docs": ("building this documentation", True),
     "dev": ("tests and linters", True),

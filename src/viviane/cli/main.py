@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "viviane.cli.train",
     "evaluate": "viviane.cli.evaluate",
     "predict": "viviane.cli.predict",
+    "export": "viviane.cli.export",
     "summary": "viviane.cli.summary",
     "plan": "viviane.cli.plan",
     "trace": "viviane.cli.trace",

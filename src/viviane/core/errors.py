@@ -96,6 +96,10 @@ class RemoteError(DataError):
     """A remote store refuses, does not answer, or gives something else than was written."""
 
 
+class ExportError(VivianeError):
+    """A model cannot be exported, or an artifact is damaged, differs from its model, or is for another machine."""
+
+
 class MissingExtraError(VivianeError, ImportError):
     """An optional library is not installed; names the extra that brings it."""
 

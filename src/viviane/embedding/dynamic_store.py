@@ -96,6 +96,11 @@ class DynamicStore(nn.Module):
         return self._values.null_row
 
     @property
+    def initial_seed(self) -> int:
+        """Seed of the values that keys begin with, as `viviane.ops.hash_table.initial_rows` takes it."""
+        return self._values.seed
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of rows and optimizer state in use, without the index."""
         return self._values.memory_bytes(self.index.num_rows)

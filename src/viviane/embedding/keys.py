@@ -243,7 +243,7 @@ class _KeyMap:
         self.features = tuple(features)
         self.tables = tuple(tables)
         self.violations = violations
-        rules = [_rule(table, base, null_row) for table, base in zip(tables, bases, strict=True)]
+        rules = [column_rule(table, base, null_row) for table, base in zip(tables, bases, strict=True)]
         refuse_capture(device, "a new kind of batch", fix="run an iteration with such a batch before the capture")
         self._rules = KeyRules(rules, null_row, device)
         self._raises = any(rule.policy == RAISE for rule in rules)
@@ -330,7 +330,18 @@ class BagRowMap(_KeyMap):
 _POLICIES = {"raise": RAISE, "default": REPLACE, "hash": HASH, "ignore": SKIP}
 
 
-def _rule(table: TableConfig, base: int, null_row: int) -> ColumnRule:
+def column_rule(table: TableConfig, base: int, null_row: int) -> ColumnRule:
+    """Return a table's policies as `viviane.ops.key_rows` takes them.
+
+    Args:
+        table: its settings.
+        base: its first row in the storage.
+        null_row: the first of the storage's two zero rows.
+
+    Example:
+        >>> column_rule(TableConfig(name="t", num_rows=5, dim=1, out_of_range="ignore"), 10, 99).policy == SKIP
+        True
+    """
     # "default" without a row of its own reads zeros, but counts in a mean: the second of the zero rows.
     replacement = null_row + 1 if table.default_id is None else base + table.default_id
     if table.default_id is not None and table.default_id == table.padding_id:

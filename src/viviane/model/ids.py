@@ -66,10 +66,9 @@ class Ids:
 
 
 def _spread(bag: Bag, length: int) -> Tensor:
-    size, count = len(bag.offsets) - 1, len(bag.values)
-    rows = torch.repeat_interleave(torch.arange(size, device=bag.values.device), bag.lengths, output_size=count)
-    place = torch.arange(count, device=bag.values.device) - bag.offsets[:-1][rows]
-    # What does not fit goes into a place that is cut off; the lookup of the same column refuses it by name.
-    target = torch.where(place < length, rows * length + place, size * length)
-    laid = torch.full((size * length + 1,), EMPTY_ID, dtype=torch.int64, device=bag.values.device)
-    return laid.index_copy_(0, target, bag.values.to(torch.int64))[:-1].view(size, length)
+    """Lay bags out as (B, length); what does not fit is cut: the lookup of the same column refuses it by name."""
+    ids = bag.values.to(torch.int64)
+    known = torch.cat([ids, ids.new_full((1,), EMPTY_ID)])
+    place = torch.arange(length, device=ids.device)
+    at = torch.where(place < bag.lengths.unsqueeze(1), bag.offsets[:-1].unsqueeze(1) + place, ids.shape[0])
+    return known[at]

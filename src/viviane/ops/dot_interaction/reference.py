@@ -31,7 +31,7 @@ class _PairwiseDots(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, lower: Tensor, source: Tensor, itself: bool) -> Tensor:
         ctx.save_for_backward(z, source)
         ctx.itself = itself
-        return torch.bmm(z, z.transpose(1, 2)).flatten(1).index_select(1, lower)
+        return _dots(z, lower)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -45,11 +45,18 @@ class _PairwiseDots(torch.autograd.Function):
         return torch.bmm(symmetric, z), None, None, None
 
 
+def _dots(z: Tensor, lower: Tensor) -> Tensor:
+    return torch.bmm(z, z.transpose(1, 2)).flatten(1).index_select(1, lower)
+
+
 def dot_interaction(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool) -> Tensor:
     """Return [dense | dots of all pairs | zero], (B, W)."""
     z = embeddings if dense is None else torch.cat([dense.unsqueeze(1), embeddings.to(dense.dtype)], 1)
     lower, source = _triangle(z, itself)
-    parts = [cast(Tensor, _PairwiseDots.apply(z, lower, source, itself))]  # type: ignore[no-untyped-call]
+    # TorchScript cannot hold a function of autograd; what it traces is never differentiated.
+    traced = torch._C._get_tracing_state() is not None
+    dots = _dots(z, lower) if traced else _PairwiseDots.apply(z, lower, source, itself)  # type: ignore[no-untyped-call]
+    parts = [cast(Tensor, dots)]
     if dense is not None:
         parts.insert(0, dense)
     if pad:

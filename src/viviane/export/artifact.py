@@ -1,0 +1,297 @@
+"""An exported model, loaded: columns, batches or raw rows in, predictions out.
+
+Shapes: B rows, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from viviane.batch import Batch
+from viviane.config.base import load_json
+from viviane.core.errors import ConfigError, DataError, ExportError, suggest
+from viviane.core.locations import AnyPath, location
+from viviane.core.remote.cache import local_copy
+from viviane.data import Dataset
+from viviane.export.checks import check_limit, check_sizes, input_tensor, limits_of
+from viviane.export.forms import Runner, form_module
+from viviane.export.manifest import (
+    FORMS,
+    PARITY_FILE,
+    TABLES_FILE,
+    ExportManifest,
+    FormName,
+    read_manifest,
+    verify_files,
+)
+from viviane.export.outside import read_model_tables
+from viviane.export.parity import Reference, compare
+from viviane.export.program import BATCH, Program, ProgramInput, batch_tensors, freeze
+from viviane.export.tables import FrozenTables
+from viviane.model import Model
+from viviane.model.prediction import as_batches
+from viviane.model.saving import ETL_FILE
+from viviane.schema import SCHEMA_FILE, Schema
+from viviane.training.tensor_files import read_tensors
+
+_READ_ROWS = 8192
+
+
+class Artifact:
+    """An exported model.
+
+    `predict` may be called from several threads, `update` while nobody predicts.
+
+    Args:
+        folder: where it was loaded from.
+        manifest: what it is.
+        form: which of its forms runs.
+        run: the opened form.
+        constants: inputs that are no part of a batch: tables outside of the form.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: ExportManifest, form: FormName, run: Runner, constants: Mapping[str, Tensor]
+    ) -> None:
+        self.folder, self.manifest, self.form = folder, manifest, form
+        self.schema = Schema.load(folder)
+        self.etl: Path | None = folder / ETL_FILE if (folder / ETL_FILE).exists() else None
+        self.device = torch.device(manifest.forms[form].requires.device)
+        self._run, self._constants = run, dict(constants)
+        self._limits = {one.name: limits_of(one, manifest.limits) for one in manifest.inputs}
+
+    @property
+    def inputs(self) -> tuple[ProgramInput, ...]:
+        """The inputs that `run` takes, in order; tables that lie outside of the form are not among them."""
+        return tuple(one for one in self.manifest.inputs if one.kind != "table")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the columns of the output predict."""
+        return self.manifest.labels
+
+    @property
+    def parity(self) -> dict[str, Any]:
+        """How each form was compared with the model when it was written."""
+        found: dict[str, Any] = load_json(self.folder / PARITY_FILE)
+        return found
+
+    def predict(self, rows: Any, *, raw: bool = False) -> NDArray[np.float32]:
+        """Return a prediction for each row and label, (rows, L), as `Model.predict` does.
+
+        Args:
+            rows: a Dataset, a Batch, columns by name, an Arrow table or a pandas frame; labels may be left out.
+            raw: rows are as they came, before the ETL, which the artifact carries.
+
+        Raises:
+            KeyRangeError, DataError, SchemaError: a row is not as the model takes it.
+            ConfigError: the artifact's inputs are vectors, or `raw` without an ETL.
+        """
+        if isinstance(rows, Dataset) and not raw:
+            with rows.reader(_READ_ROWS) as reader:
+                parts = [self.run_batch(batch).cpu().numpy() for batch in reader]
+        else:
+            parts = [self.run_batch(batch).cpu().numpy() for batch in as_batches(rows, self.schema, self.etl, raw=raw)]
+        return np.concatenate(parts) if parts else np.empty((0, len(self.labels)), dtype=np.float32)
+
+    __call__ = predict
+
+    def run_batch(self, batch: Batch) -> Tensor:
+        """Return predictions for a batch, (B, L), float32, on the artifact's device: for servers.
+
+        Raises:
+            KeyRangeError, DataError: a key or a bag is not as the tables take it.
+            ConfigError: the artifact's inputs are vectors.
+        """
+        if self.manifest.dense_only:
+            raise ConfigError(
+                "a dense-only artifact takes vectors, not rows",
+                where=str(self.folder),
+                fix="call run() with its inputs by name",
+            )
+        tensors = batch_tensors(batch.to(self.device), self.inputs)
+        return self._checked(dict(zip([one.name for one in self.inputs], tensors, strict=True)), batch.origin)
+
+    def run(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return predictions for the form's own inputs by name, (B, L), float32.
+
+        Args:
+            inputs: arrays or tensors, see `inputs`.
+
+        Raises:
+            DataError: a name, type or size is not that of the input.
+            KeyRangeError: a key is out of range in a table with "raise".
+        """
+        known = {one.name: one for one in self.inputs}
+        for name in inputs:
+            if name not in known:
+                raise DataError("the artifact has no such input", value=name, fix=suggest(name, known))
+        missing = [name for name in known if name not in inputs]
+        if missing:
+            raise DataError("an input is missing", value=missing[0])
+        tensors = {name: input_tensor(one, inputs[name]).to(self.device) for name, one in known.items()}
+        check_sizes(known, tensors)
+        return self._checked(tensors, "")
+
+    def _checked(self, tensors: Mapping[str, Tensor], origin: str) -> Tensor:
+        size = next(len(tensors[one.name]) for one in self.inputs if one.shape[:1] == (BATCH,))
+        if not size:
+            return torch.empty(0, len(self.labels), device=self.device)
+        for one in self.inputs:
+            for place, limit in self._limits[one.name]:
+                check_limit(one, tensors, place, limit, origin)
+        named = {**self._constants, **tensors}
+        return self._run([named[one.name] for one in self.manifest.inputs])
+
+    def update(self, model: Model | str | AnyPath, *, module: nn.Module | None = None) -> None:
+        """Take the weights of another training of the same model, and compare with it again.
+
+        Args:
+            model: compiled or saved; its graph, columns and table sizes are those of the exported one.
+            module: for a folder whose model was made from a torch module.
+
+        Raises:
+            ExportError: it is another model, the form's weights cannot be replaced, or the result differs from the
+                model; in the last case the artifact refuses to predict from then on.
+        """
+        loaded = model if isinstance(model, Model) else Model.load(model, device=str(self.device), module=module)
+        if loaded.schema.difference(self.schema):
+            raise ExportError("the model reads other columns", value=loaded.schema.difference(self.schema)[0])
+        with loaded.trainer.averaged():
+            frozen: FrozenTables = {}
+            program = self._frozen(loaded, frozen)
+            constants = (
+                {name: tensor for one in program.collections() for name, tensor in one.move_outside().items()}
+                if self.manifest.tables != "inside"
+                else {}
+            )
+            program.inputs = self.manifest.inputs
+            _check_constants(self._constants, constants)
+            self._run.update(program.state_dict())
+            self._constants = {name: tensor.clone() for name, tensor in constants.items()}
+            reference = Reference(
+                loaded.module,
+                loaded.trainer.objective,
+                loaded.schema,
+                self.manifest.precision,
+                loaded.trainer.device,
+                program,
+                self._constants,
+                frozen,
+            )
+            try:
+                compare(self.form, self._run, reference.cases(), (), self.manifest.precision)
+            except ExportError:
+                self._run = _Refused(self.folder)
+                raise
+
+    def _frozen(self, model: Model, frozen: FrozenTables) -> Program:
+        return freeze(
+            model.module,
+            model.trainer.objective,
+            model.schema,
+            kernels=False,
+            precision=self.manifest.precision,
+            dense_only=self.manifest.dense_only,
+            frozen=frozen,
+        )
+
+    def __repr__(self) -> str:
+        return f"Artifact({self.manifest.model!r}, {self.form!r}, {self.manifest.precision}, {self.device})"
+
+
+class _Refused:
+    """What runs where an update went wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, tensors: Any) -> Tensor:
+        raise ExportError("an update of the artifact failed", where=str(self._folder), fix="load it again")
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        self(None)
+
+
+def load(
+    folder: str | AnyPath,
+    form: FormName | None = None,
+    *,
+    model: str | AnyPath | None = None,
+    threads: int | None = None,
+    checksum: str | None = None,
+) -> Artifact:
+    """Load an exported model, verified: sizes and check sums of its files, and whether it runs on this machine.
+
+    The forms are programs. Compiled ones hold machine code: load artifacts of people you trust, or give the check sum
+    of the manifest that they told you.
+
+    Args:
+        folder: what `export` wrote; it may be a URL.
+        form: "torch-export", "aoti", "onnx" or "torchscript"; None takes the first that is there.
+        model: the saved model with the tables, for an artifact that was exported with tables="model".
+        threads: for "onnx", threads of one call; for "aoti", calls at a time. None: torch's threads; one.
+        checksum: "sha256" of manifest.json, where it is known from elsewhere; another one is refused.
+
+    Raises:
+        ExportError: a file is missing, truncated or altered, or the artifact is for another machine.
+        ConfigError: there is no such form, or `model` is missing.
+    """
+    path = local_copy(location(folder))
+    manifest, seal = read_manifest(path)
+    if checksum is not None and checksum != seal:
+        raise ExportError("the artifact is not the expected one", where=str(path), value=seal, allowed=checksum)
+    chosen = form if form is not None else next(name for name in FORMS if name in manifest.forms)
+    if chosen not in manifest.forms:
+        raise ConfigError("the artifact has no such form", value=chosen, allowed=", ".join(manifest.forms))
+    own = manifest.forms[chosen]
+    own.requires.check(chosen, path)
+    has_tables = any(one.kind == "table" for one in manifest.inputs)
+    names = {*own.files, SCHEMA_FILE, PARITY_FILE, *({ETL_FILE, TABLES_FILE} & manifest.files.keys())}
+    verify_files(path, manifest, names)
+    constants: dict[str, Tensor] = {}
+    if has_tables:
+        if TABLES_FILE in names:
+            constants |= read_tensors(path / TABLES_FILE)
+        if manifest.outside:
+            constants |= read_model_tables(manifest, model, path)
+        constants = _fitting(manifest, constants, own.requires.device, path)
+    run = form_module(chosen).load(path, own.files, own.requires, threads)
+    return Artifact(path, manifest, chosen, run, constants)
+
+
+def _fitting(manifest: ExportManifest, found: Mapping[str, Tensor], device: str, path: Path) -> dict[str, Tensor]:
+    """Return the tables that the inputs ask for, on the device; refuse those that do not fit."""
+    result = {}
+    for one in manifest.inputs:
+        if one.kind == "table":
+            tensor = found.get(one.name)
+            if tensor is None or tuple(tensor.shape) != one.shape or tensor.dtype != one.torch_dtype:
+                given = "missing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+                raise ExportError(
+                    "a table does not fit the artifact",
+                    where=f"{path}, {one.name}",
+                    value=given,
+                    allowed=f"{one.shape} of {one.dtype}",
+                )
+            result[one.name] = tensor.to(device)
+    return result
+
+
+def _check_constants(own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    for name, tensor in own.items():
+        if name not in new or new[name].shape != tensor.shape or new[name].dtype != tensor.dtype:
+            raise ExportError(
+                "a table has another shape or type",
+                where=name,
+                allowed=str(tuple(tensor.shape)),
+                value=str(tuple(new[name].shape)) if name in new else "missing",
+                fix="export the model again",
+            )

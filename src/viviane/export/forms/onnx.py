@@ -1,0 +1,151 @@
+"""ONNX, run by ONNX Runtime: standard operators alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import ExportError
+from viviane.core.optional import require
+from viviane.export.forms.form import Runner, Trace, quiet
+from viviane.export.machine import Requirements
+from viviane.ops.dispatch import use_implementation
+
+KERNELS = False
+FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"
+OUTPUT = "predictions"
+OPSET: Final = 20
+LARGE_BYTES: Final = 1 << 30
+"""Weights beyond this go into a file of their own: one protobuf message holds 2 GiB at most."""
+_PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def check() -> None:
+    """Look for the libraries.
+
+    Raises:
+        MissingExtraError: names the extra.
+    """
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        require(library, extra="onnx", purpose="export to ONNX")
+
+
+def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
+    """Translate the traced program.
+
+    Raises:
+        ExportError: an operator has no translation.
+    """
+    exported = trace.exported
+    try:
+        with quiet(), torch.no_grad(), use_implementation("reference"), contextlib.redirect_stdout(io.StringIO()):
+            program: Any = torch.onnx.export(
+                exported,
+                trace.example,
+                dynamo=True,
+                opset_version=OPSET,
+                verbose=False,
+                input_names=[one.name for one in trace.program.inputs],
+                output_names=[OUTPUT],
+            )
+            large = sum(one.nbytes for one in trace.program.state_dict().values()) > LARGE_BYTES
+            program.save(str(folder / FILE), external_data=large)
+    except Exception as error:
+        text = str(error).strip()
+        raise ExportError(
+            "the model cannot be written as ONNX",
+            value=f"{type(error).__name__}: {text[-1500:]}",
+            fix="export another form",
+        ) from error
+    files = (FILE, DATA_FILE) if (folder / DATA_FILE).exists() else (FILE,)
+    return files, Requirements(device=trace.device, libraries=("onnxruntime",))
+
+
+def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: int | None) -> Runner:
+    """Open a session of ONNX Runtime.
+
+    Raises:
+        ExportError: it refuses the model, or lacks the device.
+        MissingExtraError: the library is absent.
+    """
+    runtime = require("onnxruntime", extra="onnx", purpose="running an ONNX model")
+    provider = _PROVIDERS[requires.device]
+    if provider not in runtime.get_available_providers():
+        raise ExportError(
+            "this ONNX Runtime has no such device",
+            where=str(folder),
+            value=provider,
+            allowed=", ".join(runtime.get_available_providers()),
+            fix="pip install onnxruntime-gpu",
+        )
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 4  # errors are raised, there is no need to print them too
+    _check_data(folder, files)
+    try:
+        return _Run(runtime.InferenceSession(str(folder / files[0]), options, providers=[provider]))
+    except Exception as error:
+        raise ExportError(
+            "ONNX Runtime refuses the model",
+            where=str(folder / files[0]),
+            value=str(error),
+            fix="its CPU kernels know no bfloat16: export with precision 'fp32' or 'fp16', or another form"
+            if "NOT_IMPLEMENTED" in str(error)
+            else None,
+        ) from error
+
+
+def _check_data(folder: Path, files: tuple[str, ...]) -> None:
+    """Refuse a model that refers to files which its manifest does not name: they could be anybody's."""
+    onnx = require("onnx", extra="onnx", purpose="running an ONNX model")
+    try:
+        model = onnx.load(str(folder / files[0]), load_external_data=False)
+    except Exception as error:
+        raise ExportError("not a readable ONNX model", where=str(folder / files[0]), value=str(error)) from error
+    for tensor in _tensors(model):
+        for entry in tensor.external_data:
+            if entry.key == "location" and entry.value not in files[1:]:
+                raise ExportError(
+                    "the ONNX model reads a file that the manifest does not name",
+                    where=str(folder / files[0]),
+                    value=entry.value,
+                )
+
+
+def _tensors(message: Any) -> Iterator[Any]:
+    """Give every tensor inside a protobuf message, at whatever depth."""
+    if message.DESCRIPTOR.name == "TensorProto":
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_MESSAGE:
+            for one in value if _is_repeated(value) else [value]:
+                yield from _tensors(one)
+
+
+def _is_repeated(value: Any) -> bool:
+    return not hasattr(value, "DESCRIPTOR")
+
+
+class _Run:
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._names = [one.name for one in session.get_inputs()]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        given = {name: tensor.numpy(force=True) for name, tensor in zip(self._names, tensors, strict=True)}
+        return torch.from_numpy(self._session.run([OUTPUT], given)[0])
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        raise ExportError(
+            "weights of an ONNX model cannot be replaced",
+            where="form 'onnx'",
+            fix="export the model again, or export it with tables='beside'",
+        )

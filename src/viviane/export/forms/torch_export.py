@@ -1,0 +1,64 @@
+"""torch.export's own file; lookups are operators of `viviane.export`, computed by our kernels, or torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import ExportError
+from viviane.export.forms.form import Runner, Trace, check_weights, quiet
+from viviane.export.machine import Requirements, torch_version
+
+KERNELS = True
+FILE = "torch-export.pt2"
+
+
+def check() -> None:
+    """Nothing is needed."""
+
+
+def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
+    """Write the traced program."""
+    exported = trace.exported
+    exported.example_inputs = None  # they would be stored, and are of no use
+    with quiet():
+        torch.export.save(exported, folder / FILE)
+    major, minor = torch_version()
+    needs = Requirements(torch_from=f"{major}.{minor}", torch_below=f"{major + 1}.0", device=trace.device)
+    return (FILE,), needs
+
+
+def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: int | None) -> Runner:
+    """Read the program; operators of `viviane.export` are known here.
+
+    Raises:
+        ExportError: torch cannot read it.
+    """
+    from viviane.export import operators  # noqa: F401 - registers them
+
+    try:
+        with quiet():
+            module = torch.export.load(folder / files[0]).module()
+    except Exception as error:
+        raise ExportError("torch cannot read the program", where=str(folder / files[0]), value=str(error)) from error
+    return _Run(module)
+
+
+class _Run:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        with torch.no_grad():
+            result: Tensor = self._module(*tensors)
+        return result
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        own = self._module.state_dict()
+        check_weights(own, weights, "torch-export")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])

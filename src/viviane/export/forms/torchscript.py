@@ -1,0 +1,71 @@
+"""TorchScript, for old servers: torch itself has deprecated it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import ExportError, VivianeError
+from viviane.export.forms.form import Runner, Trace, check_weights, quiet, untraceable
+from viviane.export.machine import Requirements, torch_version
+from viviane.ops.dispatch import use_implementation
+
+KERNELS = False
+FILE = "torchscript.pt"
+
+
+def check() -> None:
+    """Nothing is needed."""
+
+
+def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
+    """Trace the program and write it.
+
+    Raises:
+        ExportError: it cannot be traced.
+    """
+    try:
+        with quiet(), torch.no_grad(), use_implementation("reference"):
+            script: Any = torch.jit.trace(trace.program, trace.example, check_trace=False)  # type: ignore[no-untyped-call]
+            script.save(str(folder / FILE))
+    except VivianeError:
+        raise
+    except Exception as error:
+        raise untraceable(trace.program, error) from error
+    major, minor = torch_version()
+    return (FILE,), Requirements(torch_from=f"{major}.{minor}", torch_below=f"{major + 1}.0", device=trace.device)
+
+
+def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: int | None) -> Runner:
+    """Read the program.
+
+    Raises:
+        ExportError: torch cannot read it.
+    """
+    try:
+        with quiet():
+            module = torch.jit.load(str(folder / files[0]), map_location=requires.device)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ExportError("torch cannot read the program", where=str(folder / files[0]), value=str(error)) from error
+    return _Run(module)
+
+
+class _Run:
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        self._module = module
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        with torch.no_grad():
+            result: Tensor = self._module(*tensors)
+        return result
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        own = self._module.state_dict()
+        check_weights(own, weights, "torchscript")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])

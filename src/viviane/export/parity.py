@@ -1,0 +1,310 @@
+"""Whether an artifact gives what its model gives, and how far apart they may be.
+
+Both round; how much a result may differ by rounding alone depends on the row. So the model is computed in float64
+besides, and an artifact may be
+
+    base + FACTOR * max |model - float64|      of the batches of one kind
+
+from the model, as large as the model's own distance from the exact result times a small factor. `base` covers what one
+run does not show. For 16-bit products the model in float32 takes the place of float64: products round to 8 or 11 bits.
+
+Shapes: B rows, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from viviane.batch import Batch
+from viviane.core.errors import ExportError, VivianeError
+from viviane.core.machine import describe, versions
+from viviane.embedding.base import TableCollection
+from viviane.export.forms import Runner
+from viviane.export.manifest import ExportManifest, FormName, KeyLimit
+from viviane.export.program import PrecisionName, Program, batch_tensors, freeze
+from viviane.export.samples import SIZES, Sort, column_keys, make_batch, refused_batches
+from viviane.export.tables import FrozenTables, GivenCollection, flat_vectors
+from viviane.schema import Schema
+from viviane.training.dense_state import collections_of
+from viviane.training.evaluation import evaluating
+from viviane.training.objective import Objective
+from viviane.training.precision import Precision
+
+FACTOR: Final = 8.0
+BASE: Final[dict[PrecisionName, float]] = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 8e-3}
+REASON: Final[dict[PrecisionName, str]] = {
+    "fp32": "float32 sums in another order differ in their last bits; FACTOR times the model's own distance from the "
+    "same model in float64, of rows of the same kind, and 1e-6 of the largest prediction",
+    "fp16": "products round to 11 bits, in another order; FACTOR times the distance of the fp16 model from the model "
+    "in float32, and 1e-3 of the largest prediction",
+    "bf16": "products round to 8 bits, in another order; FACTOR times the distance of the bf16 model from the model in "
+    "float32, and 8e-3 of the largest prediction",
+}
+_KINDS: Final[tuple[Sort, ...]] = ("usual", "empty", "extreme")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch with what the model makes of it.
+
+    Args:
+        sort: of the batch.
+        tensors: the program's inputs.
+        expected: the model's predictions, (B, L).
+        exact: the same in float64, or in float32 for 16-bit products.
+    """
+
+    sort: Sort
+    batch: Batch
+    tensors: Sequence[Tensor]
+    expected: NDArray[np.float32]
+    exact: NDArray[np.float32]
+
+
+class Reference:
+    """The model that artifacts are compared with.
+
+    Args:
+        module: the model's.
+        objective: turns logits into predictions.
+        schema: the data's columns.
+        precision: what artifacts compute in.
+        device: where the model is.
+        program: what is exported: its inputs.
+        constants: tensors of inputs that are no part of a batch, by name.
+        frozen: see `viviane.export.program.freeze`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective,
+        schema: Schema,
+        precision: PrecisionName,
+        device: torch.device,
+        program: Program,
+        constants: Mapping[str, Tensor],
+        frozen: FrozenTables,
+    ) -> None:
+        self._module, self._objective, self._schema = module, objective, schema
+        self._precision, self._device = precision, device
+        self._program, self._constants, self._frozen = program, constants, frozen
+        self._dense_only = any(isinstance(part, GivenCollection) for part in program.modules())
+        self._exact = self._exact_program()
+
+    def _exact_program(self) -> Program | None:
+        if self._precision != "fp32":
+            return None
+        return freeze(
+            self._module, self._objective, self._schema, kernels=False, dtype=torch.float64, frozen=self._frozen
+        )
+
+    def cases(self) -> list[Case]:
+        """Return a case for each size and sort of batch.
+
+        Raises:
+            ExportError: the model itself refuses them.
+        """
+        keys = column_keys(self._schema, collections_of(self._module))
+        found, seed = [], 0
+        for size in SIZES:
+            for sort in _KINDS:
+                if (sort == "empty" and not self._schema.bags) or (sort == "extreme" and not self._schema.dense):
+                    continue
+                seed += 1
+                batch = make_batch(self._schema, keys, size, sort, seed)
+                try:
+                    found.append(self.case(batch, sort))
+                except VivianeError:
+                    # A layer may read ids as numbers, and not take every one.
+                    found.append(self.case(make_batch(self._schema, keys, size, sort, seed, odd_keys=False), sort))
+        return found
+
+    def case(self, batch: Batch, sort: Sort) -> Case:
+        """Return what the model makes of a batch."""
+        there = batch.to(self._device)
+        expected, outputs = self._model(there, self._precision)
+        exact = self._in_double(there) if self._exact is not None else self._model(there, "fp32")[0]
+        return Case(sort, there, self.tensors(there, outputs), expected, exact)
+
+    def tensors(self, batch: Batch, outputs: Mapping[str, Any]) -> list[Tensor]:
+        """Return the program's inputs."""
+        vectors: dict[str, Tensor] = {}
+        for part in self._program.modules():
+            if isinstance(part, GivenCollection):
+                flat, mask = flat_vectors(outputs[part.name], part.shape)
+                vectors[f"vectors/{part.name}"] = flat.float()
+                if mask is not None:
+                    vectors[f"mask/{part.name}"] = mask
+        data = [one for one in self._program.inputs if one.kind not in ("vectors", "mask", "table")]
+        named = dict(zip([one.name for one in data], batch_tensors(batch, data), strict=True))
+        named |= {**vectors, **self._constants}
+        return [named[one.name] for one in self._program.inputs]
+
+    def _model(self, batch: Batch, precision: PrecisionName) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        """Return predictions, and the outputs of embedding collections by name."""
+        outputs: dict[str, Any] = {}
+        collections = collections_of(self._module)
+        handles = [one.register_forward_hook(self._keep(name, outputs)) for name, one in collections.items()]
+        try:
+            with evaluating(self._module), Precision(precision).context(self._device):
+                output = self._module(batch)
+            return self._objective.predictions(output, batch.size).float().cpu().numpy(), outputs
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self, name: str, outputs: dict[str, Any]) -> Callable[..., None]:
+        def hook(module: TableCollection, inputs: Any, output: Any) -> None:
+            if name in outputs and self._dense_only:
+                raise ExportError(
+                    "a collection is looked up twice, so its vectors cannot be one input",
+                    where=f"embedding {name!r}",
+                    fix="export the whole model",
+                )
+            outputs[name] = output
+
+        return hook
+
+    def _in_double(self, batch: Batch) -> NDArray[np.float32]:
+        program = self._exact
+        assert program is not None
+        double = Batch(batch.layout, batch.labels, batch.dense.double(), batch.one_hot, batch.bags)
+        try:
+            with torch.no_grad():
+                found: NDArray[np.float32] = program(*batch_tensors(double, program.inputs)).cpu().numpy()
+                return found
+        except (RuntimeError, VivianeError):  # a module of one's own may insist on float32
+            return self._model(batch, "fp32")[0]
+
+    def refusals(self, limits: Sequence[KeyLimit], case: Case) -> list[tuple[KeyLimit, Sequence[Tensor]]]:
+        """Return inputs that every form has to refuse."""
+        outputs = self._model(case.batch, self._precision)[1]
+        return [(limit, self.tensors(batch, outputs)) for limit, batch in refused_batches(case.batch, limits)]
+
+
+@dataclass(frozen=True)
+class FormParity:
+    """How one form compared.
+
+    Args:
+        max_difference: of all predictions.
+        cases: one entry for each batch.
+    """
+
+    max_difference: float
+    cases: tuple[dict[str, Any], ...]
+    refusals: int
+
+
+def compare(
+    form: FormName,
+    run: Runner,
+    cases: Sequence[Case],
+    refusals: Sequence[tuple[KeyLimit, Sequence[Tensor]]],
+    precision: PrecisionName,
+) -> FormParity:
+    """Run a form on all cases.
+
+    Raises:
+        ExportError: it differs from the model by more than rounding, or answers for a key that its table refuses.
+    """
+    noise = {sort: max((_noise(one) for one in cases if one.sort == sort), default=0.0) for sort in _KINDS}
+    lines: list[dict[str, Any]] = []
+    for case in cases:
+        scale = max(1.0, float(np.abs(case.expected[np.isfinite(case.expected)]).max(initial=0.0)))
+        allowed = BASE[precision] * scale + FACTOR * noise[case.sort]
+        difference = _difference(form, run, case)
+        place = f"form {form!r}, {len(case.expected)} {case.sort} rows"
+        if not difference <= allowed:
+            raise ExportError(
+                "the exported model differs from the model, so it is not written",
+                where=place,
+                value=difference,
+                allowed=f"at most {allowed:.3g}",
+                fix="export another form, and report this with the model's model.json",
+            )
+        lines.append(
+            {
+                "rows": len(case.expected),
+                "kind": case.sort,
+                "max_difference": difference,
+                "tolerance": allowed,
+                "noise": noise[case.sort],
+            }
+        )
+    for limit, tensors in refusals:
+        try:
+            run(tensors)
+        except Exception:
+            continue
+        raise ExportError(
+            "the exported model answers for a key that its table refuses, so it is not written",
+            where=f"form {form!r}, column {limit.column!r}, table {limit.table!r}",
+            value=limit.num_rows,
+            allowed=f"0 <= key < {limit.num_rows}",
+        )
+    return FormParity(max(line["max_difference"] for line in lines), tuple(lines), len(refusals))
+
+
+def _difference(form: FormName, run: Runner, case: Case) -> float:
+    try:
+        found = run(case.tensors).float().cpu().numpy()
+    except Exception as error:
+        raise ExportError(
+            "the exported model fails on rows that the model takes, so it is not written",
+            where=f"form {form!r}, {len(case.expected)} {case.sort} rows",
+            value=f"{type(error).__name__}: {error}"[:800],
+            fix="export another form",
+        ) from error
+    if found.shape != case.expected.shape:
+        raise ExportError(
+            "the exported model's predictions have another shape, so it is not written",
+            where=f"form {form!r}",
+            value=found.shape,
+            allowed=str(case.expected.shape),
+        )
+    return _distance(found, case.expected)
+
+
+def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """Return the largest difference; equal infinities, and NaN where both have it, do not differ."""
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    if not np.array_equal(np.isfinite(one) | same, np.isfinite(other) | same):
+        return float("inf")
+    gap = np.where(same, 0.0, np.abs(one.astype(np.float64) - other))
+    return float("inf") if np.isnan(gap).any() else float(gap.max(initial=0.0))
+
+
+def _noise(case: Case) -> float:
+    """Return the model's largest distance from the exact result, where both are finite."""
+    finite = np.isfinite(case.expected) & np.isfinite(case.exact)
+    gap = np.abs(case.expected.astype(np.float64) - case.exact)
+    return float(gap[finite].max(initial=0.0))
+
+
+def report(manifest: ExportManifest, forms: Mapping[FormName, FormParity]) -> dict[str, Any]:
+    """Return what parity.json says."""
+    packages = ("viviane", "torch", "numpy", "onnx", "onnxscript", "onnxruntime")
+    return {
+        "format": "viviane-export-parity",
+        "version": 1,
+        "model": manifest.model,
+        "weights_sha256": manifest.weights_sha256,
+        "precision": manifest.precision,
+        "tolerance_reason": REASON[manifest.precision],
+        "tolerance_factor": FACTOR,
+        "forms": {
+            name: {"max_difference": one.max_difference, "refused_keys": one.refusals, "cases": list(one.cases)}
+            for name, one in forms.items()
+        },
+        "versions": versions(*packages),
+        "machine": describe(),
+    }

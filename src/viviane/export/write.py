@@ -1,0 +1,302 @@
+"""Export a trained model: trace it, write its forms, compare each with the model, and publish the folder as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from viviane import __version__
+from viviane.core.errors import ConfigError, DataError, suggest
+from viviane.core.files import replace_folder, write_json_atomic
+from viviane.core.locations import AnyPath, location, published_location
+from viviane.export.forms import Trace, form_module
+from viviane.export.manifest import (
+    FORMS,
+    PARITY_FILE,
+    TABLES_FILE,
+    ExportManifest,
+    Form,
+    FormName,
+    OutsideTable,
+    TablesPlace,
+    write_manifest,
+)
+from viviane.export.parity import FormParity, Reference, compare, report
+from viviane.export.program import PrecisionName, Program, freeze
+from viviane.export.samples import column_keys, key_limits, make_batch
+from viviane.export.tables import FixedPart, FrozenTables
+from viviane.model import Model
+from viviane.model.saving import ETL_FILE
+from viviane.training.dense_state import collections_of
+from viviane.training.tensor_files import write_tensors
+
+_EXAMPLE_ROWS: Final = 6
+_PIECE: Final = 1 << 22
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is exported, and how; see `export`."""
+
+    precision: PrecisionName
+    dense_only: bool
+    tables: TablesPlace
+    operators: Literal["viviane", "torch"]
+    cpu: str
+
+
+def export(
+    model: Model | str | AnyPath,
+    to: Sequence[str] | str,
+    output: str | AnyPath,
+    *,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    dense_only: bool = False,
+    tables: Literal["inside", "beside", "model"] = "inside",
+    operators: Literal["viviane", "torch"] = "viviane",
+    cpu: str = "native",
+    device: str = "cpu",
+    module: nn.Module | None = None,
+) -> Path | AnyPath:
+    """Write a trained model in forms that run without it; each is compared with the model before anything is written.
+
+    Args:
+        model: a compiled model, or the folder of a saved one.
+        to: "torch-export", "aoti", "onnx", "torchscript", or several of them.
+        output: the folder; an older export there is replaced when the new one is complete.
+        precision: what dense layers compute in; "auto": what the model computes in. Tables keep their type.
+        dense_only: the inputs are the vectors of the embeddings, which a parameter server finds.
+        tables: "inside" the forms; "beside" them in one file, which forms share and loading maps into memory; "model":
+            fixed tables are read from the saved model's folder when the artifact is loaded, dynamic ones lie beside.
+        operators: of lookups in "torch-export": "viviane", our kernels, needs `import viviane.export` to run; "torch",
+            standard operators, does not. Other forms hold standard operators always.
+        cpu: for "aoti": "native", or a level such as "x86-64-v3", which runs on more processors.
+        device: of a folder's model: "cpu" or "cuda". A model in memory is exported for the device that it is on.
+        module: for a folder whose model was made from a torch module, a module of the same shapes.
+
+    Returns:
+        the folder.
+
+    Raises:
+        ConfigError: an option is unknown, or the output folder holds something else.
+        ExportError: the model cannot be traced, an artifact differs from it, or a compiler is missing.
+        MissingExtraError: a library of a form is absent.
+
+    Example:
+        >>> import tempfile, viviane as vv
+        >>> schema = vv.Schema(labels=[{"name": "click"}], categorical=[{"name": "city", "num_ids": 9}])
+        >>> model = vv.Model(vv.Solver(device="cpu"), schema)
+        >>> model.add(vv.zoo.DeepFM(dim=4, deep_mlp=[8])); model.compile()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = export(model, "torch-export", f"{folder}/exported")
+        ...     artifact = vv.export.load(f"{folder}/exported")
+        ...     artifact.predict({"city": [3, 4]}).shape
+        (2, 1)
+    """
+    forms = _forms(to)
+    _choose("precision", precision, ("auto", "fp32", "bf16", "fp16"))
+    _choose("tables", tables, ("inside", "beside", "model"))
+    _choose("operators", operators, ("viviane", "torch"))
+    _check_output(output)
+    for name in forms:
+        form_module(name).check()
+    if isinstance(model, Model):
+        if tables == "model":
+            raise ConfigError("tables='model' is for a model that is saved", fix="save it, and export the folder")
+        loaded = model
+    else:
+        loaded = Model.load(model, device=device, module=module)
+    if tables != "inside" and dense_only:
+        raise ConfigError("a dense-only export has no tables", value=tables, fix="leave tables out")
+    options = ExportOptions(_precision(loaded, precision), dense_only, tables, operators, cpu)
+    with loaded.trainer.averaged():
+        return _Export(loaded, options).write(forms, output)
+
+
+def _choose(what: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"no such {what}", value=value, allowed=", ".join(allowed), fix=suggest(str(value), allowed))
+
+
+def _forms(to: Sequence[str] | str) -> tuple[FormName, ...]:
+    names = [to] if isinstance(to, str) else list(to)
+    for name in names:
+        _choose("form", name, FORMS)
+    if not names:
+        raise ConfigError("an export needs at least one form", allowed=", ".join(FORMS))
+    return tuple(name for name in FORMS if name in names)
+
+
+def _precision(model: Model, precision: str) -> PrecisionName:
+    own = model.trainer.precision
+    name = precision if precision != "auto" else "fp32" if own is None else own.name
+    # TF32 is a mode of the GPU's products, which whoever runs the artifact switches on.
+    return "fp32" if name == "tf32" else name  # type: ignore[return-value]
+
+
+def _check_output(output: str | AnyPath) -> None:
+    there = published_location(output)
+    taken = there.exists() and (not there.is_dir() or any(True for _ in there.iterdir()))
+    if taken and not (there / PARITY_FILE).exists():
+        raise ConfigError(
+            "this is not an exported model, so it is not replaced", where=str(output), fix="choose another folder"
+        )
+
+
+class _Export:
+    """One export of one model."""
+
+    def __init__(self, model: Model, options: ExportOptions) -> None:
+        self.model, self.options = model, options
+        self.device = model.trainer.device
+        self.collections = collections_of(model.module)
+        self.frozen: FrozenTables = {}
+        whole = self.freeze(kernels=False, whole=True)
+        self.weights_sha256 = weights_digest(whole.state_dict())
+        self.constants: dict[str, Tensor] = {}
+        if options.tables != "inside":
+            for collection in whole.collections():
+                self.constants |= collection.move_outside()
+        self.program = self.freeze(kernels=False)
+        self.reference = Reference(
+            model.module,
+            model.trainer.objective,
+            model.schema,
+            options.precision,
+            self.device,
+            self.program,
+            self.constants,
+            self.frozen,
+        )
+
+    def freeze(self, *, kernels: bool, whole: bool = False) -> Program:
+        """Return a program; `whole`: with tables inside, whatever is exported."""
+        return freeze(
+            self.model.module,
+            self.model.trainer.objective,
+            self.model.schema,
+            kernels=kernels,
+            precision=self.options.precision,
+            dense_only=self.options.dense_only and not whole,
+            tables_outside=self.options.tables != "inside" and not whole,
+            frozen=self.frozen,
+        )
+
+    def write(self, forms: Sequence[FormName], output: str | AnyPath) -> Path | AnyPath:
+        """Write all forms, compare them, and publish the folder."""
+        if self.model.etl is not None and not self.model.etl.exists():
+            raise DataError("the ETL of the model's data is gone", where=str(self.model.etl), fix="put it back")
+        traces = self._traces(forms)
+        cases = self.reference.cases()
+        limits = () if self.options.dense_only else self._limits()
+        refusals = self.reference.refusals(limits, cases[-1]) if self.device.type == "cpu" else []
+        with replace_folder(output) as work:
+            written: dict[FormName, Form] = {}
+            parity: dict[FormName, FormParity] = {}
+            for name in forms:
+                files, needs = form_module(name).write(traces[name], work)
+                written[name] = Form(files=files, requires=needs)
+                run = form_module(name).load(work, files, needs, None)
+                parity[name] = compare(name, run, cases, refusals, self.options.precision)
+                del run
+            manifest = self._manifest(written, limits)
+            self._write_rest(work, manifest, parity)
+            write_manifest(work, manifest)
+        return location(output)
+
+    def _traces(self, forms: Sequence[FormName]) -> dict[FormName, Trace]:
+        """Trace without and with our operators, as forms need it; inputs that nothing reads are dropped first."""
+        kernels = self.options.operators == "viviane" and not self.options.dense_only
+        kinds = {name: form_module(name).KERNELS and kernels for name in forms}
+        programs = {kind: self.freeze(kernels=True) if kind else self.program for kind in set(kinds.values())}
+        first = next(iter(programs))
+        traces = {first: self._trace(programs[first])}
+        if forms != ("torchscript",):  # which may take what torch.export does not
+            used = traces[first].used_inputs()
+            if len(used) < len(self.program.inputs):
+                self.program.drop_unused(used)
+                traces = {}
+        for kind, program in programs.items():
+            program.inputs = self.program.inputs
+            if kind not in traces:
+                traces[kind] = self._trace(program)
+        return {name: traces[kind] for name, kind in kinds.items()}
+
+    def _trace(self, program: Program) -> Trace:
+        keys = column_keys(self.model.schema, self.collections)
+        for seed in range(1000):
+            batch = make_batch(self.model.schema, keys, _EXAMPLE_ROWS, "usual", seed, odd_keys=False)
+            # Sizes of 0 and 1 would be taken for constants.
+            if all(len(bag.values) > 1 for bag in batch.bags.values()):
+                break
+        tensors = self.reference.case(batch, "usual").tensors
+        return Trace(program, tuple(tensors), self.device.type, self.options.cpu)
+
+    def _limits(self) -> Any:
+        used = {column for one in self.program.inputs for column in one.columns}
+        return tuple(one for one in key_limits(self.model.schema, self.collections) if one.column in used)
+
+    def _manifest(self, forms: Mapping[FormName, Form], limits: Any) -> ExportManifest:
+        return ExportManifest(
+            viviane=__version__,
+            torch=torch.__version__,
+            model=self.model.name,
+            weights_sha256=self.weights_sha256,
+            labels=tuple(label.name for label in self.model.schema.labels),
+            precision=self.options.precision,
+            dense_only=self.options.dense_only,
+            tables=self.options.tables,
+            inputs=self.program.inputs,
+            outside=self._outside(),
+            limits=limits,
+            forms=dict(forms),
+        )
+
+    def _outside(self) -> tuple[OutsideTable, ...]:
+        """Return the inputs that come from the model's folder: fixed tables, where these are not beside the forms."""
+        if self.options.tables != "model":
+            return ()
+        found = []
+        for collection in self.program.collections():
+            for part in collection.parts:
+                if isinstance(part, FixedPart):
+                    tables = tuple(
+                        (name, base, collection.tables[name].num_rows)  # type: ignore[union-attr]
+                        for name, base in part.bases.items()
+                    )
+                    found.append(
+                        OutsideTable(input=part.input_name("weight"), collection=collection.name, tables=tables)
+                    )
+        return tuple(found)
+
+    def _write_rest(self, work: Path, manifest: ExportManifest, parity: Mapping[FormName, FormParity]) -> None:
+        from_model = {one.input for one in manifest.outside}
+        beside = {
+            one.name: self.constants[one.name]
+            for one in manifest.inputs
+            if one.kind == "table" and one.name not in from_model
+        }
+        if beside:
+            write_tensors(work / TABLES_FILE, beside)
+        self.model.schema.save(work)
+        if self.model.etl is not None:
+            (work / ETL_FILE).write_bytes(self.model.etl.read_bytes())
+        write_json_atomic(work / PARITY_FILE, report(manifest, parity))
+
+
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of named tensors: names, types, shapes and bytes."""
+    seal = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().contiguous()
+        seal.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.view(-1)
+        for start in range(0, len(flat), _PIECE):
+            seal.update(flat[start : start + _PIECE].cpu().view(torch.uint8).numpy().data)
+    return seal.hexdigest()
