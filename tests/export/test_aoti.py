@@ -1,4 +1,4 @@
-"""AOTInductor: new weights reach every constant, none is built into the code; compiling takes long, so these are slow."""
+"""AOTInductor: new weights reach every constant, none is built into the code. Compiling takes long: all are slow."""
 
 import json
 

@@ -20,7 +20,7 @@ from viviane.core.errors import ConfigError, DataError, ExportError, suggest
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
 from viviane.data import Dataset
-from viviane.export.checks import check_limit, check_sizes, input_tensor, limits_of
+from viviane.export.checks import check_limit, check_sizes, check_weights, input_tensor, limits_of
 from viviane.export.forms import Runner, form_module
 from viviane.export.manifest import (
     FORMS,
@@ -145,6 +145,8 @@ class Artifact:
         if not size:
             return torch.empty(0, len(self.labels), device=self.device)
         for one in self.inputs:
+            if one.kind == "weights":
+                check_weights(one, tensors[one.name])
             for place, limit in self._limits[one.name]:
                 check_limit(one, tensors, place, limit, origin)
         named = {**self._constants, **tensors}

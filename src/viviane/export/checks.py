@@ -21,6 +21,16 @@ def limits_of(one: ProgramInput, limits: tuple[KeyLimit, ...]) -> list[tuple[int
     return [(one.columns.index(limit.column), limit) for limit in limits if limit.column in one.columns]
 
 
+def check_weights(one: ProgramInput, tensor: Tensor) -> None:
+    """Refuse weights of ids that are not finite, as the model does.
+
+    Raises:
+        DataError: names the column.
+    """
+    if not bool(torch.isfinite(tensor).all()):
+        raise DataError("weights of ids must be finite", where=f"column {one.columns[0]!r}")
+
+
 def check_limit(one: ProgramInput, tensors: Mapping[str, Tensor], place: int, limit: KeyLimit, origin: str) -> None:
     """Compare the keys of a column, or the lengths of its bags, with its limit.
 

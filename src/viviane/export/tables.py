@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from viviane.batch import Bag
+from viviane.batch import Bag, Batch
 from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicStorage, DynamicTableConfig, EmbeddingOutput, FeatureConfig, Storage, TableConfig
 from viviane.embedding.base import TableCollection
 from viviane.embedding.keys import column_rule
-from viviane.embedding.plan import place_features, read_keys
+from viviane.embedding.plan import Keys, as_bag, place_features
 from viviane.export import operators, plain
 from viviane.export.frozen_keys import FrozenKeys, freeze_keys
 from viviane.ops.key_rows import ColumnRule
@@ -235,7 +235,7 @@ class FrozenCollection(nn.Module):
 
     def forward(self, batch: Any) -> EmbeddingOutput:
         """Look a batch up; see `EmbeddingCollection.forward`."""
-        keys = read_keys(batch, self.features, self.device)
+        keys = _read(batch, self.features)
         index = {name: i for i, name in enumerate(keys.one_hot_names)}
         found: dict[str, Tensor] = {}
         masks: dict[str, Tensor] = {}
@@ -298,6 +298,33 @@ class FrozenCollection(nn.Module):
             weights = plain.spread(bag.weights, bag.offsets, length, 0.0, None)
             vectors = vectors * weights.unsqueeze(-1).to(vectors.dtype)
         return vectors.flatten(1), laid != part.null_row
+
+
+def _read(batch: Any, features: Mapping[str, FeatureConfig]) -> Keys:
+    """Take the features' keys out of what a collection is called with; nothing is read, so that it can be traced."""
+    if isinstance(batch, Batch):
+        bags = {name: batch.bag(name) for name, f in features.items() if name in batch.bags or f.combiner == "concat"}
+        bags = {name: Bag(bag.values, bag.offsets.to(torch.int64), bag.weights) for name, bag in bags.items()}
+        return Keys(batch.layout.one_hot, batch.one_hot, bags, batch.size, "")
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            "an exported collection reads a Batch, or keys by feature", value=type(batch).__name__,
+            fix="give the collection Bags instead of a KeyedJaggedTensor",
+        )  # fmt: skip
+    singles: dict[str, Tensor] = {}
+    bags = {}
+    for name, feature in features.items():
+        keys = batch[name]
+        if isinstance(keys, Bag):
+            bags[name] = Bag(keys.values, keys.offsets.to(torch.int64), keys.weights)
+        elif keys.dim() == 1 and feature.combiner != "concat":
+            singles[name] = keys.to(torch.int64)
+        else:
+            bags[name] = as_bag(keys, name)
+    first = next(iter(singles.values()), None)
+    size = len(next(iter(bags.values())).offsets) - 1 if first is None else first.shape[0]
+    ids = torch.stack(list(singles.values()), 1) if singles else torch.empty(0, 0, dtype=torch.int64)
+    return Keys(tuple(singles), ids, bags, size, "")
 
 
 class GivenCollection(nn.Module):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-from viviane import __version__
 from viviane.core.errors import ConfigError, DataError, suggest
 from viviane.core.files import replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, location, published_location
@@ -244,7 +244,7 @@ class _Export:
 
     def _manifest(self, forms: Mapping[FormName, Form], limits: Any) -> ExportManifest:
         return ExportManifest(
-            viviane=__version__,
+            viviane=version("viviane"),
             torch=torch.__version__,
             model=self.model.name,
             weights_sha256=self.weights_sha256,
