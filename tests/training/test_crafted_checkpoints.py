@@ -155,7 +155,7 @@ SHARDS = [
     ("do not cover", [((0, 12, 2), (0, 4)), ((1, 11, 2), (0, 4))]),
     ("leaves the table", [((0, 12, 1), (0, 3)), ((0, 12, 1), (4, 5))]),
     ("leaves the table", [((0, 6, 1), (0, 4)), ((6, 18, 2), (0, 4))]),
-    ("leaves the table", [((0, 12, 1), (0, 4)), ((0, 12, 1), (2, 2))]),
+    ("leaves the table", [((0, 12, 1), (0, 4)), ((0, 12, 1), (3, 2))]),
     ("greater than or equal to 0", [((-6, 6, 1), (0, 4))]),
     ("greater than or equal to 1", [((0, 12, 0), (0, 4))]),
     ("malformed", [((11, -1, -1), (0, 4))]),
@@ -193,7 +193,7 @@ def test_shards_pass_if_they_hold_every_number_once(parts):
     shards = [ShardEntry(file=f"f{n}", keys=keys, columns=columns) for n, (keys, columns) in enumerate(parts)]
     cells = [(row, column) for one in shards for row in one.rows for column in range(*one.columns)]
     good = sorted(cells) == [(row, column) for row in range(6) for column in range(2)]
-    good = good and all(one.columns[0] < one.columns[1] for one in shards)
+    good = good and all(one.columns[0] <= one.columns[1] for one in shards)
     good = good and all(one.columns[1] <= 2 and (not one.rows or one.rows[-1] < 6) for one in shards)
     weight = TensorEntry(shape=(6, 2), dtype="float32")
     if good:
@@ -210,7 +210,8 @@ def test_plans_of_every_kind_pass(count):
     by_row = [((n, rows, count), (0, dim)) for n in range(count)]
     by_column = [((0, rows, 1), (dim * n // count, dim * (n + 1) // count)) for n in range(count)]
     hybrid = [((0, 4, 1), (0, dim)), *(((4 + n, rows, count), (0, dim)) for n in range(count))]
-    for parts in (by_row, by_column, hybrid):
+    with_empty = [((n, 1, count), (0, dim)) for n in range(count)] + [((1, rows, 1), (0, dim)), ((0, rows, 1), (3, 3))]
+    for parts in (by_row, by_column, hybrid, with_empty):
         shards = tuple(ShardEntry(file=f"f{n}", keys=k, columns=c) for n, (k, c) in enumerate(parts))
         assert len(TableEntry(shards=shards, weight=weight).shards) == len(parts)
 

@@ -135,7 +135,7 @@ class TableEntry(Settings):
         if self.is_dynamic:
             raise ValueError("a dynamic table has one file")
         for one in self.shards:
-            if not (0 <= one.columns[0] < one.columns[1] <= dim and (not one.rows or one.rows[-1] < rows)):
+            if not (one.columns[0] <= one.columns[1] <= dim and (not one.rows or one.rows[-1] < rows)):
                 raise ValueError(f"the shard {one.file!r} leaves the table")
         if sum(len(one.rows) * (one.columns[1] - one.columns[0]) for one in self.shards) != rows * dim:
             raise ValueError("the shards do not cover the table")
