@@ -3,7 +3,7 @@
 import torch
 
 from viviane.batch import Bag
-from viviane.ops.row_update.reference import move
+from viviane.ops.rules import rule_of
 
 
 class DenseTruth:
@@ -61,6 +61,8 @@ class DenseTruth:
         """One row by the reference's arithmetic, which has tests of its own with numbers worked out by hand."""
         w, own = self.weight[name], {part: state[row : row + 1] for part, state in self.state[name].items()}
         g = grad * min(1.0, rule.clip_row_norm / float(grad.norm())) if rule.clip_row_norm and grad.any() else grad
-        w[row] = move(w[row : row + 1], (g + rule.weight_decay * w[row]).unsqueeze(0), own, rule, lr, self.steps[name])
+        arithmetic = rule_of(rule)
+        g = (g + arithmetic.decay * w[row]).unsqueeze(0)
+        w[row] = arithmetic.update(w[row : row + 1], g, own, lr, self.steps[name])
         for part, state in own.items():
             self.state[name][part][row] = state[0]
