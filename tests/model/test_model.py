@@ -26,8 +26,9 @@ def test_fit_learns_and_evaluate_repeats_the_history(model, data, valid) -> None
     assert again["auc"] == history.last("valid")["auc"]
 
 
-def test_two_fits_are_one_longer_fit(build, data, valid) -> None:
-    one, two = build(epochs=2), build(epochs=1)
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}])
+def test_two_fits_are_one_longer_fit(build, data, valid, settings) -> None:
+    one, two = build(epochs=2, **settings), build(epochs=1, **settings)
     for model in (one, two):
         model.compile(Adam())
     one.fit(data)

@@ -15,7 +15,7 @@ from viviane.zoo import DLRM
 if __name__ == "__main__":
     servers, topic, folder, most, resume = sys.argv[1:]
     data = Dataset(Path(folder) / "set")
-    stream = KafkaStream(servers, topic, data.schema, end="now", max_wait_s=0.5)
+    stream = KafkaStream(servers, topic, data.schema, end="now")
     model = Model(Solver(batch_size=16, seed=1, device="cpu", precision="fp32", max_steps=int(most)), data)
     model.add(DLRM(dim=4, bottom_mlp=[4], top_mlp=[4, 1]))
     model.compile(Adam(lr=0.01))

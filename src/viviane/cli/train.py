@@ -82,13 +82,13 @@ def command(
 
 
 def _show(history: History) -> None:
-    """Print the last row of each split as a table."""
+    """Print as a table the row of each split that is of the saved model."""
     from rich import box
     from rich.table import Table
 
     from viviane.cli.console import output
 
-    rows = [row for row in (history.last("train"), history.last("valid")) if row is not None]
+    rows = [row for row in (history.of_model("train"), history.of_model("valid")) if row is not None]
     names = list(dict.fromkeys(name for row in rows for name in row if name not in ("split", "epoch", "lr", "seconds")))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -104,6 +104,8 @@ def _show(history: History) -> None:
             table.add_row(row["split"], *(_number(row.get(name)) for name in names))
     output().print(table)
     typer.echo(f"stopped by: {history.stopped}")
+    if history.restored_step is not None:
+        typer.echo(f"the model is that of step {history.restored_step:,}, the best evaluation; so are these figures")
 
 
 def _number(value: object) -> str:

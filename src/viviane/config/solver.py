@@ -80,6 +80,9 @@ class Solver(Settings):
     """Scale gradients, dense and embedding together, so that their joint L2 norm stays below this."""
     class_weights: tuple[float, float] | None = None
     """Weights of negative and positive samples in the loss, such as (1.0, 3.0)."""
+    correct_class_weights: bool = False
+    """Take class_weights back out of evaluation and predictions: p c0 / (p c0 + (1 - p) c1) for a predicted p. Without
+    it predictions are probabilities of the weighted data: (1.0, 50.0) makes their odds 50 times those of the data."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Move binary labels y to y (1 - s) + s / 2 in the training loss."""
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
@@ -132,6 +135,8 @@ class Solver(Settings):
     def _check(self) -> Solver:
         if self.class_weights is not None and min(self.class_weights) < 0:
             raise ValueError("class_weights must not be negative")
+        if self.correct_class_weights and (self.class_weights is None or min(self.class_weights) == 0):
+            raise ValueError("correct_class_weights needs class_weights above 0")
         if self.end_lr > self.lr:
             raise ValueError(f"end_lr ({self.end_lr}) must not exceed lr ({self.lr})")
         if self.loss_scale != "dynamic":

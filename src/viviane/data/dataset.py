@@ -84,6 +84,7 @@ class Dataset:
             if schema is None:
                 schema = Schema.load(self.path if self.path.is_dir() else self.path.with_name(SCHEMA_FILE))
             files, entries, stored = self.format.files_at(local), None, stored or schema
+        schema = self.format.schema_of(files, schema)
         self.schema, self.stored = schema, stored
         self.storage = self.format.open(cast("Sequence[Path]", files), stored, schema, entries)
         self.files, self.stamps, self.groups = self.storage.files, self.storage.stamps, self.storage.groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -112,6 +113,19 @@ def _group_sums(scores: Floats, labels: Floats, weights: Floats | None) -> tuple
     return np.cumsum(labels[order] * weight)[ends], np.cumsum(weight)[ends]
 
 
+def joined_weights(scores: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the weights of all batches' rows, (n,), ones where a batch has none; None where no batch has any.
+
+    Example:
+        >>> joined_weights([torch.zeros(1), torch.zeros(2)], [torch.tensor([0.5]), None])
+        tensor([0.5000, 1.0000, 1.0000])
+    """
+    if all(one is None for one in weights):
+        return None
+    pairs = zip(scores, weights, strict=True)
+    return torch.cat([torch.ones_like(own) if one is None else one for own, one in pairs])
+
+
 @METRICS.register("auc")
 class Auc(Metric):
     """Exact area under the ROC curve; keeps 8 bytes a row (12 with weights) until it is computed.
@@ -130,21 +144,21 @@ class Auc(Metric):
         """Forget all rows."""
         self._scores: list[Tensor] = []
         self._labels: list[Tensor] = []
-        self._weights: list[Tensor] = []
+        self._weights: list[Tensor | None] = []
         self._joined: tuple[float, float, float] | None = None
 
     def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
         """Keep a batch."""
         self._scores.append(predictions.detach().float().flatten().clone())
         self._labels.append(labels.detach().float().flatten().clone())
-        if weight is not None:
-            self._weights.append(weight.detach().float().flatten().clone())
+        self._weights.append(None if weight is None else weight.detach().float().flatten().clone())
 
     def _rows(self) -> tuple[Floats, Floats, Floats | None]:
         parts = [torch.cat(part).cpu().numpy() if part else None for part in (self._scores, self._labels)]
         nothing = np.empty(0, np.float32)
         scores, labels = (nothing if part is None else part for part in parts)
-        return scores, labels, torch.cat(self._weights).cpu().numpy() if self._weights else None
+        weights = joined_weights(self._scores, self._weights)
+        return scores, labels, None if weights is None else weights.cpu().numpy()
 
     def join(self, processes: Processes) -> None:
         """Rank the rows of all processes, a range of scores on each; no process holds all of them.
@@ -159,7 +173,7 @@ class Auc(Metric):
         if bad:
             raise NumericsError("a prediction is not a finite number", where=f"rows of rank {bad[0]}")
         if any(one[1] for one in flags) and weights is None:
-            weights = np.empty(0, np.float32)
+            weights = np.ones(len(scores), np.float32)
         own = pair_sums(*exchange_rows(processes, scores, labels, weights))
         every = [part.tolist() for part in processes.gather(torch.tensor(own, dtype=torch.float64))]
         positives = negatives = twice = 0.0

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from viviane.core.errors import NumericsError
 from viviane.metrics.registry import METRICS, Metric, Processes
 
 EPSILON = 1e-7
@@ -25,6 +26,7 @@ class Ratio(Metric):
         """Forget all rows."""
         self._top: Tensor | None = None
         self._bottom: Tensor | None = None
+        self._odd: Tensor | None = None
 
     def terms(self, p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return numerator and denominator of each row, (B,) and (B,)."""
@@ -33,6 +35,8 @@ class Ratio(Metric):
     def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch."""
         p, y = predictions.detach().flatten().double(), labels.detach().flatten().double()
+        odd = (~(torch.isfinite(p) & torch.isfinite(y))).sum()
+        self._odd = odd if self._odd is None else self._odd + odd
         top, bottom = self.terms(p, y)
         if weight is not None:
             w = weight.detach().flatten().double()
@@ -42,13 +46,20 @@ class Ratio(Metric):
 
     def join(self, processes: Processes) -> None:
         """Add the sums of all processes."""
-        sums = torch.zeros(2, dtype=torch.float64)
-        if self._top is not None and self._bottom is not None:
-            sums = torch.stack([self._top, self._bottom]).cpu()
-        self._top, self._bottom = processes.all_reduce(sums).unbind()
+        sums = torch.zeros(3, dtype=torch.float64)
+        if self._top is not None and self._bottom is not None and self._odd is not None:
+            sums = torch.stack([self._top, self._bottom, self._odd.double()]).cpu()
+        self._top, self._bottom, self._odd = processes.all_reduce(sums).unbind()
 
     def compute(self) -> float:
-        """Return the ratio, NaN where nothing was fed."""
+        """Return the ratio, NaN where nothing was fed.
+
+        Raises:
+            NumericsError: a prediction or a label is NaN or infinite: a comparison would count it as some number.
+        """
+        if self._odd is not None and self._odd.item():
+            what = "a prediction or label is not a finite number"
+            raise NumericsError(what, where=f"metric {type(self).__name__}", value=f"{int(self._odd.item())} row(s)")
         if self._top is None or self._bottom is None or self._bottom.item() == 0:
             return math.nan
         return float((self._top / self._bottom).item())
@@ -229,6 +240,8 @@ class CalibrationHistogram:
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Add a batch of probabilities (B,) and labels (B,)."""
         p, y = predictions.detach().flatten().double(), labels.detach().flatten().double()
+        if not bool(torch.isfinite(p).all()):
+            raise NumericsError("a prediction is not a finite number", where=type(self).__name__)
         place = (p * self.num_bins).long().clamp(0, self.num_bins - 1)
         rows = torch.stack([p, y, torch.ones_like(p)])
         sums = torch.zeros(3, self.num_bins, dtype=torch.float64, device=p.device)

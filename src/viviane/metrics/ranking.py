@@ -16,7 +16,7 @@ from torch import Tensor
 
 from viviane.core.errors import ConfigError, NumericsError
 from viviane.core.logging import get_logger
-from viviane.metrics.auc import Doubles, Floats, check_finite, ordered_bits
+from viviane.metrics.auc import Doubles, Floats, check_finite, joined_weights, ordered_bits
 from viviane.metrics.group_rows import exchange_groups
 from viviane.metrics.order import Groups, are_binary, in_order, places_in, starts_of
 from viviane.metrics.registry import GROUPED, METRICS, Metric, Processes
@@ -60,7 +60,7 @@ class _Rows(Metric):
         p, y, w, ids = self._columns()
         weighted, count = (max(one) for one in zip(*processes.gather_numbers([int(len(w) > 0), len(p)]), strict=True))
         if weighted and not len(w):
-            w = np.empty(0, np.float32)
+            w = np.ones(len(p), np.float32)
         if not self.by_group:
             _log.info("%s: every process gathers all rows, about %d each", type(self).__name__, count)
             y_all, p_all = (torch.cat(processes.gather(torch.from_numpy(one))) for one in (y, p))
@@ -79,8 +79,12 @@ class _Rows(Metric):
     def _columns(self) -> tuple[Floats, Floats, Floats, Groups]:
         """Return scores, labels, weights and groups of all rows that were fed; the last two may be empty."""
         parts = self._parts or [(torch.zeros(0),) * 3 + (torch.zeros(0, dtype=torch.int64),)]
-        p, y, w, ids = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
-        return p, y, w, ids
+        scores, labels, weights, groups = zip(*parts, strict=True)
+        own = joined_weights(
+            scores, [w if len(w) or not len(p) else None for p, w in zip(scores, weights, strict=True)]
+        )
+        p, y, ids = (torch.cat(columns).cpu().numpy() for columns in (scores, labels, groups))
+        return p, y, np.empty(0, np.float32) if own is None else own.cpu().numpy(), ids
 
     def compute(self) -> float:
         """Return the figure over all rows: the mean over groups."""

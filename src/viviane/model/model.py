@@ -230,8 +230,7 @@ class Model:
             files=files,
         )
         if before.step:
-            self._trainer.stepper.optimizer = before.stepper.optimizer
-            self._trainer.take_place(before.place())
+            self._trainer.go_on_from(before)
         self._remember_etl(train)
         return self._trainer.fit(train, validation, resume=resume)
 

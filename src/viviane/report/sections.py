@@ -76,7 +76,7 @@ def curves(run: RunRecord) -> str:
 
 
 def calibration(run: RunRecord) -> str:
-    """Mean label against mean prediction in bins of the last evaluation."""
+    """Mean label against mean prediction in bins, and the ratio of their sums, of the evaluation of the saved model."""
     bins = [one for one in run.histogram.get("bins", []) if one["count"] > 0]
     if not bins:
         return ""
@@ -86,10 +86,12 @@ def calibration(run: RunRecord) -> str:
         [Line("this model", points, marks=True), ideal], x_label="mean prediction", y_label="mean label", square=True
     )
     counts = _rows_per_bin(bins)
+    said, seen = (sum(float(one[name]) * one["count"] for one in bins) for name in ("mean_prediction", "mean_label"))
+    ratio = f"; their sum is {said / seen:.3g} times that of the labels" if seen else ""
     return _section(
         "Calibration",
         [
-            _panel("Predicted against seen", chart, "Each dot is one bin of predictions of the last evaluation."),
+            _panel("Predicted against seen", chart, f"Each dot is one bin of predictions{ratio}."),
             _panel("Rows per bin", bar_chart(counts, x_label="rows", log=True), "Named by the bin's mean prediction."),
         ],
     )

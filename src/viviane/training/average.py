@@ -55,6 +55,7 @@ class WeightMean:
         self._dense: dict[str, Tensor] = {**dense_parameters(module), **floating}
         self._means = {name: tensor.detach().clone() for name, tensor in self._dense.items()}
         self._storages: list[Storage] = []
+        self._of_rows: list[RowMean] = []
         self._module = module
         for collection in collections_of(module).values():
             for storage in collection.all_storages():
@@ -71,8 +72,14 @@ class WeightMean:
                         value=storage.tables[next(iter(storage.tables))].dtype,
                         fix="set the tables' dtype to 'float32', or leave out ema_decay",
                     )
-                storage.row_mean = RowMean(storage.weight)
+                self._of_rows.append(RowMean(storage.weight))
                 self._storages.append(storage)
+        self.attach()
+
+    def attach(self) -> None:
+        """Let the tables' steps keep the means of rows; again where another trainer has taken the module over."""
+        for storage, mean in zip(self._storages, self._of_rows, strict=True):
+            storage.row_mean = mean
 
     def advance(self) -> None:
         """Begin a step, before weights move."""

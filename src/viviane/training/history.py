@@ -45,6 +45,7 @@ class History:
 
     Attributes:
         rows: the rows, oldest first.
+        restored_step: the step whose weights the model has, where `restore_best` went back to them.
         stopped: why fit ended: "epochs", "max_steps", "target", "patience", "callback" or "interrupted".
 
     Example:
@@ -56,6 +57,7 @@ class History:
     def __init__(self, rows: list[dict[str, Any]] | None = None) -> None:
         self.rows: list[dict[str, Any]] = rows if rows is not None else []
         self.stopped = ""
+        self.restored_step: int | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -93,6 +95,21 @@ class History:
     def last(self, split: str = "valid") -> dict[str, Any] | None:
         """Return the newest row of a split, or None."""
         return next((row for row in reversed(self.rows) if row.get("split") == split), None)
+
+    def of_model(self, split: str = "valid") -> dict[str, Any] | None:
+        """Return the newest row of a split that is of the model as it is: of the restored step, or the last one.
+
+        Example:
+            >>> history = History([{"step": step, "split": "valid"} for step in (1, 2, 3)])
+            >>> history.restored_step = 2
+            >>> history.of_model()
+            {'step': 2, 'split': 'valid'}
+        """
+        last = self.restored_step
+        if last is None:
+            return self.last(split)
+        rows = [row for row in self.rows if row.get("split") == split and row["step"] <= last]
+        return rows[-1] if rows else None
 
 
 def finite_or_none(row: Mapping[str, Any]) -> dict[str, Any]:

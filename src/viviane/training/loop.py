@@ -74,6 +74,7 @@ class FitLoop:
         self.folder = None if trainer.run_folder is None else RunFolder(trainer.run_folder)
         self.store: CheckpointStore | None = None
         self.best: float | None = None
+        self.best_histogram: dict[str, Any] | None = None
         self.last_evaluated = self.last_saved = -1
         self.score: float | None = None
         self.rows = FitRows(trainer, self.folder if self.writes else None)
@@ -196,6 +197,7 @@ class FitLoop:
         loop = values["loop"]
         self.first_step, self.first_epoch = loop["first_step"], loop["first_epoch"]
         self.best, self.last_evaluated, self.last_saved = loop["best"], loop["last_evaluated"], trainer.step
+        self.best_histogram = loop.get("best_histogram")
         self.score = values["score"]
         self.rows.restore(place)
         self.times.seconds.update(loop["stages"])
@@ -308,6 +310,7 @@ class FitLoop:
         self._save()
         if self.store is not None:
             self.store.finish()
+        self.trainer.history.restored_step = None
         if self.solver.restore_best and self.stopped != "interrupted":
             self._restore_best()
         self.trainer.history.stopped = self.stopped
@@ -333,8 +336,10 @@ class FitLoop:
         self.best = value if improved else self.best
         self.rows.write("valid", self.reader.epoch, values, evaluation.num_rows / (perf_counter() - start))
         self.progress.evaluated(values)
+        histogram = evaluation.histogram(step)
+        self.best_histogram = histogram if improved else self.best_histogram
         if self.folder is not None and self.writes:
-            self.folder.write_histogram(evaluation.histogram(step))
+            self.folder.write_histogram(histogram)
             self.folder.write_stages(self.times.seconds)
         for callback in self.trainer.callbacks:
             if callback.on_evaluate_end(step, values) and not self.stopped:
@@ -358,6 +363,7 @@ class FitLoop:
                 "first_step": self.first_step,
                 "first_epoch": self.first_epoch,
                 "best": self.best,
+                "best_histogram": self.best_histogram,
                 "last_evaluated": self.last_evaluated,
                 **self.rows.state(place),
                 "stages": dict(self.times.seconds),
@@ -373,5 +379,9 @@ class FitLoop:
         path = Path(found) if found else None
         if path is None:
             raise VivianeError("no evaluation gave a defined metric, so there are no best weights to restore")
-        self.trainer.take_mean(self.trainer.stepper.load(path))
+        place = self.trainer.stepper.load(path)
+        self.trainer.take_mean(place)
+        self.trainer.history.restored_step = place.step
+        if self.folder is not None and self.writes and self.best_histogram is not None:
+            self.folder.write_histogram(self.best_histogram)
         _log.info("restored the weights of %s", path.name)

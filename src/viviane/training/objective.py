@@ -5,6 +5,7 @@ Shapes: B rows, L labels of the schema, in its order, W columns of the module's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
@@ -15,12 +16,14 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.config import Solver
 from viviane.core.errors import ConfigError, SchemaError
+from viviane.core.logging import get_logger
 from viviane.core.ranges import timed_as
 from viviane.nn.cross_entropy import IGNORED, MeanSquaredErrorLoss
 from viviane.nn.loss import Loss, LossParameters
 from viviane.nn.losses import BinaryCrossEntropyLoss, regularization_loss
 from viviane.schema import Schema
 
+_log = get_logger("training")
 LossFunction: TypeAlias = Callable[[Tensor, Batch], Tensor]
 
 
@@ -85,6 +88,11 @@ class Objective:
         self.labels = schema.labels
         self.class_weights = solver.class_weights
         self.label_smoothing = solver.label_smoothing
+        self._has_warned = False
+        self._shift = 0.0
+        """What class weights add to logits, where it is taken out again."""
+        if solver.class_weights is not None and solver.correct_class_weights:
+            self._shift = math.log(solver.class_weights[1] / solver.class_weights[0])
         self.own_loss = loss
         self.terms = terms_of(schema) if terms is None else list(terms)
         self.width = max((term.columns[1] for term in self.terms), default=1)
@@ -149,6 +157,8 @@ class Objective:
             return own if shares is None else own * shares[0]
         if batch.labels.shape[1] != len(self.labels):
             raise SchemaError("the batch has no labels", where=batch.origin, fix="use predict for rows without labels")
+        if not training and self._shift and self._one_sigmoid:
+            logits = logits - self._shift
         weights = self.class_weights if training else None
         smoothing = self.label_smoothing if training else 0.0
         parts = [self._part(term, logits, batch, weights, smoothing) for term in self.terms]
@@ -202,18 +212,36 @@ class Objective:
         return torch.stack(parts).sum()
 
     def predictions(self, output: object, num_rows: int) -> Tensor:
-        """Return (B, L): probabilities of binary labels, the output itself of regression labels."""
+        """Return (B, L): probabilities of binary labels, the output itself of regression labels.
+
+        Class weights (c0, c1) multiply the odds of what a model predicts by c1 / c0; with the solver's
+        `correct_class_weights` they are divided by it again.
+        """
         logits = self.logits(output, num_rows)
         if self.own_loss is not None and logits.shape[1] != self.width:
             return logits.sigmoid()
         if self._one_sigmoid:
-            return logits.sigmoid()
+            return (logits - self._shift if self._shift else logits).sigmoid()
         result = logits.new_empty(num_rows, len(self.labels))
         for term in self.terms:
             part = term.loss.predictions(logits[:, slice(*term.columns)])
             for j, label in enumerate(term.labels):
-                result[:, label] = part[:, j]
+                weighted = self._shift and self.labels[label].task == "binary"
+                result[:, label] = torch.sigmoid(torch.logit(part[:, j]) - self._shift) if weighted else part[:, j]
         return result
+
+    def warn_of_class_weights(self) -> None:
+        """Say that predictions will not be probabilities of the data as it is, where class weights see to that."""
+        weights = self.class_weights
+        if self._has_warned or weights is None or weights[0] == weights[1] or self._shift:
+            return
+        self._has_warned = True
+        factor = "infinitely many" if not weights[0] else f"{weights[1] / weights[0]:g}"
+        _log.warning(
+            "class_weights %s: the odds of all predictions become %s times those of the data, and their sum is no "
+            "expected number of positives; correct_class_weights=True takes that out of evaluation and predictions",
+            list(weights), factor,
+        )  # fmt: skip
 
 
 def _columns(labels: Tensor, places: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
-from viviane.core.errors import SchemaError
+from viviane.core.errors import DataError, SchemaError
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.data import Dataset
 from viviane.data.streaming import KafkaStream
@@ -29,6 +29,7 @@ from viviane.training.environment import Interrupt, torch_switches
 from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
 from viviane.training.feed import DeviceFeed
 from viviane.training.fixed_sizes import say_sizes
+from viviane.training.guard import check_binary_labels
 from viviane.training.history import History, finite_or_none, has_direction
 from viviane.training.loop import FitLoop
 from viviane.training.objective import LossFunction, LossTerm, Objective
@@ -153,11 +154,19 @@ class Trainer:
             lr: a learning rate for this step instead of the schedule's.
 
         Raises:
+            DataError: a binary label is neither 0 nor 1, in a batch that comes from the CPU.
             NumericsError: NaN or infinite input, loss or gradients; no weight has been changed.
             KeyRangeError: a key out of range; no weight has been changed.
         """
+        if batch.device.type == "cpu":
+            try:
+                check_binary_labels(batch, self.schema)
+            except DataError as error:
+                self.group.report(error)
+                raise
         there = batch.to(self.device)
         if self.step == 0:
+            self.objective.warn_of_class_weights()
             seed_rank(self.solver.seed, self.group.rank)
         precision = self.precision or self.choose_precision([there])
         with self._counting():
@@ -244,6 +253,7 @@ class Trainer:
         for data in (train, validation):
             if data is not None:
                 self.check_schema(data)
+        self.objective.warn_of_class_weights()
         with self.switches(), Interrupt(self.group.rank, self.group.size).listening() as interrupt:
             self.module.train()
             if isinstance(train, KafkaStream):
@@ -355,6 +365,17 @@ class Trainer:
             restore_group_random_state(place.tensors, random, self.device, self.group, self.solver.seed, self.step)
         self.stepper.take_scaling(place.values)
         self.take_mean(place)
+
+    def go_on_from(self, before: Trainer) -> None:
+        """Go on where another trainer of the same module stands: optimizer, counts, generators, running mean."""
+        self.stepper.optimizer = before.stepper.optimizer
+        place, mean = before.place(), before.stepper.mean
+        place.values.pop("mean_steps", None)
+        self.take_place(place)
+        if mean is not None and self.solver.ema_decay is not None:
+            mean.decay = self.solver.ema_decay
+            mean.attach()
+            self.stepper.mean = mean
 
     def take_mean(self, place: Progress) -> None:
         """Take over the running mean of weights of `place`; without one it starts at the weights as they are."""

@@ -97,6 +97,10 @@ class Format(Settings):
             SchemaError: the files hold other columns.
         """
 
+    def schema_of(self, files: Sequence[AnyPath], schema: Schema) -> Schema:
+        """Return the columns of the schema that the files have: all of them, unless a format lets labels be absent."""
+        return schema
+
     @abstractmethod
     def check_schema(self, schema: Schema) -> None:
         """Refuse a schema whose rows this format cannot hold.

@@ -73,6 +73,20 @@ class ParquetFormat(Format):
         """Read the footer of every file and compare its columns with the schema; see Format."""
         return ParquetStorage(schema, files, entries)
 
+    def schema_of(self, files: Sequence[AnyPath], schema: Schema) -> Schema:
+        """Return the schema without labels where the files have none of them: rows to predict; see Format."""
+        if not schema.labels or not files:
+            return schema
+        with open_parquet(cast(Path, files[0]), lambda found, where: None) as file:
+            names = set(file.schema_arrow.names)
+        if any(label.name in names for label in schema.labels):
+            return schema
+        labels = {label.name for label in schema.labels}
+        kept = schema.select(one.name for one in schema.columns if one.name not in labels)
+        if schema.sample_weight is not None and schema.sample_weight not in names:
+            kept = kept.model_copy(update={"sample_weight": None})
+        return kept
+
     def check_schema(self, schema: Schema) -> None:
         """Parquet holds any schema."""
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from viviane.core.errors import DataError
 from viviane.core.logging import get_logger
 from viviane.data.block import View
+from viviane.data.streaming.merge import Merge
 from viviane.data.streaming.messages import BadMessageError, MessageDecoder
 from viviane.data.streaming.topic import EndOfLog, Message, Topic
 
@@ -87,15 +88,21 @@ class DecodeAhead:
         decoder: of the messages.
         places: where each partition is read from; rows of the first message may have been delivered.
         batch_size: rows of a batch here.
+        bases: where each partition is counted from, for an order of messages that does not depend on when they come:
+            the partitions' messages by their distance from there, of equal ones the smaller partition's first. None:
+            in the order in which they come.
     """
 
     def __init__(
-        self, stream: KafkaStream, topic: Topic, decoder: MessageDecoder, places: Mapping[int, Place], batch_size: int
-    ) -> None:
+        self, stream: KafkaStream, topic: Topic, decoder: MessageDecoder, places: Mapping[int, Place], batch_size: int,
+        bases: Mapping[int, int] | None = None,
+    ) -> None:  # fmt: skip
         self._stream, self._topic, self._decoder = stream, topic, decoder
         self._places, self._batch_size = dict(places), batch_size
         self._open = stream.unfinished(topic, {one: place[0] for one, place in places.items()})
         self._at_log_end: set[int] = set()
+        self._most = min(batch_size, _MOST_MESSAGES)
+        self._merge = None if bases is None else Merge(topic, self._open, bases, self._most)
         self._skipped = 0
         self._found: deque[Found] = deque()
         self._waiting_rows = 0
@@ -171,8 +178,9 @@ class DecodeAhead:
         """Fetch messages, see which partitions end, and decode the rest."""
         before = frozenset(self._open)
         messages = []
-        for one in self._topic.poll(min(self._batch_size, _MOST_MESSAGES), POLL_S):
-            if one.partition not in self._open:
+        wait = POLL_S if self._merge is None or not self._merge.is_ready else 0.0
+        for one in self._topic.poll(self._most, wait):
+            if one.partition not in self._open or (self._merge is not None and self._merge.is_fetched(one.partition)):
                 continue
             if self._stream.is_end(one):
                 self._finish(one.partition)
@@ -184,6 +192,9 @@ class DecodeAhead:
         if self._stream.is_over:
             for partition in self._at_log_end & self._open:
                 self._finish(partition)
+        if self._merge is not None:
+            messages = self._merge.add(messages)
+            self._open = self._merge.open
         rows = self._decode(messages)
         return Found(rows, before - self._open, self._skipped)
 
@@ -201,7 +212,10 @@ class DecodeAhead:
         return None
 
     def _finish(self, partition: int) -> None:
-        self._open.discard(partition)
+        if self._merge is None:
+            self._open.discard(partition)
+        else:
+            self._merge.end(partition)
         self._topic.stop(partition)
 
     def _bad(self, message: Message, error: BadMessageError) -> None:

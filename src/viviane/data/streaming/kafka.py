@@ -17,6 +17,7 @@ from viviane.data.streaming.topic import EndOfLog, Message, Topic
 from viviane.schema import Schema
 
 Bound = str | int | datetime | Mapping[int, int]
+_MAX_WAIT_S: Final = 1.0
 _OPTIONS: Final = ("messages", "start", "end", "max_wait_s", "on_bad_message")
 
 
@@ -24,8 +25,16 @@ class KafkaStream:
     """Rows of a Kafka topic, for `Trainer.fit` and `Model.fit` in the place of a data set.
 
     Offsets stand in the checkpoints of the run and are never committed to Kafka, so that a resumed run trains on
-    exactly the next message. Rows come as they arrive: `solver.shuffle` and `seed` have no say, and an endless stream
-    has one epoch; it ends by `solver.max_steps`, a callback, Ctrl-C or SIGTERM. Partitions are shared among processes.
+    exactly the next message.
+
+    A bounded stream, whose end is "now", offsets or a time that has passed, gives the same batches each time it is read
+    from and to the same offsets by the same number of processes, over stops and resumes too, however slow brokers or
+    processes are: messages of a process's partitions are put in order by their distance from where the partition
+    begins. With `max_wait_s` a batch may be cut short by the clock. "now" is the end of each partition when reading
+    comes to it, which is another one each time while messages are written.
+
+    Rows of other streams come as they arrive. `solver.shuffle` and `seed` have no effect, and an endless stream has one
+    epoch; it ends by `solver.max_steps`, a callback, Ctrl-C or SIGTERM. Partitions are shared among processes.
 
     Args:
         servers: host:port of brokers, several with commas. User and password come from the environment:
@@ -37,7 +46,8 @@ class KafkaStream:
         start: of a new run: "beginning", "end", offsets by partition, or a time (datetime, or ISO text).
         end: None is endless; "now": what is there when its end is reached; offsets by partition, the first one that is
             not read; or a time.
-        max_wait_s: a batch that is not full is delivered so many seconds after its first row; None waits.
+        max_wait_s: a batch that is not full is delivered so many seconds after its first row; None waits. By default
+            None for a bounded stream, 1 for others.
         on_bad_message: "error", or "skip" leaves messages out that cannot be read, and counts and logs them.
         settings: librdkafka's own, such as {"security.protocol": "SASL_SSL"}; no credentials.
 
@@ -61,7 +71,7 @@ class KafkaStream:
         messages: MessageKind = "json",
         start: Bound = "beginning",
         end: Bound | None = None,
-        max_wait_s: float | None = 1.0,
+        max_wait_s: float | Literal["auto"] | None = "auto",
         on_bad_message: Literal["error", "skip"] = "error",
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -71,6 +81,8 @@ class KafkaStream:
             )
         if (schema is None) == (etl is None):
             raise SchemaError("a stream takes the schema of its rows, or the ETL of its raw rows", where=topic)
+        if max_wait_s == "auto":
+            max_wait_s = None if end == "now" or isinstance(end, Mapping) else _MAX_WAIT_S
         if max_wait_s is not None and not max_wait_s > 0:
             raise ConfigError("max_wait_s is too small", value=max_wait_s, allowed="more than 0, or None")
         if on_bad_message not in ("error", "skip"):
@@ -78,7 +90,8 @@ class KafkaStream:
         self.servers, self.topic, self.etl, self.messages = servers, topic, etl, messages
         self.schema: Schema = schema if schema is not None else etl.schema  # type: ignore[union-attr]
         self.start, self.end = _bound(start, "start", ("beginning", "end")), _bound(end, "end", ("now",))
-        self.max_wait_s, self.on_bad_message = max_wait_s, on_bad_message
+        self.max_wait_s: float | None = max_wait_s
+        self.on_bad_message = on_bad_message
         self.settings = dict(settings or {})
         self.path = f"kafka://{servers}/{topic}"
         self.info: dict[str, Any] = {}
@@ -170,6 +183,11 @@ class KafkaStream:
         if isinstance(found, EndOfLog):
             return end == "now" or self.is_over
         return isinstance(end, int) and found.time_ms >= end
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether all rows up to the end are there already, or will be waited for."""
+        return self.end == "now" or isinstance(self.end, Mapping) or self.is_over
 
     @property
     def is_over(self) -> bool:

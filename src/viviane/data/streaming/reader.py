@@ -106,7 +106,8 @@ class StreamReader:
         own = {one: self._places.get(one, (0, 0)) for one in self._own}
         topic = self.stream.connect()
         try:
-            self._ahead = ahead = DecodeAhead(self.stream, topic, self._decoder, own, self._share)
+            bases = {one: place[0] for one, place in self._beginning.items()} if self.stream.is_bounded else None
+            self._ahead = ahead = DecodeAhead(self.stream, topic, self._decoder, own, self._share, bases)
         except BaseException:
             topic.close()
             raise
@@ -195,6 +196,7 @@ class StreamReader:
         return {
             "version": STATE_VERSION, "topic": self.stream.topic, "topic_id": self.topic_id,
             "messages": self.stream.messages, "epoch": self._epoch, "batches": self._delivered, "offsets_after": after,
+            "beginning": {str(partition): list(place) for partition, place in sorted(self._beginning.items())},
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -207,6 +209,8 @@ class StreamReader:
             version, epoch, batches = state["version"], int(state["epoch"]), int(state["batches"])
             found = state["offsets_after"][str(batches)]
             places = {int(partition): (int(place[0]), int(place[1])) for partition, place in found.items()}
+            begun = state.get("beginning", {})  # versions before 0.2 did not save it
+            beginning = {int(partition): (int(place[0]), int(place[1])) for partition, place in begun.items()}
             known = {name: state[name] for name in ("topic", "topic_id", "messages")}
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError("not a position in a stream", value=str(error), fix="resume with the data set of "
@@ -222,6 +226,7 @@ class StreamReader:
         if version != STATE_VERSION:
             raise CheckpointError("a position of another version", value=version, allowed=str(STATE_VERSION))
         self.close()
+        self._beginning |= beginning
         self._epoch, self._delivered, self._places = epoch, batches, {**self._beginning, **places}
         self._history.clear()
         self._history.append((batches, dict(self._places)))

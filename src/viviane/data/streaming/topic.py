@@ -220,6 +220,10 @@ class Topic:
         """Fetch no more of a partition."""
         self._consumer.pause([self._kafka.TopicPartition(self.name, partition)])
 
+    def go_on(self, partition: int) -> None:
+        """Fetch a partition again that was stopped."""
+        self._consumer.resume([self._kafka.TopicPartition(self.name, partition)])
+
     def close(self) -> None:
         """Leave the brokers."""
         self._consumer.close()

@@ -1,0 +1,66 @@
+"""Rows to predict need no labels: in a data set's files, in what the ETL reads, or in tables."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from viviane.core.errors import SchemaError
+from viviane.data import Dataset, write_dataset
+from viviane.schema import Schema
+
+SCHEMA = Schema(
+    labels=[{"name": "a"}, {"name": "b"}], dense=[{"name": "x"}],
+    categorical=[{"name": "c", "num_ids": 9}, {"name": "h", "num_ids": 9, "kind": "multi_hot", "weights": "hw"}],
+    sample_weight="w",
+)  # fmt: skip
+ROWS = {
+    "a": [0, 1, 0], "b": [1, 1, 0], "x": [0.5, 1.5, 2.5], "c": [3, 4, 5], "h": [[3], [], [4, 5]],
+    "hw": [[1.0], [], [0.5, 2.0]], "w": [1.0, 2.0, 3.0],
+}  # fmt: skip
+
+
+def without(folder, *names):
+    write_dataset(folder, SCHEMA, [ROWS])
+    for file in folder.glob("*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(list(names)), file)
+    for file in folder.glob("manifest*.json"):
+        file.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a", "b", "w")])
+def test_a_data_set_without_labels(tmp_path, names):
+    data = Dataset(without(tmp_path / "set", *names))
+    assert data.schema.labels == ()
+    assert data.schema.sample_weight == (None if "w" in names else "w")
+    data.check()
+    (batch,) = data.reader(8)
+    assert batch.labels.shape == (3, 0)
+    assert batch.dense[:, 0].tolist() == ROWS["x"]
+    assert batch.bags["h"].weights.tolist() == [1.0, 0.5, 2.0]
+    with_labels = write_dataset(tmp_path / "all", SCHEMA, [ROWS])
+    assert SCHEMA.difference(data.schema) == ["column 'a' is missing", "column 'b' is missing"]
+    assert with_labels.schema == SCHEMA
+
+
+@pytest.mark.parametrize("names", [("a",), ("w",), ("c",), ("a", "b", "c")])
+def test_what_else_is_missing_is_an_error(tmp_path, names):
+    with pytest.raises(SchemaError, match="a column of the schema is missing"):
+        Dataset(without(tmp_path / "set", *names))
+
+
+def test_predicting_without_labels_gives_the_same(model, data, valid, tmp_path):
+    model.compile()
+    model.fit(data)
+    expected = model.predict(valid)
+    labels = [label.name for label in valid.schema.labels]
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    valid.schema.save(folder)
+    for file in valid.files:
+        pq.write_table(pq.read_table(file).drop_columns(labels), folder / file.name)
+    bare = Dataset(folder)
+    assert np.array_equal(model.predict(bare), expected)
+    for use in (model.evaluate, model.fit):
+        with pytest.raises(SchemaError, match=f"column '{labels[0]}' is missing"):
+            use(bare)
