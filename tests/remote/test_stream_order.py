@@ -24,7 +24,7 @@ from broker import Broker
 
 pytestmark = pytest.mark.usefixtures("little_patience")
 SCHEMA = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}])
-COUNTS = (23, 9, 0, 41, 2)
+COUNTS = (23, 9, 0, 31, 2)
 
 
 @pytest.fixture
@@ -101,14 +101,15 @@ def read(broker: Broker, topic: str, *, num_ranks: int = 1, stop_after: int | No
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_batches_do_not_depend_on_when_messages_come(broker: Broker, uneven: str, slow: Any, num_ranks: int) -> None:
     plain = read(broker, uneven, num_ranks=num_ranks)
     every = sorted(number for rank in plain for batch in rank for number in batch)
     assert every == sorted(100 * partition + n for partition, count in enumerate(COUNTS) for n in range(count))
-    for seed in (1, 2):
-        slow(seed)
-        assert read(broker, uneven, num_ranks=num_ranks) == plain
+    slow(num_ranks)
+    assert read(broker, uneven, num_ranks=num_ranks) == plain
     assert read(broker, uneven, num_ranks=num_ranks, stop_after=2) == plain
 
 
@@ -129,14 +130,14 @@ class Stopped:
     offsets=st.lists(st.lists(st.integers(0, 30), max_size=12, unique=True).map(sorted), min_size=1, max_size=4),
     bases=st.lists(st.integers(-5, 5), min_size=4, max_size=4),
     most=st.integers(1, 6),
-    order=st.randoms(use_true_random=False),
+    seed=st.integers(0, 2**32),
 )
-@example(offsets=[[], [3]], bases=[0, 0, 0, 0], most=1, order=random.Random(0))
+@example(offsets=[[], [3]], bases=[0, 0, 0, 0], most=1, seed=0)
 @settings(max_examples=100)
 def test_a_merge_gives_one_order_whatever_comes_first(
-    offsets: list[list[int]], bases: list[int], most: int, order: random.Random
+    offsets: list[list[int]], bases: list[int], most: int, seed: int
 ) -> None:
-    topic = Stopped()
+    topic, order = Stopped(), random.Random(seed)
     merge = Merge(topic, range(len(offsets)), dict(enumerate(bases)), most)  # type: ignore[arg-type]
     rest = {p: deque(own) for p, own in enumerate(offsets)}
     given_: list[tuple[int, int]] = []

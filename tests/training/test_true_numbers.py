@@ -14,6 +14,7 @@ from viviane.core.errors import ConfigError, DataError, NumericsError
 from viviane.data import write_dataset
 from viviane.report import write_report
 from viviane.schema import Schema
+from viviane.training.checks import check_binary_labels
 from viviane.training.history import History
 from viviane.training.objective import Objective
 
@@ -35,8 +36,6 @@ def test_labels_that_are_optional_or_real_numbers_go_on():
     for label, numbers in (({"optional": True}, [0, 1, -1]), ({"task": "regression"}, [2.5, -7, 0])):
         schema = Schema(labels=[{"name": "y", **label}], dense=[{"name": "x"}])
         trainer_schema = Batch.from_columns(schema, {"y": numbers, "x": [0.0, 1.0, 2.0]})
-        from viviane.training.guard import check_binary_labels
-
         check_binary_labels(trainer_schema, schema)
     schema = Schema(labels=[{"name": "y", "optional": True}], dense=[{"name": "x"}])
     with pytest.raises(DataError, match="0, 1, or -1 for none"):

@@ -47,7 +47,6 @@ class WeightMean:
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        self.decay = decay
         self.num_steps = 0
         self._step_decay = 0.0
         self._held: Tensor | None = None
@@ -74,12 +73,14 @@ class WeightMean:
                     )
                 self._of_rows.append(RowMean(storage.weight))
                 self._storages.append(storage)
-        self.attach()
+        self.attach(decay)
 
-    def attach(self) -> None:
+    def attach(self, decay: float) -> WeightMean:
         """Let the tables' steps keep the means of rows; again where another trainer has taken the module over."""
+        self.decay = decay
         for storage, mean in zip(self._storages, self._of_rows, strict=True):
             storage.row_mean = mean
+        return self
 
     def advance(self) -> None:
         """Begin a step, before weights move."""

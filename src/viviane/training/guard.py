@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.core.errors import DataError, NumericsError
+from viviane.core.errors import NumericsError
 from viviane.core.ranges import timed_as
 from viviane.embedding import TableCollection
-from viviane.schema import Schema
 from viviane.training.dense_gradients import DenseGradients
 from viviane.training.dense_state import dense_buffers, dense_parameters
 
@@ -156,29 +155,6 @@ def bad_input(batch: Batch) -> list[str]:
             row = int(torch.searchsorted(bag.offsets, first, right=True)) - 1
             found.append(f"weights of feature {name!r}, row {row} of the batch: {float(bag.weights[first])}")
     return found
-
-
-def check_binary_labels(batch: Batch, schema: Schema) -> None:
-    """Refuse binary labels other than 0 and 1, or -1 where they are optional; NaN is left to the guard.
-
-    Raises:
-        DataError: naming the first row and its label.
-    """
-    for i, label in enumerate(schema.labels if batch.labels.shape[1] else ()):
-        if label.task != "binary":
-            continue
-        values = batch.labels[:, i]
-        bad = (values != 0) & (values != 1) & ~values.isnan()
-        if label.optional:
-            bad &= values != -1
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0, 0])
-            raise DataError(
-                "a binary label is neither 0 nor 1",
-                where=f"label {label.name!r}, row {row} of the batch" + (f", {batch.origin}" if batch.origin else ""),
-                value=values[row].item(), allowed="0, 1, or -1 for none" if label.optional else "0 or 1",
-                fix='declare the label with task "regression" if it is a real number',
-            )  # fmt: skip
 
 
 def numbers_of(batch: Batch) -> list[Tensor]:

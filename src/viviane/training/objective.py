@@ -155,6 +155,8 @@ class Objective:
         if self.own_loss is not None:
             own = self.own_loss(logits.float(), batch)
             return own if shares is None else own * shares[0]
+        if training:
+            self._warn_of_class_weights()
         if batch.labels.shape[1] != len(self.labels):
             raise SchemaError("the batch has no labels", where=batch.origin, fix="use predict for rows without labels")
         if not training and self._shift and self._one_sigmoid:
@@ -230,7 +232,7 @@ class Objective:
                 result[:, label] = torch.sigmoid(torch.logit(part[:, j]) - self._shift) if weighted else part[:, j]
         return result
 
-    def warn_of_class_weights(self) -> None:
+    def _warn_of_class_weights(self) -> None:
         """Say that predictions will not be probabilities of the data as it is, where class weights see to that."""
         weights = self.class_weights
         if self._has_warned or weights is None or weights[0] == weights[1] or self._shift:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
-from viviane.core.errors import DataError, SchemaError
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.data import Dataset
 from viviane.data.streaming import KafkaStream
@@ -25,11 +24,11 @@ from viviane.schema import Schema
 from viviane.training.average import WeightMean
 from viviane.training.callbacks import Callback, solver_callbacks
 from viviane.training.checkpoint_write import write_checkpoint
+from viviane.training.checks import check_binary_labels, check_columns
 from viviane.training.environment import Interrupt, torch_switches
 from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
 from viviane.training.feed import DeviceFeed
 from viviane.training.fixed_sizes import say_sizes
-from viviane.training.guard import check_binary_labels
 from viviane.training.history import History, finite_or_none, has_direction
 from viviane.training.loop import FitLoop
 from viviane.training.objective import LossFunction, LossTerm, Objective
@@ -155,18 +154,12 @@ class Trainer:
 
         Raises:
             DataError: a binary label is neither 0 nor 1, in a batch that comes from the CPU.
-            NumericsError: NaN or infinite input, loss or gradients; no weight has been changed.
-            KeyRangeError: a key out of range; no weight has been changed.
+            NumericsError, KeyRangeError: NaN or infinite numbers; a key out of range; no weight has been changed.
         """
         if batch.device.type == "cpu":
-            try:
-                check_binary_labels(batch, self.schema)
-            except DataError as error:
-                self.group.report(error)
-                raise
+            check_binary_labels(batch, self.schema, self.group)
         there = batch.to(self.device)
         if self.step == 0:
-            self.objective.warn_of_class_weights()
             seed_rank(self.solver.seed, self.group.rank)
         precision = self.precision or self.choose_precision([there])
         with self._counting():
@@ -246,14 +239,12 @@ class Trainer:
             ConfigError: the run folder holds a run already; resume without a run folder; settings that need
                 validation data without any.
             SchemaError: a data set's columns are not the model's.
-            NumericsError, KeyRangeError, DataError: the batch and feature are named; weights are as the step
-                before left them.
+            NumericsError, KeyRangeError, DataError: of a batch and feature; weights are as the step before left them.
             CheckpointError: a checkpoint cannot be written (disk full) or read.
         """
         for data in (train, validation):
             if data is not None:
                 self.check_schema(data)
-        self.objective.warn_of_class_weights()
         with self.switches(), Interrupt(self.group.rank, self.group.size).listening() as interrupt:
             self.module.train()
             if isinstance(train, KafkaStream):
@@ -310,8 +301,7 @@ class Trainer:
             own = predict(self.module, reader, rows, self.objective, precision, self.device)
         if self.group.size == 1:
             return own
-        sizes = [min(size, rows - start) for start in range(0, rows, size)]
-        return in_order(own, sizes, self.group)
+        return in_order(own, [min(size, rows - start) for start in range(0, rows, size)], self.group)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the module hold the running mean of its weights for a block, where solver.ema_decay keeps one."""
@@ -329,14 +319,7 @@ class Trainer:
 
     def check_schema(self, dataset: Dataset | KafkaStream, *, with_labels: bool = True) -> None:
         """Refuse a data set whose columns are not the model's; with_labels=False lets labels be absent."""
-        lines = self.schema.difference(dataset.schema)
-        if not with_labels:
-            labels = {label.name for label in self.schema.labels}
-            lines = [line for line in lines if not any(line.startswith(f"column {name!r}") for name in labels)]
-        if lines:
-            raise SchemaError(
-                "the data set's columns are not the model's: " + "; ".join(lines[:5]), where=str(dataset.path)
-            )
+        check_columns(self.schema, dataset, with_labels=with_labels)
 
     # Checkpoints ------------------------------------------------------------------------------------------
 
@@ -369,13 +352,11 @@ class Trainer:
     def go_on_from(self, before: Trainer) -> None:
         """Go on where another trainer of the same module stands: optimizer, counts, generators, running mean."""
         self.stepper.optimizer = before.stepper.optimizer
-        place, mean = before.place(), before.stepper.mean
+        place = before.place()
         place.values.pop("mean_steps", None)
         self.take_place(place)
-        if mean is not None and self.solver.ema_decay is not None:
-            mean.decay = self.solver.ema_decay
-            mean.attach()
-            self.stepper.mean = mean
+        mean, decay = before.stepper.mean, self.solver.ema_decay
+        self.stepper.mean = None if mean is None or decay is None else mean.attach(decay)
 
     def take_mean(self, place: Progress) -> None:
         """Take over the running mean of weights of `place`; without one it starts at the weights as they are."""
@@ -398,8 +379,7 @@ class Trainer:
         self.settle()
         with staged(folder, self.group) as path:
             if optimizer_state:
-                place = self.place()
-                optimizer = self.stepper.optimizer
+                place, optimizer = self.place(), self.stepper.optimizer
                 write_checkpoint(path, self.module, optimizer=optimizer, progress=place, group=self.group)
                 return
             with self.averaged():

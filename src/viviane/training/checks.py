@@ -1,0 +1,57 @@
+"""What a trainer refuses before it computes anything: labels that cannot be, columns of another model."""
+
+from __future__ import annotations
+
+from viviane.batch import Batch
+from viviane.core.errors import DataError, SchemaError
+from viviane.data import Dataset
+from viviane.data.streaming import KafkaStream
+from viviane.parallel import Group
+from viviane.schema import Schema
+
+
+def check_binary_labels(batch: Batch, schema: Schema, group: Group | None = None) -> None:
+    """Refuse binary labels other than 0 and 1, or -1 where they are optional; NaN is left to the guard.
+
+    Args:
+        batch: on the CPU.
+        schema: says which labels are binary.
+        group: is told, so that no other process waits for this one.
+
+    Raises:
+        DataError: naming the first row and its label.
+    """
+    for i, label in enumerate(schema.labels if batch.labels.shape[1] else ()):
+        if label.task != "binary":
+            continue
+        values = batch.labels[:, i]
+        bad = (values != 0) & (values != 1) & ~values.isnan()
+        if label.optional:
+            bad &= values != -1
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0, 0])
+            error = DataError(
+                "a binary label is neither 0 nor 1",
+                where=f"label {label.name!r}, row {row} of the batch" + (f", {batch.origin}" if batch.origin else ""),
+                value=values[row].item(), allowed="0, 1, or -1 for none" if label.optional else "0 or 1",
+                fix='declare the label with task "regression" if it is a real number',
+            )  # fmt: skip
+            if group is not None:
+                group.report(error)
+            raise error
+
+
+def check_columns(schema: Schema, dataset: Dataset | KafkaStream, *, with_labels: bool) -> None:
+    """Refuse a data set whose columns are not those of a model's schema; with_labels=False lets labels be absent.
+
+    Raises:
+        SchemaError: naming the columns.
+    """
+    lines = schema.difference(dataset.schema)
+    if not with_labels:
+        labels = {label.name for label in schema.labels}
+        lines = [line for line in lines if not any(line.startswith(f"column {name!r}") for name in labels)]
+    if lines:
+        raise SchemaError(
+            "the data set's columns are not the model's: " + "; ".join(lines[:5]), where=str(dataset.path)
+        )
