@@ -112,8 +112,7 @@ class Trainer:
         place = None if run_folder is None else location(run_folder)
         self.mirror = RunMirror(place) if isinstance(place, RemotePath) else None
         self.run_folder = self.mirror.local if self.mirror is not None else cast("Path | None", place)
-        self.tensorboard = tensorboard
-        self.progress = progress
+        self.tensorboard, self.progress = tensorboard, progress
         self.log_every, self.files = log_every, dict(files or {})
         self.config = {
             "viviane": version("viviane"),
