@@ -19,11 +19,11 @@ from viviane.training.history import History
 from viviane.training.objective import Objective
 
 
-@pytest.mark.parametrize("bad", [2.0, 3.0, -1.0, 0.5, 1e30])
+@pytest.mark.parametrize("bad", [2.0, 3.0, -1.0, -0.01, 1.01, 1e30])
 def test_a_step_refuses_labels_that_no_data_set_may_have(bad):
     trainer = make_trainer()
     before = {name: one.clone() for name, one in trainer.module.state_dict().items()}
-    with pytest.raises(DataError, match=r"neither 0 nor 1\n.*label 'click', row 1 of the batch, batch in memory"):
+    with pytest.raises(DataError, match=r"not between 0 and 1\n.*label 'click', row 1 of the batch, batch in memory"):
         trainer.train_step(make_batch(3, click=np.float32([0, bad, 1])))
     assert trainer.step == 0
     assert all(torch.equal(one, before[name]) for name, one in trainer.module.state_dict().items())
@@ -38,8 +38,11 @@ def test_labels_that_are_optional_or_real_numbers_go_on():
         trainer_schema = Batch.from_columns(schema, {"y": numbers, "x": [0.0, 1.0, 2.0]})
         check_binary_labels(trainer_schema, schema)
     schema = Schema(labels=[{"name": "y", "optional": True}], dense=[{"name": "x"}])
-    with pytest.raises(DataError, match="0, 1, or -1 for none"):
+    with pytest.raises(DataError, match="0 to 1, or -1 for none"):
         check_binary_labels(Batch.from_columns(schema, {"y": [0, -2], "x": [0.0, 1.0]}), schema)
+    check_binary_labels(
+        Batch.from_columns(schema, {"y": [0.25, 1], "x": [0.0, 1.0]}), schema
+    )  # a share of a positive row
     nothing = Batch.from_columns(schema, {"x": [0.0]})
     check_binary_labels(nothing, schema)  # rows to predict
 

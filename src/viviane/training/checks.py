@@ -11,7 +11,10 @@ from viviane.schema import Schema
 
 
 def check_binary_labels(batch: Batch, schema: Schema, group: Group | None = None) -> None:
-    """Refuse binary labels other than 0 and 1, or -1 where they are optional; NaN is left to the guard.
+    """Refuse binary labels outside [0, 1], but for -1 where they are optional; NaN is left to the guard.
+
+    A number between 0 and 1 counts as that share of a positive row. Files of the project's own formats, whose reader is
+    stricter, hold 0 and 1 alone; HugeCTR's may hold shares.
 
     Args:
         batch: on the CPU.
@@ -25,15 +28,15 @@ def check_binary_labels(batch: Batch, schema: Schema, group: Group | None = None
         if label.task != "binary":
             continue
         values = batch.labels[:, i]
-        bad = (values != 0) & (values != 1) & ~values.isnan()
+        bad = (values < 0) | (values > 1)
         if label.optional:
             bad &= values != -1
         if bool(bad.any()):
             row = int(bad.nonzero()[0, 0])
             error = DataError(
-                "a binary label is neither 0 nor 1",
+                "a binary label is not between 0 and 1",
                 where=f"label {label.name!r}, row {row} of the batch" + (f", {batch.origin}" if batch.origin else ""),
-                value=values[row].item(), allowed="0, 1, or -1 for none" if label.optional else "0 or 1",
+                value=values[row].item(), allowed="0 to 1, or -1 for none" if label.optional else "0 to 1",
                 fix='declare the label with task "regression" if it is a real number',
             )  # fmt: skip
             if group is not None:

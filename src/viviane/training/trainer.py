@@ -152,7 +152,7 @@ class Trainer:
             lr: a learning rate for this step instead of the schedule's.
 
         Raises:
-            DataError: a binary label is neither 0 nor 1, in a batch that comes from the CPU.
+            DataError: a binary label is not between 0 and 1, in a batch that comes from the CPU.
             NumericsError, KeyRangeError: NaN or infinite numbers; a key out of range; no weight has been changed.
         """
         if batch.device.type == "cpu":
