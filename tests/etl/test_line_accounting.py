@@ -119,6 +119,7 @@ BAD_LINES = [
     (b"1,-3e38,3,pen,0a,2024-01-01,1", "does not fit float32"),  # of a lag: the difference of two does not
     (b"1,1e300,3,pen,0a,2024-01-01,1", "does not fit float32"),
     (b"1,1e400,3,pen,0a,2024-01-01,1", "not a finite number"),
+    (b"1,0.5,3,pen,0a,2024-01-01,inf|-inf", "a list element is not a finite number"),
     (b"1," + b"9" * 5000 + b",3,pen,0a,2024-01-01,1", "not a finite number"),
     (b"1,0.5," + b"9" * 5000 + b",pen,0a,2024-01-01,1", "not a whole number of 64 bits"),
     (b"1,0.5,3.9,pen,0a,2024-01-01,1", "not a whole number of 64 bits"),
@@ -302,6 +303,21 @@ def test_rejects_take_linear_time(tmp_path: Path) -> None:
         assert summary.rejected == num_bad
     assert seconds[2] - seconds[0] < 3 * (seconds[1] - seconds[0]) + 0.5
     assert seconds[2] < 3 * seconds[0] + 1
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_a_carriage_return_in_a_quoted_file_is_no_error_of_the_csv_module(tmp_path: Path, header: bool) -> None:
+    settings = with_input(clicks(), quote='"', header=header)
+    head = "click,item\n" if header else ""
+    run(settings, text(tmp_path / "train.csv", f"{head}1,a\n0,b\n"), tmp_path / "fitted")
+    fitted = FittedEtl.load(tmp_path / "fitted/etl.zip")
+    raw = tmp_path / "later.csv"
+    raw.write_bytes(head.encode() + b"1,a\rx\n0,b\n")
+    assert fitted.transform(raw, tmp_path / "out", on_bad_row="reject").rejected == 1
+    raw.write_bytes(b"click,it\rem\n1,a\n")
+    if header:
+        with pytest.raises(DataError, match="a carriage return inside the header"):
+            fitted.transform(raw, tmp_path / "again")
 
 
 def test_one_malformed_line_does_not_make_a_file_one_without_labels(tmp_path: Path) -> None:

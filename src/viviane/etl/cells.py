@@ -135,7 +135,9 @@ def _scalars(array: Any, kind: str) -> tuple[Any, list[int]]:
 def _finite(array: Any) -> tuple[Any, list[int]]:
     """Turn NaN into missing and name infinite cells; -0.0 becomes 0.0, one value for one number."""
     numbers = pc.fill_null(array, 0.0).to_numpy(zero_copy_only=False)
-    if np.isfinite(numbers.sum()) and not (np.signbit(numbers) & (numbers == 0)).any():
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = numbers.sum()
+    if np.isfinite(total) and not (np.signbit(numbers) & (numbers == 0)).any():
         return array, []
     nan, infinite = np.isnan(numbers), np.isinf(numbers)
     mask = pc.is_null(array).to_numpy(zero_copy_only=False) | nan | infinite

@@ -290,4 +290,7 @@ def _read_csv(data: bytes, layout: TextLayout, types: dict[str, pa.DataType], pi
 def _split(text: str, settings: Input) -> list[str]:
     if settings.quote is None:
         return text.split(settings.delimiter)
-    return next(csv.reader([text], delimiter=settings.delimiter, quotechar=settings.quote))
+    try:
+        return next(csv.reader([text], delimiter=settings.delimiter, quotechar=settings.quote))
+    except (csv.Error, StopIteration):  # a carriage return inside, an endless value, nothing at all
+        return text.split(settings.delimiter)
