@@ -70,7 +70,7 @@ def test_the_wheel_carries_the_package_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = (tmp_path / "dist").glob("viviane-*-py3-none-any.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     source = ROOT / "src"
-    kinds = {".py", ".typed", ".css", ".js", ".json"}
+    kinds = {".py", ".typed", ".css", ".html", ".js", ".json"}
     expected = {str(path.relative_to(source)) for path in source.rglob("*") if path.suffix in kinds}
     expected = {name for name in expected if name.startswith("viviane/")}
     assert "viviane/py.typed" in names

@@ -16,3 +16,41 @@ def models(tmp_path_factory) -> Models:
 @pytest.fixture(scope="session")
 def raw():
     return raw_rows
+
+
+@pytest.fixture(scope="session")
+def server(models):
+    """A server of three models: raw rows of one and of several outputs, and encoded rows."""
+    from viviane.serving import ModelEntry, RepositorySettings, SessionSettings
+    from viviane.serving.server import InferenceServer, ServerSettings
+
+    cpu, encoded = SessionSettings(device="cpu"), SessionSettings(device="cpu", rows="encoded")
+    entries = (
+        ModelEntry(name="deepfm", path=str(models.path("deepfm")), session=cpu),
+        ModelEntry(name="mmoe", path=str(models.path("mmoe")), session=cpu),
+        ModelEntry(name="encoded", path=str(models.path("deepfm")), session=encoded),
+    )
+    settings = ServerSettings(
+        http_port=0, grpc_port=0, max_body_bytes=1 << 20, max_rows=2000, header_timeout_s=1, body_timeout_s=1,
+        inference=RepositorySettings(models=entries),
+    )  # fmt: skip
+    with InferenceServer(settings, "1.2.3") as started:
+        yield started
+
+
+@pytest.fixture
+def http(server):
+    from clients import Http
+
+    client = Http(server)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def grpc_client(server):
+    from clients import Grpc
+
+    client = Grpc(server)
+    yield client
+    client.close()

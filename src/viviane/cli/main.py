@@ -23,6 +23,8 @@ COMMANDS = {
     "evaluate": "viviane.cli.evaluate",
     "predict": "viviane.cli.predict",
     "export": "viviane.cli.export",
+    "serve": "viviane.cli.serve",
+    "load-test": "viviane.cli.load_test",
     "summary": "viviane.cli.summary",
     "plan": "viviane.cli.plan",
     "trace": "viviane.cli.trace",

@@ -183,11 +183,11 @@ def read_train_config(path: Path, changes: Sequence[str] = ()) -> TrainConfig:
     """
     data = load_json(path)
     for change in changes:
-        _change(data, change)
+        change_settings(data, change)
     return TrainConfig.from_dict(data, where=str(path))
 
 
-def _change(data: Any, change: str) -> None:
+def change_settings(data: Any, change: str) -> None:
     """Put one value into nested data; JSON where it is JSON, else text."""
     path, equals, text = change.partition("=")
     if not equals or not path.strip("."):

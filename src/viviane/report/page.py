@@ -43,7 +43,6 @@ def write_report(run_folder: str | Path) -> Path:
 
 def render(run: RunRecord) -> str:
     """Return the whole page as HTML."""
-    style = (resources.files("viviane.report") / "style.css").read_text(encoding="utf-8")
     name = str(run.config.get("name") or run.folder.resolve().name)
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     body = "".join(
@@ -56,11 +55,27 @@ def render(run: RunRecord) -> str:
             sections.model(run, _graph(run)),
         )
     )
+    return plain_page(name, f"Viviane training report, written {written}", body)
+
+
+def plain_page(title: str, line: str, body: str) -> str:
+    """Return a self-contained page in the report's style.
+
+    Args:
+        title: of the page.
+        line: text below the title.
+        body: HTML.
+
+    Example:
+        >>> "<h1>a &lt; b</h1>" in plain_page("a < b", "", "<p>text</p>")
+        True
+    """
+    style = (resources.files("viviane.report") / "style.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)} · Viviane</title><style>{style}</style></head><body><main>"
-        f"<header><h1>{escape(name)}</h1><p>Viviane training report, written {written}</p></header>"
+        f"<title>{escape(title)} · Viviane</title><style>{style}</style></head><body><main>"
+        f"<header><h1>{escape(title)}</h1><p>{escape(line)}</p></header>"
         f"{body}</main></body></html>\n"
     )
 

@@ -1,0 +1,149 @@
+"""What a server adds to the session behind it: latency at 1, 16 and 64 clients, and throughput beyond saturation.
+
+The local server, Triton (where it is installed) and the session itself serve the same DLRM of 26 tables on the CPU, in
+one run. Rows are encoded, one a request. Beyond saturation requests arrive at twice the best rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import viviane as vv
+from record import record
+from viviane.core.errors import MissingExtraError
+from viviane.serving import InferenceSession, ModelEntry, RepositorySettings, SessionSettings
+from viviane.serving.load import LoadSettings, run_load
+from viviane.serving.server import InferenceServer, ServerSettings
+from viviane.serving.server.example_rows import example_rows
+from viviane.serving.triton import TritonEnvironment, TritonServer, TritonSettings, write_repository
+
+SHAPE = {"tables": 26, "dim": 16, "rows a request": 1}
+
+
+def save_model(folder: Path) -> Path:
+    columns = [{"name": f"c{number}", "num_ids": 20_000} for number in range(26)]
+    dense = [{"name": f"d{number}"} for number in range(13)]
+    schema = vv.Schema(labels=[{"name": "click"}], dense=dense, categorical=columns)
+    model = vv.Model(vv.Solver(device="cpu"), schema, name="ctr")
+    model.add(vv.zoo.DLRM(dim=16, bottom_mlp=[64, 32], top_mlp=[128, 64]))
+    model.compile()
+    return Path(model.save(folder / "model"))
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def session_ms(model: Path, seconds: float) -> tuple[float, float]:
+    """Median and 99th percentile of the session alone, called as a server calls it."""
+    with InferenceSession(model, device="cpu") as session:
+        rows = example_rows(session.inputs, 256)
+        inputs = [{name: np.array([value]) for name, value in row.items()} for row in rows]
+        times = []
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            for columns in inputs:
+                start = time.perf_counter()
+                session.predict(columns)
+                times.append((time.perf_counter() - start) * 1000)
+    return float(np.percentile(times, 50)), float(np.percentile(times, 99))
+
+
+def measure(name: str, url: str, protocol: str, seconds: float, alone: tuple[float, float]) -> None:
+    settings = LoadSettings(url=url, protocol=protocol, model="ctr", concurrency=(1, 16, 64), rates=(-2.0,),
+                            seconds=seconds)  # fmt: skip
+    one, *several, beyond = run_load(settings, progress=lambda phase: print(name, protocol, phase)).phases
+    case = f"{name}, {protocol}"
+    for quantile, base, must in (("p50", alone[0], 1.0), ("p99", alone[1], 2.0)):
+        record(bench="serving_servers", case=case, metric=f"added to the session, 1 client, {quantile}",
+               value=one.latency_ms[quantile] - base, unit="ms", better="lower", goal=must, peer="the session alone",
+               peer_value=base, shape=SHAPE)  # fmt: skip
+    for phase in several:
+        record(bench="serving_servers", case=case, metric=f"throughput, {phase.load:g} clients",
+               value=phase.throughput, unit="answers/s", better="higher", shape=SHAPE)  # fmt: skip
+        record(bench="serving_servers", case=case, metric=f"p99, {phase.load:g} clients",
+               value=phase.latency_ms["p99"], unit="ms", better="lower", shape=SHAPE)  # fmt: skip
+    best = max(phase.throughput for phase in several)
+    record(bench="serving_servers", case=case, metric="arrivals at twice the best rate: answers, share of the best",
+           value=beyond.throughput / best, unit="", better="higher", shape=SHAPE)  # fmt: skip
+    lost = sum(count for kind, count in beyond.errors.items() if kind not in ("429", "UNAVAILABLE", "503", "not sent"))
+    record(bench="serving_servers", case=case, metric="arrivals at twice the best rate: neither answered nor refused",
+           value=lost, unit="requests", better="lower", goal=0, shape=SHAPE)  # fmt: skip
+
+
+def local_server(model: Path, seconds: float, alone: tuple[float, float]) -> None:
+    entry = ModelEntry(name="ctr", path=str(model), session=SessionSettings(device="cpu"))
+    settings = ServerSettings(http_port=0, grpc_port=0, inference=RepositorySettings(models=(entry,)))
+    pid, ports = serve_in_a_process(settings)
+    try:
+        for protocol, port in ports.items():
+            measure("viviane", f"127.0.0.1:{port}", protocol, seconds, alone)
+            before = resident_bytes(pid)
+            run_load(LoadSettings(url=f"127.0.0.1:{port}", protocol=protocol, model="ctr", concurrency=(64,), rates=(),
+                                  seconds=4 * seconds))  # fmt: skip
+            growth = (resident_bytes(pid) - before) / 2**20
+            record(bench="serving_servers", case=f"viviane, {protocol}", metric="memory after another load, growth",
+                   value=growth, unit="MiB", better="lower", shape=SHAPE)  # fmt: skip
+    finally:
+        os.kill(pid, 15)
+        os.waitpid(pid, 0)
+
+
+def serve_in_a_process(settings: ServerSettings) -> tuple[int, dict[str, int]]:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        server = InferenceServer(settings)
+        server.run(lambda: os.write(writing, f"{server.http_port} {server.grpc_port}\n".encode()) and None)
+        os._exit(0)
+    http, grpc = os.read(reading, 100).split()
+    return pid, {"http": int(http), "grpc": int(grpc)}
+
+
+def triton_server(model: Path, folder: Path, seconds: float, alone: tuple[float, float]) -> None:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    http, grpc, metrics = (one.getsockname()[1] for one in sockets)
+    for one in sockets:
+        one.close()
+    settings = TritonSettings(http_port=http, grpc_port=grpc, metrics_port=metrics, log=str(folder / "triton.log"))
+    entry = ModelEntry(name="ctr", path=str(model), session=SessionSettings(device="cpu"))
+    write_repository(folder / "repository", [entry], settings)
+    with TritonServer(folder / "repository", settings) as server:
+        measure("Triton 2.51", server.grpc_target, "grpc", seconds, alone)
+        measure("Triton 2.51", server.http_url, "http", seconds, alone)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="a second a phase")
+    seconds = 1.0 if parser.parse_args().small else 5.0
+    torch.set_num_threads(1)
+    assert threading.active_count() == 1  # a process is forked
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = save_model(folder)
+        alone = tuple(
+            statistics.median(one) for one in zip(*(session_ms(model, seconds / 2) for _ in range(3)), strict=True)
+        )
+        print("session alone, ms:", alone)
+        local_server(model, seconds, alone)
+        try:
+            TritonEnvironment.find()
+        except MissingExtraError as error:
+            print(error)
+        else:
+            triton_server(model, folder, seconds, alone)
+
+
+if __name__ == "__main__":
+    main()

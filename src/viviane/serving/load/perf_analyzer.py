@@ -1,0 +1,104 @@
+"""Triton's own load generator, for clients that wait for their answers and for arrivals at a rate."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import numpy as np
+import pyarrow as pa
+
+from viviane.core.errors import ConfigError
+from viviane.serving.load.generator import LoadResult, Phase, prepare_load
+from viviane.serving.load.requests import PreparedRequest
+from viviane.serving.load.settings import LoadSettings
+from viviane.serving.server.tensors import BYTES, DATATYPES
+from viviane.serving.triton.environment import TritonEnvironment, TritonError
+
+_COLUMNS: Final = {"p50": "p50 latency", "p90": "p90 latency", "p99": "p99 latency"}
+
+
+def run_perf_analyzer(
+    settings: LoadSettings, table: pa.Table | None = None, *, progress: Callable[[Phase], None] = lambda phase: None
+) -> LoadResult:
+    """Run perf_analyzer once for each phase; it counts latencies from when it sends a request.
+
+    Raises:
+        MissingExtraError: it is not installed. TritonError: it failed.
+        ConfigError: a rate that is relative; perf_analyzer is given requests a second.
+    """
+    environment = TritonEnvironment.find()
+    if any(rate < 0 for rate in settings.rates):
+        raise ConfigError("perf_analyzer takes rates in requests a second", where="rates", value=list(settings.rates),
+                          fix="--rates '' for clients alone")  # fmt: skip
+    model, requests = prepare_load(settings, table)
+    phases: list[Phase] = []
+    with tempfile.TemporaryDirectory(prefix="viviane-perf-") as name:
+        folder = Path(name)
+        (folder / "input.json").write_text(json.dumps({"data": [_entry(one) for one in requests]}))
+        for count in settings.concurrency:
+            options = [f"--concurrency-range={count}"]
+            phases.append(_phase(environment, settings, model, folder, options, "closed", count))
+            progress(phases[-1])
+        for rate in settings.rates:
+            options = [f"--request-rate-range={rate:g}", "--request-distribution=poisson"]
+            phases.append(_phase(environment, settings, model, folder, options, "open", rate))
+            progress(phases[-1])
+    return LoadResult(settings, model, tuple(phases))
+
+
+def _entry(request: PreparedRequest) -> dict[str, Any]:
+    """Return a request as perf_analyzer reads it: numbers as lists, texts in base64."""
+    found: dict[str, Any] = {}
+    for name, datatype, shape, data in request.inputs:
+        if datatype == BYTES:
+            found[name] = {"content": {"b64": base64.b64encode(data).decode()}, "shape": list(shape[1:])}
+        else:
+            found[name] = {"content": np.frombuffer(data, DATATYPES[datatype]).tolist(), "shape": list(shape[1:])}
+    return found
+
+
+def _phase(
+    environment: TritonEnvironment,
+    settings: LoadSettings,
+    model: str,
+    folder: Path,
+    options: list[str],
+    kind: Any,
+    load: float,
+) -> Phase:
+    report = folder / "report.csv"
+    report.unlink(missing_ok=True)
+    target = urlsplit(settings.url if "://" in settings.url else f"//{settings.url}").netloc
+    command = [
+        str(environment.perf_analyzer), "-m", model, "-i", settings.protocol, "-u", target, "-b", str(settings.rows),
+        "--input-data", str(folder / "input.json"), "--measurement-interval", str(int(settings.seconds * 1000)),
+        "--stability-percentage", "999", "--max-trials", "3", "-f", str(report), *options,
+    ]  # fmt: skip
+    command += ["-x", settings.version] if settings.version else []
+    libraries = environment.folder / "perf_analyzer" / "nvidia" / "cuda_runtime" / "lib"
+    environ = {**os.environ, "LD_LIBRARY_PATH": f"{libraries}{os.pathsep}{environment.libraries()}"}
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False,
+                              timeout=settings.seconds * 10 + settings.timeout_s)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TritonError("perf_analyzer did not end", where=" ".join(command)) from None
+    if not report.exists() or done.returncode:
+        said = (done.stderr + done.stdout).strip().splitlines()[-5:]
+        raise TritonError("perf_analyzer failed", where=" ".join(command), value="\n".join(said),
+                          fix="it needs the library libb64: apt-get install libb64-0d")  # fmt: skip
+    row = next(csv.DictReader(report.open()))
+    latency = {name: float(row[column]) / 1000 for name, column in _COLUMNS.items() if row.get(column)}
+    latency |= {"p99.9": float("nan"), "max": float("nan")}
+    rows = float(row["Inferences/Second"])
+    rate = rows / settings.rows
+    count = round(rate * settings.seconds)
+    return Phase(kind, load, settings.seconds, count, count, {}, rate, rows, latency)

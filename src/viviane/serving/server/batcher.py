@@ -1,0 +1,171 @@
+"""Requests that wait at the same time, predicted together."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Final
+
+from pydantic import Field
+
+from viviane.config.base import Settings
+from viviane.serving.server.status import RequestError, Status
+from viviane.serving.server.together import Prediction, kind_of, predict_together
+from viviane.serving.session import InferenceSession
+
+_IDLE_S: Final = 5.0
+"""A thread without work ends after so long; the next request starts one."""
+
+
+class BatchSettings(Settings):
+    """How requests are predicted together.
+
+    Args:
+        max_rows: of a batch; a request with more rows is one of its own. 1 predicts every request alone.
+        max_delay_ms: how long a request may wait for others; 0 takes those that wait already.
+        max_queued: requests that may wait; more are refused with 429 or UNAVAILABLE.
+        max_queued_rows: their rows.
+    """
+
+    max_rows: int = Field(default=1024, ge=1)
+    max_delay_ms: float = Field(default=0, ge=0, le=10_000)
+    max_queued: int = Field(default=256, ge=1)
+    max_queued_rows: int = Field(default=262_144, ge=1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request, and what it took.
+
+    Args:
+        batch_rows: rows of the batch that the request was part of.
+        queued_s, computed_s: how long it waited, and how long the batch took.
+    """
+
+    prediction: Prediction
+    batch_rows: int = 0
+    queued_s: float = 0.0
+    computed_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Work:
+    """A request on its way.
+
+    Args:
+        rows: columns by name, or a list of dicts.
+        num_rows: how many.
+        done: called once, from a thread of the batcher; must not raise.
+        cancelled: nobody waits for the answer any more.
+    """
+
+    rows: Any
+    num_rows: int
+    done: Callable[[Outcome], None]
+    cancelled: bool = False
+    since: float = field(default_factory=perf_counter)
+    kind: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.rows)
+
+
+class Batcher:
+    """Predicts requests of one session on threads of its own, as many as the session has instances.
+
+    Requests are taken in their order. Those that are predicted together have the same columns of the same types; a
+    request that cannot be predicted fails alone.
+    """
+
+    def __init__(self, session: InferenceSession, settings: BatchSettings) -> None:
+        self.session, self.settings = session, settings
+        self._max_rows = settings.max_rows if session.rows_are_independent else 1
+        self._turn = threading.Condition()
+        self._waiting: deque[Work] = deque()
+        self._waiting_rows = 0
+        self._threads = self._idle = 0
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def submit(self, work: Work) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: too many wait already (status OVERLOADED).
+        """
+        settings = self.settings
+        with self._turn:
+            rows = self._waiting_rows + work.num_rows
+            full = len(self._waiting) >= settings.max_queued or (self._waiting and rows > settings.max_queued_rows)
+            if full:
+                value = f"{len(self._waiting)} requests of {self._waiting_rows} rows wait"
+                raise RequestError(Status.OVERLOADED, "the model is overloaded", value=value,
+                                   fix="try again later")  # fmt: skip
+            self._waiting.append(work)
+            self._waiting_rows = rows
+            if self._idle:
+                self._turn.notify()
+            elif self._threads < self.session.settings.instances:
+                self._threads += 1
+                threading.Thread(target=self._work, name="viviane-serving", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            batch = self._take()
+            if batch is None:
+                return
+            try:
+                self._predict(batch)
+            except BaseException as error:  # nobody may wait for ever
+                for work in batch:
+                    work.done(Outcome(Prediction(None, (), error)))
+
+    def _take(self) -> list[Work] | None:
+        """Wait for requests, and return those of the next batch; None: there were none for a while."""
+        with self._turn:
+            while not self._waiting:
+                self._idle += 1
+                came = self._turn.wait_for(lambda: bool(self._waiting), _IDLE_S)
+                self._idle -= 1
+                if not came:
+                    self._threads -= 1
+                    return None
+            batch = [self._pop()]
+            rows = batch[0].num_rows
+            until = batch[0].since + self.settings.max_delay_ms / 1000
+            while rows < self._max_rows:
+                if self._waiting:
+                    following = self._waiting[0]
+                    if following.kind != batch[0].kind or rows + following.num_rows > self._max_rows:
+                        break
+                    batch.append(self._pop())
+                    rows += following.num_rows
+                    continue
+                left = until - perf_counter()
+                if left <= 0 or not self._turn.wait_for(lambda: bool(self._waiting), left):
+                    break
+            if self._waiting and self._idle:  # another thread may take what is left
+                self._turn.notify()
+            return batch
+
+    def _pop(self) -> Work:
+        work = self._waiting.popleft()
+        self._waiting_rows -= work.num_rows
+        return work
+
+    def _predict(self, batch: list[Work]) -> None:
+        start = perf_counter()
+        wanted = [work for work in batch if not work.cancelled]
+        if not wanted:
+            return
+        rows = sum(work.num_rows for work in wanted)
+        predictions = predict_together(self.session, [(work.rows, work.num_rows) for work in wanted])
+        computed = perf_counter() - start
+        for work, prediction in zip(wanted, predictions, strict=True):
+            work.done(Outcome(prediction, rows, start - work.since, computed))

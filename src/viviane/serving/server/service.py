@@ -1,0 +1,355 @@
+"""What the server does, whatever the protocol: answer, describe, load and unload."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.core.errors import VivianeError, suggest
+from viviane.serving.errors import ModelNotFoundError, RowProblem, RowsError
+from viviane.serving.repository import ModelRepository
+from viviane.serving.server.batcher import Batcher, Outcome, Work
+from viviane.serving.server.example_rows import example_rows
+from viviane.serving.server.metrics import ServerMetrics
+from viviane.serving.server.settings import ServerSettings
+from viviane.serving.server.status import RequestError, Status, invalid, status_of
+from viviane.serving.server.tensors import Tensor, check_rows, columns_of_tensors, input_specs, output_specs
+from viviane.serving.session import InferenceSession
+
+T = TypeVar("T")
+
+SERVER_NAME: Final = "viviane"
+EXTENSIONS: Final = ("binary_tensor_data", "model_repository", "model_configuration", "statistics")
+_SMALL_BYTES: Final = 16 << 10
+"""A request of up to so many bytes is parsed where it arrives; a longer one on a thread of its own."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Predictions of a request.
+
+    Args:
+        outputs: by name, (rows,), float32; NaN in refused rows.
+        problems: of refused rows.
+    """
+
+    model: str
+    version: int
+    outputs: dict[str, NDArray[np.float32]]
+    problems: tuple[RowProblem, ...] = ()
+
+
+class Service:
+    """Models behind a server.
+
+    Args:
+        repository: the loaded models; the service does not close it.
+        settings: limits and batching.
+        version: of this software, for the metadata.
+    """
+
+    def __init__(self, repository: ModelRepository, settings: ServerSettings, version: str) -> None:
+        self.repository, self.settings, self.version = repository, settings, version
+        self.metrics = ServerMetrics(self._queued)
+        self.draining = False
+        self._batchers: dict[tuple[str, int], Batcher] = {}
+        self._turn = threading.Lock()
+        self._under_way = 0
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="viviane-parsing")
+        self._loads = ThreadPoolExecutor(1, thread_name_prefix="viviane-loading")
+
+    # Answering --------------------------------------------------------------------------------------------
+
+    async def parsed(self, num_bytes: int, parse: Callable[[], T]) -> T:
+        """Run a parser: at once for a short request, beside the event loop for a long one."""
+        if num_bytes <= _SMALL_BYTES:
+            return parse()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, parse)
+
+    async def infer_tensors(
+        self, protocol: str, model: str, version: str | None, num_bytes: int, read: Callable[[], Sequence[Tensor]]
+    ) -> Answer:
+        """Answer a request of tensors; `read` parses them."""
+
+        def columns(session: InferenceSession) -> tuple[Any, int]:
+            return columns_of_tensors(read(), session.inputs, self.settings.max_rows)
+
+        return await self._answer(protocol, model, version, num_bytes, columns, partial_rows=False)
+
+    async def infer_rows(
+        self, protocol: str, model: str, version: str | None, rows: list[Any], *, partial_rows: bool
+    ) -> Answer:
+        """Answer a request of rows, dicts from column to value."""
+
+        def checked(_: InferenceSession) -> tuple[Any, int]:
+            check_rows(len(rows), self.settings.max_rows)
+            return rows, len(rows)
+
+        return await self._answer(protocol, model, version, 0, checked, partial_rows=partial_rows)
+
+    async def _answer(
+        self,
+        protocol: str,
+        model: str,
+        version: str | None,
+        num_bytes: int,
+        rows_of: Callable[[InferenceSession], tuple[Any, int]],
+        *,
+        partial_rows: bool,
+    ) -> Answer:
+        start = perf_counter()
+        known = model if model in self.repository.names() else ""  # a label per name that a client makes up would
+        rows, outcome = 0, None  # let the metrics grow without bound
+        self._under_way += 1
+        try:
+            if self.draining:
+                raise RequestError(Status.UNAVAILABLE, "the server is shutting down")
+            if self._under_way > self.settings.max_concurrent:
+                allowed = str(self.settings.max_concurrent)
+                raise RequestError(Status.OVERLOADED, "too many requests are under way", allowed=allowed)
+            with self.repository.lease(model, version_number(version)) as session:
+                given, rows = await self.parsed(num_bytes, partial(rows_of, session))
+                outcome = await self._predicted(model, session, given, rows)
+                answer = _answer_of(model, session, outcome, partial_rows=partial_rows)
+        except BaseException as error:
+            status = "cancelled" if isinstance(error, asyncio.CancelledError) else status_of(error).grpc
+            self.metrics.failed(protocol, known, status)
+            raise
+        finally:
+            self._under_way -= 1
+        self.metrics.answered(protocol, model, rows, perf_counter() - start, outcome)
+        return answer
+
+    async def _predicted(self, model: str, session: InferenceSession, rows: Any, count: int) -> Outcome:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Outcome] = loop.create_future()
+
+        def deliver(outcome: Outcome) -> None:
+            if not future.done():
+                future.set_result(outcome)
+
+        def done(outcome: Outcome) -> None:
+            loop.call_soon_threadsafe(deliver, outcome)
+
+        work = Work(rows, count, done)
+        self._batcher(model, session).submit(work)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            work.cancelled = True
+            raise
+
+    def _batcher(self, model: str, session: InferenceSession) -> Batcher:
+        with self._turn:
+            found = self._batchers.get((model, session.version))
+            if found is None or found.session is not session:
+                found = self._batchers[model, session.version] = Batcher(session, self.settings.batching)
+            return found
+
+    def _queued(self) -> dict[tuple[str, int], int]:
+        with self._turn:
+            return {key: batcher.queued for key, batcher in self._batchers.items()}
+
+    @property
+    def under_way(self) -> int:
+        """Requests that are being answered."""
+        return self._under_way
+
+    # Describing -------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken: not while the server shuts down, and not before a model is loaded."""
+        return not self.draining and bool(self.repository.names())
+
+    def is_ready(self, model: str, version: str | None) -> bool:
+        """Whether a version of a model answers requests."""
+        try:
+            self.repository.get(model, version_number(version))
+        except (ModelNotFoundError, RequestError):
+            return False
+        return not self.draining
+
+    def server_metadata(self) -> dict[str, Any]:
+        """Return name, version and extensions."""
+        return {"name": SERVER_NAME, "version": self.version, "extensions": list(EXTENSIONS)}
+
+    def model_metadata(self, model: str, version: str | None) -> dict[str, Any]:
+        """Return a model's versions, inputs and outputs.
+
+        Raises:
+            ModelNotFoundError: no such model or version is loaded.
+        """
+        session = self.repository.get(model, version_number(version))
+        versions = [str(number) for number in self.repository.names().get(model, [session.version])]
+        return {
+            "name": model,
+            "versions": versions if version is None else [str(session.version)],
+            "platform": SERVER_NAME,
+            "inputs": [_metadata(one) for one in input_specs(session.inputs) if not one.optional],
+            "outputs": [_metadata(one) for one in output_specs(session.outputs)],
+        }
+
+    def columns(self, model: str, version: str | None) -> dict[str, Any]:
+        """Return a model's columns as a person fills them in."""
+        session = self.repository.get(model, version_number(version))
+        return {
+            "name": model,
+            "version": str(session.version),
+            "raw": session.takes_raw_rows,
+            "inputs": [one.to_dict() for one in session.inputs],
+            "outputs": [one.to_dict() for one in session.outputs],
+        }
+
+    def model_config(self, model: str, version: str | None) -> dict[str, Any]:
+        """Return a model's configuration in the form of Triton's, which load generators read."""
+        session = self.repository.get(model, version_number(version))
+        batching = self.settings.batching
+        return {
+            "name": model,
+            "platform": SERVER_NAME,
+            "backend": SERVER_NAME,
+            "max_batch_size": self.settings.max_rows,
+            "input": [_config(one) for one in input_specs(session.inputs)],
+            "output": [_config(one) for one in output_specs(session.outputs)],
+            "instance_group": [{"name": model, "kind": "KIND_CPU" if session.device.type == "cpu" else "KIND_GPU",
+                                "count": session.settings.instances}],
+            "dynamic_batching": {"max_queue_delay_microseconds": int(batching.max_delay_ms * 1000)},
+        }  # fmt: skip
+
+    def model_statistics(self, model: str, version: str | None) -> dict[str, Any]:
+        """Return a version's counts and times in the form of Triton's."""
+        session = self.repository.get(model, version_number(version))
+        return {"name": model, "version": str(session.version), **self.metrics.statistics(model)}
+
+    def index(self, *, ready: bool = False) -> list[dict[str, str]]:
+        """Return the state of every version; `ready`: of those that answer requests."""
+        states = {"ready": "READY", "loading": "LOADING", "unloading": "UNLOADING", "failed": "UNAVAILABLE"}
+        found = [one for one in self.repository.index() if not ready or one.state == "ready"]
+        return [
+            {"name": one.name, "version": str(one.version), "state": states[one.state], "reason": one.reason}
+            for one in found
+        ]
+
+    # Loading ----------------------------------------------------------------------------------------------
+
+    async def load(self, model: str) -> None:
+        """Load the newest version of a model of the settings, or load it anew.
+
+        Raises:
+            RequestError: loading is not allowed, or the settings name no such model.
+            CheckpointError: the model is damaged; what was loaded stays.
+        """
+        self._check_control()
+        entries = {entry.name: entry for entry in self.settings.inference.models}
+        if model not in entries:
+            fix = suggest(model, entries)
+            raise RequestError(Status.NOT_FOUND, "the server knows no model of this name", value=model, fix=fix)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._loads, self.repository.add, entries[model])
+        except OSError as error:
+            raise invalid("the model cannot be read", where=entries[model].path, value=str(error)) from error
+        self._forget()
+        await loop.run_in_executor(self._loads, self.warm_up, model)
+
+    async def unload(self, model: str) -> None:
+        """Take no more requests for a model, answer those that it has, and free it.
+
+        Raises:
+            RequestError: unloading is not allowed. ModelNotFoundError: no such model is loaded.
+        """
+        self._check_control()
+        await asyncio.get_running_loop().run_in_executor(self._loads, self.repository.unload, model)
+        self._forget()
+
+    def warm_up(self, model: str) -> None:
+        """Predict a made-up row, so that the first request does not wait for the ETL to plan its queries."""
+        session = self.repository.get(model)
+        with contextlib.suppress(VivianeError):  # not every model accepts the row
+            session.try_predict(example_rows(session.inputs, 1))
+
+    def _check_control(self) -> None:
+        if not self.settings.allow_load:
+            raise RequestError(Status.FORBIDDEN, "this server loads and unloads nothing over the network",
+                               fix="start it with --allow-load")  # fmt: skip
+
+    def _forget(self) -> None:
+        """Let go of the batchers of versions that are loaded no more."""
+        names = self.repository.names()
+        with self._turn:
+            for model, version in list(self._batchers):
+                if version not in names.get(model, ()):
+                    del self._batchers[model, version]
+
+    def close(self) -> None:
+        """End the threads that parse and load."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._loads.shutdown(wait=False, cancel_futures=True)
+
+
+def version_number(version: str | None) -> int | None:
+    """Return a version as a number; None and "" stand for the newest.
+
+    Raises:
+        RequestError: it is none.
+
+    Example:
+        >>> version_number("12")
+        12
+    """
+    if not version:
+        return None
+    if not version.isascii() or not version.isdecimal() or len(version) > 18:
+        raise RequestError(Status.NOT_FOUND, "a version is a whole number", value=version[:100])
+    return int(version)
+
+
+def chosen_outputs(answer: Answer, names: Sequence[str] | None) -> dict[str, NDArray[np.float32]]:
+    """Return the outputs that a request asks for; None: all.
+
+    Raises:
+        RequestError: there is no such output, or it is asked for twice.
+    """
+    if not names:
+        return answer.outputs
+    found = {}
+    for name in names:
+        if name not in answer.outputs:
+            raise invalid("the model has no such output", value=str(name)[:200], fix=suggest(name, answer.outputs))
+        if name in found:
+            raise invalid("an output is asked for twice", value=name)
+        found[name] = answer.outputs[name]
+    return found
+
+
+def _answer_of(model: str, session: InferenceSession, outcome: Outcome, *, partial_rows: bool) -> Answer:
+    found = outcome.prediction
+    if found.error is not None:
+        raise found.error
+    if found.problems and not partial_rows:
+        raise RowsError.of(found.problems)
+    scores = found.scores
+    assert scores is not None
+    named = scores if isinstance(scores, dict) else {session.outputs[0].name: scores}
+    return Answer(model, session.version, named, found.problems)
+
+
+def _metadata(spec: Any) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+
+
+def _config(spec: Any) -> dict[str, Any]:
+    kind = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
+    optional = {"optional": True} if spec.optional else {}
+    return {"name": spec.name, "data_type": kind, "dims": list(spec.shape[1:]), **optional}

@@ -1,0 +1,43 @@
+"""Settings of a Triton server and of the repositories that are written for it."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from viviane.config.base import Settings
+
+
+class TritonSettings(Settings):
+    """How Triton serves models.
+
+    Args:
+        host: address to listen on, for HTTP, gRPC and metrics.
+        http_port, grpc_port, metrics_port: must be free.
+        max_batch_size: rows of one request, and of requests that are predicted together.
+        max_delay_ms: how long a request may wait for others; 0 takes those that wait already.
+        max_queued: requests that may wait for a model; more are refused with UNAVAILABLE. 0: any number.
+        instances: processes of each model; each of them has a copy of the weights.
+        ensemble: cleaning (the model's ETL) and prediction as two models behind an ensemble, instead of one model.
+        allow_load: models can be loaded and unloaded over the network.
+        start_timeout_s: in which the server has to be ready.
+        stop_timeout_s: in which accepted requests are answered after SIGTERM.
+        log: file of the server's log; None writes it to standard error.
+
+    Example:
+        >>> TritonSettings(max_batch_size=4096).instances
+        1
+    """
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    http_port: int = Field(default=8000, ge=1, le=65535)
+    grpc_port: int = Field(default=8001, ge=1, le=65535)
+    metrics_port: int = Field(default=8002, ge=1, le=65535)
+    max_batch_size: int = Field(default=16_384, ge=1, le=1 << 20)
+    max_delay_ms: float = Field(default=0, ge=0, le=10_000)
+    max_queued: int = Field(default=256, ge=0)
+    instances: int = Field(default=1, ge=1, le=256)
+    ensemble: bool = False
+    allow_load: bool = False
+    start_timeout_s: float = Field(default=180, gt=0)
+    stop_timeout_s: int = Field(default=30, ge=1)
+    log: str | None = None

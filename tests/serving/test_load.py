@@ -1,0 +1,102 @@
+"""The load generator: what it counts, and that it hides nothing."""
+
+import asyncio
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from viviane.cli.main import app
+from viviane.core.errors import ConfigError, RemoteError
+from viviane.serving.load import LoadSettings, run_load
+from viviane.serving.load.requests import read_rows
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_load_is_counted_by_server_and_client_alike(server, http, raw, protocol) -> None:
+    def rows_of_server() -> float:
+        text = http.get("/metrics").body.decode()
+        return float(re.search(r'^viviane_rows_total\{model="deepfm"\} (\S+)', text, re.MULTILINE).group(1))
+
+    url = server.http_url if protocol == "http" else server.grpc_target
+    http.post("/v1/models/deepfm:predict", {"instances": raw(1)})
+    before = rows_of_server()
+    settings = LoadSettings(url=url, protocol=protocol, model="deepfm", rows=3, concurrency=(2,), rates=(20,),
+                            seconds=0.5, warm_up=1)  # fmt: skip
+    result = run_load(settings, pa.Table.from_pylist(raw(50)))
+    closed, opened = result.phases
+    for phase in result.phases:
+        assert phase.sent == phase.answered + sum(phase.errors.values())
+        assert not phase.errors
+        assert 0 < phase.latency_ms["p50"] <= phase.latency_ms["p99"] <= phase.latency_ms["max"]
+    assert closed.kind == "closed"
+    assert opened.load == 20
+    assert rows_of_server() - before == 3 * (closed.answered + opened.answered + 1)
+
+
+class Stalling:
+    """A server that answers one request at a time, and stops for a while in the middle."""
+
+    def __init__(self) -> None:
+        self.free, self.count = asyncio.Lock(), 0
+
+    async def send(self, _: object) -> str:
+        async with self.free:
+            self.count += 1
+            await asyncio.sleep(0.5 if self.count == 20 else 0.001)
+        return "OK"
+
+
+def test_the_time_that_requests_wait_for_a_stalled_server_counts() -> None:
+    """A generator that waits for answers sees one slow request in the stall; arrivals at a rate see them all."""
+    from viviane.serving.load.generator import closed_loop, open_loop
+
+    settings = LoadSettings(url="http://x", seconds=1, seed=1)
+    waiting = asyncio.run(closed_loop(Stalling(), [b""], 1, settings))
+    arriving = asyncio.run(open_loop(Stalling(), [b""], 100, settings))
+    assert waiting.latency_ms["p90"] < 50
+    assert arriving.latency_ms["p90"] > 300
+    assert arriving.latency_ms["max"] > 450
+
+
+def test_arrivals_are_a_poisson_process_of_their_rate() -> None:
+    from viviane.serving.load.generator import open_loop
+
+    class Instant:
+        async def send(self, _: object) -> str:
+            return "429"
+
+    phase = asyncio.run(open_loop(Instant(), [b""], 2000, LoadSettings(url="http://x", seconds=0.5)))
+    assert 1000 - 5 * np.sqrt(1000) < phase.sent < 1000 + 5 * np.sqrt(1000)
+    assert phase.errors == {"429": phase.sent}
+    assert phase.answered == 0
+    assert phase.latency_ms == {}
+
+
+def test_rows_that_a_server_refuses_and_servers_that_are_not_there(server, raw) -> None:
+    with pytest.raises(ConfigError, match="which model"):
+        run_load(LoadSettings(url=server.http_url))
+    bad = pa.Table.from_pylist([{**row, "when": "never"} for row in raw(5)])
+    with pytest.raises(RemoteError, match="does not answer these rows"):
+        run_load(LoadSettings(url=server.http_url, model="deepfm"), bad)
+    with pytest.raises(RemoteError, match="does not answer"):
+        run_load(LoadSettings(url="http://127.0.0.1:9", model="x"))
+
+
+def test_the_command_writes_figures_and_a_plot(server, raw, tmp_path) -> None:
+    file, out = tmp_path / "rows.jsonl", tmp_path / "load.json"
+    file.write_text("".join(json.dumps(row) + "\n" for row in raw(20)))
+    assert read_rows(file, 7).num_rows == 7
+    done = CliRunner().invoke(
+        app,
+        ["load-test", server.http_url, "--model", "mmoe", "--rows", str(file), "--concurrency", "1,4",
+         "--rates", "0.5x,2x", "--seconds", "0.3", "-o", str(out)],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    content = json.loads(out.read_text())
+    assert [phase["kind"] for phase in content["phases"]] == ["closed", "closed", "open", "open"]
+    assert content["phases"][3]["load"] == pytest.approx(4 * content["phases"][2]["load"])
+    assert out.with_suffix(".html").read_text().count("<svg") == 2

@@ -1,0 +1,247 @@
+"""Servers from start to end: ports, overload, models that come and go, and ends without a lost answer."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import grpc
+import numpy as np
+import pytest
+from clients import Grpc, Http, infer_fields, tensors_of
+
+from viviane.core.errors import CheckpointError, ConfigError
+from viviane.serving import ModelEntry, RepositorySettings, SessionSettings
+from viviane.serving.server import BatchSettings, InferenceServer, ServerSettings
+
+
+def settings(models, **more) -> ServerSettings:
+    entry = ModelEntry(name="ctr", path=str(models.path("deepfm")), session=SessionSettings(device="cpu"))
+    return ServerSettings(http_port=0, grpc_port=0, inference=RepositorySettings(models=(entry,)), **more)
+
+
+def slow_down(server: InferenceServer, seconds: float) -> None:
+    """Let every batch take so long, at least."""
+    session = server.repository.get("ctr")
+    usual = session.try_predict
+
+    def slowly(rows, **named):
+        time.sleep(seconds)
+        return usual(rows, **named)
+
+    session.try_predict = slowly
+
+
+def test_a_port_is_never_shared(models) -> None:
+    with InferenceServer(settings(models)) as first:
+        for taken in ({"http_port": first.http_port}, {"grpc_port": first.grpc_port}):
+            with pytest.raises(ConfigError, match="cannot listen"):
+                InferenceServer(settings(models).changed(**taken))
+    with pytest.raises(ConfigError, match="share port"):
+        settings(models).changed(http_port=8000, grpc_port=8000)
+    with pytest.raises(ConfigError, match=r"cannot be used|cannot listen"):
+        InferenceServer(settings(models).changed(host="192.0.2.1"))
+
+
+def test_a_model_that_is_not_there_leaves_no_port_open(models, tmp_path) -> None:
+    broken = settings(models).changed(inference={"models": [{"name": "x", "path": str(tmp_path)}]})
+    with pytest.raises(CheckpointError):
+        InferenceServer(broken)
+
+
+def test_excess_is_refused_and_what_was_accepted_is_answered(models, raw) -> None:
+    row = raw(1, seed=1)[0]
+    with InferenceServer(settings(models, batching=BatchSettings(max_queued=4, max_rows=2))) as server:
+        truth = float(server.repository.get("ctr").predict([row])[0])
+        slow_down(server, 0.05)
+        tensors = tensors_of([row], server.repository.get("ctr").inputs)
+        found: list[tuple[object, ...]] = []
+
+        def ask_http() -> None:
+            client = Http(server)
+            answer = client.post("/v1/models/ctr:predict", {"instances": [row]})
+            found.append((answer.status, answer.headers.get("retry-after"), answer.json.get("predictions")))
+            client.close()
+
+        def ask_grpc() -> None:
+            client = Grpc(server)
+            try:
+                response = client.ask("ModelInfer", **infer_fields("ctr", tensors))
+                found.append(("OK", None, [float(np.frombuffer(response.raw_output_contents[0], "<f4")[0])]))
+            except grpc.RpcError as error:
+                found.append((error.code(), None, None))
+            client.close()
+
+        threads = [threading.Thread(target=one) for one in (ask_http, ask_grpc) * 16]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        counts = Counter(status for status, *_ in found)
+        assert set(counts) == {200, 429, "OK", grpc.StatusCode.UNAVAILABLE}
+        assert sum(counts.values()) == 32
+        for status, retry, predictions in found:
+            assert status != 429 or retry == "1"
+            assert status not in (200, "OK") or abs(predictions[0] - truth) < 1e-6
+        client = Http(server)
+        assert client.post("/v1/models/ctr:predict", {"instances": [row]}).status == 200
+        assert 'code="UNAVAILABLE"' in client.get("/metrics").body.decode()
+        client.close()
+
+
+def test_too_many_requests_under_way_are_refused(models, raw) -> None:
+    with InferenceServer(settings(models, max_concurrent=2)) as server:
+        slow_down(server, 0.2)
+        statuses: list[int] = []
+
+        def ask() -> None:
+            client = Http(server)
+            statuses.append(client.post("/v1/models/ctr:predict", {"instances": raw(1)}).status)
+            client.close()
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert Counter(statuses) == {200: 2, 429: 4} or Counter(statuses).keys() == {200, 429}
+
+
+def test_models_come_and_go_under_load(models, raw) -> None:
+    row = raw(1, seed=1)[0]
+    with InferenceServer(settings(models, allow_load=True)) as server:
+        truth = float(server.repository.get("ctr").predict([row])[0])
+        statuses: Counter[int] = Counter()
+        wrong: list[object] = []
+        ended = threading.Event()
+
+        def ask() -> None:
+            client = Http(server)
+            while not ended.is_set():
+                answer = client.post("/v1/models/ctr:predict", {"instances": [row]})
+                statuses[answer.status] += 1
+                if answer.status == 200 and abs(answer.json["predictions"][0] - truth) > 1e-6:
+                    wrong.append(answer.json)
+            client.close()
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        control, other = Http(server), Grpc(server)
+        for _ in range(3):
+            assert control.post("/v2/repository/models/ctr/load", {}).status == 200  # anew, beside the old one
+            other.ask("RepositoryModelUnload", model_name="ctr")
+            assert control.get("/v2/models/ctr/ready").status == 404
+            assert control.get("/v2/health/ready").status == 503  # no model is loaded
+            assert control.post("/v2/repository/models/ctr/unload", {}).status == 404
+            other.ask("RepositoryModelLoad", model_name="ctr")
+            assert control.get("/v2/models/ctr/ready").status == 200
+        assert control.post("/v2/repository/models/../load", {}).status == 404
+        assert control.post("/v2/repository/models/nothing/load", {}).status == 404
+        ended.set()
+        for thread in threads:
+            thread.join()
+        assert set(statuses) <= {200, 404}
+        assert statuses[200] > 0
+        assert not wrong
+        control.close()
+        other.close()
+
+
+def test_an_end_in_order_answers_what_was_accepted(models, raw) -> None:
+    server = InferenceServer(settings(models)).start()
+    slow_down(server, 0.5)
+    found: list[int] = []
+    grpc_found: list[object] = []
+    tensors = tensors_of(raw(1), server.repository.get("ctr").inputs)
+
+    def ask() -> None:
+        client = Http(server)
+        found.append(client.post("/v1/models/ctr:predict", {"instances": raw(1)}).status)
+        client.close()
+
+    def ask_grpc() -> None:
+        client = Grpc(server)
+        grpc_found.append(client.ask("ModelInfer", **infer_fields("ctr", tensors)))
+        client.close()
+
+    threads = [threading.Thread(target=one) for one in (ask, ask, ask, ask_grpc)]
+    for thread in threads:
+        thread.start()
+    while server.service.under_way < 4:
+        time.sleep(0.01)
+    server.stop()
+    for thread in threads:
+        thread.join()
+    assert found == [200, 200, 200]
+    assert len(grpc_found) == 1
+    with pytest.raises(OSError, match=r"refused|reset"):
+        Http(server).get("/v2/health/live")
+
+
+def test_a_client_that_leaves_costs_nothing(models, raw) -> None:
+    with InferenceServer(settings(models)) as server:
+        slow_down(server, 0.1)
+        tensors = tensors_of(raw(1), server.repository.get("ctr").inputs)
+        client = Grpc(server)
+        for _ in range(5):
+            with pytest.raises(grpc.RpcError) as error:
+                client.ask("ModelInfer", timeout=0.02, **infer_fields("ctr", tensors))
+            assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        client.close()
+        until = time.monotonic() + 10
+        while server.service.under_way and time.monotonic() < until:
+            time.sleep(0.02)
+        assert server.service.under_way == 0
+
+
+def test_the_command_serves_until_sigterm(models, raw, tmp_path) -> None:
+    """A process under load, ended by SIGTERM: every accepted request is answered, and the exit code is 0."""
+    out = tmp_path / "out.txt"
+    model = f"ctr={models.path('deepfm')}"
+    command = [sys.executable, "-m", "viviane", "serve", model, "--device", "cpu"]
+    command += ["--port", "0", "--grpc-port", "0", "--set", "batching.max_delay_ms=1"]
+    with out.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ)
+    try:
+        until = time.monotonic() + 120
+        while "gRPC:" not in out.read_text() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        text = out.read_text()
+        assert "model ctr: version 1" in text, text
+        port = int(text.split("127.0.0.1:")[1].split()[0])
+        answers: Counter[object] = Counter()
+        body = {"instances": raw(2)}
+
+        class Target:
+            http_port = port
+
+        def ask() -> None:
+            client = Http(Target)
+            while True:
+                try:
+                    answers[client.post("/v1/models/ctr:predict", body).status] += 1
+                except ConnectionRefusedError:
+                    return
+                except (OSError, Exception) as error:  # closed between two requests; never in the middle of an answer
+                    answers[type(error).__name__] += 1
+                    client.close()
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while answers[200] < 20:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        for thread in threads:
+            thread.join()
+        assert "ended" in out.read_text()
+        assert set(answers) <= {200, 503, "RemoteDisconnected", "ConnectionResetError", "BrokenPipeError"}
+        assert answers["RemoteDisconnected"] + answers["ConnectionResetError"] + answers["BrokenPipeError"] <= 4
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,231 @@
+"""Triton: what is written for it, and the real server where it is installed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from clients import Grpc, Http, binary_body, infer_fields, output_of, tensors_of
+
+from viviane.core.errors import ConfigError, MissingExtraError
+from viviane.serving import InferenceSession, ModelEntry, SessionSettings
+from viviane.serving.triton import TritonEnvironment, TritonServer, TritonSettings, write_repository
+from viviane.serving.triton.environment import environment_folder, install_triton
+from viviane.serving.triton.repository import ModelPart
+
+CPU = SessionSettings(device="cpu")
+
+
+def entry(models, name: str, **session) -> ModelEntry:
+    settings = SessionSettings(device="cpu", **session)
+    return ModelEntry(name=name if not session else f"{name}_encoded", path=str(models.path(name)), session=settings)
+
+
+def test_a_written_repository_holds_all_that_it_needs(models, tmp_path) -> None:
+    entries = [entry(models, "deepfm"), entry(models, "deepfm", rows="encoded")]
+    settings = TritonSettings(max_batch_size=512, max_delay_ms=1.5, instances=2)
+    assert write_repository(tmp_path / "repository", entries, settings) == ["deepfm", "deepfm_encoded"]
+    folder = tmp_path / "repository" / "deepfm_encoded"
+    config = (folder / "config.pbtxt").read_text()
+    assert 'name: "deepfm_encoded"\nbackend: "python"\nmax_batch_size: 512\n' in config
+    assert '  name: "tags"\n  data_type: TYPE_INT32\n  dims: [-1]\n  allow_ragged_batch: true\n' in config
+    assert '  name: "tags:lengths"\n  data_type: TYPE_INT32\n  dims: [1]\n  optional: true\n' in config
+    assert "max_queue_delay_microseconds: 1500" in config
+    assert "  count: 2\n  kind: KIND_CPU\n" in config
+    assert "zero_data: true" in config
+    part = ModelPart.from_json_file(folder / "1" / "session.json")
+    assert (part.role, part.path, part.session.rows) == ("whole", "model", "encoded")
+    with InferenceSession(
+        folder / "1" / part.path, device="cpu"
+    ) as session:  # whole, and apart from where it came from
+        assert session.model_name == "deepfm"
+    raw_config = (tmp_path / "repository" / "deepfm" / "config.pbtxt").read_text()
+    assert '  name: "price"\n  data_type: TYPE_FP64\n' in raw_config
+    assert '  name: "price:missing"\n  data_type: TYPE_BOOL\n' in raw_config
+    write_repository(tmp_path / "repository", entries[:1], settings)  # its own is replaced
+    assert not folder.exists()
+
+
+def test_a_folder_of_something_else_is_not_replaced(models, tmp_path) -> None:
+    (tmp_path / "precious.txt").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        write_repository(tmp_path, [entry(models, "deepfm")])
+    assert (tmp_path / "precious.txt").exists()
+
+
+def test_versions_have_to_agree_and_to_exist(models, tmp_path) -> None:
+    several = tmp_path / "ctr"
+    several.mkdir()
+    (several / "1").symlink_to(models.path("deepfm"))
+    (several / "2").symlink_to(models.path("mmoe"))
+    with pytest.raises(ConfigError, match="same inputs and outputs"):
+        write_repository(tmp_path / "r", [ModelEntry(name="ctr", path=str(several), versions="all", session=CPU)])
+    with pytest.raises(ConfigError, match="no such version"):
+        write_repository(tmp_path / "r", [ModelEntry(name="ctr", path=str(several), versions=(3,), session=CPU)])
+    write_repository(tmp_path / "r", [ModelEntry(name="ctr", path=str(several), versions=(2,), session=CPU)])
+    assert "versions: [2]" in (tmp_path / "r" / "ctr" / "config.pbtxt").read_text()
+
+
+def test_an_ensemble_is_cleaning_and_prediction(models, tmp_path) -> None:
+    settings = TritonSettings(ensemble=True)
+    names = write_repository(tmp_path / "r", [entry(models, "deepfm")], settings)
+    assert names == ["deepfm", "deepfm.clean", "deepfm.score"]
+    config = (tmp_path / "r" / "deepfm" / "config.pbtxt").read_text()
+    assert 'platform: "ensemble"' in config
+    assert '      key: "tags:lengths"\n      value: "encoded tags:lengths"\n' in config
+    with pytest.raises(ConfigError, match="no cleaning"):
+        write_repository(tmp_path / "s", [entry(models, "deepfm", rows="encoded")], settings)
+
+
+def test_without_an_installation_the_error_says_how(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VIVIANE_TRITON_ENV", str(tmp_path / "none"))
+    with pytest.raises(MissingExtraError, match="--install-triton"):
+        TritonEnvironment.find()
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "precious.txt").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        install_triton(say=lambda line: None)
+    assert (tmp_path / "none" / "precious.txt").exists()
+
+
+# The real server -------------------------------------------------------------------------------------------
+
+
+def free_ports() -> dict[str, int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    found = dict(
+        zip(("http_port", "grpc_port", "metrics_port"), (one.getsockname()[1] for one in sockets), strict=True)
+    )
+    for one in sockets:
+        one.close()
+    return found
+
+
+class Target:
+    """Where the clients of these tests ask."""
+
+    def __init__(self, settings: TritonSettings) -> None:
+        self.http_port, self.grpc_target = settings.http_port, f"127.0.0.1:{settings.grpc_port}"
+
+
+@pytest.fixture(scope="module")
+def triton(models, tmp_path_factory):
+    try:
+        TritonEnvironment.find()
+    except MissingExtraError:
+        pytest.skip(f"Triton is not installed in {environment_folder()}: viviane serve --install-triton")
+    folder = tmp_path_factory.mktemp("triton")
+    settings = TritonSettings(**free_ports(), log=str(folder / "log.txt"), max_batch_size=1024)
+    entries = [entry(models, "deepfm"), entry(models, "mmoe"), entry(models, "deepfm", rows="encoded")]
+    write_repository(folder / "repository", entries, settings)
+    write_repository(folder / "other", [entry(models, "dcn")], settings.model_copy(update={"ensemble": True}))
+    for one in (folder / "other").iterdir():
+        if one.is_dir():
+            one.rename(folder / "repository" / one.name)
+    with TritonServer(folder / "repository", settings) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 7, 1024])
+@pytest.mark.parametrize("model", ["deepfm", "mmoe", "dcn"])
+def test_triton_gives_the_bits_of_the_session(triton, models, raw, model, count) -> None:
+    rows = raw(count, seed=5)
+    with InferenceSession(models.path(model), device="cpu") as session:
+        truth, inputs = session.predict(rows), session.inputs
+    named = truth if isinstance(truth, dict) else {"click": truth}
+    tensors = []
+    for column, (name, _, shape, data) in zip(inputs, tensors_of(rows, inputs), strict=True):
+        if column.dtype == "string":
+            tensors.append((name, "BYTES", shape, data))
+            continue
+        values = [row[name] for row in rows]
+        kind, dtype = ("FP64", np.float64) if column.dtype == "float64" else ("INT64", np.int64)
+        filler = np.nan if kind == "FP64" else 0
+        array = np.array([filler if one is None else one for one in values], dtype)
+        tensors.append((name, kind, shape, array.tobytes()))
+        if kind == "INT64" and model != "dcn":
+            mask = np.array([one is None for one in values])
+            tensors.append((f"{name}:missing", "BOOL", shape, mask.tobytes()))
+        elif kind == "INT64" and None in values:
+            pytest.skip("an ensemble has no optional inputs, so whole numbers cannot be missing")
+    client = Grpc(Target(triton.settings))
+    response = client.ask("ModelInfer", **infer_fields(model, tensors))
+    for name, scores in named.items():
+        np.testing.assert_array_equal(output_of(response, name)[:, 0], scores)
+    client.close()
+
+
+@pytest.mark.slow
+def test_triton_takes_encoded_rows_and_refuses_bad_ones(triton, models) -> None:
+    from viviane.serving.server.example_rows import example_rows
+
+    with InferenceSession(models.path("deepfm"), device="cpu", rows="encoded") as session:
+        rows = example_rows(session.inputs, 4, seed=2)
+        rows[0]["tags"] = [3]
+        truth, inputs = session.predict({name: [row[name] for row in rows] for name in rows[0]}), session.inputs
+    tensors = []
+    for column in inputs:
+        values = [row[column.name] for row in rows]
+        kind, dtype = ("FP32", np.float32) if column.dtype == "float32" else ("INT32", np.int32)
+        if column.is_ragged:
+            lengths = np.array([len(one) for one in values], np.int32)
+            tensors.append((f"{column.name}:lengths", "INT32", [4, 1], lengths.tobytes()))
+            values = [one + [0] * (lengths.max() - len(one)) for one in values]
+        array = np.array(values, dtype).reshape(4, -1)
+        tensors.append((column.name, kind, list(array.shape), array.tobytes()))
+    client, http = Grpc(Target(triton.settings)), Http(Target(triton.settings))
+    response = client.ask("ModelInfer", **infer_fields("deepfm_encoded", tensors))
+    np.testing.assert_array_equal(output_of(response, "click")[:, 0], truth)
+    bad = [(n, k, s, np.full(4, 10**6, np.int32).tobytes() if n == "user" else d) for n, k, s, d in tensors]
+    with pytest.raises(grpc.RpcError) as error:
+        client.ask("ModelInfer", **infer_fields("deepfm_encoded", bad))
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "column 'user'" in error.value.details()
+    body, headers = binary_body(bad)
+    answer = http.post("/v2/models/deepfm_encoded/infer", body, **headers)
+    assert answer.status == 400
+    assert "1000000" in answer.json["error"]
+    client.close()
+    http.close()
+
+
+@pytest.mark.slow
+def test_a_port_is_not_shared_with_triton(triton, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="cannot listen"):
+        TritonServer(tmp_path, triton.settings)
+
+
+@pytest.mark.slow
+def test_the_command_ends_triton_in_order_and_leaves_nothing(models, tmp_path) -> None:
+    try:
+        TritonEnvironment.find()
+    except MissingExtraError:
+        pytest.skip("Triton is not installed: viviane serve --install-triton")
+    ports = free_ports()
+    command = [sys.executable, "-m", "viviane", "serve", f"ctr={models.path('deepfm')}", "--engine", "triton",
+               "--device", "cpu", "--port", str(ports["http_port"]), "--grpc-port", str(ports["grpc_port"]),
+               "--set", f"metrics_port={ports['metrics_port']}", "--set", f"log={tmp_path / 'log.txt'}"]  # fmt: skip
+    out = tmp_path / "out.txt"
+    with out.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ)
+    try:
+        until = time.monotonic() + 200
+        while "gRPC:" not in out.read_text() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert "gRPC:" in out.read_text(), out.read_text()
+        prefix = f"viviane_triton_{process.pid}_"
+        assert list(Path("/dev/shm").glob(f"{prefix}*"))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) == 0
+        assert "ended" in out.read_text()
+        assert not list(Path("/dev/shm").glob(f"{prefix}*"))
+    finally:
+        process.kill()
+        process.wait()
