@@ -20,7 +20,7 @@ from viviane.core.errors import ConfigError, DataError, ExportError, suggest
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
 from viviane.data import Dataset
-from viviane.export.checks import check_limit, check_sizes, check_weights, input_tensor, limits_of
+from viviane.export.checks import check_limit, check_sizes, check_weights, compare_weights, input_tensor, limits_of
 from viviane.export.forms import Runner, form_module
 from viviane.export.manifest import (
     FORMS,
@@ -176,6 +176,7 @@ class Artifact:
             )
             program.inputs = self.manifest.inputs
             _check_constants(self._constants, constants)
+            compare_weights(self.manifest.weights, program.state_dict())
             self._run.update(program.state_dict())
             self._constants = {name: tensor.clone() for name, tensor in constants.items()}
             reference = Reference(

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from viviane.core.errors import DataError, KeyRangeError
+from viviane.core.errors import DataError, ExportError, KeyRangeError
 from viviane.export.manifest import KeyLimit
 from viviane.export.program import ProgramInput
+from viviane.training.manifest import TensorEntry
 
 
 def limits_of(one: ProgramInput, limits: tuple[KeyLimit, ...]) -> list[tuple[int, KeyLimit]]:
@@ -124,3 +125,22 @@ def check_sizes(inputs: Mapping[str, ProgramInput], tensors: Mapping[str, Tensor
                     value=int(lengths.sum()),
                     allowed=str(len(values)),
                 )
+
+
+def compare_weights(own: Mapping[str, TensorEntry], weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not those of the exported model.
+
+    Raises:
+        ExportError: a name is missing or new, or a shape or type differs.
+    """
+    names = sorted(own.keys() ^ weights.keys())
+    if names:
+        what = "missing" if names[0] in own else "not in the artifact"
+        raise ExportError(f"the weights are of another model: one is {what}", value=names[0])
+    for name, entry in own.items():
+        new = TensorEntry.of(weights[name])
+        if new != entry:
+            raise ExportError(
+                "a weight has another shape or type", where=name, value=str(new), allowed=str(entry),
+                fix="export the model again: dynamic tables have other keys now, or the model was changed",
+            )  # fmt: skip

@@ -23,7 +23,7 @@ from viviane.core.errors import ExportError, VivianeError
 from viviane.core.files import file_sha256, write_json_atomic
 from viviane.export.machine import Requirements
 from viviane.export.program import PrecisionName, ProgramInput
-from viviane.training.manifest import FileEntry
+from viviane.training.manifest import FileEntry, TensorEntry
 
 FORMAT: Final = "viviane-export"
 VERSION: Final = 1
@@ -85,6 +85,7 @@ class ExportManifest(Settings):
     Args:
         model: the model's name.
         weights_sha256: of its weights, tables included.
+        weights: inside the forms, by name.
         labels: a column of the output each.
         inputs: of every form, in order.
         tables: where the tables are: inside the forms, beside them in the folder, or in the model's folder.
@@ -100,6 +101,7 @@ class ExportManifest(Settings):
     torch: str
     model: str
     weights_sha256: str
+    weights: dict[str, TensorEntry]
     labels: tuple[str, ...]
     precision: PrecisionName
     dense_only: bool = False

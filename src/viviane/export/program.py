@@ -117,6 +117,9 @@ class Program(nn.Module):
         precision: what dense layers compute in.
     """
 
+    outputs: tuple[str, ...] = ("predictions",)
+    """Names of what `forward` returns."""
+
     def __init__(
         self,
         module: nn.Module,

@@ -34,6 +34,7 @@ from viviane.export.tables import FixedPart, FrozenTables
 from viviane.model import Model
 from viviane.model.saving import ETL_FILE
 from viviane.training.dense_state import collections_of
+from viviane.training.manifest import TensorEntry
 from viviane.training.tensor_files import write_tensors
 
 _EXAMPLE_ROWS: Final = 6
@@ -248,6 +249,7 @@ class _Export:
             torch=torch.__version__,
             model=self.model.name,
             weights_sha256=self.weights_sha256,
+            weights={name: TensorEntry.of(one) for name, one in self.program.state_dict().items()},
             labels=tuple(label.name for label in self.model.schema.labels),
             precision=self.options.precision,
             dense_only=self.options.dense_only,

@@ -13,12 +13,12 @@ from typing import Any, Final
 import torch
 
 from viviane.compat.hugectr.arguments import say
+from viviane.compat.hugectr.onnx_converter import convert
 from viviane.compat.hugectr.parameter_server import HPS
 from viviane.compat.hugectr.processes import group, is_first, wait_for_all
 from viviane.core.errors import ConfigError
 
 _ABSENT: Final[dict[str, str]] = {
-    "hugectr2onnx": "export model.viviane.module with torch.onnx",
     "hierarchical_parameter_server": "look keys up with hugectr.inference.HPS",
 }
 """Packages that are not mapped, and what to do instead."""
@@ -189,8 +189,18 @@ _HANDLERS: Final = {
     "pyt": ("PyTCommunicationHandler",),
 }
 """The modules of MLPerf's frameworks, and what asks which process this is in each."""
+
+
+def _hugectr2onnx() -> dict[str, ModuleType]:
+    package, converter = ModuleType("hugectr2onnx"), ModuleType("hugectr2onnx.converter")
+    vars(converter).update(convert=convert)
+    vars(package).update(converter=converter, __path__=[])
+    return {one.__name__: one for one in (package, converter)}
+
+
 _ANSWERED: Final[dict[str, Callable[[], dict[str, ModuleType]]]] = {
-    "hps_torch": _hps_torch, "mlperf_logging": _mlperf_logging, "mlperf_common": _mlperf_common,
+    "hps_torch": _hps_torch, "hugectr2onnx": _hugectr2onnx, "mlperf_logging": _mlperf_logging,
+    "mlperf_common": _mlperf_common,
 }  # fmt: skip
 
 
@@ -208,6 +218,4 @@ def packages() -> dict[str, ModuleType]:
         if not _is_installed(name):
             made[name] = AbsentModule(name)
             made[name].__path__ = []
-    if "hugectr2onnx" in made:
-        made["hugectr2onnx.converter"] = AbsentModule("hugectr2onnx.converter")
     return made

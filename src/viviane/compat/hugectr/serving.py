@@ -59,6 +59,21 @@ class InferenceModel:
         self._last: Batch | None = None
         print_notes()
 
+    @property
+    def viviane(self) -> Model:
+        """The model of Viviane behind this one."""
+        return self._model
+
+    @property
+    def graph(self) -> Graph:
+        """The graph as HugeCTR has it."""
+        return self._graph
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of the model: a bag of raw keys for each slot."""
+        return self._columns
+
     def _assemble(self) -> Model:
         trainer = settings.Solver(device="cpu", precision="fp32")
         raw = replace(self._graph, added=tuple(_unsized(one) for one in self._graph.added),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, ExportError
-from viviane.export.forms.form import Runner, Trace, check_weights, quiet
+from viviane.export.forms.form import Runner, Trace, quiet
 from viviane.export.machine import Requirements, capability, cpu_flags, this_minor
 from viviane.ops.dispatch import use_implementation
 
@@ -143,11 +143,6 @@ class _Run:
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
         names = set(self._package.get_constant_fqns())
-        known = {name: tensor for name, tensor in weights.items() if name in names}
-        if names - known.keys():
-            # Numbers that the program was traced with, such as the rules of tables, are no weights and stay.
-            missing = sorted(name for name in names - known.keys() if not name.startswith("lifted_tensor"))
-            check_weights(dict.fromkeys(missing), {}, "aoti")
         lost = sorted(weights.keys() - names)
         if lost:
             raise ExportError(
@@ -156,4 +151,5 @@ class _Run:
                 value=lost[0],
                 fix="export the model again",
             )
-        self._package.load_constants(known, check_full_update=False)
+        # Not all constants are weights: numbers that the program was traced with stay.
+        self._package.load_constants(dict(weights), check_full_update=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ class Runner(Protocol):
         """Return predictions (B, L) for the program's inputs in order."""
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace weights, all of them or none.
+        """Replace weights; names and shapes were compared with the manifest.
 
         Raises:
-            ExportError: the form's weights cannot be replaced, or names or shapes differ.
+            ExportError: the form's weights cannot be replaced.
         """
 
 
@@ -107,25 +107,3 @@ def quiet() -> Iterator[None]:
         finally:
             for one, level in zip(loggers, levels, strict=True):
                 one.setLevel(level)
-
-
-def check_weights(own: Mapping[str, Any], given: Mapping[str, Tensor], form: str) -> None:
-    """Refuse weights that are not those of a program.
-
-    Raises:
-        ExportError: a name is missing or new, or a shape or type differs.
-    """
-    names = sorted(own.keys() ^ given.keys())
-    if names:
-        what = "missing" if names[0] in own else "not in the artifact"
-        raise ExportError(f"the weights are of another model: one is {what}", where=f"form {form!r}", value=names[0])
-    for name, tensor in own.items():
-        new = given[name]
-        if tuple(tensor.shape) != tuple(new.shape) or tensor.dtype != new.dtype:
-            raise ExportError(
-                "a weight has another shape or type",
-                where=f"form {form!r}, {name}",
-                value=f"{tuple(new.shape)} of {new.dtype}",
-                allowed=f"{tuple(tensor.shape)} of {tensor.dtype}",
-                fix="export the model again: dynamic tables have other keys now, or the model was changed",
-            )

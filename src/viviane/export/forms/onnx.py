@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from viviane.ops.dispatch import use_implementation
 KERNELS = False
 FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
-OUTPUT = "predictions"
 OPSET: Final = 20
 LARGE_BYTES: Final = 1 << 30
 """Weights beyond this go into a file of their own: one protobuf message holds 2 GiB at most."""
@@ -43,6 +43,17 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
     Raises:
         ExportError: an operator has no translation.
     """
+    save(trace, folder / FILE)
+    files = (FILE, DATA_FILE) if (folder / DATA_FILE).exists() else (FILE,)
+    return files, Requirements(device=trace.device, libraries=("onnxruntime",))
+
+
+def save(trace: Trace, file: Path) -> None:
+    """Translate the traced program into one file; weights beyond `LARGE_BYTES` go beside it, into `<file>.data`.
+
+    Raises:
+        ExportError: an operator has no translation.
+    """
     exported = trace.exported
     try:
         with quiet(), torch.no_grad(), use_implementation("reference"), contextlib.redirect_stdout(io.StringIO()):
@@ -53,10 +64,10 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
                 opset_version=OPSET,
                 verbose=False,
                 input_names=[one.name for one in trace.program.inputs],
-                output_names=[OUTPUT],
+                output_names=list(trace.program.outputs),
             )
             large = sum(one.nbytes for one in trace.program.state_dict().values()) > LARGE_BYTES
-            program.save(str(folder / FILE), external_data=large)
+            program.save(str(file), external_data=large)
     except Exception as error:
         text = str(error).strip()
         raise ExportError(
@@ -64,8 +75,6 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
             value=f"{type(error).__name__}: {text[-1500:]}",
             fix="export another form",
         ) from error
-    files = (FILE, DATA_FILE) if (folder / DATA_FILE).exists() else (FILE,)
-    return files, Requirements(device=trace.device, libraries=("onnxruntime",))
 
 
 def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: int | None) -> Runner:
@@ -141,7 +150,8 @@ class _Run:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         given = {name: tensor.numpy(force=True) for name, tensor in zip(self._names, tensors, strict=True)}
-        return torch.from_numpy(self._session.run([OUTPUT], given)[0])
+        found = self._session.run(None, given)
+        return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found, 1))
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
         raise ExportError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ExportError
-from viviane.export.forms.form import Runner, Trace, check_weights, quiet
+from viviane.export.forms.form import Runner, Trace, quiet
 from viviane.export.machine import Requirements, torch_version
 
 KERNELS = True
@@ -58,7 +58,6 @@ class _Run:
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
         own = self._module.state_dict()
-        check_weights(own, weights, "torch-export")
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)

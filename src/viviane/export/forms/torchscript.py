@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ExportError, VivianeError
-from viviane.export.forms.form import Runner, Trace, check_weights, quiet, untraceable
+from viviane.export.forms.form import Runner, Trace, quiet, untraceable
 from viviane.export.machine import Requirements, torch_version
 from viviane.ops.dispatch import use_implementation
 
@@ -65,7 +65,6 @@ class _Run:
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
         own = self._module.state_dict()
-        check_weights(own, weights, "torchscript")
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
