@@ -131,7 +131,7 @@ class _Converted(Program):
         for one in missing:  # keys, where vectors are the inputs: only their number of rows matters
             known[one.name] = torch.zeros(0 if one.kind == "values" else size, dtype=torch.int64)
         predictions: Tensor = self.inner(*(known[one.name] for one in self.inner.inputs))
-        return predictions if len(self._widths) == 1 else predictions.split(self._widths, 1)
+        return predictions if len(self._widths) == 1 else torch.split(predictions, self._widths, 1)
 
 
 def _case(model: InferenceModel, program: _Converted, rows: int) -> Case:
