@@ -27,7 +27,7 @@ def test_every_weight_can_be_replaced_and_counts(tmp_path) -> None:
     assert any(one.numel() == 1 for one in weights)  # the bias of a logit, which would be folded into the code
     for weight in weights:
         kept = weight.clone()
-        weight += 0.5
+        weight.add_(0.5)
         if weight.dim() == 2 and len(weight) in (12, 43, 20):
             weight[0] = 0.0  # of padding
         artifact.update(model)
