@@ -67,3 +67,13 @@ def test_real_ratings(tmp_path: Path, warm: Warm) -> None:
     newest[columns].to_csv(tmp_path / "u.data", sep="\t", header=False, index=False)
     found = run(warm, "movies.py", tmp_path, "--data", tmp_path / "u.data", "--epochs", "2")
     assert found["NCF"] > 0.7
+
+
+def test_serve(tmp_path: Path, warm: Warm) -> None:
+    """From raw logs to a served answer; item 3 sells better than item 23."""
+    done = warm.run([ROOT / "examples" / "serve.py", "--rows", "8000"], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    answers = [float(line.split()[0]) for line in done.stdout.splitlines() if "'seen'" in line]
+    assert len(answers) == 3
+    assert answers[0] > answers[1] + 0.1
+    assert "the bits of the session: True" in done.stdout

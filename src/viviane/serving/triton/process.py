@@ -84,7 +84,8 @@ class TritonServer:
         until = time.monotonic() + self.settings.start_timeout_s
         while time.monotonic() < until:
             if self._process.poll() is not None:
-                raise self._failure(f"Triton ended with code {self._process.returncode} while it started")
+                code = self.stop()
+                raise self._failure(f"Triton ended with code {code} while it started")
             if self._is_ready():
                 return self
             time.sleep(0.1)

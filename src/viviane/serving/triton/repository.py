@@ -165,7 +165,7 @@ def _write_model(
         "backend": "python",
         "max_batch_size": settings.max_batch_size,
         "input": [_tensor(one) for one in input_specs(inputs)],
-        "output": [_tensor(one) for one in outputs],
+        "output": [_tensor(one, given=False) for one in outputs],
         "version_policy": {"specific": {"versions": list(versions)}},
         "instance_group": [{"count": settings.instances, "kind": Word(_kind(entry.session))}],
         "dynamic_batching": {
@@ -198,8 +198,8 @@ def _write_ensemble(
         "name": entry.name,
         "platform": "ensemble",
         "max_batch_size": settings.max_batch_size,
-        "input": [_tensor(one, ragged=False) for one in raw if not one.optional],
-        "output": [_tensor(one) for one in outputs],
+        "input": [_tensor(one, given=False) for one in raw if not one.optional],
+        "output": [_tensor(one, given=False) for one in outputs],
         "ensemble_scheduling": {
             "step": [
                 _step(clean, [one.name for one in raw if not one.optional], between, encoded_outputs=True),
@@ -229,12 +229,13 @@ def _cleaned_specs(tensors: _Tensors) -> list[TensorSpec]:
     return input_specs(tensors.encoded)
 
 
-def _tensor(spec: TensorSpec, *, ragged: bool = True) -> dict[str, Any]:
+def _tensor(spec: TensorSpec, *, given: bool = True) -> dict[str, Any]:
+    """Return a tensor of a config; `given`: clients give it, so that it may be ragged or left out."""
     kind = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
     found: dict[str, Any] = {"name": spec.name, "data_type": Word(kind), "dims": list(spec.shape[1:])}
-    if spec.shape[1] < 0 and ragged:
+    if spec.shape[1] < 0 and given:
         found["allow_ragged_batch"] = True
-    if spec.optional:
+    if spec.optional and given:
         found["optional"] = True
     return found
 

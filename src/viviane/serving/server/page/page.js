@@ -1,6 +1,8 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
 let model = null;
+// Input elements by column. A form's own collection will not do: its "item" and "length" are not the columns.
+const fields = new Map();
 
 async function ask(path, body) {
   const options = body === undefined ? {} :
@@ -24,7 +26,7 @@ const isList = (column) => column.shape.length > 1;
 function describe(column) {
   const kind = column.format || column.dtype;
   const range = column.num_ids ? `, below ${column.num_ids}` : "";
-  return isList(column) ? `list of ${kind}${range}` : column.format === "list" ? `texts between ${column.separator}` : kind + range;
+  return isList(column) ? `list of ${kind}${range}` : column.format === "list" ? `values between ${column.separator}` : kind + range;
 }
 
 function shown(value) {
@@ -46,8 +48,8 @@ function value(column, text) {
 }
 
 function row() {
-  const found = {};
-  for (const column of model.inputs) found[column.name] = value(column, $("row").elements[column.name].value);
+  const found = Object.create(null);
+  for (const column of model.inputs) found[column.name] = value(column, fields.get(column.name).value);
   return found;
 }
 
@@ -58,7 +60,7 @@ function showCurl() {
 }
 
 function fill(values) {
-  for (const column of model.inputs) $("row").elements[column.name].value = shown(values[column.name]);
+  for (const column of model.inputs) fields.get(column.name).value = shown(values[column.name]);
   showCurl();
 }
 
@@ -72,10 +74,13 @@ async function choose(name) {
   $("state").textContent = `version ${model.version}, ${model.ready ? "ready" : "not ready"}`;
   $("hint").textContent = model.raw ? "Values as they are logged; an empty field is a missing value." :
     "Ids and numbers as the ETL writes them; lists with spaces between their values.";
+  fields.clear();
+  for (const column of model.inputs) {
+    fields.set(column.name, element("input", { autocomplete: "off", spellcheck: false,
+      inputMode: isNumber(column) && !isList(column) ? "decimal" : "text" }));
+  }
   $("row").replaceChildren(...model.inputs.map((column) => element("label", { className: "field" },
-    column.name, " ", element("small", {}, describe(column)),
-    element("input", { name: column.name, autocomplete: "off", spellcheck: false,
-      inputMode: isNumber(column) && !isList(column) ? "decimal" : "text" }))));
+    column.name, " ", element("small", {}, describe(column)), fields.get(column.name))));
   fill(model.example);
 }
 
@@ -89,8 +94,7 @@ function showAnswer(prediction) {
 function showError(error) {
   const problems = error.problems || [];
   for (const problem of problems) {
-    const field = $("row").elements[problem.column];
-    if (field) field.classList.add("wrong");
+    fields.get(problem.column)?.classList.add("wrong");
   }
   const text = problems.length ? problems.map((one) => `${one.column || "row"}: ${one.problem} (${one.value})`).join("\n") :
     error.message;
@@ -99,7 +103,7 @@ function showError(error) {
 
 $("row").addEventListener("submit", async (event) => {
   event.preventDefault();
-  for (const field of $("row").elements) field.classList.remove("wrong");
+  for (const field of fields.values()) field.classList.remove("wrong");
   const button = document.querySelector("button[type=submit]");
   button.disabled = true;
   try {
