@@ -200,7 +200,7 @@ def list_kernels(path: Path, name: str, graph: torch.cuda.CUDAGraph) -> None:
 
 def collectives(case: Case) -> tuple[Callable[[], object], int]:
     """Return the exchanges of an iteration, with nothing between them, and the bytes of an all-to-all that leave."""
-    route, group, size = next(iter(case.emb.routes.fixed.values())), case.group, case.size
+    route, group, size = next(iter(case.emb.exchanges.static.values())), case.group, case.size
     layout, n, rank = route.layout, group.size, group.rank
     ids = torch.zeros(size * sum(layout.counts[:n]), dtype=layout.dtype, device=DEVICE)
     vectors = torch.zeros(n * size * layout.widths[rank], dtype=route.wire, device=DEVICE)

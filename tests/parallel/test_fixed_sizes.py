@@ -48,7 +48,7 @@ def train_alike(group, plan, rule, name, *, options=None, steps=4, keys=ROWS, de
         parts = batches(group.size, step, keys=keys, device=device)
         rows = slice(SIZE * group.rank, SIZE * (group.rank + 1))
         mine, other = ours(parts[group.rank]), truth(joined(parts))
-        assert not ours.routes.varying, "the exchange of varying sizes was taken"
+        assert not ours.exchanges.jagged, "the exchange of varying sizes was taken"
         # A bag over n processes is n sums in float32, added: a few rounding steps apart from one sum.
         torch.testing.assert_close(mine.flat, other.flat[rows], rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}")
         assert torch.equal(mine.mask("history"), other.mask("history")[rows]), name
@@ -197,7 +197,7 @@ def weighted_bags_take_the_other_way():
     torch.testing.assert_close(
         ours(parts[group.rank]).flat, truth(joined(parts)).flat[rows], rtol=1e-5, atol=1e-6
     )  # as in train_alike
-    assert not ours.routes.fixed
+    assert not ours.exchanges.static
 
 
 def everything(wanted):

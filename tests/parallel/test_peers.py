@@ -18,7 +18,7 @@ from test_sharded_collection import FEATURES, plans, tables
 from viviane.config import SGD, AdaGrad
 from viviane.embedding import FeatureConfig, TableConfig
 from viviane.embedding.wide_rows import Margins
-from viviane.parallel import Group, Plan, ShardedCollection, TablePlan, fixed
+from viviane.parallel import Group, Plan, ShardedCollection, TablePlan, static_exchange
 from viviane.parallel.peers import obstacle, open_peer_memory
 
 
@@ -56,7 +56,7 @@ def mapped(folder):
         made.append(MappedMemory(Path(folder) / f"memory-{len(made)}", num_bytes, group))
         return made[-1], None
 
-    fixed.open_peer_memory = open_mapped
+    static_exchange.open_peer_memory = open_mapped
     return made
 
 
@@ -67,9 +67,9 @@ def trained(make, data, pulls, *, peers):
     found = []
     for step, (batch, pull) in enumerate(zip(data, pulls, strict=True)):
         if peers and step == 1:
-            assert emb.routes.open_peers() is None
+            assert emb.exchanges.open_peers() is None
         assert not emb.resolves_ahead
-        with emb.routes.through_peers():
+        with emb.exchanges.through_peers():
             ahead = peers and step > 1
             assert emb.resolves_ahead == (peers and step > 0)
             if ahead:
@@ -113,7 +113,7 @@ def every_plan(folder):
             data = [batches(group.size, 2 * step)[group.rank] for step in range(4)]
             emb = alike(make, data, f"{kind}, {wire}")
             assert len(made) == before + 1
-            assert all(route.peers.is_taken for route in emb.routes.fixed.values())
+            assert all(route.peers.is_taken for route in emb.exchanges.static.values())
 
 
 def vectors_at_their_place(folder):
@@ -135,7 +135,7 @@ def vectors_at_their_place(folder):
             for _ in range(4)
         ]
         emb = alike(make, data, str(ranks))
-        [route] = emb.routes.fixed.values()
+        [route] = emb.exchanges.static.values()
         assert route.peers.is_direct
     assert len(made) == 2
 
@@ -156,9 +156,9 @@ def once_in_a_recording(folder):
         emb(first)
         emb.discard_gradients()
         if peers:
-            emb.routes.open_peers()
+            emb.exchanges.open_peers()
         for _ in range(2):
-            with emb.routes.through_peers():
+            with emb.exchanges.through_peers():
                 (emb(first).flat.square().sum() + emb(second).flat.sum()).backward()
                 emb.step(0.1)
         ends.append(emb.export_table("item").weight)
@@ -173,9 +173,9 @@ def what_prevents_it():
     assert "no GPU" in reason
     emb = ShardedCollection(tables(), FEATURES, SGD(), plan=plans(group.size)["row"], group=group, seed=3)
     emb.fix_sizes(SIZE, HOTNESS)
-    assert "no batch of this size" in emb.routes.open_peers()
+    assert "no batch of this size" in emb.exchanges.open_peers()
     emb(batches(group.size, 0)[group.rank])
-    assert "no GPU" in emb.routes.open_peers()
+    assert "no GPU" in emb.exchanges.open_peers()
 
 
 def joined_beside(folder):
@@ -203,8 +203,8 @@ def joined_beside(folder):
             seen = []
             for step, batch in enumerate(data):
                 if way == "peers" and step == 1:
-                    assert emb.routes.open_peers() is None
-                with emb.routes.through_peers():
+                    assert emb.exchanges.open_peers() is None
+                with emb.exchanges.through_peers():
                     out = emb(batch)
                     parts = [front, out.flat, behind]
                     if way == "cat":
@@ -217,7 +217,7 @@ def joined_beside(folder):
                     kept.sum().backward()
                     emb.step(0.1)
             ends.append([*seen, front.grad, *(emb.export_table(one).weight for one in emb.tables)])
-        [route] = emb.routes.fixed.values()
+        [route] = emb.exchanges.static.values()
         assert route.peers.is_direct == (name == "direct")
         for other in ends[1:]:
             assert all(torch.equal(one, two) for one, two in zip(ends[0], other, strict=True)), name

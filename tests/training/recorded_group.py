@@ -23,7 +23,7 @@ class GoesThroughPeers(Callback):
 
     def on_step_end(self, step, loss):
         [emb] = self.trainer.stepper.collections.values()
-        if step == 8 and all(route.peers.is_taken for route in emb.routes.fixed.values()):
+        if step == 8 and all(route.peers.is_taken for route in emb.exchanges.static.values()):
             print(f"rank {self.trainer.group.rank} writes to its peer", flush=True)
 
 

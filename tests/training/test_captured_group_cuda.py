@@ -85,7 +85,7 @@ def two_storages(folder):
 def goes_through_peers(trainer):
     """Whether a lookup was recorded that writes into the memory of the other GPUs."""
     [emb] = trainer.stepper.collections.values()
-    return any(route.peers is not None and route.peers.is_taken for route in emb.routes.fixed.values())
+    return any(route.peers is not None and route.peers.is_taken for route in emb.exchanges.static.values())
 
 
 def requests_and_resumes(folder, run):

@@ -361,7 +361,7 @@ def test_memory_of_other_gpus_is_asked_for_as_the_solver_says(setting, reason, a
         asked.append(1)
         return reason
 
-    emb.routes.open_peers = open_peers
+    emb.exchanges.open_peers = open_peers
     recorder = recording.Recorder.__new__(recording.Recorder)
     solver = BASE.model_copy(update={"peer_memory": setting})
     recorder.step = SimpleNamespace(solver=solver, collections={"emb": emb}, group=Group())

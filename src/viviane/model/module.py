@@ -26,8 +26,8 @@ from viviane.ops.capture import branch, is_capturing, join_ahead
 from viviane.ops.packing_ahead import pack_ahead
 from viviane.parallel import Group, ShardedCollection, Traffic, check_plan_names, choose_plan, make_tables
 from viviane.parallel.automatic import GivenPlan, is_whole, own_kinds
+from viviane.parallel.exchanges import AnyInput
 from viviane.parallel.plan import AnyTable
-from viviane.parallel.routes import AnyAsked
 
 TableMaker: TypeAlias = Callable[..., TableCollection]
 
@@ -282,8 +282,8 @@ class _Stack:
             what waits for it; and its rows, where they have room and something may be put there meanwhile.
         """
         if isinstance(self.collection, ShardedCollection):
-            asked = self.collection.begin(batch)
-            return lambda: self(asked), self.collection.room_of(asked) if self._leaves_room else None
+            inputs = self.collection.begin(batch)
+            return lambda: self(inputs), self.collection.room_of(inputs) if self._leaves_room else None
         if not _records(batch):
             looked_up = self(batch)
             return lambda: looked_up, None
@@ -300,7 +300,7 @@ class _Stack:
         """From now on return the rows that the vectors are part of, too: None where they have no room beside them."""
         self.collection.margins, self._leaves_room = margins, True
 
-    def __call__(self, batch: Batch | AnyAsked) -> Any:
+    def __call__(self, batch: Batch | AnyInput) -> Any:
         out = self.collection(batch)
         found = [out.flat.view(out.flat.shape[0], *self.shape), *self._more(out)]
         if self._leaves_room:

@@ -1,4 +1,4 @@
-"""An embedding collection whose tables are spread over processes by a plan."""
+"""An embedding collection whose tables are sharded over processes."""
 
 from __future__ import annotations
 
@@ -27,36 +27,37 @@ from viviane.embedding.wide_rows import WideRows
 from viviane.ops.capture import is_capturing
 from viviane.ops.row_update import initial_state, state_shape
 from viviane.parallel.content import gather_table, scatter_rows, scatter_table, start_shard
-from viviane.parallel.distinct import DistinctAsked
-from viviane.parallel.exchange import Return, assemble
-from viviane.parallel.fixed import FixedAsked
+from viviane.parallel.dedup_exchange import DedupInput
+from viviane.parallel.exchange import OutputDist, assemble
+from viviane.parallel.exchanges import AnyInput, Exchanges
+from viviane.parallel.feature_shards import FeatureShard, check_features, part_table, pieces_of
 from viviane.parallel.group import Group
+from viviane.parallel.jagged_exchange import JaggedInput
 from viviane.parallel.kept_keys import KeptKeys
-from viviane.parallel.layout import Piece, check_features, part_table, pieces_of
 from viviane.parallel.plan import AnyTable, Plan, Shard, shards_of
 from viviane.parallel.replicas import check_unmixed, join_replicas
-from viviane.parallel.route import Asked
-from viviane.parallel.routes import AnyAsked, Routes
+from viviane.parallel.static_exchange import StaticInput
 
 
 class ShardedCollection(TableCollection):
     """Embedding tables over several processes: each looks up its own batch, and all of them train the same tables.
 
-    The plan says where which part of a table is. Ids go to the processes that have their rows, pooled vectors come
-    back, gradients go the same way; replicated tables are looked up at home, and their gradients are summed over the
-    processes before a step. All processes call forward, backward and step together, each with its own rows; gradients
-    are those of the sum of their losses.
+    The sharding plan assigns shards of tables to ranks. input_dist sends ids to the ranks that hold their rows,
+    output_dist returns pooled vectors, grad_dist sends their gradients; replicated tables are looked up locally, and
+    their gradients are summed over the ranks before a step. forward, backward and step are collective; each rank passes
+    its local batch, and gradients are those of the sum of the losses.
 
     Args:
-        tables, features, optimizer, seed: as of an EmbeddingCollection; a row begins the same wherever it is.
-        plan: where the tables are.
-        group: the processes; None takes all that torchrun started.
-        device: of this process's parts.
-        wire_dtype: type of vectors and gradients between processes.
-        batch_size: rows of every process's batch, where they are always so many.
-        hotness: ids of every row, by feature, where a feature with bags always has so many. With `batch_size`, and
-            `hotness` of all features with bags, sizes are not exchanged: nothing waits for a GPU.
-        deduplicate_ids: send each distinct row of a batch once, and pool vectors at home; sizes are always exchanged.
+        tables, features, optimizer, seed: as of an EmbeddingCollection; a row's initial value does not depend on its
+            rank.
+        plan: the sharding plan.
+        group: the process group; None takes all ranks that torchrun started.
+        device: of this rank's shards.
+        wire_dtype: type of vectors and gradients in transit.
+        batch_size: rows of every rank's local batch, if constant.
+        hotness: number of ids in every row, by feature with bags, if constant. With `batch_size`, and `hotness` of all
+            features with bags, shapes are static: sizes are not exchanged and nothing waits for a GPU.
+        deduplicate_ids: send each distinct row of a batch once and pool vectors locally; sizes are always exchanged.
 
     Example:
         >>> from viviane.config import SGD
@@ -107,17 +108,17 @@ class ShardedCollection(TableCollection):
         width = max(place.stop for place in self._places.values())
         self._assembly = assemble(self.pieces, self.group.size, width, wire_dtype)
         wide = any(not isinstance(table, TableConfig) or table.num_rows >= 2**31 for table in tables)
-        self.routes = Routes(self, torch.int64 if wide else torch.int32)
+        self.exchanges = Exchanges(self, torch.int64 if wide else torch.int32)
         self.violations = Violations()
-        self._kept_keys = KeptKeys[AnyAsked]()
+        self._kept_keys = KeptKeys[AnyInput]()
         self._stream: torch.cuda.Stream | None = None
         self._own_waiting: list[Callable[[], None]] = []
         self._replicas_waiting: list[Callable[[], None]] = []
 
     def _part(
-        self, shards: Sequence[Shard], pieces: Sequence[Piece], output_dtype: torch.dtype
+        self, shards: Sequence[Shard], pieces: Sequence[FeatureShard], output_dtype: torch.dtype
     ) -> EmbeddingCollection | None:
-        """Build the collection of some shards; one feature for each piece."""
+        """Build the collection of some shards, with one feature for each feature shard."""
         used = {piece.shard for piece in pieces}
         tables = [part_table(shard, self.tables[shard.table]) for shard in shards if shard in used]
         if not tables:
@@ -135,7 +136,7 @@ class ShardedCollection(TableCollection):
 
     @property
     def device(self) -> torch.device:
-        """Where this process's parts are."""
+        """The device of this rank's shards."""
         return self._device
 
     @property
@@ -144,122 +145,121 @@ class ShardedCollection(TableCollection):
         return self._assembly.width
 
     def parts(self) -> list[EmbeddingCollection]:
-        """Return the collections of this process: of its own shards, and of replicated tables."""
+        """Return the collections of this rank: its shards, and the replicated tables."""
         return [part for part in (self.own, self.replicas) if part is not None]
 
     def fix_sizes(self, batch_size: int | None, hotness: Mapping[str, int] | None = None) -> None:
-        """Say beforehand what training batches look like, on all processes alike; they may differ again after `None`.
+        """Declare static shapes for training batches, equally on all ranks; `None` makes shapes dynamic again.
 
-        Then nothing in forward, backward and step waits for a GPU, and a CUDA graph can record them, as long as every
-        feature is one-hot or has a `hotness`, no bag has weights, and no table is dynamic. Outside of training sizes
-        are exchanged all the same. Keys out of range are raised by `check`, not by `step`.
+        With static shapes nothing in forward, backward and step waits for a GPU, and a CUDA graph can capture them, if
+        every feature is one-hot or has a `hotness`, no bag has weights, and no table is dynamic. Evaluation still
+        exchanges sizes. Keys out of range are raised by `check`, not by `step`.
 
         Args:
-            batch_size: rows of every process's batch; None: any.
-            hotness: ids of every row, by feature with bags.
+            batch_size: rows of every rank's local batch; None: any.
+            hotness: number of ids in every row, by feature with bags.
         """
         self.batch_size, self.hotness = batch_size, dict(hotness or {})
 
     # Lookup -------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyAsked) -> EmbeddingOutput:
-        """Look this process's batch up, or one that was distributed; all processes call it together.
+    def forward(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyInput) -> EmbeddingOutput:
+        """Look up the local batch, or the result of `distribute` or `begin`. Collective.
 
         Raises:
             KeyRangeError: a key of this batch is out of range in a table with "raise"; on a GPU `check` and `step`
                 raise it.
             DataError: the processes' batches differ in which columns are bags or have weights.
         """
-        asked = self._asked(batch)
-        asked.take(self.device)
+        inputs = self._distributed(batch)
+        inputs.take(self.device)
         self._finish()
         training = self.training and torch.is_grad_enabled()
         if training and self.group.size > 1:
-            check_unmixed(self.replicas, joined=isinstance(asked, FixedAsked))
-        if isinstance(asked, FixedAsked):
-            flat = asked.route.look_up(asked, training=training)
+            check_unmixed(self.replicas, joined=isinstance(inputs, StaticInput))
+        if isinstance(inputs, StaticInput):
+            flat = inputs.route.lookup(inputs, training=training)
             if training and self.gradient_watch is not None:
                 flat.register_hook(self.gradient_watch)  # type: ignore[no-untyped-call]
-            return EmbeddingOutput(flat, self._places, asked.masks, asked.wide)
-        size = asked.size if isinstance(asked, DistinctAsked) else asked.sizes[self.group.rank]
-        local = self._look_up(self.replicas, asked.local, size, training)
-        if isinstance(asked, DistinctAsked):
-            flat = asked.route.look_up(asked, local, training=training)
+            return EmbeddingOutput(flat, self._places, inputs.masks, inputs.wide)
+        size = inputs.size if isinstance(inputs, DedupInput) else inputs.sizes[self.group.rank]
+        local = self._lookup(self.replicas, inputs.local, size, training)
+        if isinstance(inputs, DedupInput):
+            flat = inputs.route.lookup(inputs, local, training=training)
         else:
-            looked_up = self._look_up(self.own, asked.asked, sum(asked.sizes), training)
-            flat = Return.apply(looked_up, local, self.group, self._assembly, asked.sizes)  # type: ignore[no-untyped-call]
-        if asked.scales:
+            looked_up = self._lookup(self.own, inputs.inputs, sum(inputs.sizes), training)
+            flat = OutputDist.apply(looked_up, local, self.group, self._assembly, inputs.sizes)  # type: ignore[no-untyped-call]
+        if inputs.scales:
             factors = torch.ones_like(flat)
-            for name, scale in asked.scales.items():
+            for name, scale in inputs.scales.items():
                 place = self._places[name]
                 factors[:, place.start : place.stop] = scale.repeat_interleave(place.dim, 1)
             flat = flat * factors
-        return EmbeddingOutput(flat, self._places, asked.masks)
+        return EmbeddingOutput(flat, self._places, inputs.masks)
 
-    def begin(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyAsked) -> AnyAsked:
-        """Begin a lookup; `forward` takes what is returned in the batch's place, and waits for the vectors.
+    def begin(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyInput) -> AnyInput:
+        """Start a lookup; pass the result to `forward` in place of the batch, which waits for the vectors.
 
-        What runs between the two, such as layers that need no embeddings, runs beside the exchange where sizes are
-        fixed. All processes call it together; tables must not move between it and its `forward`.
+        With static shapes the exchange overlaps with what runs between the two calls, such as layers that need no
+        embeddings. Collective; tables must not be updated between `begin` and its `forward`.
         """
-        asked = self._asked(batch)
-        asked.take(self.device)
-        if isinstance(asked, FixedAsked):
-            asked.route.begin(asked, training=self.training and torch.is_grad_enabled())
-        return asked
+        inputs = self._distributed(batch)
+        inputs.take(self.device)
+        if isinstance(inputs, StaticInput):
+            inputs.route.begin(inputs, training=self.training and torch.is_grad_enabled())
+        return inputs
 
-    def room_of(self, asked: AnyAsked) -> WideRows | None:
-        """Return the rows that a lookup under way writes columns of, where there is room beside them."""
-        begun = asked.begun if isinstance(asked, FixedAsked) else None
+    def room_of(self, inputs: AnyInput) -> WideRows | None:
+        """Return the wider rows that a lookup in flight writes columns of, if the output has margins."""
+        begun = inputs.begun if isinstance(inputs, StaticInput) else None
         return None if begun is None else begun.wide
 
-    def _asked(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyAsked) -> AnyAsked:
-        if isinstance(batch, Asked | FixedAsked | DistinctAsked):
+    def _distributed(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyInput) -> AnyInput:
+        if isinstance(batch, JaggedInput | StaticInput | DedupInput):
             return batch
-        return self._kept_keys.take(batch) or self.routes.ask(batch)
+        return self._kept_keys.take(batch) or self.exchanges.input_dist(batch)
 
     @property
     def resolves_ahead(self) -> bool:
-        """Whether ids go straight to their owners; over NCCL exchanges follow one another, in one order everywhere."""
-        return self.routes.has_peers
+        """Whether ids can be sent ahead: through peer memory only, since NCCL needs one order of collectives."""
+        return self.exchanges.has_peers
 
     def resolve_ahead(self, batch: Batch) -> None:
-        """Resolve a batch's keys and write ids to the processes that have their rows, for this very object's lookup.
+        """Resolve the keys of a batch and run its input_dist, for the next lookup of the same batch object.
 
-        It is what a lookup needs no weights for, recorded in a CUDA graph of its own; see `settle_rows`.
+        This part of a lookup needs no weights and is captured in a CUDA graph of its own; see `settle_rows`.
         """
-        self._kept_keys.keep(batch, self.routes.ask(batch, ahead=True))
+        self._kept_keys.keep(batch, self.exchanges.input_dist(batch, ahead=True))
 
     def end_ahead(self) -> bool:
-        """Drop what was resolved ahead and not looked up; returns whether a lookup took it."""
+        """Drop keys that were resolved ahead; return whether a lookup used them."""
         return self._kept_keys.end()
 
     def settle_rows(self) -> None:
-        """Make all that a step still needs of the batch, which may be written to beside the step then."""
+        """Compute everything that the step needs of the batch, whose memory may then be overwritten during the step."""
         self._finish(replicas=False)
         for part in self.parts():
             part.settle_rows()
 
-    def distribute(self, batch: Batch | Mapping[str, Bag | Tensor]) -> AnyAsked:
-        """Resolve a batch's keys and exchange ids ahead; `forward` takes what is returned in the batch's place.
+    def distribute(self, batch: Batch | Mapping[str, Bag | Tensor]) -> AnyInput:
+        """Resolve the keys of a batch and run its input_dist ahead; pass the result to `forward` in place of the batch.
 
-        On a GPU it runs on a stream of its own, beside what the current one does; where sizes vary, the host waits for
-        that stream alone. All processes call it together. Between it and its `forward` tables may move, and are read
-        as they are then.
+        On a GPU it runs on a stream of its own and overlaps with the current stream; with dynamic shapes the host waits
+        for that stream only. Collective. Tables may be updated between it and its `forward`, which reads the new rows.
         """
         if self.device.type != "cuda" or is_capturing(self.device):
-            return self.routes.ask(batch)
+            return self.exchanges.input_dist(batch)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            asked = self.routes.ask(batch)
-            asked.ready = self._stream.record_event()
-        return asked
+            inputs = self.exchanges.input_dist(batch)
+            inputs.ready = self._stream.record_event()
+        return inputs
 
-    def _look_up(self, part: EmbeddingCollection | None, batch: Batch | None, size: int, training: bool) -> Tensor:
+    def _lookup(self, part: EmbeddingCollection | None, batch: Batch | None, size: int, training: bool) -> Tensor:
         if part is None or batch is None:
-            # Backward exchanges gradients on every process, so every process's output asks for one.
+            # Backward exchanges gradients on every rank, so every rank's output requires a gradient.
             empty = torch.empty(size, 0, dtype=self.output_dtype, device=self.device)
             return empty.requires_grad_(training)
         flat: Tensor = part(batch).flat

@@ -1,7 +1,7 @@
-"""What goes over the wire in a lookup: ids to the shards, vectors back, gradients to the shards.
+"""The all-to-all exchanges of jagged lookups: input_dist of ids, output_dist of vectors, grad_dist of gradients.
 
-Shapes: n processes, B_s rows of process s's batch, G the sum of all B_s, P_r pieces of process r, W_r its columns,
-W columns of the output.
+Shapes: n ranks, B_s rows of rank s's local batch, G the sum of all B_s, P_r feature shards of rank r, W_r its output
+columns, W columns of the output.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from viviane.batch import Bag
+from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.group import Group
-from viviane.parallel.layout import Piece
 
 
 def exchange_singles(group: Group, rows: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Send each process the columns of its pieces, and return what all batches ask of this one.
+    """Send each rank the one-hot columns of its feature shards, and return the columns for this rank.
 
     Args:
-        rows: (B, sum of counts), by process.
-        counts: P_r of each process.
-        sizes: B_s of each process.
+        rows: (B, sum of counts), ordered by rank.
+        counts: P_r of each rank.
+        sizes: B_s of each rank.
 
     Returns:
-        (G, P), the batches one after another.
+        (G, P), the local batches one after another.
     """
     mine, size = counts[group.rank], rows.shape[0]
     if group.size == 1:
@@ -50,18 +50,18 @@ def exchange_bags(
     weighted: Sequence[bool],
     hotness: Sequence[int | None],
 ) -> list[Bag]:
-    """Send each process the bags of its pieces, and return what all batches ask of this one.
+    """Send each rank the bags of its feature shards, and return the bags for this rank.
 
     Args:
-        bags: of all pieces, by process.
-        counts: number of bag pieces of each process.
-        sizes: B_s of each process.
-        weighted: for each piece, whether its bags have weights, the same on every process.
-        hotness: for each piece, the ids of every bag, where they are equally many: where all pieces say it, no lengths
-            are sent, and nothing waits for a GPU.
+        bags: of all feature shards, ordered by rank.
+        counts: number of feature shards with bags of each rank.
+        sizes: B_s of each rank.
+        weighted: for each feature shard, whether its bags have weights; the same on every rank.
+        hotness: for each feature shard, the number of ids of every bag if it is constant. If all are, no lengths are
+            sent and nothing waits for a GPU.
 
     Returns:
-        a bag (G rows) for each piece of this process.
+        a bag (G rows) for each feature shard of this rank.
     """
     if group.size == 1:
         return list(bags)
@@ -69,25 +69,25 @@ def exchange_bags(
     bounds = [sum(counts[:rank]) for rank in range(group.size + 1)]
     own = slice(first, first + mine)
     if all(one is not None for one in hotness):
-        asked = [[size * (one or 0) for one in hotness[own]] for size in sizes]
+        inputs = [[size * (one or 0) for one in hotness[own]] for size in sizes]
         total = sum(sizes)
         offsets = [torch.arange(total + 1, device=bags[0].offsets.device) * (one or 0) for one in hotness[own]]
     else:
         theirs = _exchange_lengths(group, bags, counts, sizes)
-        # Ids of each piece, by process: the one wait for a GPU.
-        asked = torch.stack([part.sum(1) for part in theirs]).tolist()
+        # Number of ids of each feature shard, by rank: the only wait for a GPU.
+        inputs = torch.stack([part.sum(1) for part in theirs]).tolist()
         both = [torch.cat([part[i] for part in theirs]).to(torch.int64) for i in range(mine)]
         offsets = [torch.cat([one.new_zeros(1), one.cumsum(0)]) for one in both]
-    values = _exchange_entries(group, [bag.values for bag in bags], bounds, asked)
+    values = _exchange_entries(group, [bag.values for bag in bags], bounds, inputs)
     heavy = [i for i in range(len(bags)) if weighted[i]]
     heavy_bounds = [sum(i < bound for i in heavy) for bound in bounds]
-    heavy_asked = [[n for i, n in enumerate(one) if weighted[first + i]] for one in asked]
-    weights = iter(_exchange_entries(group, [_weights(bags[i]) for i in heavy], heavy_bounds, heavy_asked))
+    heavy_inputs = [[n for i, n in enumerate(one) if weighted[first + i]] for one in inputs]
+    weights = iter(_exchange_entries(group, [_weights(bags[i]) for i in heavy], heavy_bounds, heavy_inputs))
     return [Bag(values[i], offsets[i], next(weights) if weighted[first + i] else None) for i in range(mine)]
 
 
 def _exchange_lengths(group: Group, bags: Sequence[Bag], counts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """Return the lengths of the bags that each process asks of this one, (P, B_s)."""
+    """Return the lengths of the bags that each rank sends to this one, (P, B_s)."""
     mine, size = counts[group.rank], sizes[group.rank]
     given = torch.cat([bag.offsets.diff().to(torch.int32) for bag in bags])
     taken = group.all_to_all(given, [count * size for count in counts], [mine * one for one in sizes])
@@ -101,21 +101,21 @@ def _weights(bag: Bag) -> Tensor:
 
 
 def _exchange_entries(
-    group: Group, parts: Sequence[Tensor], bounds: Sequence[int], asked: Sequence[Sequence[int]]
+    group: Group, parts: Sequence[Tensor], bounds: Sequence[int], inputs: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """Exchange entries of bags, and put those of one piece behind one another, in order of rank."""
+    """Exchange the entries of bags and concatenate those of each feature shard in the order of ranks."""
     if bounds[-1] == 0:
         return []
     given = [sum(len(part) for part in parts[a:b]) for a, b in pairwise(bounds)]
-    taken = group.all_to_all(torch.cat(list(parts)), given, [sum(one) for one in asked])
-    pieces = torch.split(taken, [count for one in asked for count in one])
-    mine = len(asked[0])
+    taken = group.all_to_all(torch.cat(list(parts)), given, [sum(one) for one in inputs])
+    pieces = torch.split(taken, [count for one in inputs for count in one])
+    mine = len(inputs[0])
     return [torch.cat(pieces[i::mine]) for i in range(mine)]
 
 
 @dataclass(frozen=True)
 class Move:
-    """Columns start to stop of a block go to column `target` of the output, or are added to what is there."""
+    """Columns start to stop of a block are copied to column `target` of the output, or added to it."""
 
     block: int
     start: int
@@ -126,13 +126,13 @@ class Move:
 
 @dataclass(frozen=True)
 class Assembly:
-    """How blocks of vectors become the output.
+    """How blocks of vectors are assembled into the output.
 
     Args:
-        widths: W_r of each process.
-        moves: blocks 0 to n - 1 are those of the processes, block n that of replicated tables.
+        widths: W_r of each rank.
+        moves: blocks 0 to n - 1 come from the ranks, block n from replicated tables.
         width: W.
-        wire: type of vectors and gradients on the wire.
+        wire: type of vectors and gradients in transit.
     """
 
     widths: tuple[int, ...]
@@ -141,14 +141,14 @@ class Assembly:
     wire: torch.dtype
 
 
-def assemble(pieces: Sequence[Piece], size: int, width: int, wire: torch.dtype) -> Assembly:
-    """Work out the columns of every process's block, and where they go.
+def assemble(pieces: Sequence[FeatureShard], size: int, width: int, wire: torch.dtype) -> Assembly:
+    """Compute the columns of every rank's block and their output columns.
 
     Args:
-        pieces: of all features.
+        pieces: the shards of all features.
         size: n.
         width: W.
-        wire: type of vectors and gradients on the wire.
+        wire: type of vectors and gradients in transit.
     """
     widths = [0] * (size + 1)
     moves: list[Move] = []
@@ -169,19 +169,19 @@ def assemble(pieces: Sequence[Piece], size: int, width: int, wire: torch.dtype) 
 
 
 def _blocks(flat: Tensor, size: int, widths: Sequence[int]) -> list[Tensor]:
-    """See a flat tensor as one matrix (size, width) after another."""
+    """Return views of a flat tensor as consecutive matrices (size, width)."""
     parts = torch.split(flat, [size * width for width in widths])
     return [part.view(size, width) for part, width in zip(parts, widths, strict=True)]
 
 
-class Return(torch.autograd.Function):
-    """Vectors go back to where the ids came from; in backward, their gradients go to the shards."""
+class OutputDist(torch.autograd.Function):
+    """Sends vectors to the ranks whose batches need them; in backward sends their gradients to the shards."""
 
     @staticmethod
     def forward(
         ctx: Any, looked_up: Tensor, local: Tensor, group: Group, assembly: Assembly, sizes: Sequence[int]
     ) -> Tensor:
-        """Return the output, (B, W), of vectors looked up here, (G, W_r), and of replicated tables, (B, W_local)."""
+        """Return the output (B, W) from vectors of shards (G, W_r) and of replicated tables (B, W_local)."""
         ctx.group, ctx.assembly, ctx.sizes, ctx.types = group, assembly, sizes, (looked_up.dtype, local.dtype)
         size, mine = sizes[group.rank], assembly.widths[group.rank]
         sent = looked_up.to(assembly.wire).reshape(-1)
@@ -201,7 +201,7 @@ class Return(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Send each shard the gradients of its vectors."""
+        """Send the gradients of vectors to the shards that hold their rows (grad_dist)."""
         group, assembly, sizes = ctx.group, ctx.assembly, ctx.sizes
         (gradient,) = gradients
         size, mine = sizes[group.rank], assembly.widths[group.rank]

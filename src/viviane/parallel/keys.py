@@ -17,7 +17,7 @@ from viviane.embedding.bags import spread_bags
 from viviane.embedding.keys import BagTooLong, RowMap, Violations, check_key_type, report
 from viviane.embedding.plan import Keys
 from viviane.ops.embedding_bag import mean_weights
-from viviane.parallel.layout import Piece
+from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.plan import AnyTable
 
 ABSENT = -1  # a row that is not in a piece's shard
@@ -144,7 +144,7 @@ class KeyResolver:
         return laid, weights, laid != self.null_row
 
 
-class PieceRows:
+class ShardRows:
     """Turns rows of whole tables into rows of pieces; ABSENT where a piece's shard has no such row.
 
     Args:
@@ -152,7 +152,7 @@ class PieceRows:
         device: of the rows.
     """
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[FeatureShard], device: torch.device) -> None:
         shards = [piece.shard for piece in pieces]
         self._whole = all(one.low == 0 and one.stride == 1 for one in shards)
 

@@ -174,7 +174,7 @@ class Recorder:
         if setting is False:
             return
         for collection in self._sharded():
-            reason = collection.routes.open_peers()
+            reason = collection.exchanges.open_peers()
             if reason is None:
                 _log.info("recorded lookups write into the memory of the other GPUs")
                 continue
@@ -189,7 +189,7 @@ class Recorder:
     def _through_peers(self) -> Iterator[None]:
         with ExitStack() as stack:
             for collection in self._sharded():
-                stack.enter_context(collection.routes.through_peers())
+                stack.enter_context(collection.exchanges.through_peers())
             yield
 
     def _put_in_order(self) -> None:

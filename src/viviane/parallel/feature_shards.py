@@ -1,4 +1,4 @@
-"""What of a feature is looked up where, and where it goes in the output: worked out once for a plan."""
+"""Which shard serves which feature, and which output columns it fills: computed once from the sharding plan."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from viviane.parallel.plan import AnyTable, Plan, Shard, check_columns, shards_o
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A feature's lookups in one shard.
+class FeatureShard:
+    """The lookups of one feature in one shard.
 
     Args:
-        feature: whose ids are looked up.
-        place: which vector of a "concat", from 0.
-        shard: where.
-        column: of the output, where its vector goes; pieces of one column are added.
+        feature: the feature.
+        place: index of the vector within a "concat" feature, from 0.
+        shard: the shard.
+        column: first output column; feature shards with the same column are summed.
     """
 
     feature: FeatureConfig
@@ -30,32 +30,32 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Unique among the pieces of one process."""
+        """Unique among the feature shards of one rank."""
         return f"{self.feature.name}/{self.place}/{self.shard.start}/{self.shard.low}"
 
     @property
     def is_single(self) -> bool:
-        """Whether a row of the batch gives at most one id: a place of a "concat"."""
+        """Whether a row has at most one id: a position of a "concat" feature."""
         return self.feature.combiner == "concat"
 
 
 def pieces_of(
     features: Mapping[str, FeatureConfig], tables: Mapping[str, AnyTable], places: Mapping[str, Place], plan: Plan
-) -> list[Piece]:
-    """Return the pieces of all features, in order of the features."""
+) -> list[FeatureShard]:
+    """Return the shards of all features, in the order of the features."""
     found = []
     for feature in features.values():
         table, place = tables[feature.table], places[feature.name]
         for shard in shards_of(plan.table(table.name), table):
             for i in range(feature.num_places):
-                found.append(Piece(feature, i, shard, place.start + i * place.dim + shard.start))
+                found.append(FeatureShard(feature, i, shard, place.start + i * place.dim + shard.start))
     return found
 
 
 def part_table(shard: Shard, table: AnyTable) -> AnyTable:
-    """Return the settings of a shard as a table of its own, whose keys are 0, 1, ... and below 0 where there is none.
+    """Return the table configuration of a shard: keys 0, 1, ..., and negative keys for rows outside the shard.
 
-    It begins as zeros: its rows are filled from those of the whole table.
+    The rows are zero until they are filled from the whole table.
     """
     if isinstance(table, DynamicTableConfig):
         return table
@@ -73,7 +73,7 @@ def check_features(
     optimizer: AnyOptimizer,
     deduplicate_ids: bool = False,
 ) -> None:
-    """Refuse features that no lookup over several processes can serve, and tables that cannot be cut as planned.
+    """Refuse features that a sharded lookup cannot serve, and tables that cannot be sharded as planned.
 
     Raises:
         ConfigError: naming the feature or the table.
@@ -84,13 +84,13 @@ def check_features(
             raise ConfigError("no such table", where=f"feature {feature.name!r}", value=feature.table, fix=fix)
         if feature.combiner == "concat" and not isinstance(tables[feature.table], TableConfig):
             raise ConfigError(
-                "a dynamic table gives no 'concat' over several processes", where=f"feature {feature.name!r}",
+                "a dynamic table over several processes does not support 'concat'", where=f"feature {feature.name!r}",
                 fix="pool with 'sum' or 'mean', or give the table num_rows",
             )  # fmt: skip
     for name, table in tables.items():
         if deduplicate_ids and not isinstance(table, TableConfig):
             raise ConfigError(
-                "ids of a dynamic table are not deduplicated before they are sent", where=f"table {name!r}",
+                "deduplicate_ids does not support dynamic tables", where=f"table {name!r}",
                 fix="deduplicate_ids=False, or give the table num_rows",
             )  # fmt: skip
         if plan.table(name).kind == "column":

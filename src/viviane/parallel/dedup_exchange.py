@@ -1,8 +1,9 @@
-"""The exchange in which a row crosses the wire once for each process that needs it, however often its batch does.
+"""The exchange with a dedup stage: each distinct row of a local batch is sent once, and pooled where it is needed.
 
-Each process finds the distinct rows of its batch, asks their owners for them and pools the vectors itself; in backward
-it sums the gradients of equal rows before they go. Shapes: n processes, B rows of this process's batch, D the width of
-tables or of their parts, W columns of the output, U distinct rows of the batch, N rows that all ask of this process.
+Each rank deduplicates the rows of its batch, requests them from the ranks that hold them, and pools the vectors itself.
+In backward it sums the gradients of equal rows before they are sent. Shapes: n ranks, B rows of the local batch, D the
+width of tables or of their shards, W columns of the output, U distinct rows of the batch, N rows that all ranks request
+from this one.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from viviane.embedding.lookup import Part, entries_at
 from viviane.embedding.plan import Keys
 from viviane.ops.embedding_bag import gather_rows, pool_rows
 from viviane.ops.row_update import Entries, sum_rows
-from viviane.parallel.distinct_layout import Lookups, Width, lay_out_widths
+from viviane.parallel.dedup_layout import Lookups, Width, lay_out_widths
+from viviane.parallel.jagged_exchange import JaggedExchange, take_over
 from viviane.parallel.keys import KeyResolver
-from viviane.parallel.route import Route, take_over
 
 if TYPE_CHECKING:
     from viviane.parallel.collection import ShardedCollection
 
 
 @dataclass(frozen=True)
-class WidthAsked:
-    """What is asked of tables of one width.
+class DedupWidthInput:
+    """The result of input_dist for tables of one width.
 
     Args:
-        lookups: of this batch, among the rows that come.
-        given: how many rows this process asks of each.
-        taken: how many rows each process asks of each of this one's storages.
-        rows: those rows by storage, (N,), process by process.
+        lookups: of the local batch, as indices into the rows it receives.
+        given: number of rows that this rank requests from each rank.
+        taken: number of rows that each rank requests from each storage of this one.
+        rows: those rows by storage, (N,), ordered by rank.
     """
 
     lookups: Lookups
@@ -49,28 +50,28 @@ class WidthAsked:
 
 
 @dataclass
-class DistinctAsked:
-    """What was asked of this process, and what its own batch still needs.
+class DedupInput:
+    """The result of input_dist: the rows requested from this rank, and the rest of its local batch.
 
     Args:
-        route: the way of this kind of batch.
+        route: the exchange.
         size: B.
-        widths: what is asked, by width.
-        local: of its own batch, of replicated tables.
+        widths: requested rows, by width of the tables.
+        local: ids of the local batch for replicated tables.
         scales, masks: of "concat" features.
-        ready: of the stream that made it; None: the current one.
+        ready: an event on the stream that computed it; None: the current stream.
     """
 
-    route: DistinctRoute
+    route: DedupExchange
     size: int
-    widths: tuple[WidthAsked, ...]
+    widths: tuple[DedupWidthInput, ...]
     local: Batch
     scales: Mapping[str, Tensor]
     masks: Mapping[str, Tensor]
     ready: torch.cuda.Event | None = None
 
     def take(self, device: torch.device) -> None:
-        """Let the current stream wait for what another one made, and hold it for this one."""
+        """Let the current stream wait for the stream that computed it, and keep its memory for the current stream."""
         some = [one for width in self.widths for one in (*width.rows, *width.lookups.tensors())]
         for bag in self.local.bags.values():
             some += [bag.values, bag.offsets] + ([] if bag.weights is None else [bag.weights])
@@ -78,25 +79,25 @@ class DistinctAsked:
         self.ready = None
 
 
-class DistinctRoute:
-    """The way of one kind of batch whose rows travel once.
+class DedupExchange:
+    """The exchange of one kind of batch with deduplicated rows.
 
     Args:
-        sharded: whose batches they are.
+        sharded: the collection.
         resolver: of the batch's keys.
-        route: the ordinary way of such batches, which serves replicated tables.
+        route: the jagged exchange of such batches, which serves replicated tables.
     """
 
-    def __init__(self, sharded: ShardedCollection, resolver: KeyResolver, route: Route) -> None:
+    def __init__(self, sharded: ShardedCollection, resolver: KeyResolver, route: JaggedExchange) -> None:
         self.group, self._sharded, self._route, self._resolve = sharded.group, sharded, route, resolver
         self.widths = lay_out_widths(self.group, sharded.pieces, resolver, sharded.own, sharded.device)
         storages = [] if sharded.own is None else sharded.own.all_storages()
         rank, n = self.group.rank, self.group.size
-        # Storages of this process by width, and how many slots of each width every process has.
+        # Storages of this rank by width, and the number of slots of each width on every rank.
         self._own = [[storages[s.storage] for s in width.slots if s.rank == rank] for width in self.widths]
         self._num_slots = [[sum(s.rank == r for s in width.slots) for width in self.widths] for r in range(n)]
         far = {column for width in self.widths for column in width.columns}
-        # Columns of vectors of replicated tables, where they go, and whether they are added to those from afar.
+        # Columns of replicated tables' vectors, their output columns, and whether they are added to received ones.
         self._local_moves: list[tuple[slice, slice, bool]] = []
         start = 0
         for piece in sharded.pieces:
@@ -109,53 +110,53 @@ class DistinctRoute:
 
     # Ids ----------------------------------------------------------------------------------------------------
 
-    def ask(self, keys: Keys) -> DistinctAsked:
-        """Resolve this process's keys, and ask the others for the distinct rows among them."""
+    def input_dist(self, keys: Keys) -> DedupInput:
+        """Resolve the keys of the local batch and request the distinct rows from the ranks that hold them."""
         found = self._resolve(keys)
-        looked = [width.distinct(found) for width in self.widths]
-        # The one wait for a GPU: how many rows of each slot, in order of rank.
+        looked = [width.dedup(found) for width in self.widths]
+        # The only wait for a GPU: the number of rows of each slot, in the order of ranks.
         counts = torch.cat([one.counts for one in looked]).tolist() if looked else []
-        asked: list[list[list[int]]] = [[] for _ in range(self.group.size)]  # by rank and width
+        inputs: list[list[list[int]]] = [[] for _ in range(self.group.size)]  # by rank and width
         at = 0
         for i, _ in enumerate(self.widths):
             for rank, numbers in enumerate(self._num_slots):
-                asked[rank].append(counts[at : at + numbers[i]])
+                inputs[rank].append(counts[at : at + numbers[i]])
                 at += numbers[i]
-        taken = self._tell(asked)
+        taken = self._exchange_counts(inputs)
         widths = []
         for i, (width, one) in enumerate(zip(self.widths, looked, strict=True)):
-            given, came = tuple(sum(own[i]) for own in asked), tuple(tuple(own[i]) for own in taken)
+            given, came = tuple(sum(own[i]) for own in inputs), tuple(tuple(own[i]) for own in taken)
             rows = self.group.all_to_all(width.rows_of(one), given, [sum(own) for own in came])
-            widths.append(WidthAsked(one.lookups, given, came, tuple(_by_storage(rows, came))))
-        return DistinctAsked(self, keys.size, tuple(widths), self._route.local(found), found.scales, found.masks)
+            widths.append(DedupWidthInput(one.lookups, given, came, tuple(_by_storage(rows, came))))
+        return DedupInput(self, keys.size, tuple(widths), self._route.local(found), found.scales, found.masks)
 
-    def _tell(self, asked: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-        """Tell every process how many rows are asked of its slots, and return what is asked of this one's."""
+    def _exchange_counts(self, inputs: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+        """Exchange how many rows are requested from each slot; return the counts for this rank's slots."""
         mine = self._num_slots[self.group.rank]
-        numbers = torch.tensor([n for own in asked for width in own for n in width], dtype=torch.int64)
+        numbers = torch.tensor([n for own in inputs for width in own for n in width], dtype=torch.int64)
         splits = [sum(numbers) for numbers in self._num_slots]
-        told = iter(self.group.all_to_all(numbers, splits, [sum(mine)] * self.group.size).tolist())
-        return [[[next(told) for _ in range(count)] for count in mine] for _ in range(self.group.size)]
+        received = iter(self.group.all_to_all(numbers, splits, [sum(mine)] * self.group.size).tolist())
+        return [[[next(received) for _ in range(count)] for count in mine] for _ in range(self.group.size)]
 
     # Vectors ------------------------------------------------------------------------------------------------
 
-    def look_up(self, asked: DistinctAsked, local: Tensor, *, training: bool) -> Tensor:
-        """Return the output, (B, W); in training one whose gradient moves the tables.
+    def lookup(self, inputs: DedupInput, local: Tensor, *, training: bool) -> Tensor:
+        """Return the output (B, W); in training its gradient updates the tables.
 
         Args:
-            asked: of this route.
+            inputs: of this exchange.
             local: vectors of replicated tables, (B, their columns).
             training: whether a backward pass may follow.
         """
         anchor = torch.empty(0, device=local.device, requires_grad=training)
-        out: Tensor = DistinctLookup.apply(local, anchor, self, asked)  # type: ignore[no-untyped-call]
+        out: Tensor = DedupLookup.apply(local, anchor, self, inputs)  # type: ignore[no-untyped-call]
         return out
 
-    def join(self, asked: DistinctAsked, local: Tensor, *, training: bool) -> Tensor:
-        """Send the rows that are asked, and pool those that come."""
-        out = torch.empty(asked.size, self._sharded.width, dtype=self._sharded.output_dtype, device=local.device)
-        coming = [self._send(i, one, training) for i, one in enumerate(asked.widths)]
-        for width, one, wait in zip(self.widths, asked.widths, coming, strict=True):
+    def output_dist(self, inputs: DedupInput, local: Tensor, *, training: bool) -> Tensor:
+        """Send the requested rows, and pool the received ones."""
+        out = torch.empty(inputs.size, self._sharded.width, dtype=self._sharded.output_dtype, device=local.device)
+        coming = [self._send(i, one, training) for i, one in enumerate(inputs.widths)]
+        for width, one, wait in zip(self.widths, inputs.widths, coming, strict=True):
             vectors = wait().view(-1, width.dim)
             vectors = torch.cat([vectors.new_zeros(1, width.dim), vectors])
             lookups = one.lookups
@@ -170,7 +171,7 @@ class DistinctRoute:
                 out[:, target] = local[:, source]
         return out
 
-    def _send(self, i: int, one: WidthAsked, training: bool) -> Callable[[], Tensor]:
+    def _send(self, i: int, one: DedupWidthInput, training: bool) -> Callable[[], Tensor]:
         dim, found = self.widths[i].dim, []
         for storage, rows in zip(self._own[i], one.rows, strict=True):
             vectors = torch.empty(len(rows), dim, dtype=self._sharded.wire_dtype, device=rows.device)
@@ -183,16 +184,16 @@ class DistinctRoute:
         given, taken = [sum(own) * dim for own in one.taken], [count * dim for count in one.given]
         return self.group.start_all_to_all(vectors.view(-1), given, taken)
 
-    def give_back(self, asked: DistinctAsked, gradient: Tensor) -> Tensor:
-        """Begin to send the summed gradients to the rows' owners; returns those of vectors of replicated tables."""
+    def grad_dist(self, inputs: DedupInput, gradient: Tensor) -> Tensor:
+        """Start to send summed gradients to the ranks that hold the rows; return those for replicated tables."""
         flat = gradient.contiguous().view(-1)
         waits = [
             self._return(width, one, flat, gradient.shape[0])
-            for width, one in zip(self.widths, asked.widths, strict=True)
+            for width, one in zip(self.widths, inputs.widths, strict=True)
         ]
 
         def finish() -> None:
-            for i, (one, wait) in enumerate(zip(asked.widths, waits, strict=True)):
+            for i, (one, wait) in enumerate(zip(inputs.widths, waits, strict=True)):
                 self._hand_over(i, one, wait())
 
         self._sharded.wait_for(finish, [])
@@ -201,15 +202,15 @@ class DistinctRoute:
             local[:, source] = gradient[:, target]
         return local
 
-    def _return(self, width: Width, one: WidthAsked, flat: Tensor, size: int) -> Callable[[], Tensor]:
+    def _return(self, width: Width, one: DedupWidthInput, flat: Tensor, size: int) -> Callable[[], Tensor]:
         entries = _entries(one.lookups, flat, size, self._sharded.width)
-        # Every row from 1 to U is looked up at least once, so that the sums stand in the order of the rows asked for.
+        # Every row from 1 to U is looked up at least once, so that the sums are in the order of the requested rows.
         _, sums = sum_rows(entries, width.dim, first_row=1, num_rows=sum(one.given))
         sent = sums.to(self._sharded.wire_dtype).view(-1)
         given, taken = [count * width.dim for count in one.given], [sum(own) * width.dim for own in one.taken]
         return self.group.start_all_to_all(sent, given, taken)
 
-    def _hand_over(self, i: int, one: WidthAsked, came: Tensor) -> None:
+    def _hand_over(self, i: int, one: DedupWidthInput, came: Tensor) -> None:
         dim = self.widths[i].dim
         gradients = _by_storage(came.view(-1, dim), one.taken)
         for storage, rows, own in zip(self._own[i], one.rows, gradients, strict=True):
@@ -218,7 +219,7 @@ class DistinctRoute:
                 storage.add_gradients(RowGradients(entries, tables))
 
     def _tables(self, storage: Any) -> frozenset[str]:
-        """Return the tables of a storage that this kind of batch moves."""
+        """Return the tables of a storage that are trained."""
         assert isinstance(storage, Storage)
         return frozenset(storage.bases) - self._sharded.frozen
 
@@ -226,25 +227,25 @@ class DistinctRoute:
         return torch.empty(0, dim, dtype=self._sharded.wire_dtype, device=self._sharded.device)
 
 
-class DistinctLookup(torch.autograd.Function):
+class DedupLookup(torch.autograd.Function):
     """The exchange as autograd sees it; `anchor` is an empty tensor that requires grad."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, anchor: Tensor, route: DistinctRoute, asked: DistinctAsked) -> Tensor:
-        """Return the output, and keep what was asked."""
-        ctx.what = (route, asked)
-        return route.join(asked, local, training=anchor.requires_grad)
+    def forward(ctx: Any, local: Tensor, anchor: Tensor, route: DedupExchange, inputs: DedupInput) -> Tensor:
+        """Return the output and keep what backward needs."""
+        ctx.what = (route, inputs)
+        return route.output_dist(inputs, local, training=anchor.requires_grad)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Send gradients to the processes that have the rows."""
-        route, asked = ctx.what
-        return route.give_back(asked, gradients[0]), None, None, None
+        """Send gradients to the ranks that hold the rows."""
+        route, inputs = ctx.what
+        return route.grad_dist(inputs, gradients[0]), None, None, None
 
 
 def _entries(lookups: Lookups, flat: Tensor, size: int, width: int) -> Entries:
-    """Return all lookups as one list, and where in the flat gradient theirs stand."""
+    """Return all lookups as one list of entries, with the offsets of their gradients in the flat gradient."""
     singles = entries_at(lookups.singles, None, None, lookups.single_columns, flat, size, width)
     if not lookups.bag_columns:
         return singles
@@ -263,7 +264,7 @@ def _entries(lookups: Lookups, flat: Tensor, size: int, width: int) -> Entries:
 
 
 def _by_storage(came: Tensor, taken: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Put what came for one storage behind one another, process by process."""
+    """Concatenate the received rows of each storage, in the order of ranks."""
     if len(taken[0]) < 2:
         return [came] * len(taken[0])
     parts = torch.split(came, [count for own in taken for count in own])
@@ -271,7 +272,7 @@ def _by_storage(came: Tensor, taken: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def _by_process(found: Sequence[Tensor], taken: Sequence[Sequence[int]], nothing: Tensor) -> Tensor:
-    """Put what goes to one process behind one another, storage by storage."""
+    """Concatenate what each rank is sent, in the order of storages."""
     if len(found) < 2:
         return found[0] if found else nothing
     parts = [torch.split(one, [own[i] for own in taken]) for i, one in enumerate(found)]

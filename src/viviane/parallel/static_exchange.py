@@ -1,8 +1,8 @@
-"""The exchange of batches whose shapes are known: nothing waits for a GPU, and a CUDA graph can record it.
+"""The exchange of batches with static shapes: nothing waits for the GPU, and a CUDA graph can capture it.
 
-Ids go into their blocks in one pass, as rows of the storages they are for; the lookup writes what is sent, in the
-type of the wire; blocks of vectors become the output in one pass. Backward goes the same way. Shapes as in
-`viviane.parallel.fixed_layout`.
+One kernel packs ids into send buffers, as row numbers of the storages that hold them. The lookup writes the vectors to
+send, in the type of the exchange, and one kernel assembles received blocks into the output. Backward is the reverse.
+Shapes as in `viviane.parallel.static_layout`.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from viviane.embedding.wide_rows import WideRows, output_memory
 from viviane.ops.capture import URGENT, branch, refuse_capture
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import cut_blocks, has_whole_rows, join_blocks, pack_rows, pool_columns
-from viviane.parallel.fixed_keys import FixedResolver
-from viviane.parallel.fixed_layout import FixedLayout, StoragePart, lay_out
-from viviane.parallel.fixed_peers import PeerExchange, Regions
 from viviane.parallel.group import Group
+from viviane.parallel.jagged_exchange import take_over
+from viviane.parallel.peer_exchange import PeerExchange, Regions
 from viviane.parallel.peers import open_peer_memory
 from viviane.parallel.replicas import ReplicaSum
-from viviane.parallel.route import take_over
+from viviane.parallel.static_keys import StaticKeyResolver
+from viviane.parallel.static_layout import StaticLayout, StoragePart, lay_out
 
 if TYPE_CHECKING:
     from viviane.parallel.collection import ShardedCollection
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A lookup under way.
+class LookupInFlight:
+    """A lookup in flight.
 
     Args:
-        own, local: its parts.
-        taken: waits for the vectors of the others and returns them; None: they are in the output.
-        out: the output, not yet whole.
-        wide: the rows that it is columns of, where it has room beside it.
+        own, local: the lookups of this rank's shards and of replicated tables.
+        taken: waits for the vectors of other ranks and returns them; None: they are in the output already.
+        out: the output, incomplete until then.
+        wide: the wider rows that the output is columns of, if it has margins.
     """
 
     own: list[Part]
@@ -54,50 +54,50 @@ class Begun:
 
 
 @dataclass
-class FixedAsked:
-    """What was asked of this process, and what its own batch still needs.
+class StaticInput:
+    """The result of input_dist: the lookups of this rank's shards, and the rest of its local batch.
 
     Args:
-        route: the way of this kind of batch.
-        asked: rows of this process's storages, (G, C) for each.
-        local: rows of replicated tables, (B, C) for each storage.
-        factors: (B, S), or None: what segments of the output are multiplied by.
+        route: the exchange.
+        inputs: row numbers for this rank's storages, (G, C) for each.
+        local: row numbers for replicated tables, (B, C) for each storage.
+        factors: (B, S), or None: factors of the output's segments.
         weights: for each local storage, (B, C), or None.
         masks: of "concat" features.
-        ready: of the stream that made it; None: the current one.
-        begun: a lookup that is under way.
-        peers: what it was sent through; None: the group.
-        wide: what the output of its lookup is columns of; see `Begun`.
-        unsorted: lookups whose rows are sorted when gradients are on their way.
+        ready: an event on the stream that computed it; None: the current stream.
+        begun: the lookup in flight.
+        peers: the peer-memory exchange that sent it; None: collectives.
+        wide: the wider rows that the output is columns of; see `LookupInFlight`.
+        unsorted: lookups whose rows are sorted during grad_dist.
     """
 
-    route: FixedRoute
-    asked: tuple[Tensor, ...]
+    route: StaticExchange
+    inputs: tuple[Tensor, ...]
     local: tuple[Tensor, ...]
     factors: Tensor | None
     weights: tuple[Tensor | None, ...]
     masks: Mapping[str, Tensor]
 
     ready: torch.cuda.Event | None = None
-    begun: Begun | None = None
+    begun: LookupInFlight | None = None
     peers: PeerExchange | None = None
     wide: WideRows | None = None
     unsorted: list[Part] = field(default_factory=list)
 
     def take(self, device: torch.device) -> None:
-        """Let the current stream wait for what another one made, and hold it for this one."""
-        some = [*self.asked, *self.local, self.factors, *self.weights, *self.masks.values()]
+        """Let the current stream wait for the stream that computed it, and keep its memory for the current stream."""
+        some = [*self.inputs, *self.local, self.factors, *self.weights, *self.masks.values()]
         take_over(self.ready, [one for one in some if one is not None], device)
         self.ready = None
 
 
-class FixedRoute:
-    """The way of one kind of batch of fixed shapes.
+class StaticExchange:
+    """The exchange of one kind of batch with static shapes.
 
     Args:
-        sharded: whose batches they are.
-        one_hot: names of the batch's columns with one id a row.
-        hotness: ids of a row of each feature.
+        sharded: the collection.
+        one_hot: names of the one-hot columns.
+        hotness: number of ids in each row, by feature.
         size: B.
     """
 
@@ -105,22 +105,22 @@ class FixedRoute:
         refuse_capture(sharded.device, "a new kind of batch", fix="run an iteration with such a batch before")
         self.group: Group = sharded.group
         self.size, self.wire, self.output_dtype = size, sharded.wire_dtype, sharded.output_dtype
-        self.resolve = FixedResolver(
+        self.resolve = StaticKeyResolver(
             sharded.features, sharded.tables, one_hot, hotness, sharded.violations, sharded.device
         )
-        self.layout: FixedLayout = lay_out(
+        self.layout: StaticLayout = lay_out(
             self.group, sharded.pieces, self.resolve.columns, size, sharded.own, sharded.replicas, sharded.device
         )
         self._sums = [ReplicaSum(one.storage, self.group, self.wire) for one in self.layout.local]
         self._sharded = sharded
         self._kind = torch.int32
         self.peers: PeerExchange | None = None
-        """Through which recorded batches are exchanged; see `open_peers`."""
+        """The peer-memory exchange of captured batches; see `open_peers`."""
 
     def open_peers(self) -> str | None:
-        """Let recorded batches be exchanged through memory that all processes write to; returns why not.
+        """Use peer memory for captured batches; return the reason if that is impossible.
 
-        All processes call it together, after a batch.
+        Collective; call it after a batch.
         """
         if self.peers is not None:
             return None
@@ -144,8 +144,8 @@ class FixedRoute:
 
     # Ids ----------------------------------------------------------------------------------------------------
 
-    def ask(self, keys: Keys, *, ahead: bool = False) -> FixedAsked:
-        """Resolve this process's keys, and exchange ids; `ahead`: nothing but this is recorded, and needs no branch."""
+    def input_dist(self, keys: Keys, *, ahead: bool = False) -> StaticInput:
+        """Resolve the keys of the local batch and exchange ids; `ahead`: captured in a graph of its own."""
         peers = self._take_peers()
         if peers is not None:
             device = self._sharded.device
@@ -153,7 +153,7 @@ class FixedRoute:
                 found = self.resolve(keys)
                 factors, weights = self._factors(found.shares)
                 peers.send_ids(found.rows)
-            return FixedAsked(self, peers.ids, peers.local_ids, factors, weights, found.masks, peers=peers)
+            return StaticInput(self, peers.ids, peers.local_ids, factors, weights, found.masks, peers=peers)
         layout, size, n = self.layout, self.size, self.group.size
         found = self.resolve(keys)
         factors, weights = self._factors(found.shares)
@@ -166,19 +166,19 @@ class FixedRoute:
             blocks[:sent], [size * count for count in layout.counts[:n]], [size * mine] * n
         )
         local = torch.split(blocks[sent:], [size * count for count in layout.counts[n:]])
-        asked = self._split(taken().view(n * size, mine))
-        return FixedAsked(self, asked, tuple(one.view(size, -1) for one in local), factors, weights, found.masks)
+        inputs = self._split(taken().view(n * size, mine))
+        return StaticInput(self, inputs, tuple(one.view(size, -1) for one in local), factors, weights, found.masks)
 
     def _take_peers(self) -> PeerExchange | None:
-        """Return what a batch that is recorded is sent through: one of a recording, since its memory is there once."""
+        """Return the peer-memory exchange for a capture: its memory exists once, so one batch can use it."""
         peers = self.peers
-        if peers is None or peers.is_taken or not self._sharded.routes.uses_peers:
+        if peers is None or peers.is_taken or not self._sharded.exchanges.uses_peers:
             return None
         peers.is_taken = True
         return peers
 
     def _factors(self, shares: Mapping[str, Tensor]) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """Return what sums are multiplied by to become means."""
+        """Return the factors that turn sums into means."""
         layout = self.layout
         if not shares:
             return None, (None,) * len(layout.local)
@@ -193,34 +193,34 @@ class FixedRoute:
 
     # Vectors ------------------------------------------------------------------------------------------------
 
-    def begin(self, asked: FixedAsked, *, training: bool) -> None:
-        """Look up what all processes ask, and begin to send it back; what this batch asks of its own process too."""
-        if asked.begun is not None:
+    def begin(self, inputs: StaticInput, *, training: bool) -> None:
+        """Look up the ids that all ranks sent to this one, and start to send the vectors (output_dist)."""
+        if inputs.begun is not None:
             return
-        if asked.peers is None:
-            asked.begun = self._begin(*self._all_parts(asked), asked, training)
+        if inputs.peers is None:
+            inputs.begun = self._begin(*self._all_parts(inputs), inputs, training)
             return
         with branch(self._sharded.device, "exchange", priority=URGENT) as join:
-            asked.begun = self._begin_through(asked, *self._all_parts(asked), training, join)
+            inputs.begun = self._begin_peers(inputs, *self._all_parts(inputs), training, join)
 
-    def look_up(self, asked: FixedAsked, *, training: bool) -> Tensor:
-        """Return the output, (B, W); in training one whose gradient moves the tables."""
-        self.begin(asked, training=training)
+    def lookup(self, inputs: StaticInput, *, training: bool) -> Tensor:
+        """Return the output (B, W); in training its gradient updates the tables."""
+        self.begin(inputs, training=training)
         if not training:
-            return self.join(asked)
+            return self.output_dist(inputs)
         anchor = torch.empty(0, device=self._sharded.device, requires_grad=True)
-        out: Tensor = FixedLookup.apply(anchor, self, asked)  # type: ignore[no-untyped-call]
+        out: Tensor = StaticLookup.apply(anchor, self, inputs)  # type: ignore[no-untyped-call]
         return out
 
-    def _all_parts(self, asked: FixedAsked) -> tuple[list[Part], list[Part]]:
-        """Return what is looked up in this process's shards, and in replicated tables."""
-        own = self._parts(self.layout.own, asked.asked, [None] * len(self.layout.own))
-        return own, self._parts(self.layout.local, asked.local, asked.weights)
+    def _all_parts(self, inputs: StaticInput) -> tuple[list[Part], list[Part]]:
+        """Return the lookups in this rank's shards and in replicated tables."""
+        own = self._parts(self.layout.own, inputs.inputs, [None] * len(self.layout.own))
+        return own, self._parts(self.layout.local, inputs.local, inputs.weights)
 
-    def _split(self, asked: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, inputs: Tensor) -> tuple[Tensor, ...]:
         if len(self.layout.own) == 1:
-            return (asked,)
-        return tuple(asked[:, part.first : part.stop].contiguous() for part in self.layout.own)
+            return (inputs,)
+        return tuple(inputs[:, part.first : part.stop].contiguous() for part in self.layout.own)
 
     def _parts(
         self, parts: Sequence[StoragePart], rows: Sequence[Tensor], weights: Sequence[Tensor | None]
@@ -232,7 +232,7 @@ class FixedRoute:
         ]
 
     @torch.no_grad()
-    def _begin(self, own: list[Part], local: list[Part], asked: FixedAsked, training: bool) -> Begun:
+    def _begin(self, own: list[Part], local: list[Part], inputs: StaticInput, training: bool) -> LookupInFlight:
         group, layout, size = self.group, self.layout, self.size
         width, n = layout.widths[group.rank], group.size
         device = self._sharded.device
@@ -246,42 +246,42 @@ class FixedRoute:
         out, wide = self._output(self._dtype(device))
         for part, shape in zip(local, layout.local, strict=True):
             _gather(part, shape, out)
-        return Begun(own, local, taken, out, wide)
+        return LookupInFlight(own, local, taken, out, wide)
 
     def _output(self, dtype: torch.dtype) -> tuple[Tensor, WideRows | None]:
-        """Return memory for the output, (B, W), and the rows that it is columns of, where it has room beside it."""
+        """Return memory for the output (B, W), and the wider rows that it is columns of, if it has margins."""
         memory, wide = output_memory(Buffers(dtype), self._sharded.margins, self._sharded.width, self._sharded.device)
         return memory.take(self.size, self._sharded.width, self._sharded.device), wide
 
     def _prepare(self, own: list[Part], local: Sequence[Part] | None = None) -> None:
-        """Begin the part of the update that needs no gradients."""
+        """Start the part of the update that needs no gradients."""
         prepare(own, self.group.size * self.size, self.layout.widths[self.group.rank])
         if local is not None:
             for part, one in zip(local, self._sums, strict=True):
                 one.prepare(part)
 
     @torch.no_grad()
-    def _begin_through(
-        self, asked: FixedAsked, own: list[Part], local: list[Part], training: bool, join: Callable[[], None]
-    ) -> Begun:
-        """Begin a lookup whose vectors are written to the processes that asked."""
-        peers, device = asked.peers, self._sharded.device
+    def _begin_peers(
+        self, inputs: StaticInput, own: list[Part], local: list[Part], training: bool, join: Callable[[], None]
+    ) -> LookupInFlight:
+        """Start a lookup that writes vectors to the memory of the ranks that need them."""
+        peers, device = inputs.peers, self._sharded.device
         assert peers is not None
         dtype = self._dtype(device)
         direct = peers.is_direct and dtype == self.wire
         rows = [part.rows for part in own]
         out, wide = peers.output() if direct else self._output(dtype)
-        # The link holds up what goes to the others; this process's own lookups run beside it, and the sorts, too.
-        with branch(device, "at home") as done:
+        # Writes to other GPUs are bound by the link; local lookups and sorts overlap with them.
+        with branch(device, "local") as done:
             peers.keep_vectors(rows, direct=direct)
             for part, shape in zip(local, self.layout.local, strict=True):
                 _gather(part, shape, out)
         with branch(device, "vectors", is_open=True, priority=URGENT) as arrived:
             peers.send_vectors(rows, direct=direct)
         if training:
-            # One storage's rows are sorted beside the lookups, the others' where GPUs wait for each other's gradients:
-            # a sort that is still running when the lookups are through keeps the products behind them out.
-            asked.unsorted = own[1:]
+            # The rows of one storage are sorted during the lookups, the others during grad_dist: a sort that is still
+            # running when the lookups finish delays the matrix products that follow.
+            inputs.unsorted = own[1:]
             self._prepare(own[:1], local)
 
         def taken() -> Tensor | None:
@@ -289,47 +289,47 @@ class FixedRoute:
                 wait()
             return None if direct else peers.blocks
 
-        return Begun(own, local, taken, out, wide)
+        return LookupInFlight(own, local, taken, out, wide)
 
     @torch.no_grad()
-    def join(self, asked: FixedAsked) -> Tensor:
-        """Put the output together."""
-        assert asked.begun is not None
-        begun = asked.begun
+    def output_dist(self, inputs: StaticInput) -> Tensor:
+        """Wait for the vectors of other ranks and assemble the output."""
+        assert inputs.begun is not None
+        begun = inputs.begun
         taken = begun.taken()
         if taken is not None:
-            join_blocks(taken, self.layout.segments, begun.out, asked.factors)
-        asked.begun, asked.wide = None, begun.wide
+            join_blocks(taken, self.layout.segments, begun.out, inputs.factors)
+        inputs.begun, inputs.wide = None, begun.wide
         return begun.out
 
     def _dtype(self, device: torch.device) -> torch.dtype:
-        """Return the output's type: under autocast on a GPU that of matrix products, which would round it to that."""
+        """Return the output's type: under autocast on a GPU the type of matrix products."""
         fits = self.output_dtype == torch.float32 and not self._sharded.width % 8
         if fits and device.type == "cuda" and torch.is_autocast_enabled("cuda"):
             return torch.get_autocast_dtype("cuda")
         return self.output_dtype
 
     @torch.no_grad()
-    def give_back(self, own: Sequence[Part], local: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> None:
-        """Begin to send gradients to the shards and to sum those of replicated tables; a step waits for them.
+    def grad_dist(self, own: Sequence[Part], local: Sequence[Part], inputs: StaticInput, gradient: Tensor) -> None:
+        """Start to send gradients to the shards and to sum those of replicated tables; the step waits for both.
 
         Args:
-            own, local, asked: of the lookup.
-            gradient: of the output, (B, W), of whole rows.
+            own, local, inputs: of the lookup.
+            gradient: of the output, (B, W), rows contiguous.
         """
-        give = self._give if asked.peers is None else self._give_through
-        finish = give(own, asked, gradient)
-        # Autograd goes on with the layers whose outputs stand beside the embeddings: they need not wait for these sums.
+        start = self._grad_dist_collective if inputs.peers is None else self._grad_dist_peers
+        finish = start(own, inputs, gradient)
+        # Autograd continues with the layers that produced the other inputs: they do not wait for these sums.
         with branch(self._sharded.device, "replicas", [gradient]):
             sums = [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)]
         self._sharded.wait_for(finish, sums)
 
-    def _give(self, own: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> Callable[[], None]:
-        """Begin to send gradients to the shards; the function that is returned waits for those that come."""
+    def _grad_dist_collective(self, own: Sequence[Part], inputs: StaticInput, gradient: Tensor) -> Callable[[], None]:
+        """Start to send gradients to the shards; the returned function waits for the received ones."""
         group, layout, size = self.group, self.layout, self.size
         width, n = layout.widths[group.rank], group.size
         sent = torch.empty(size * sum(layout.widths), dtype=self.wire, device=gradient.device)
-        cut_blocks(gradient, layout.segments, sent, asked.factors)
+        cut_blocks(gradient, layout.segments, sent, inputs.factors)
         splits = [size * one for one in layout.widths]
         taken = group.start_all_to_all(sent, splits, [size * width] * n)
 
@@ -340,13 +340,13 @@ class FixedRoute:
 
         return finish
 
-    def _give_through(self, own: Sequence[Part], asked: FixedAsked, gradient: Tensor) -> Callable[[], None]:
-        """Do so by writing to the memory of the shards' processes."""
-        peers, reads = asked.peers, [gradient, asked.factors]
+    def _grad_dist_peers(self, own: Sequence[Part], inputs: StaticInput, gradient: Tensor) -> Callable[[], None]:
+        """The same by writing to the memory of the ranks that hold the shards."""
+        peers, reads = inputs.peers, [gradient, inputs.factors]
         assert peers is not None
-        self._prepare(asked.unsorted)
+        self._prepare(inputs.unsorted)
         with branch(gradient.device, "gradients", is_open=True, priority=URGENT) as join:
-            peers.send_gradients(gradient, asked.factors)
+            peers.send_gradients(gradient, inputs.factors)
 
         def finish() -> None:
             join()
@@ -357,23 +357,23 @@ class FixedRoute:
         return finish
 
 
-class FixedLookup(torch.autograd.Function):
+class StaticLookup(torch.autograd.Function):
     """The exchange as autograd sees it; `anchor` is an empty tensor that requires grad."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, route: FixedRoute, asked: FixedAsked) -> Tensor:
-        """Return the output, and keep what was asked."""
-        assert asked.begun is not None
-        ctx.what = (route, asked.begun.own, asked.begun.local, asked)
-        return route.join(asked)
+    def forward(ctx: Any, anchor: Tensor, route: StaticExchange, inputs: StaticInput) -> Tensor:
+        """Return the output and keep what backward needs."""
+        assert inputs.begun is not None
+        ctx.what = (route, inputs.begun.own, inputs.begun.local, inputs)
+        return route.output_dist(inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Hand gradients to the storages that have the rows."""
-        route, own, local, asked = ctx.what
-        [gradient] = gradients  # of a concatenation it is columns of the whole, which need no copy
-        route.give_back(own, local, asked, gradient if has_whole_rows(gradient) else gradient.contiguous())
+        route, own, local, inputs = ctx.what
+        [gradient] = gradients  # of a concatenation: columns of wider rows, which need no copy
+        route.grad_dist(own, local, inputs, gradient if has_whole_rows(gradient) else gradient.contiguous())
         return None, None, None
 
 

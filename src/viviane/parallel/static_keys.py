@@ -22,7 +22,7 @@ from viviane.parallel.plan import AnyTable
 
 
 @dataclass(frozen=True)
-class FixedRows:
+class StaticRows:
     """A batch's keys as rows of whole tables.
 
     Args:
@@ -100,7 +100,7 @@ class UnevenBag(Violation):
         )  # fmt: skip
 
 
-class FixedResolver:
+class StaticKeyResolver:
     """Applies the tables' policies to the keys of one kind of batch.
 
     Args:
@@ -141,7 +141,7 @@ class FixedResolver:
         columns = None if self._bags or self._all else picked
         self._map = RowMap(owners, settings, [0] * len(owners), self.null_row, violations, device, columns)
 
-    def __call__(self, keys: Keys) -> FixedRows:
+    def __call__(self, keys: Keys) -> StaticRows:
         """Resolve a batch."""
         rows = self._map(self._matrix(keys), origin=keys.origin)
         if self._bags:
@@ -155,7 +155,7 @@ class FixedResolver:
             elif self.is_mean(name):
                 count = (rows[:, span.start : span.stop] != self.null_row).sum(1, keepdim=True).float()
                 shares[name] = count.reciprocal().masked_fill(count == 0, 0.0)
-        return FixedRows(rows, masks, shares)
+        return StaticRows(rows, masks, shares)
 
     def is_mean(self, name: str) -> bool:
         """Whether a feature's vectors are summed and divided by their number."""

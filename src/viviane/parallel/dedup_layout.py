@@ -1,7 +1,7 @@
-"""Where the rows of tables of one width are, as one run of addresses, and a batch's lookups as such addresses.
+"""A global row address space for tables of one width, and the lookups of a batch as addresses in it.
 
-Address 0 is no row; from 1 on come the rows of all processes' storages, rank by rank. Shapes: B rows of the batch, S
-single lookups in a row, N entries of bags, L vectors in a row of the output, U distinct rows.
+Address 0 is no row; rows of all ranks' storages follow from 1, ordered by rank. Shapes: B rows of the batch, S one-hot
+lookups in a row, N entries of bags, L vectors in a row of the output, U distinct rows.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from viviane.embedding import EmbeddingCollection, Storage
-from viviane.parallel.fixed_layout import Home, homes
+from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.group import Group
-from viviane.parallel.keys import KeyResolver, PieceRows, Resolved
-from viviane.parallel.layout import Piece
+from viviane.parallel.keys import KeyResolver, Resolved, ShardRows
+from viviane.parallel.static_layout import RowLocation, row_locations
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A storage of a process: its rows have the addresses start <= a < start + num_rows."""
+    """A storage of a rank: its rows have the addresses start <= a < start + num_rows."""
 
     rank: int
     storage: int
@@ -31,12 +31,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Lookups:
-    """What one batch looks up among U rows, by their numbers from 1; 0 is no row.
+    """The lookups of one batch, as indices from 1 into its U distinct rows; 0 is no row.
 
     Args:
         singles: (B, S).
         single_columns: S columns of the output.
-        bags: (N,), the bags of one vector after those of the other.
+        bags: (N,), the bags of one output vector after those of another.
         offsets: (number of bag columns * B + 1,).
         weights: (N,), or None.
         bag_columns: columns of the output.
@@ -50,14 +50,14 @@ class Lookups:
     bag_columns: tuple[int, ...]
 
     def tensors(self) -> list[Tensor]:
-        """Return all of them."""
+        """Return all tensors."""
         weights = [] if self.weights is None else [self.weights]
         return [self.singles, self.bags, self.offsets, *weights]
 
 
 @dataclass(frozen=True)
-class Distinct:
-    """The distinct rows of a batch's lookups: their addresses, (U,), how many are in each slot, and the lookups."""
+class DedupRows:
+    """The distinct rows of a batch: addresses (U,), their number in each slot, and the lookups as indices."""
 
     addresses: Tensor
     counts: Tensor
@@ -65,13 +65,13 @@ class Distinct:
 
 
 class Width:
-    """The lookups of one kind of batch in tables, or parts of tables, of one width.
+    """The lookups of one kind of batch in tables, or shards of tables, of one width.
 
     Args:
         dim: D.
-        pieces: of that width that are not replicated.
-        places: where each one's rows are.
-        slots: the storages of that width, rank by rank.
+        pieces: feature shards of that width that are not replicated.
+        places: storage and first row of each.
+        slots: the storages of that width, ordered by rank.
         resolver: of the batch's keys.
         device: of the keys.
     """
@@ -79,8 +79,8 @@ class Width:
     def __init__(
         self,
         dim: int,
-        pieces: Sequence[Piece],
-        places: Sequence[Home],
+        pieces: Sequence[FeatureShard],
+        places: Sequence[RowLocation],
         slots: Sequence[Slot],
         resolver: KeyResolver,
         device: torch.device,
@@ -106,8 +106,8 @@ class Width:
         end = slots[-1].start + slots[-1].num_rows
         self._bounds = torch.tensor([*(slot.start for slot in slots), end], dtype=torch.int64, device=device)
 
-    def distinct(self, found: Resolved) -> Distinct:
-        """Return the distinct rows that a batch's keys ask for."""
+    def dedup(self, found: Resolved) -> DedupRows:
+        """Return the distinct rows of a batch."""
         size = found.singles.shape[0]
         singles = found.singles.new_empty(size, 0, dtype=torch.int64)
         if self._singles is not None:
@@ -135,27 +135,27 @@ class Width:
             places[1 : 1 + singles.numel()].view_as(singles), () if self._singles is None else self._singles.columns,
             places[1 + singles.numel() :], torch.cat(offsets), torch.cat(weights) if weights else None, tuple(columns),
         )  # fmt: skip
-        return Distinct(distinct[1:], counts, lookups)
+        return DedupRows(distinct[1:], counts, lookups)
 
-    def rows_of(self, distinct: Distinct) -> Tensor:
-        """Return the addresses as rows of the storages that they are in."""
+    def rows_of(self, distinct: DedupRows) -> Tensor:
+        """Convert addresses to row numbers of their storages."""
         count = len(distinct.addresses)
         return distinct.addresses - torch.repeat_interleave(self._starts, distinct.counts, output_size=count)
 
 
 class _Addresses:
-    """Turns rows of whole tables into addresses; pieces of one column, which share its rows out, give one.
+    """Converts rows of whole tables to addresses; feature shards with the same output column give one address.
 
     Args:
-        pieces: in the order of their columns of ids.
-        firsts: the address of each piece's row 0.
+        pieces: feature shards in the order of their id columns.
+        firsts: the address of row 0 of each feature shard.
         device: of the rows.
     """
 
-    def __init__(self, pieces: Sequence[Piece], firsts: dict[Piece, int], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[FeatureShard], firsts: dict[FeatureShard, int], device: torch.device) -> None:
         self.num_pieces = len(pieces)
         self.columns = tuple(dict.fromkeys(piece.column for piece in pieces))
-        self._rows = PieceRows(pieces, device)
+        self._rows = ShardRows(pieces, device)
         self._firsts = torch.tensor([firsts[piece] for piece in pieces], dtype=torch.int64, device=device)
         lanes = [self.columns.index(piece.column) for piece in pieces]
         self._lanes = None
@@ -168,13 +168,13 @@ class _Addresses:
         found = (own + self._firsts).masked_fill(own < 0, 0)
         if self._lanes is None:
             return found
-        # One of a column's pieces has the row; the others add nothing.
+        # One shard of a column holds the row; the others contribute 0.
         return found.new_zeros(len(found), len(self.columns)).index_add_(1, self._lanes, found)
 
 
 def lay_out_widths(
     group: Group,
-    pieces: Sequence[Piece],
+    pieces: Sequence[FeatureShard],
     resolver: KeyResolver,
     own: EmbeddingCollection | None,
     device: torch.device,
@@ -190,9 +190,11 @@ def lay_out_widths(
     by_rank = [[piece for piece in pieces if piece.shard.rank == rank] for rank in range(group.size)]
     storages = [] if own is None else own.all_storages()
     sizes = [[i, one.null_row, one.dim] for i, one in enumerate(storages) if isinstance(one, Storage)]
-    told = group.gather_data([[[h.storage, h.base, h.null_row] for h in homes(by_rank[group.rank], own)], sizes])
+    told = group.gather_data(
+        [[[h.storage, h.base, h.null_row] for h in row_locations(by_rank[group.rank], own)], sizes]
+    )
     places = {
-        piece: Home(*one) for own, told_of in zip(by_rank, told, strict=True)
+        piece: RowLocation(*one) for own, told_of in zip(by_rank, told, strict=True)
         for piece, one in zip(own, told_of[0], strict=True)
     }  # fmt: skip
     widths = []

@@ -1,4 +1,4 @@
-"""The way of one kind of batch whose sizes may vary: what is asked of which process, and what of this one."""
+"""The exchange of batches with dynamic shapes: sizes are exchanged before the ids."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 from viviane.batch import Bag, Batch, Layout
 from viviane.core.errors import DataError
 from viviane.parallel.exchange import exchange_bags, exchange_singles
+from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.group import Group
-from viviane.parallel.keys import KeyResolver, PieceRows, Resolved
-from viviane.parallel.layout import Piece
+from viviane.parallel.keys import KeyResolver, Resolved, ShardRows
 
 
 @dataclass
-class Asked:
-    """What was asked of this process, and what its own batch still needs.
+class JaggedInput:
+    """The result of input_dist: the lookups of this rank's shards, and the rest of its local batch.
 
     Args:
-        asked: of all batches, one after another, of this process's shards.
-        local: of its own batch, of replicated tables.
-        sizes: rows of every process's batch.
+        inputs: ids for this rank's shards, of all local batches one after another.
+        local: ids of the local batch for replicated tables.
+        sizes: rows of every rank's local batch.
         scales, masks: of "concat" features.
-        ready: of the stream that made it; None: the current one.
+        ready: an event on the stream that computed it; None: the current stream.
     """
 
-    asked: Batch
+    inputs: Batch
     local: Batch
     sizes: list[int]
     scales: Mapping[str, Tensor]
@@ -36,8 +36,8 @@ class Asked:
     ready: torch.cuda.Event | None = None
 
     def take(self, device: torch.device) -> None:
-        """Let the current stream wait for what another one made, and hold it for this one."""
-        batches = (self.asked, self.local)
+        """Let the current stream wait for the stream that computed it, and keep its memory for the current stream."""
+        batches = (self.inputs, self.local)
         tensors = [one for batch in batches for bag in batch.bags.values() for one in (bag.values, bag.offsets)]
         tensors += [bag.weights for batch in batches for bag in batch.bags.values() if bag.weights is not None]
         tensors += [batch.one_hot for batch in batches] + [*self.scales.values(), *self.masks.values()]
@@ -46,7 +46,7 @@ class Asked:
 
 
 def take_over(ready: torch.cuda.Event | None, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Let the current stream wait for an event, and tensors live until it is done with them."""
+    """Let the current stream wait for an event, and keep tensors alive until it has finished with them."""
     if ready is None:
         return
     stream = torch.cuda.current_stream(device)
@@ -56,15 +56,15 @@ def take_over(ready: torch.cuda.Event | None, tensors: Sequence[Tensor], device:
 
 
 def exchange_sizes(group: Group, features: Sequence[str], size: int, found: Resolved) -> list[int]:
-    """Return the rows of every process's batch, after all agreed on the kind of batch.
+    """Return the local batch size of every rank, after a check that all batches have the same columns.
 
     Args:
         features: their names, in order.
-        size: rows of this process's batch.
-        found: its keys.
+        size: rows of the local batch.
+        found: its resolved keys.
 
     Raises:
-        DataError: the processes' batches differ in which columns are bags or have weights.
+        DataError: the local batches differ in which columns are bags or have weights.
     """
     kind = 0
     for i, name in enumerate(features):
@@ -74,19 +74,21 @@ def exchange_sizes(group: Group, features: Sequence[str], size: int, found: Reso
     every = group.gather_numbers(numbers)
     if any(one[1:] != numbers[1:] for one in every):
         raise DataError(
-            "the processes' batches are of different kinds",
+            "the local batches of the processes have different columns",
             fix="give every process the same columns: ids, bags, and weights or none",
         )
     return [one[0] for one in every]
 
 
-class Route:
-    """The way of one kind of batch: which pieces look up single ids, which bags, and on which process."""
+class JaggedExchange:
+    """The exchange of one kind of batch: its feature shards with one-hot ids and with bags, by rank."""
 
-    def __init__(self, resolver: KeyResolver, pieces: Sequence[Piece], group: Group, device: torch.device) -> None:
+    def __init__(
+        self, resolver: KeyResolver, pieces: Sequence[FeatureShard], group: Group, device: torch.device
+    ) -> None:
         self.resolve = resolver
 
-        def is_single(piece: Piece) -> bool:
+        def is_single(piece: FeatureShard) -> bool:
             return (piece.feature.name, piece.place) in resolver.singles
 
         by_rank = [[p for p in pieces if p.shard.rank == rank] for rank in range(group.size)]
@@ -95,11 +97,11 @@ class Route:
         here = [p for p in pieces if p.shard.rank is None]
         self._local_singles = Singles([[p for p in here if is_single(p)]], resolver, device)
         self._local_bags = [p for p in here if not is_single(p)]
-        self._rows = {p: PieceRows([p], device) for own in [*self._bags, self._local_bags] for p in own}
+        self._rows = {p: ShardRows([p], device) for own in [*self._bags, self._local_bags] for p in own}
         self._rank = group.rank
 
     def exchange(self, group: Group, found: Resolved, sizes: Sequence[int], hotness: Mapping[str, int]) -> Batch:
-        """Return what all batches ask of this process, as one batch of its pieces; hotness where it is fixed."""
+        """Return the ids of all local batches for this rank's shards, as one batch."""
         rows = exchange_singles(group, self._singles.rows(found.singles), self._singles.counts, sizes)
         pieces = [piece for own in self._bags for piece in own]
         bags = [self._bag(piece, found) for piece in pieces]
@@ -110,34 +112,36 @@ class Route:
         return _batch(self._singles.pieces[self._rank], rows, self._bags[self._rank], taken)
 
     def local(self, found: Resolved) -> Batch:
-        """Return what this batch asks of replicated tables."""
+        """Return the ids of the local batch for replicated tables."""
         bags = [self._bag(piece, found) for piece in self._local_bags]
         return _batch(self._local_singles.pieces[0], self._local_singles.rows(found.singles), self._local_bags, bags)
 
-    def _bag(self, piece: Piece, found: Resolved) -> Bag:
+    def _bag(self, piece: FeatureShard, found: Resolved) -> Bag:
         bag = found.bags[piece.feature.name]
         return Bag(self._rows[piece](bag.values, 0), bag.offsets, bag.weights)
 
 
 class Singles:
-    """Pieces that look one id a row up, by process."""
+    """Feature shards with one id in each row, by rank."""
 
-    def __init__(self, pieces: Sequence[Sequence[Piece]], resolver: KeyResolver, device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[Sequence[FeatureShard]], resolver: KeyResolver, device: torch.device) -> None:
         self.pieces = pieces
         self.counts = [len(own) for own in pieces]
         every = [piece for own in pieces for piece in own]
         columns = [resolver.singles[piece.feature.name, piece.place] for piece in every]
         self._columns = torch.tensor(columns, dtype=torch.int64, device=device)
-        self._rows = PieceRows(every, device) if every else None
+        self._rows = ShardRows(every, device) if every else None
 
     def rows(self, singles: Tensor) -> Tensor:
-        """Return the pieces' rows of a batch, (B, P)."""
+        """Return the row numbers of a batch for each feature shard, (B, P)."""
         if self._rows is None:
             return singles[:, :0]
         return self._rows(singles.index_select(1, self._columns))
 
 
-def _batch(singles: Sequence[Piece], rows: Tensor, bag_pieces: Sequence[Piece], bags: Sequence[Bag]) -> Batch:
+def _batch(
+    singles: Sequence[FeatureShard], rows: Tensor, bag_pieces: Sequence[FeatureShard], bags: Sequence[Bag]
+) -> Batch:
     names, bag_names = tuple(p.name for p in singles), tuple(p.name for p in bag_pieces)
     nothing = torch.empty(rows.shape[0], 0, device=rows.device)
     return Batch(

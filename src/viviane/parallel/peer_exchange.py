@@ -1,14 +1,14 @@
-"""The exchange of batches of fixed shapes through memory that all processes write to.
+"""The exchange of static batches through peer memory: kernels write directly where another rank reads.
 
-The kernels of `viviane.parallel.fixed` write blocks where the process that needs them reads them: ids into the memory
-of the rows' owners, vectors into that of the process whose batch asked, gradients into that of the owners again. Where
-every column of the output comes from one process and is not multiplied, vectors go to their place in the output itself.
+Ids are written to the memory of the ranks that hold the rows, vectors to the memory of the ranks whose batches need
+them, gradients to the ranks that hold the rows. If every output column comes from one rank and needs no factor, vectors
+are written directly into the output.
 
-Nobody writes what another still reads. Ids of a step may be written beside the update of the step before: before they
-are, all processes wait for each other, which have run backward of that step then and sorted its ids. Vectors are
-written when all ids are there; what layers keep of the output for backward, such as a concatenation made in the room
-beside it, lies in this memory too, and that backward is through. Gradients are written after a wait for vectors, to
-which a process comes in its next step, when its update has read those of the step before.
+No rank overwrites memory that another may still read. Ids of a step may be written during the update of the step
+before: a barrier comes first, at which every rank has run that step's backward and sorted its ids. Vectors are written
+when all ids have arrived; tensors that layers keep for backward, such as a concatenation in the margins of the output,
+are in this memory too, and that backward has finished. Gradients are written after the barrier of vectors, which a rank
+reaches only after its update has read the gradients of the step before.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import Tensor
 from viviane.embedding.wide_rows import Margins, WideRows
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import Columns, Segment, Segments, Source, cut_blocks, pack_rows, pool_columns
-from viviane.parallel.fixed_layout import FixedLayout
 from viviane.parallel.peers import SymmetricMemory, rounded
+from viviane.parallel.static_layout import StaticLayout
 
 _THROUGH, _IDS, _VECTORS, _GRADIENTS = range(4)  # channels of barriers
 
 
 @dataclass(frozen=True)
 class Regions:
-    """Where ids, vectors and gradients begin in every process's piece, in bytes, and how long a piece is."""
+    """Byte offsets of ids, vectors and gradients in every rank's block of symmetric memory, and the size of a block."""
 
     ids: int
     vectors: int
@@ -40,9 +40,9 @@ class Regions:
 
     @classmethod
     def of(
-        cls, layout: FixedLayout, num_ranks: int, size: int, width: int, wire: torch.dtype, margins: Margins | None
+        cls, layout: StaticLayout, num_ranks: int, size: int, width: int, wire: torch.dtype, margins: Margins | None
     ) -> Regions:
-        """Lay out the memory of a kind of batch.
+        """Lay out the memory for one kind of batch.
 
         Args:
             layout: of the batch.
@@ -61,8 +61,8 @@ class Regions:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A process's piece, from byte `start` on, as the memory of an output."""
+class _OutputBlock:
+    """A rank's block from byte `start` on, as memory of the output."""
 
     memory: SymmetricMemory
     rank: int
@@ -70,34 +70,34 @@ class _Piece:
     dtype: torch.dtype
 
     def take(self, size: int, width: int, _: torch.device) -> Tensor:
-        """Return the same matrix at every call."""
+        """Return the same matrix in every call."""
         return self.memory.view(self.rank, self.start, (size, width), self.dtype)
 
 
 class PeerExchange:
-    """Sends what a kind of batch exchanges, by writing it where it is read.
+    """Writes ids, vectors and gradients of one kind of batch into the memory of the ranks that read them.
 
     Args:
-        memory: as long as `regions` says.
-        regions: of the layout.
+        memory: symmetric memory of at least `regions.size` bytes.
+        regions: its layout.
         layout: of the batch.
         rank: of this process.
         size: B.
         width: W.
         wire: type of vectors and gradients.
-        margins: columns beside the output; None: it has no room.
-        is_multiplied: whether sums become means, so that the output is more than what was looked up.
+        margins: columns beside the output; None: there are none.
+        is_multiplied: whether factors turn sums into means.
 
     Attributes:
-        is_direct: whether vectors can be written to their place in the output.
-        is_taken: whether a lookup that is being recorded uses it.
+        is_direct: whether vectors can be written directly into the output.
+        is_taken: whether a lookup of the current capture uses it.
     """
 
     def __init__(
         self,
         memory: SymmetricMemory,
         regions: Regions,
-        layout: FixedLayout,
+        layout: StaticLayout,
         rank: int,
         size: int,
         width: int,
@@ -128,7 +128,7 @@ class PeerExchange:
         self._theirs = [memory.view(q, regions.vectors + before, (size, widths[rank]), wire) for q in ranks]
 
     def _matrices(self, start: int, size: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return matrices (size, C) of ids, one after another in this process's piece."""
+        """Return consecutive matrices (size, C) of ids in this rank's block."""
         kind, found = self.layout.dtype, []
         for count in counts:
             found.append(self.memory.view(self.rank, start, (size, count), kind))
@@ -136,19 +136,19 @@ class PeerExchange:
         return tuple(found)
 
     def output(self) -> tuple[Tensor, WideRows | None]:
-        """Return the output, (B, W), where `is_direct`, and the rows that it is columns of, where it has room.
+        """Return the output (B, W) if `is_direct`, and the wider rows that it is columns of, if it has margins.
 
-        New tensors each time: autograd marks them as its own.
+        Tensors are new in every call, since autograd modifies their metadata.
         """
         return self._output(self.rank)
 
     def _output(self, rank: int) -> tuple[Tensor, WideRows | None]:
-        memory = _Piece(self.memory, rank, self._start, self.wire)
+        memory = _OutputBlock(self.memory, rank, self._start, self.wire)
         wide = None if self._margins is None else WideRows(memory, self._margins)
         return (wide or memory).take(self.size, self._width, self.device), wide
 
     def _lines(self, regions: Regions) -> list[list[int]]:
-        """Return how ids go into the owners' memory, a matrix for each storage; those of replicas into this one's."""
+        """Return the target of each id column in the memory of the rank that holds its rows, or here for replicas."""
         layout, n, size, kind = self.layout, self.num_ranks, self.size, self.layout.dtype
         lines: list[list[int]] = []
 
@@ -168,7 +168,7 @@ class PeerExchange:
         return lines
 
     def _cuts(self, regions: Regions) -> list[Segment]:
-        """Return how the gradient of the output goes into the owners' memory."""
+        """Return the target of each segment of the output's gradient in the memory of the rank that holds its rows."""
         widths = self.layout.widths
         starts = list(accumulate((self.size * width for width in widths), initial=0))
 
@@ -180,49 +180,51 @@ class PeerExchange:
         return [replace(one, sources=tuple(map(moved, one.sources))) for one in self.layout.segments.items]
 
     def send_ids(self, rows: Tensor) -> None:
-        """Write this process's rows of whole tables, (B, C), as rows of parts to their owners, and wait for theirs."""
+        """Write row numbers of the local batch (B, C) to the ranks that hold the rows, and wait for all ranks."""
         self.memory.barrier(_THROUGH)
         pack_rows(rows, self._columns, self.memory.base(self.layout.dtype))
         self.memory.barrier(_IDS)
 
-    def send_vectors(self, asked: Sequence[Tensor], *, direct: bool) -> None:
-        """Look up what the other processes ask and write it to them; the current stream waits for theirs.
+    def send_vectors(self, inputs: Sequence[Tensor], *, direct: bool) -> None:
+        """Look up the ids of the other ranks and write the vectors to them; the stream waits for their vectors.
 
         Args:
-            asked: (G, C) of each storage.
-            direct: whether vectors go to their place in the output.
+            inputs: (G, C) of each storage.
+            direct: whether vectors are written directly into the output.
         """
-        for step in range(1, self.num_ranks):  # each begins with another, so that nobody is written to by all at once
-            self._look_up(asked, (self.rank + step) % self.num_ranks, direct)
+        for step in range(
+            1, self.num_ranks
+        ):  # ranks start with different targets, so that no link carries all writes at once
+            self._lookup(inputs, (self.rank + step) % self.num_ranks, direct)
         self.memory.barrier(_VECTORS)
 
-    def keep_vectors(self, asked: Sequence[Tensor], *, direct: bool) -> None:
-        """Look up what this process asks of itself."""
-        self._look_up(asked, self.rank, direct)
+    def keep_vectors(self, inputs: Sequence[Tensor], *, direct: bool) -> None:
+        """Look up the ids that this rank sent to itself."""
+        self._lookup(inputs, self.rank, direct)
 
-    def _look_up(self, asked: Sequence[Tensor], rank: int, direct: bool) -> None:
+    def _lookup(self, inputs: Sequence[Tensor], rank: int, direct: bool) -> None:
         out = self._outputs[rank] if direct else self._theirs[rank]
-        for shape, rows in zip(self.layout.direct if direct else self.layout.own, asked, strict=True):
+        for shape, rows in zip(self.layout.direct if direct else self.layout.own, inputs, strict=True):
             some = rows[rank * self.size : (rank + 1) * self.size]
             if not some.numel():
                 continue
             if shape.is_single:
                 gather_rows(shape.storage.weight, some, out, shape.targets, aside=rank != self.rank)
-            else:  # the sums read many times what they write: they are not held up by the link
+            else:  # pooling reads many times what it writes: it is not bound by the link
                 pool_columns(shape.storage.weight, some, shape.pieces, out)
 
     def send_gradients(self, gradient: Tensor, factors: Tensor | None) -> None:
-        """Write the gradient of the output, (B, W), to the owners of its columns, and wait for theirs."""
+        """Write the gradient of the output (B, W) to the ranks that hold the rows, and wait for all ranks."""
         cut_blocks(gradient, self._segments, self.memory.base(self.wire), factors, aside=True)
         self.memory.barrier(_GRADIENTS)
 
     def rehearse(self, num_columns: int, kind: torch.dtype, factors: Tensor | None) -> None:
-        """Run everything once on first rows, so that kernels are there when a graph is recorded; all call it together.
+        """Run everything once, so that kernels are compiled before a capture. Collective.
 
         Args:
             num_columns: C.
             kind: type of rows of whole tables.
-            factors: as a batch's have them.
+            factors: as of a batch.
         """
         self.send_ids(torch.zeros(self.size, num_columns, dtype=kind, device=self.device))
         first = [torch.zeros_like(one) for one in self.ids]

@@ -13,12 +13,12 @@ import torch
 
 from viviane.embedding import EmbeddingCollection, Storage
 from viviane.ops.wire_blocks import Columns, PooledPiece, Segment, Segments, Source
+from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.group import Group
-from viviane.parallel.layout import Piece
 
 
 @dataclass(frozen=True)
-class Home:
+class RowLocation:
     """Where a piece's rows are in the collection that has them: the storage's number, its first row, its zero row."""
 
     storage: int
@@ -32,7 +32,7 @@ class StoragePart:
 
     Args:
         storage: where.
-        first, stop: its columns among all that are asked of this process.
+        first, stop: its columns among all that are inputs of this process.
         pieces: their columns, from 0, and their place in the vectors.
         targets: for each column, where its vector goes; those of one piece go to one place.
         owners: for each column, its feature.
@@ -54,7 +54,7 @@ class StoragePart:
 
 
 @dataclass(frozen=True)
-class FixedLayout:
+class StaticLayout:
     """A kind of batch, worked out once.
 
     Args:
@@ -65,7 +65,7 @@ class FixedLayout:
         segments: how blocks of vectors become the output.
         owners: for each segment, its feature.
         own: storages of this process's shards.
-        direct: the same, with vectors at their place in the output of the process that asked.
+        direct: the same, with vectors at their place in the output of the process that inputs.
         local: storages of replicated tables; their vectors go straight into the output.
         dtype: of ids on the wire.
     """
@@ -82,26 +82,26 @@ class FixedLayout:
     dtype: torch.dtype
 
 
-def homes(pieces: Sequence[Piece], part: EmbeddingCollection | None) -> list[Home]:
+def row_locations(pieces: Sequence[FeatureShard], part: EmbeddingCollection | None) -> list[RowLocation]:
     """Return where the rows of a process's pieces are."""
     found = []
     for piece in pieces:
         assert part is not None
         for i, storage in enumerate(part.all_storages()):
             if isinstance(storage, Storage) and piece.shard.table in storage.bases:
-                found.append(Home(i, storage.bases[piece.shard.table], storage.null_row))
+                found.append(RowLocation(i, storage.bases[piece.shard.table], storage.null_row))
     return found
 
 
 def lay_out(
     group: Group,
-    pieces: Sequence[Piece],
+    pieces: Sequence[FeatureShard],
     ids: Mapping[str, range],
     size: int,
     own: EmbeddingCollection | None,
     replicas: EmbeddingCollection | None,
     device: torch.device,
-) -> FixedLayout:
+) -> StaticLayout:
     """Work a kind of batch out; all processes call it together.
 
     Args:
@@ -112,9 +112,9 @@ def lay_out(
     """
     by_rank = [[p for p in pieces if p.shard.rank == rank] for rank in range(group.size)]
     here = [p for p in pieces if p.shard.rank is None]
-    told = group.gather_data([[h.storage, h.base, h.null_row] for h in homes(by_rank[group.rank], own)])
-    where = [[Home(*one) for one in every] for every in told]
-    at_home = homes(here, replicas)
+    told = group.gather_data([[h.storage, h.base, h.null_row] for h in row_locations(by_rank[group.rank], own)])
+    where = [[RowLocation(*one) for one in every] for every in told]
+    at_home = row_locations(here, replicas)
     lines: list[list[int]] = []
     counts: list[int] = []
     mine: tuple[StoragePart, ...] = ()
@@ -125,9 +125,9 @@ def lay_out(
         counts.append(parts[-1][2] if parts else 0)
         lengths.append(tuple(stop - first for _, first, stop in parts))
         if rank == group.rank and own is not None:
-            asked, places = by_rank[rank], where[rank]
-            mine = tuple(_part(own, asked, places, one, ids, _starts(asked)) for one in parts)
-            direct = tuple(_part(own, asked, places, one, ids, [piece.column for piece in asked]) for one in parts)
+            inputs, places = by_rank[rank], where[rank]
+            mine = tuple(_part(own, inputs, places, one, ids, _starts(inputs)) for one in parts)
+            direct = tuple(_part(own, inputs, places, one, ids, [piece.column for piece in inputs]) for one in parts)
     local = []
     for number in sorted({one.storage for one in at_home}):
         chosen = [i for i, one in enumerate(at_home) if one.storage == number]
@@ -139,13 +139,13 @@ def lay_out(
     widths = [sum(piece.shard.dim for piece in one) for one in by_rank]
     items, owners = _segments(by_rank, widths, size, {piece.column for piece in here})
     biggest = max([one.null_row for every in [*where, at_home] for one in every], default=0)
-    return FixedLayout(
+    return StaticLayout(
         tuple(counts), tuple(widths), Columns(lines, device), tuple(lengths), Segments(items, device), owners, mine,
         direct, tuple(local), torch.int32 if biggest + 2 < 2**31 else torch.int64,
     )  # fmt: skip
 
 
-def _starts(pieces: Sequence[Piece]) -> list[int]:
+def _starts(pieces: Sequence[FeatureShard]) -> list[int]:
     """Return where each piece's vector begins among those of its process."""
     found, start = [], 0
     for piece in pieces:
@@ -154,7 +154,7 @@ def _starts(pieces: Sequence[Piece]) -> list[int]:
     return found
 
 
-def _columns_of(piece: Piece, ids: Mapping[str, range]) -> list[int | None]:
+def _columns_of(piece: FeatureShard, ids: Mapping[str, range]) -> list[int | None]:
     """Return the ids that a piece looks up in a row; None: a place of a "concat" that is always empty."""
     span = ids[piece.feature.name]
     if not piece.is_single:
@@ -163,7 +163,11 @@ def _columns_of(piece: Piece, ids: Mapping[str, range]) -> list[int | None]:
 
 
 def _block(
-    lines: list[list[int]], start: int, pieces: Sequence[Piece], places: Sequence[Home], ids: Mapping[str, range]
+    lines: list[list[int]],
+    start: int,
+    pieces: Sequence[FeatureShard],
+    places: Sequence[RowLocation],
+    ids: Mapping[str, range],
 ) -> list[tuple[int, int, int]]:
     """Add the columns of one block, by storage; returns each storage's number, first column, and the one after."""
     order = sorted(range(len(pieces)), key=lambda i: places[i].storage)
@@ -189,8 +193,8 @@ def _block(
 
 def _part(
     collection: EmbeddingCollection,
-    pieces: Sequence[Piece],
-    places: Sequence[Home],
+    pieces: Sequence[FeatureShard],
+    places: Sequence[RowLocation],
     part: tuple[int, int, int],
     ids: Mapping[str, range],
     starts: Sequence[int],
@@ -213,7 +217,7 @@ def _part(
 
 
 def _segments(
-    by_rank: Sequence[Sequence[Piece]], widths: Sequence[int], size: int, filled: set[int]
+    by_rank: Sequence[Sequence[FeatureShard]], widths: Sequence[int], size: int, filled: set[int]
 ) -> tuple[list[Segment], tuple[str, ...]]:
     """Return the segments of the output that come over the wire, and their features."""
     sources: dict[tuple[int, int, str], list[Source]] = {}

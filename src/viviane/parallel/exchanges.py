@@ -1,0 +1,131 @@
+"""Chooses the exchange for each batch of a sharded collection: static, jagged or deduplicated.
+
+An exchange is built for the first batch of a kind and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from viviane.batch import Bag, Batch
+from viviane.embedding.plan import Keys, read_keys
+from viviane.parallel.dedup_exchange import DedupExchange, DedupInput
+from viviane.parallel.jagged_exchange import JaggedExchange, JaggedInput, exchange_sizes
+from viviane.parallel.keys import KeyResolver
+from viviane.parallel.static_exchange import StaticExchange, StaticInput
+from viviane.parallel.static_keys import check_sizes, fixed_hotness
+
+if TYPE_CHECKING:
+    import torch
+
+    from viviane.parallel.collection import ShardedCollection
+
+AnyInput: TypeAlias = JaggedInput | StaticInput | DedupInput
+_MAX_UNCHECKED = 64  # batches whose key errors on the GPU have not been read
+
+
+class Exchanges:
+    """Resolves the keys of a batch and runs the input_dist of the exchange that fits the batch.
+
+    Args:
+        sharded: the collection.
+        row_dtype: type of row numbers in jagged exchanges.
+
+    Attributes:
+        jagged: exchanges of batches with dynamic shapes, by names of one-hot columns.
+        static: exchanges of batches with static shapes, by names of one-hot columns, hotness and batch size.
+        dedup: exchanges that send distinct rows only, by names of one-hot columns.
+        uses_peers: whether a capture in progress uses peer memory.
+    """
+
+    def __init__(self, sharded: ShardedCollection, row_dtype: torch.dtype) -> None:
+        self._sharded, self._row_dtype = sharded, row_dtype
+        self.uses_peers = False
+        self.jagged: dict[tuple[str, ...], JaggedExchange] = {}
+        self.static: dict[tuple[Any, ...], StaticExchange] = {}
+        self.dedup: dict[tuple[str, ...], DedupExchange] = {}
+
+    def input_dist(self, batch: Batch | Mapping[str, Bag | Tensor], *, ahead: bool = False) -> AnyInput:
+        """Send the ids of a batch to the ranks that hold their rows. Collective.
+
+        Args:
+            batch: the local batch.
+            ahead: see `StaticExchange.input_dist`.
+        """
+        sharded = self._sharded
+        if len(sharded.violations) >= _MAX_UNCHECKED:
+            sharded.check()
+        keys = read_keys(batch, sharded.features, sharded.device, sharded.violations)
+        if sharded.deduplicate_ids:
+            return self._dedup_exchange(keys.one_hot_names).input_dist(keys)
+        size = sharded.batch_size if sharded.training else None
+        fixed = None if size is None else self._static_exchange(keys, size)
+        return self._jagged_input(keys, size) if fixed is None else fixed.input_dist(keys, ahead=ahead)
+
+    def open_peers(self) -> str | None:
+        """Use peer memory for captured batches of the current size; return the reason if that is impossible."""
+        routes = [route for route in self.static.values() if route.size == self._sharded.batch_size]
+        if not routes:
+            return "no batch of this size has been looked up yet"
+        reasons = [route.open_peers() for route in routes]
+        return next((one for one in reasons if one is not None), None)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether a capture of a batch of the current size uses peer memory only."""
+        own = self._sharded
+        routes = [route for route in self.static.values() if route.size == own.batch_size]
+        through = self.uses_peers and own.training and not own.deduplicate_ids
+        return through and bool(routes) and all(one.peers is not None for one in routes)
+
+    @contextmanager
+    def through_peers(self) -> Iterator[None]:
+        """Capture with peer memory inside a block, for exchanges on which `open_peers` succeeded."""
+        for route in self.static.values():
+            if route.peers is not None:
+                route.peers.is_taken = False
+        self.uses_peers = True
+        try:
+            yield
+        finally:
+            self.uses_peers = False
+
+    def _jagged_input(self, keys: Keys, size: int | None) -> JaggedInput:
+        sharded, route = self._sharded, self._jagged_exchange(keys.one_hot_names)
+        group, found = sharded.group, route.resolve(keys)
+        sizes = [0 if size is None else size] * group.size
+        if size is None:
+            sizes = exchange_sizes(group, list(sharded.features), keys.size, found)
+        inputs = route.exchange(group, found, sizes, {} if size is None else sharded.hotness)
+        return JaggedInput(inputs, route.local(found), sizes, found.scales, found.masks)
+
+    def _static_exchange(self, keys: Keys, size: int) -> StaticExchange | None:
+        """Return the exchange for static shapes, or None if the shapes of this batch are dynamic."""
+        sharded = self._sharded
+        check_sizes(keys, size, sharded.hotness)
+        hotness = fixed_hotness(sharded.features, sharded.tables, keys, sharded.hotness)
+        if hotness is None:
+            return None
+        kind = (keys.one_hot_names, hotness, size)
+        if kind not in self.static:
+            self.static[kind] = StaticExchange(sharded, keys.one_hot_names, hotness, size)
+        return self.static[kind]
+
+    def _jagged_exchange(self, one_hot: tuple[str, ...]) -> JaggedExchange:
+        if one_hot not in self.jagged:
+            sharded = self._sharded
+            resolver = KeyResolver(
+                sharded.features, sharded.tables, one_hot, sharded.violations, sharded.device, self._row_dtype
+            )
+            self.jagged[one_hot] = JaggedExchange(resolver, sharded.pieces, sharded.group, sharded.device)
+        return self.jagged[one_hot]
+
+    def _dedup_exchange(self, one_hot: tuple[str, ...]) -> DedupExchange:
+        if one_hot not in self.dedup:
+            route = self._jagged_exchange(one_hot)
+            self.dedup[one_hot] = DedupExchange(self._sharded, route.resolve, route)
+        return self.dedup[one_hot]
