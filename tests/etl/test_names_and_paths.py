@@ -16,6 +16,7 @@ from viviane.etl import EtlConfig, FittedEtl, SequenceConfig, run, sequences
 from viviane.etl.engine import DuckDbEngine
 from viviane.etl.sql_names import sql_name
 
+pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
 ENGINES: list[Any] = [
     {"engine": "duckdb"},
     pytest.param({"engine": "gpu", "device": "cpu"}, marks=pytest.mark.slow),

@@ -9,6 +9,7 @@ Workers need this package, and see input and output under the same paths: one ma
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -79,7 +80,7 @@ class SparkEngine:
             # A recursive look-up takes no column from a folder called date=2024-01-01.
             lambda: (
                 self._session.read.option("recursiveFileLookup", "true")
-                .parquet(*(_url(file) for file in files))
+                .parquet(*(re.sub(r"[]\\[{}*?\\\\]", r"\\\g<0>", _url(file)) for file in files))
                 .createOrReplaceTempView("staged")
             )
         )
@@ -218,7 +219,7 @@ def _arrow_types(expression: Any) -> dict[str, pa.DataType]:
 
 
 def _url(path: Path) -> str:
-    return path.resolve().as_uri()
+    return f"file://{path.resolve()}"  # Spark takes the text as it is: %3D would not become =
 
 
 def _first_words(error: Exception) -> str:
