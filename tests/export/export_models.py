@@ -87,7 +87,7 @@ def strengthen(model: Model, seed: int = 0) -> None:
                 if table.padding_id is not None and hasattr(table, "num_rows"):
                     rows[table.padding_id] = 0.0
         for parameter in dense_parameters(model.module).values():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw).to(parameter.device))
 
 
 def made(recipe, schema: Schema, *, solver: Mapping = {}) -> Model:

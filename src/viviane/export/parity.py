@@ -27,6 +27,7 @@ from viviane.core.errors import ExportError, VivianeError
 from viviane.core.machine import describe, versions
 from viviane.embedding.base import TableCollection
 from viviane.export.forms import Runner
+from viviane.export.forms.form import silent
 from viviane.export.manifest import ExportManifest, FormName, KeyLimit
 from viviane.export.program import PrecisionName, Program, batch_tensors, freeze
 from viviane.export.samples import SIZES, Sort, column_keys, make_batch, refused_batches
@@ -242,7 +243,8 @@ def compare(
         )
     for limit, tensors in refusals:
         try:
-            run(tensors)
+            with silent():
+                run(tensors)
         except Exception:
             continue
         raise ExportError(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -107,3 +110,17 @@ def quiet() -> Iterator[None]:
         finally:
             for one, level in zip(loggers, levels, strict=True):
                 one.setLevel(level)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Keep back what compiled code writes to the process's error output, such as its stack where it refuses a key."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
