@@ -31,7 +31,8 @@ def flat(lists):
 @pytest.mark.parametrize("rule", dense_rules())
 def test_every_rule_moves_as_the_reference(rule, inside):
     numbers = torch.tensor(numbers_of(rule), dtype=torch.float64)
-    options = {"inside": inside, "decays": True, "scale": torch.tensor(0.5), "gate": None, "room": dense.Room()}
+    options = {"inside": inside, "decays": True, "scale": torch.tensor(0.5), "gate": None}
+    options["workspace"] = dense.Workspace()
     results = []
     for move in (dense.move_tensors, plain):
         params, states = draw(0), [[one.abs() for one in draw(1 + i)] for i, _ in enumerate(dense_rules()[rule].states)]

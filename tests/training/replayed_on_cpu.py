@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from viviane.training import captured, controls
-from viviane.training.beside_update import BesideUpdate
+from viviane.training.captured_step import StepStatus, run_captured_step
 from viviane.training.controls import Controls
-from viviane.training.mailbox import Mailbox
-from viviane.training.recorded_step import Verdict, record_step
-from viviane.training.recording import Recording
+from viviane.training.graph_capture import CapturedGraph
+from viviane.training.host_control_block import HostControlBlock
+from viviane.training.overlap import OverlappedInput
 from viviane.training.static_batch import StaticBatch
 
 CPU = torch.device("cpu")
@@ -17,12 +17,12 @@ CPU = torch.device("cpu")
 class Rerun:
     """Runs what a graph would repeat."""
 
-    def __init__(self, step, static, precision, verdict, mailbox, through):
-        self.run = lambda: record_step(step, static.batch, precision, verdict, None, mailbox, through)
-        self.step, self.verdict, self.mailbox = step, verdict, mailbox
+    def __init__(self, step, static, precision, status, control_block, input_done):
+        self.run = lambda: run_captured_step(step, static.batch, precision, status, None, control_block, input_done)
+        self.step, self.step_status, self.control_block = step, status, control_block
 
     def replay(self):
-        self.mailbox.read()
+        self.control_block.read()
         groups = self.step.optimizer.param_groups
         counts = [group["step"] for group in groups]  # the host has counted this replay, and the optimizer does so, too
         for group in groups:
@@ -30,7 +30,7 @@ class Rerun:
         with pytest.MonkeyPatch.context() as patch:  # dense weights move by the device's numbers, through the gate
             patch.setattr(controls, "is_capturing", lambda device: True)
             mover = self.step.optimizer.mover
-            mover.controls, mover.gate = self.verdict.controls, self.verdict.gate
+            mover.controls, mover.gate = self.step_status.controls, self.step_status.gate
             self.run()
         for group, count in zip(groups, counts, strict=True):
             group["step"] = count
@@ -56,8 +56,8 @@ class Through:
                 bag.weights.fill_(float("nan"))
 
 
-class Recorder:
-    """As `viviane.training.recording.Recorder`; `failure` is what every recording fails by."""
+class GraphCapture:
+    """As `viviane.training.graph_capture.GraphCapture`; `failure` is what every recording fails by."""
 
     failure: Exception | None = None
 
@@ -65,33 +65,34 @@ class Recorder:
         self.step, self.num_slots = step, num_slots
         means = 0 if step.mean is None else len(step.mean.numbers)
         rows = num_slots if step.loss_scale is not None and step.loss_scale.is_dynamic else 1
-        self.beside_update = BesideUpdate(CPU)
-        self.verdict = Verdict(CPU, Controls(CPU, len(step.optimizer.param_groups), means, rows), num_slots)
+        self.overlap = OverlappedInput(CPU)
+        self.step_status = StepStatus(CPU, Controls(CPU, len(step.optimizer.param_groups), means, rows), num_slots)
 
     def record(self, batch, precision):
         if self.failure is not None:
             return None, self.failure
         if self.step.mean is not None:
-            self.step.mean.hold(self.verdict.controls.means)
-        static, verdict = StaticBatch(batch), self.verdict
-        mailbox = Mailbox(CPU, verdict.controls.width, static.width, self.num_slots, verdict.count)
-        through = Through(static) if self.step.mean is None else None
-        rerun = Rerun(self.step, static, precision, verdict, mailbox, through)
-        return Recording(rerun, static, torch.zeros(()), mailbox, [], None, through), None
+            self.step.mean.hold(self.step_status.controls.means)
+        static, status = StaticBatch(batch), self.step_status
+        control_block = HostControlBlock(CPU, status.controls.width, static.width, self.num_slots, status.count)
+        input_done = Through(static) if self.step.mean is None else None
+        rerun = Rerun(self.step, static, precision, status, control_block, input_done)
+        return CapturedGraph(rerun, static, torch.zeros(()), control_block, [], None, input_done), None
 
 
 @pytest.fixture
 def replays(monkeypatch):
     """Let steps be replayed on a CPU; gives the class of recorders."""
-    recorder = type("OwnRecorder", (Recorder,), {})
-    monkeypatch.setattr(captured, "Recorder", recorder)
-    monkeypatch.setattr(captured, "obstacle", lambda step: None if step.solver.cuda_graph else "no graph is wanted")
+    recorder = type("OwnRecorder", (GraphCapture,), {})
+    monkeypatch.setattr(captured, "GraphCapture", recorder)
+    reason = lambda step: None if step.solver.cuda_graph else "no graph is wanted"  # noqa: E731
+    monkeypatch.setattr(captured, "ineligible_reason", reason)
     return recorder
 
 
 def let_replay(trainer):
     """Let a trainer's steps be replayed, where its solver wants that; steps from Python move by the same formulas."""
-    trainer.stepper.captured._never = not trainer.solver.cuda_graph
+    trainer.stepper.captured._is_disabled = not trainer.solver.cuda_graph
     trainer.stepper.optimizer.mover = controls.DeviceMover()
     for collection in trainer.stepper.collections.values() if trainer.solver.cuda_graph else ():
         for storage in collection.all_storages():

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
-from viviane.ops.dense_update import judge
+from viviane.ops.dense_update import update_status
 from viviane.ops.rules import NUM_DENSE_NUMBERS
 from viviane.optim import build_dense_optimizer
+from viviane.training.captured_step import StepStatus
 from viviane.training.controls import Controls, DeviceMover, step_values
-from viviane.training.recorded_step import Verdict
 
 RULES = [
     SGD(weight_decay=0.01),
@@ -82,9 +82,9 @@ def test_controls_hold_each_group_where_its_launch_reads():
     optimizer.set_lr(0.2, factor=2.0)
     controls = Controls(torch.device("cpu"), 2)
     first, second = controls.group(0), controls.group(1)
-    told = torch.tensor(controls.told([step_values(0.2, 2.0, optimizer)]), dtype=torch.float64)
-    assert len(told) == controls.width
-    controls.take(told)
+    packed = torch.tensor(controls.pack([step_values(0.2, 2.0, optimizer)]), dtype=torch.float64)
+    assert len(packed) == controls.width
+    controls.take(packed)
     assert (controls.lr.item(), controls.factor.item()) == (0.2, 2.0)
     # Adam's correction of the first step: sqrt(1 - 0.75) / (1 - 0.5) = 1.
     assert first.tolist() == pytest.approx([0.2, 0.0, 1e-3, 0.5, 0.75, 0.5, 0.25, 0.0, 0.0])
@@ -96,9 +96,9 @@ def test_the_device_takes_the_numbers_of_the_steps_that_were_not_skipped():
     controls = Controls(torch.device("cpu"), 0, num_means=1, num_rows=3)
 
     def take(rows, known, skipped):
-        told = torch.tensor(controls.told(rows, known), dtype=torch.float64)
-        assert len(told) == controls.width
-        controls.take(told, torch.tensor(float(skipped), dtype=torch.float64))
+        packed = torch.tensor(controls.pack(rows, known), dtype=torch.float64)
+        assert len(packed) == controls.width
+        controls.take(packed, torch.tensor(float(skipped), dtype=torch.float64))
 
     for known, skipped, wanted in ((0, 0, 10.0), (0, 2, 12.0), (4, 5, 11.0)):
         take([[0.1, 1.0, 10.0], [0.1, 1.0, 11.0], [0.1, 1.0, 12.0]], known, skipped)
@@ -108,17 +108,17 @@ def test_the_device_takes_the_numbers_of_the_steps_that_were_not_skipped():
 
 
 def test_a_verdict_of_a_later_step_does_not_blame_an_earlier_one():
-    verdict = Verdict(torch.device("cpu"), Controls(torch.device("cpu"), 0), 5)
+    step_status = StepStatus(torch.device("cpu"), Controls(torch.device("cpu"), 0), 5)
     numbers, losses = [], [torch.zeros(()) for _ in range(4)]
     for loss, given in zip(losses, (0.5, 0.25, float("nan"), 0.125), strict=True):
-        judge(torch.tensor(given), verdict.status, verdict.gate)
-        verdict.tell(torch.tensor([loss.data_ptr()]), torch.tensor(given))
-        numbers.append(verdict.number)
-        verdict.end(None)
+        update_status(torch.tensor(given), step_status.status, step_status.gate)
+        step_status.write_back(torch.tensor([loss.data_ptr()]), torch.tensor(given))
+        numbers.append(step_status.number)
+        step_status.end(None)
     assert numbers == [0, 1, 2, 3]
     assert [losses[i].item() for i in (0, 1, 3)] == [0.5, 0.25, 0.125]
-    assert [verdict.is_bad(number) for number in numbers] == [False, False, True, True]
-    assert int(verdict.gate) == 0
-    verdict.clear()
-    assert not verdict.is_bad(0)
-    assert verdict.number == 0
+    assert [step_status.is_bad(number) for number in numbers] == [False, False, True, True]
+    assert int(step_status.gate) == 0
+    step_status.reset()
+    assert not step_status.is_bad(0)
+    assert step_status.number == 0

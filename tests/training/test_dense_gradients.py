@@ -123,8 +123,8 @@ def bad_gradients_are_named(group):
 
 def replayed_alike(group):
     """What a graph would repeat, run anew at each replay, against steps from Python."""
-    captured.Recorder = type("OwnRecorder", (replayed_on_cpu.Recorder,), {})
-    captured.obstacle = lambda step: None if step.solver.cuda_graph else "no graph is wanted"
+    captured.GraphCapture = type("OwnRecorder", (replayed_on_cpu.GraphCapture,), {})
+    captured.ineligible_reason = lambda step: None if step.solver.cuda_graph else "no graph is wanted"
     for wire in ("float32", *WIRES):
         for changes, _ in CASES[:4]:
             ends = []

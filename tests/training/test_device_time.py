@@ -16,7 +16,7 @@ from viviane.config import Adam, Solver
 from viviane.report.timeline import replayed_svg
 from viviane.report.trace_page import gap_lines, kind_cells, replayed_summary, write_trace_page
 from viviane.training import Trainer, captured, trace
-from viviane.training.capture_rules import _module_obstacles
+from viviane.training.capture_rules import _module_ineligible_reasons
 from viviane.training.device_time import by_kind, device_time, starts
 from viviane.training.kernel_kinds import KINDS, OWN_KERNELS, kind_of
 from viviane.training.timeline import Timeline
@@ -147,7 +147,11 @@ def trainer_of(graph, **settings):
 @pytest.fixture
 def no_hooks(replays, monkeypatch):
     """Let hooks be what prevents a replay, as they do on a GPU."""
-    monkeypatch.setattr(captured, "obstacle", lambda step: next(_module_obstacles(step.module, trusts=True), None))
+
+    def reason(step):
+        return next(_module_ineligible_reasons(step.module, trusts=True), None)
+
+    monkeypatch.setattr(captured, "ineligible_reason", reason)
 
 
 @pytest.fixture

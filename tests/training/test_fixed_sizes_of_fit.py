@@ -24,7 +24,7 @@ from viviane.data import Dataset, write_dataset
 from viviane.parallel import Group
 from viviane.schema import Schema
 from viviane.training import Callback
-from viviane.training.capture_rules import unlike
+from viviane.training.capture_rules import shape_mismatch_reason
 from viviane.training.captured import CapturedSteps
 
 HOTNESS = 3
@@ -68,7 +68,7 @@ class Watch(Callback):
         self.trainer = trainer
 
     def on_step_end(self, step, loss):
-        self.fixed.append(self.trainer.stepper.together.is_fixed)
+        self.fixed.append(self.trainer.stepper.sync.is_static)
         if step == self.stop_at and self.trainer.group.rank == self.rank:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -94,7 +94,7 @@ def alike(group, folder):
     free = fit(folder, group, "said", settings(**changes), **options)
     said = fit(folder, group, "said", settings(**changes, fixed_sizes=True), note, **options)
     assert note.fixed == ([True] * 16 + [False]) * 2
-    assert not said.stepper.together.is_fixed
+    assert not said.stepper.sync.is_static
     assert said.step == truth.step == 34
     for other in (free, truth):
         close(tensors_of(said), tensors_of(other))
@@ -118,7 +118,7 @@ def stopped_and_resumed(group, folder, run):
         note = Watch(stop_at, group.size - 1)
         trainer = fit(folder, group, "said", solver, note, dropout=0.3, run_folder=run)
         assert (trainer.step, trainer.history.stopped) == (last, stopped)
-        assert not trainer.stepper.together.is_fixed
+        assert not trainer.stepper.sync.is_static
     assert differing(straight, trainer) == []
 
 
@@ -194,7 +194,7 @@ class FakeSteps(CapturedSteps):
 
     def __init__(self, step, *, fails=False):
         super().__init__(step)
-        self.reason, self._never, self.fails, self.seen, self.told = None, False, fails, [], []
+        self.reason, self._is_disabled, self.fails, self.seen, self.warned = None, False, fails, [], []
         step._rates_on_device = lambda rate, factor: (rate, factor)
         step.captured = self
 
@@ -202,21 +202,21 @@ class FakeSteps(CapturedSteps):
         self.seen.append("eager")
         return super().__call__(batch, step, precision, lr)
 
-    def _renew(self):
+    def _reset_if_changed(self):
         pass
 
     def _record(self, key, batch, precision):
-        if not self._all_recorded(RuntimeError("no memory\nat all") if self.fails else None):
+        if not self._all_captured(RuntimeError("no memory\nat all") if self.fails else None):
             return None
         self._graphs[key] = object()
-        self.num_recorded += 1
+        self.num_captured += 1
         return self._graphs[key]
 
     def _fail(self, reason, error):
-        self._failure = self.reason = reason
+        self._capture_failure = self.reason = reason
 
-    def _tell(self, reason):
-        self.told.append(reason)
+    def _warn_eager(self, reason):
+        self.warned.append(reason)
 
     def _replay(self, found, batch, step, precision, lr):
         self.seen[-1] = "replay"
@@ -233,7 +233,7 @@ def decisions(group, folder, *, fails=False, kind="said", between=None, **change
     assert all(one == every[0] for one in every)
     # Said is what lasts: not that the last batch of an epoch is shorter.
     lasts = fake.describe().startswith("eager: several processes")
-    assert {f"eager: {reason}" for reason in fake.told} == ({fake.describe()} if lasts else set())
+    assert {f"eager: {reason}" for reason in fake.warned} == ({fake.describe()} if lasts else set())
     return fake.seen, fake.describe()
 
 
@@ -275,14 +275,14 @@ def alike_decisions(group, folder, run):
 def bags_that_no_table_reads(group):
     """Their lengths differ from process to process, and so would the shapes that a graph is found by."""
     trainer = make_trainer(group, settings(), schema_of(HOTNESS))
-    assert "trainer.fix_sizes was not called" in unlike(trainer.stepper, own_batch(group, 0))
+    assert "trainer.fix_sizes was not called" in shape_mismatch_reason(trainer.stepper, own_batch(group, 0))
     trainer.fix_sizes(8 * group.size)
     batch = own_batch(group, 0)
-    assert unlike(trainer.stepper, batch) is None
+    assert shape_mismatch_reason(trainer.stepper, batch) is None
     more = replace(batch, bags={**batch.bags, "liked": Bag.from_lists([[3]] * 8)})
-    assert "bags of 'liked' have any number of ids" in unlike(trainer.stepper, more)
+    assert "bags of 'liked' have any number of ids" in shape_mismatch_reason(trainer.stepper, more)
     trainer.fix_sizes(None)
-    assert "shorter" in unlike(trainer.stepper, batch)
+    assert "shorter" in shape_mismatch_reason(trainer.stepper, batch)
 
 
 def one_key_is_told_to_all(group):

@@ -245,31 +245,31 @@ def frozen_parts(group):
 
 
 def fixed_rows_alike(group):
-    """Sizes that were said beforehand: the same bits, and a request to stop is heard in one step by all."""
+    """Sizes that were said beforehand: the same bits, and a request to stop is received in one step by all."""
     free, fixed = make_trainer(group, settings()), make_trainer(group, settings())
-    together = fixed.stepper.together
-    together.fix_rows(8, fixed.stepper.exchange)
-    heard = []
+    sync = fixed.stepper.sync
+    sync.set_static_shape(8, fixed.stepper.exchange)
+    received = []
     for step in range(9):
-        together.asks_to_stop = step == 1 and group.rank == group.size - 1
+        sync.stop_requested = step == 1 and group.rank == group.size - 1
         batch = Batch.from_columns(SCHEMA, columns(8, seed=10 * step + group.rank))
         losses = [trainer.train_step(batch) for trainer in (free, fixed)]
         assert torch.equal(*losses)
-        heard.append(int(together.stop_is_agreed))
-    assert heard == [0] * 7 + [1, 1]
+        received.append(int(sync.stop_agreed))
+    assert received == [0] * 7 + [1, 1]
     assert fixed.stepper.num_rows == 8 * group.size
     ends = [tensors_of(trainer) for trainer in (free, fixed)]
     assert all(torch.equal(ends[1][name], part) for name, part in ends[0].items())
     with pytest.raises(DataError, match="another number of rows"):
-        together.begin(Batch.from_columns(SCHEMA, columns(7, seed=0)))
-    together.free_rows()
+        sync.begin(Batch.from_columns(SCHEMA, columns(7, seed=0)))
+    sync.clear_static_shape()
     fixed.train_step(Batch.from_columns(SCHEMA, columns(group.rank, seed=0)))
-    together.fix_rows(8, fixed.stepper.exchange)
-    together.stop_is_agreed = False
-    together.asks_to_stop = group.rank == 0
+    sync.set_static_shape(8, fixed.stepper.exchange)
+    sync.stop_agreed = False
+    sync.stop_requested = group.rank == 0
     fixed.train_step(Batch.from_columns(SCHEMA, columns(8, seed=group.rank)))
-    together.free_rows()  # the last step's requests are not lost
-    assert together.stop_is_agreed
+    sync.clear_static_shape()  # the last step's requests are not lost
+    assert sync.stop_agreed
 
 
 def dense_sums_in_sixteen_bits(group):
@@ -289,7 +289,7 @@ def dense_sums_in_sixteen_bits(group):
             truth = [used(x).square().sum() * (1 + step) for x in every]
             assert float(mean) == pytest.approx(float(sum(truth).detach()), rel=1e-6)
             assert torch.isfinite(finite)
-            assert float(exchange.heard[1]) == sum(range(group.size))
+            assert float(exchange.received[1]) == sum(range(group.size))
             whole = torch.autograd.grad(sum(truth), list(used.parameters()))
             for parameter, gradient in zip(used.parameters(), whole, strict=True):
                 # Every process's gradient is rounded, and their sum: of numbers up to some hundreds.

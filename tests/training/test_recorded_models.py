@@ -7,7 +7,7 @@ from click_model import assert_same_bits, tensors_of
 import viviane as vv
 from viviane.batch import Bag, Batch, Layout
 from viviane.embedding import EmbeddingCollection
-from viviane.training import recorded_step
+from viviane.training import captured_step
 from viviane.zoo import DCN, DLRM, DeepFM, WideDeep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -94,20 +94,20 @@ def test_updates_read_nothing_of_the_batch(name, monkeypatch):
     """Over several GPUs the next batch is filled beside them, and would change them now and then; here another is."""
     losses, tensors = train(name, "fp32", False)[1:]
     seen, written = [], []
-    look_up, judge = EmbeddingCollection.forward, recorded_step.judge
+    look_up, update = EmbeddingCollection.forward, captured_step.update_status
 
     def forward(self, batch):
         seen[:] = [self, batch]
         return look_up(self, batch)
 
-    def judge_and_write(*given):
-        judge(*given)
+    def update_and_write(*given):
+        update(*given)
         tables, batch = seen
         tables.settle_rows()
         written.extend(tensor.fill_(1) for tensor in batch.tensors())
 
     monkeypatch.setattr(EmbeddingCollection, "forward", forward)
-    monkeypatch.setattr(recorded_step, "judge", judge_and_write)
+    monkeypatch.setattr(captured_step, "update_status", update_and_write)
     trainer, recorded_losses, recorded = train(name, "fp32", True)
     assert trainer.stepper.captured.num_replays > STEPS // 2
     assert len(written) == 3 + 2 * MODELS[name][1]  # labels, dense numbers, ids; ids and offsets of each bag: once

@@ -8,7 +8,7 @@ import pytest
 import test_fixed_sizes_of_fit as fixed
 import torch
 from click_model import assert_same_bits
-from replayed_on_cpu import Recorder, let_replay, replays
+from replayed_on_cpu import GraphCapture, let_replay, replays
 from test_captured_step import ON_GPU, bits, differing, fixed_batch, gpu, train, train_and_settle
 from test_captured_step import trainer_of as trainer_on_gpu
 from test_replayed_step import all_of, trainer_of
@@ -20,7 +20,7 @@ from viviane.config import Adam
 from viviane.core.errors import KeyRangeError, NumericsError
 from viviane.parallel import Group
 from viviane.training import captured, loss_scale
-from viviane.training.capture_rules import _obstacles
+from viviane.training.capture_rules import _ineligible_reasons
 
 __all__ = ["replays"]
 SETTINGS = [{}, {"clip_grad_norm": 0.05}, {"ema_decay": 0.9}, {"ema_decay": 0.5, "clip_grad_norm": 0.05}]
@@ -72,7 +72,7 @@ def test_skips_that_the_host_has_not_heard_of_do_not_count(replays, restless):
     eager, replayed = of(trainer_of, False), of(trainer_of, True)
     for trainer in (eager, replayed):  # one after the other: dropout draws from one generator
         train(trainer, range(11))
-    waiting = len(replayed.stepper.captured._flights)
+    waiting = len(replayed.stepper.captured._in_flight)
     assert waiting == replayed.stepper.captured.num_replays == 5  # nobody waited for a verdict
     assert scaling(eager) == scaling(replayed)
     assert differing(eager, replayed) == []
@@ -85,7 +85,7 @@ def test_a_step_that_overflows_is_not_the_one_after_which_steps_are_recorded(rep
     for seed in range(12):
         without = not trainer.stepper.optimizer.state
         trainer.train_step(fixed_batch(32, seed))
-        assert not (without and steps.num_recorded)
+        assert not (without and steps.num_captured)
     assert scaling(trainer)[2] > 2
     assert steps.num_replays > 4
 
@@ -158,7 +158,8 @@ def test_an_overflow_that_no_scale_prevents_is_an_error(replays):
 
 def test_only_an_unguarded_scale_keeps_steps_from_being_recorded(replays):
     for settings, words in (({}, None), ({"loss_scale": 8.0}, None), ({"nan_guard": False}, "without nan_guard")):
-        found = [one for one in _obstacles(trainer_of(False, precision="fp16", **settings).stepper) if "fp16" in one]
+        step = trainer_of(False, precision="fp16", **settings).stepper
+        found = [one for one in _ineligible_reasons(step) if "fp16" in one]
         assert (words in found[0]) if words else not found
 
 
@@ -179,7 +180,7 @@ def test_a_graph_gives_scales_skips_and_bits_of_eager_steps(restless, settings):
 
 def in_a_group():
     group, found = Group.world(), []
-    captured.Recorder, captured.obstacle = Recorder, lambda step: None
+    captured.GraphCapture, captured.ineligible_reason = GraphCapture, lambda step: None
     loss_scale.INTERVAL = 3
     for graph in (False, True):
         given = group_model.settings(precision="fp16", device="cpu", cuda_graph=graph, clip_grad_norm=0.3)

@@ -16,8 +16,8 @@ from viviane.core.errors import ConfigError, NumericsError
 from viviane.embedding import FeatureConfig, TableConfig
 from viviane.ops import capture
 from viviane.parallel import Group, Plan, ShardedCollection, TablePlan
-from viviane.training import Trainer, captured, recording
-from viviane.training.capture_rules import _obstacles
+from viviane.training import Trainer, captured, graph_capture
+from viviane.training.capture_rules import _ineligible_reasons
 
 __all__ = ["replays"]
 BASE = Solver(batch_size=32, lr=0.02, device="cpu", warmup_steps=5, decay_start=8, decay_steps=9, end_lr=1e-3)
@@ -71,15 +71,15 @@ def test_a_replay_does_not_go_beside_a_step_from_python(replays):
     """It waits for all of the current stream then: only a replay says from where on it reads nothing of its batch."""
     trainer = trainer_of(True)
     train(trainer, range(4))
-    beside = trainer.stepper.captured._beside_update
-    assert beside._through is not None
+    overlap = trainer.stepper.captured._overlap
+    assert overlap._input_done is not None
     train(trainer, range(1), num_rows=31)
-    assert beside._through is None
+    assert overlap._input_done is None
     train(trainer, range(4, 6))
-    assert beside._through is not None
+    assert overlap._input_done is not None
     with pytest.raises(NumericsError, match="dense column 'price', row 5"):  # found by running the batch from Python
         train_and_settle(trainer, [fixed_batch(32, 9, price=[0.0] * 5 + [float("nan")] + [0.0] * 26)])
-    assert beside._through is None
+    assert overlap._input_done is None
 
 
 def test_a_shape_that_was_recorded_in_vain_makes_the_next_one_wait_longer(replays, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_checkpoint_drops_graphs_and_a_table_that_was_replaced_does(replays, t
     trainer.module.tables.import_table("user", content)
     assert ages.were_set
     trainer.train_step(fixed_batch(32, 9))
-    assert steps.num_recorded == 0
+    assert steps.num_captured == 0
 
 
 def test_an_end_of_the_group_lets_graphs_go(replays):
@@ -155,7 +155,7 @@ def test_a_group_forgets_methods_of_objects_that_are_gone():
 
 def test_why_steps_are_not_recorded_is_said_once(replays, monkeypatch, caplog):
     reasons = {"now": "the module is code of your own"}
-    monkeypatch.setattr(captured, "obstacle", lambda step: reasons["now"])
+    monkeypatch.setattr(captured, "ineligible_reason", lambda step: reasons["now"])
     trainer = trainer_of("auto")
     train(trainer, range(3))
     for table in ("user", "item"):  # what a recording takes for given changes: it is asked anew
@@ -198,16 +198,16 @@ def test_a_part_that_is_added_begins_anew(replays):
     trainer = trainer_of(True)
     train(trainer, range(3))
     steps = trainer.stepper.captured
-    assert steps.num_recorded == 1
+    assert steps.num_captured == 1
     extra = torch.nn.Identity()
     trainer.module.net.append(extra)
     train(trainer, range(3, 4))
-    assert steps.num_recorded == 0
+    assert steps.num_captured == 0
     train(trainer, range(4, 6))
-    assert steps.num_recorded == 1
+    assert steps.num_captured == 1
     extra.register_forward_hook(lambda *_: None)
     train(trainer, range(6, 7))
-    assert steps.num_recorded == 0
+    assert steps.num_captured == 0
 
 
 def test_a_frozen_weight_that_no_kernel_moves_keeps_steps_from_being_recorded():
@@ -216,7 +216,7 @@ def test_a_frozen_weight_that_no_kernel_moves_keeps_steps_from_being_recorded():
     module.register_parameter("wide", torch.nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False))
     step = Trainer(module, SCHEMA, BASE, Adam(), progress=False, tensorboard=False).stepper
     assert step.optimizer.mover is None
-    assert "dense parameters: only float32 parameters have a kernel" in list(_obstacles(step))
+    assert "dense parameters: only float32 parameters have a kernel" in list(_ineligible_reasons(step))
 
 
 def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):
@@ -316,7 +316,7 @@ class Graph:
 )
 def test_keys_are_not_resolved_ahead_where_that_is_in_vain(first, fails, was_taken, elsewhere, again):
     """All processes then record anew without it, for this shape and all later ones."""
-    recorder = recording.Recorder.__new__(recording.Recorder)
+    recorder = graph_capture.GraphCapture.__new__(graph_capture.GraphCapture)
     group = SimpleNamespace(gather_data=lambda own: [own, elsewhere])
     recorder.step, recorder._goes_ahead = SimpleNamespace(group=group), True
     graphs, asked = [Graph(), Graph()], []
@@ -327,7 +327,7 @@ def test_keys_are_not_resolved_ahead_where_that_is_in_vain(first, fails, was_tak
         recorder._is_in_vain = recorder._goes_ahead and (fails or (has_first and not was_taken))
         if fails and recorder._goes_ahead:
             return None, ValueError("the batch lacks a feature")
-        return recording.Recording(graphs[0], None, None, None, [], graphs[1] if has_first else None), None
+        return graph_capture.CapturedGraph(graphs[0], None, None, None, [], graphs[1] if has_first else None), None
 
     recorder._record = record
     batch = SimpleNamespace(wait=lambda: None)
@@ -362,7 +362,7 @@ def test_memory_of_other_gpus_is_asked_for_as_the_solver_says(setting, reason, a
         return reason
 
     emb.exchanges.open_peers = open_peers
-    recorder = recording.Recorder.__new__(recording.Recorder)
+    recorder = graph_capture.GraphCapture.__new__(graph_capture.GraphCapture)
     solver = BASE.model_copy(update={"peer_memory": setting})
     recorder.step = SimpleNamespace(solver=solver, collections={"emb": emb}, group=Group())
     if setting is True and reason is not None:

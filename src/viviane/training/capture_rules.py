@@ -15,20 +15,20 @@ from viviane.ops.dispatch import kernels_serve
 if TYPE_CHECKING:
     from viviane.training.step import TrainStep
 
-_KNOWN_ROOMS = ("torch.nn.", "viviane.")
+_TRUSTED_PACKAGES = ("torch.nn.", "viviane.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def obstacle(step: TrainStep) -> str | None:
+def ineligible_reason(step: TrainStep) -> str | None:
     """Say why a step cannot be recorded, or None where it can; what a batch adds is not part of it.
 
     Args:
         step: the training step.
     """
-    return next(_obstacles(step), None)
+    return next(_ineligible_reasons(step), None)
 
 
-def unlike(step: TrainStep, batch: Batch) -> str | None:
+def shape_mismatch_reason(step: TrainStep, batch: Batch) -> str | None:
     """Say why a batch may look otherwise in another process, which then might not replay; None where it does not.
 
     The answer is the same in all processes: it asks what was said beforehand, and for the names of columns.
@@ -37,22 +37,22 @@ def unlike(step: TrainStep, batch: Batch) -> str | None:
         step: the training step.
         batch: the next one.
     """
-    together = step.together
-    if together is None or together.is_alike(batch):
+    sync = step.sync
+    if sync is None or sync.has_static_shape(batch):
         return None
-    if together.is_fixed:
-        names = [name for name in batch.bags if name not in together.hotness]
+    if sync.is_static:
+        names = [name for name in batch.bags if name not in sync.hotness]
         return f"several processes train together, and bags of {names[0]!r} have any number of ids"
-    why = "this batch is shorter than others" if is_short(step) else step.unsaid
+    why = "this batch is shorter than others" if is_short(step) else step.dynamic_shape_reason
     return f"several processes train together, and sizes of batches were not said beforehand: {why}"
 
 
 def is_short(step: TrainStep) -> bool:
-    """Say whether a batch that is `unlike` others is so for being shorter: the next one may be as all were."""
-    return step.together is not None and not step.together.is_fixed and step.unsaid is None
+    """Return whether the mismatch is only that this batch is shorter: the next one may have the static shape again."""
+    return step.sync is not None and not step.sync.is_static and step.dynamic_shape_reason is None
 
 
-def _obstacles(step: TrainStep) -> Iterator[str]:
+def _ineligible_reasons(step: TrainStep) -> Iterator[str]:
     solver = step.solver
     if solver.cuda_graph is False:
         yield "solver.cuda_graph is False"
@@ -70,7 +70,7 @@ def _obstacles(step: TrainStep) -> Iterator[str]:
         for storage in collection.all_storages():
             if isinstance(storage, DynamicStorage):
                 yield f"table {next(iter(storage.tables))!r} is dynamic: its keys get rows on the host"
-    yield from _module_obstacles(step.module, trusts=solver.cuda_graph is True)
+    yield from _module_ineligible_reasons(step.module, trusts=solver.cuda_graph is True)
     if solver.cuda_graph == "auto" and step.objective.own_loss is not None:
         yield f"a loss of your own runs Python at every step; {_TRUST}"
 
@@ -78,7 +78,7 @@ def _obstacles(step: TrainStep) -> Iterator[str]:
 _TRUST = "with cuda_graph=True it is recorded, and must depend on nothing but the batch and tensors"
 
 
-def _module_obstacles(module: nn.Module, *, trusts: bool) -> Iterator[str]:
+def _module_ineligible_reasons(module: nn.Module, *, trusts: bool) -> Iterator[str]:
     for name, part in module.named_modules():
         kind = type(part)
         place = f"module {name!r}" if name else "the module"
@@ -86,5 +86,5 @@ def _module_obstacles(module: nn.Module, *, trusts: bool) -> Iterator[str]:
             yield f"{place} is compiled by torch.compile"
         if any(getattr(part, hooks) for hooks in _HOOKS):
             yield f"{place} has hooks, which a replay would leave out"
-        if not trusts and not f"{kind.__module__}.".startswith(_KNOWN_ROOMS):
+        if not trusts and not f"{kind.__module__}.".startswith(_TRUSTED_PACKAGES):
             yield f"{place} ({kind.__name__}) is code of your own, whose Python runs at every step; {_TRUST}"

@@ -18,7 +18,7 @@ from viviane.core.remote.cache import local_copy
 from viviane.optim import DenseOptimizer
 from viviane.parallel import Group
 from viviane.training.dense_state import dense_parameters, dense_tensors, restore_optimizer
-from viviane.training.group_results import together
+from viviane.training.group_results import on_all_ranks
 from viviane.training.manifest import (
     DENSE_FILE,
     HISTORY_FILE,
@@ -62,7 +62,7 @@ def load_checkpoint(
         CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
     """
     path, group = local_copy(folder), group or group_of(module)
-    manifest, tables = together(group, lambda: _verified(path, module, weights_only, group))
+    manifest, tables = on_all_ranks(group, lambda: _verified(path, module, weights_only, group))
     saved = _dense(path, manifest)
     if optimizer is not None and not weights_only:
         if OPTIMIZER_FILE not in manifest.files:

@@ -17,7 +17,7 @@ from viviane.parallel import Group
 from viviane.training.background import BackgroundWriter
 from viviane.training.checkpoint_write import Content, collect, write_content
 from viviane.training.dense_state import collections_of
-from viviane.training.group_results import on_first, together
+from viviane.training.group_results import on_all_ranks, on_first_rank
 from viviane.training.manifest import read_manifest, verify_checkpoint
 from viviane.training.place import Progress
 from viviane.training.remote_run import RunMirror
@@ -101,7 +101,7 @@ class CheckpointStore:
         """
         self.finish()
         path, hold = self.path(progress.step), beside if isinstance(beside, bool) else self._is_large(module)
-        content = together(self.group, lambda: collect(module, optimizer, progress, self.group, hold=hold))
+        content = on_all_ranks(self.group, lambda: collect(module, optimizer, progress, self.group, hold=hold))
         if hold:
             group = self._group_beside()
             self._writer.start(str(path), lambda: self._write(path, content, progress.step, group))
@@ -114,7 +114,7 @@ class CheckpointStore:
             write_content(path, content, group)
         finally:
             content.close()
-        on_first(group, lambda: self._tidy(path, step))
+        on_first_rank(group, lambda: self._tidy(path, step))
 
     def _is_large(self, module: nn.Module) -> bool:
         """Say whether any process has much to write."""

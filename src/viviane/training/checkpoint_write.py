@@ -27,7 +27,7 @@ from viviane.embedding import Storage
 from viviane.optim import DenseOptimizer
 from viviane.parallel import Group, ShardedCollection
 from viviane.training.dense_state import collections_of, dense_parameters, dense_tensors, optimizer_tensors
-from viviane.training.group_results import on_first, together
+from viviane.training.group_results import on_all_ranks, on_first_rank
 from viviane.training.held_rows import CopyStream, held_rows
 from viviane.training.manifest import (
     DENSE_FILE,
@@ -111,7 +111,7 @@ def write_checkpoint(
             process fails, all of them raise its message.
     """
     group = group or group_of(module)
-    content = together(group, lambda: collect(module, optimizer, progress, group, optimizer_state=optimizer_state))
+    content = on_all_ranks(group, lambda: collect(module, optimizer, progress, group, optimizer_state=optimizer_state))
     return write_content(Path(folder), content, group)
 
 
@@ -226,8 +226,8 @@ def write_content(path: Path, content: Content, group: Group) -> Manifest:
         return {"tables": {full: one.to_dict() for full, one in content.tables.items()}, "files": entries}
 
     with ExitStack() as stack:
-        work = Path(on_first(group, lambda: guarded(lambda: str(stack.enter_context(replace_folder(path))))))
-        written = group.gather_data(together(group, lambda: guarded(lambda: write_own(work))))
+        work = Path(on_first_rank(group, lambda: guarded(lambda: str(stack.enter_context(replace_folder(path))))))
+        written = group.gather_data(on_all_ranks(group, lambda: guarded(lambda: write_own(work))))
 
         def finish() -> dict[str, Any]:
             manifest = _manifest(content, written)
@@ -240,7 +240,7 @@ def write_content(path: Path, content: Content, group: Group) -> Manifest:
             stack.close()
             return manifest.to_dict()
 
-        return Manifest.from_dict(on_first(group, lambda: guarded(finish)))
+        return Manifest.from_dict(on_first_rank(group, lambda: guarded(finish)))
 
 
 def _write_text(file: Path, text: str) -> FileEntry:

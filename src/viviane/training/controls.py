@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from viviane.ops.capture import is_capturing
-from viviane.ops.dense_update import Room, move_tensors
+from viviane.ops.dense_update import Workspace, move_tensors
 from viviane.ops.rules import NUM_DENSE_NUMBERS
 from viviane.optim import DenseOptimizer
 
@@ -46,9 +46,9 @@ def step_values(lr: float, factor: float, optimizer: DenseOptimizer | None, mean
 class Controls:
     """A vector on the device, float64: learning rate, its factor, numbers of each parameter group, and of the mean.
 
-    The host tells them beside the update of the step before, which still reads its own (`Mailbox`): `take` brings them
-    to where the step reads them. Where steps may be skipped that the host has not heard of yet, it tells a row of
-    numbers for each count of them, and the device takes the one that is right.
+    The host writes them to the `HostControlBlock` while the previous step's update still reads its own values; `take`
+    copies them to where the step reads them. If steps may be skipped before the host knows it, the host writes one row
+    for each possible number of skipped steps, and the device selects the right one.
 
     Args:
         device: of the parameters.
@@ -57,7 +57,7 @@ class Controls:
         num_rows: how many rows are told; 1: nothing is to be chosen.
 
     Attributes:
-        width: how many numbers are told.
+        width: length of the packed vector.
     """
 
     def __init__(self, device: torch.device, num_groups: int, num_means: int = 0, num_rows: int = 1) -> None:
@@ -87,7 +87,7 @@ class Controls:
         """The numbers of a running mean, (num_means,)."""
         return self._vector[self._means :]
 
-    def told(self, rows: Sequence[Sequence[float]], num_skipped: int = 0) -> list[float]:
+    def pack(self, rows: Sequence[Sequence[float]], num_skipped: int = 0) -> list[float]:
         """Return what the host tells of the next step, (width,).
 
         Args:
@@ -98,18 +98,18 @@ class Controls:
             return list(rows[0])
         return [number for i in range(self.num_rows) for number in rows[min(i, len(rows) - 1)]] + [float(num_skipped)]
 
-    def take(self, told: Tensor, num_skipped: Tensor | None = None) -> None:
+    def take(self, values: Tensor, num_skipped: Tensor | None = None) -> None:
         """Take what was told, on the device; to be recorded before anything that reads the numbers.
 
         Args:
-            told: (width,), float64, on the device.
+            values: (width,), float64, on the device.
             num_skipped: how many steps were skipped, 0-dim, float64; None where nothing is to be chosen.
         """
         if num_skipped is None:
-            self._vector.copy_(told)
+            self._vector.copy_(values)
             return
-        row = (num_skipped - told[-1]).to(torch.int64).view(1)
-        self._vector.copy_(told[:-1].view(self.num_rows, -1).index_select(0, row)[0])
+        row = (num_skipped - values[-1]).to(torch.int64).view(1)
+        self._vector.copy_(values[:-1].view(self.num_rows, -1).index_select(0, row)[0])
 
 
 class DeviceMover:
@@ -125,7 +125,7 @@ class DeviceMover:
     def __init__(self) -> None:
         self.controls: Controls | None = None
         self.gate: Tensor | None = None
-        self._rooms: dict[int, Room] = {}
+        self._workspaces: dict[int, Workspace] = {}
 
     def __call__(
         self,
@@ -148,19 +148,20 @@ class DeviceMover:
             numbers = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
         move_tensors(
             optimizer.rule.name, params, gradients, states, numbers, inside=bool(group.get("epsilon_inside_root")),
-            decays=optimizer.decays(group), scale=factor, gate=gate, room=self._rooms.setdefault(place, Room()),
+            decays=optimizer.decays(group), scale=factor, gate=gate,
+            workspace=self._workspaces.setdefault(place, Workspace()),
         )  # fmt: skip
 
     def reserve(self, optimizer: DenseOptimizer) -> list[Tensor]:
         """Reserve what recorded launches will read, before a capture; to be kept as long as the graph."""
         groups = enumerate(optimizer.param_groups)
-        return [self._rooms.setdefault(i, Room()).reserve(group["params"]) for i, group in groups]
+        return [self._workspaces.setdefault(i, Workspace()).reserve(group["params"]) for i, group in groups]
 
     def write(self) -> list[Tensor]:
         """Write what recorded launches will read, after a capture; returns what else they read, to be kept, too.
 
         Steps from Python make that, and put other tensors in its place once other parameters have gradients.
         """
-        for room in self._rooms.values():
-            room.write()
-        return [one for room in self._rooms.values() for one in room.tensors.values()]
+        for workspace in self._workspaces.values():
+            workspace.write()
+        return [one for workspace in self._workspaces.values() for one in workspace.tensors.values()]

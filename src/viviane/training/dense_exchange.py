@@ -179,8 +179,8 @@ class DenseExchange:
         if not self.buckets:
             self.signals = self.signals.to(loss.device)
             self.buckets.append(_Bucket([], torch.float32, loss.device, 1 + NUM_SIGNALS, None))
-        self.heard[:1].copy_(self._loss)
-        self.heard[1:].copy_(self.signals)
+        self.received[:1].copy_(self._loss)
+        self.received[1:].copy_(self.signals)
         self._start_full()
 
     def _hook(self) -> None:
@@ -244,10 +244,10 @@ class DenseExchange:
             bucket.wait = None
         for i, bucket in enumerate(self.buckets):
             bucket.hand_out(self._presence(i, bucket))
-        return self.heard[0].clone(), self._finite
+        return self.received[0].clone(), self._finite
 
     @property
-    def heard(self) -> Tensor:
+    def received(self) -> Tensor:
         """The sums of the last step over all processes: its loss, then the signals; float32."""
         return self.buckets[0].extra
 

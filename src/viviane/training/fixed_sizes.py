@@ -41,12 +41,12 @@ class FixedSizes:
         self.step, self.feed = step, feed
         self.rows = feed.share_of_whole
         self.hotness = hotness_of(schema)
-        self.reason = None if step.together is None else self._reason(schema)
-        if step.together is None:
+        self.reason = None if step.sync is None else self._reason(schema)
+        if step.sync is None:
             return
-        step.together.stop_is_agreed = False  # of an earlier fit
+        step.sync.stop_agreed = False  # of an earlier fit
         self.end()
-        step.unsaid = self.reason
+        step.dynamic_shape_reason = self.reason
         if self.reason is None:
             _log.info("sizes of batches are known beforehand: %d rows in each process", self.rows)
             return
@@ -68,20 +68,20 @@ class FixedSizes:
             return "batches of a stream have any number of rows"
         if self.rows is None:
             return f"a batch of {solver.batch_size} rows does not divide by {self.step.group.size} processes"
-        return obstacle_to_sizes(self.step, schema, self.hotness)
+        return find_dynamic_shape(self.step, schema, self.hotness)
 
     def follow(self) -> None:
         """Say or free sizes for the batch that was handed out last; all processes call it before its step."""
-        together = self.step.together
-        if together is None:
+        sync = self.step.sync
+        if sync is None:
             return
         wanted = self.reason is None and self.feed.is_whole
-        if wanted != together.is_fixed:
+        if wanted != sync.is_static:
             self.step.fix_sizes(self.rows if wanted else None, self.hotness)
 
     def end(self) -> None:
         """Let batches differ again: after the last step of a fit."""
-        if self.step.together is not None and self.step.together.is_fixed:
+        if self.step.sync is not None and self.step.sync.is_static:
             self.step.fix_sizes(None)
 
 
@@ -96,7 +96,7 @@ def hotness_of(schema: Schema) -> dict[str, int]:
     return {column.name: column.hotness for column in schema.bags if column.hotness is not None}
 
 
-def obstacle_to_sizes(step: TrainStep, schema: Schema, hotness: Mapping[str, int]) -> str | None:
+def find_dynamic_shape(step: TrainStep, schema: Schema, hotness: Mapping[str, int]) -> str | None:
     """Say why the shapes of what is looked up do not follow from a batch's size; None where they do.
 
     Args:
@@ -118,17 +118,19 @@ def obstacle_to_sizes(step: TrainStep, schema: Schema, hotness: Mapping[str, int
     return None
 
 
-def say_sizes(step: TrainStep, schema: Schema, batch_size: int | None, hotness: Mapping[str, int] | None) -> None:
+def set_static_sizes(
+    step: TrainStep, schema: Schema, batch_size: int | None, hotness: Mapping[str, int] | None
+) -> None:
     """Say sizes for a loop of one's own; see `Trainer.fix_sizes`.
 
     Raises:
         ConfigError: the batch does not divide by the processes, or ids of a column have no fixed number.
     """
-    if step.together is None:
+    if step.sync is None:
         return
     found = hotness_of(schema) if hotness is None else dict(hotness)
     if batch_size is not None:
-        reason = obstacle_to_sizes(step, schema, found)
+        reason = find_dynamic_shape(step, schema, found)
         if batch_size % step.group.size:
             reason = f"a batch of {batch_size} rows does not divide by {step.group.size} processes"
         if reason is not None:

@@ -11,7 +11,7 @@ from viviane.batch import Batch
 from viviane.core.errors import NumericsError
 from viviane.core.ranges import timed_as
 from viviane.training.guard import FIX, NanGuard, all_finite, bad_input, numbers_of, some
-from viviane.training.together import Together
+from viviane.training.step_sync import StepSync
 
 
 class GroupGuard(NanGuard):
@@ -21,10 +21,10 @@ class GroupGuard(NanGuard):
     search together for the cause: a forward pass exchanges too.
 
     Args:
-        together: what the processes settle; `before` begins its step.
+        sync: what the processes settle; `before` begins its step.
     """
 
-    together: Together
+    sync: StepSync
     local_sums: Tensor
     """Finite where this process's own dense gradients were, before they were summed over the group."""
 
@@ -32,7 +32,7 @@ class GroupGuard(NanGuard):
         """Copy the buffers and agree on the size of the global batch; on the CPU, look at the input."""
         self.save_buffers()
         is_bad = batch.device.type == "cpu" and not all_finite(numbers_of(batch))
-        if self.together.begin(batch, is_bad=is_bad):
+        if self.sync.begin(batch, is_bad=is_bad):
             what = f"the batch holds NaN or infinite numbers: {'; '.join(bad_input(batch))}" if is_bad else ""
             self._refuse_together(what, step, batch)
 
@@ -45,7 +45,7 @@ class GroupGuard(NanGuard):
         """Look at this process's loss, dense gradients and rows' gradients, and agree on them."""
         features = [name for one in self.collections.values() for name in one.nonfinite_gradients()]
         flags = torch.isfinite(torch.stack([loss.detach(), self.local_sums.to(loss.dtype)])).tolist()
-        group = self.together.group
+        group = self.sync.group
         every = group.gather_numbers([int(not flags[0]), int(not flags[1]), len(features)])
         if not any(any(one) for one in every):
             return
@@ -70,7 +70,7 @@ class GroupGuard(NanGuard):
         self._refuse_together(words, step, batch, place=0 if bad_input(batch) else self.num_looked_at)
 
     def _refuse_together(self, what: str, step: int, batch: Batch, place: int = 0) -> NoReturn:
-        every = self.together.group.gather_data([what, batch.origin, place])
+        every = self.sync.group.gather_data([what, batch.origin, place])
         guilty = [rank for rank, one in enumerate(every) if one[0]] or [0]
         first = min(every[rank][2] for rank in guilty)
         bad = [rank for rank in guilty if every[rank][2] == first]
@@ -79,4 +79,4 @@ class GroupGuard(NanGuard):
         error = NumericsError(
             f"{ranks}: {words or 'gradients are NaN or infinite'}", where=f"step {step}, {origin}", fix=FIX
         )
-        raise self.together.group.all_know(error)
+        raise self.sync.group.all_know(error)

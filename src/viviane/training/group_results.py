@@ -11,14 +11,14 @@ from viviane.parallel import Group
 T = TypeVar("T")
 
 
-def together(group: Group, make: Callable[[], T]) -> T:
+def on_all_ranks(group: Group, make: Callable[[], T]) -> T:
     """Call a function on every process, wait until all have returned, and return this one's result.
 
     Raises:
         CheckpointError: the function failed on another process; names its rank. Where it failed here: its own error.
 
     Example:
-        >>> together(Group(), lambda: 3)
+        >>> on_all_ranks(Group(), lambda: 3)
         3
     """
     if group.size == 1:
@@ -38,15 +38,15 @@ def together(group: Group, make: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def on_first(group: Group, make: Callable[[], Any]) -> Any:
+def on_first_rank(group: Group, make: Callable[[], Any]) -> Any:
     """Call a function on rank 0 alone, and return its result, plain data, on every process.
 
     Raises:
         CheckpointError: it failed.
 
     Example:
-        >>> on_first(Group(), lambda: "here")
+        >>> on_first_rank(Group(), lambda: "here")
         'here'
     """
-    result = together(group, lambda: make() if group.rank == 0 else None)
+    result = on_all_ranks(group, lambda: make() if group.rank == 0 else None)
     return result if group.size == 1 else group.gather_data(result)[0]

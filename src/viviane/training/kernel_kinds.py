@@ -16,8 +16,9 @@ _OWN: Final = {
         "latest assign check_bags"
     ),
     "updates": "move span join_spans rest numbers",
-    "copies": "take_rows copy cast pack cut widen read_row answer",
-    "others": "check check_columns mark judge judge_scaled logistic_loss gate column_sums difference difference_record",
+    "copies": "take_rows copy cast pack cut widen read_row write_back",
+    "others": "check check_columns mark update_status update_scaled_status logistic_loss gate"
+    " column_sums difference difference_record",
 }
 OWN_KERNELS: Final = {f"{name}_kernel": kind for kind, names in _OWN.items() for name in names.split()}
 """Our kernels, whose names are those of their functions."""

@@ -31,7 +31,7 @@ from viviane.training.history import History, higher_is_better, is_better
 from viviane.training.progress import ProgressLine
 from viviane.training.run_folder import RunFolder, hold_folder
 from viviane.training.stages import StageTimes
-from viviane.training.together import agree_on_weights
+from viviane.training.step_sync import agree_on_weights
 
 if TYPE_CHECKING:
     from viviane.training.trainer import Trainer
@@ -269,9 +269,9 @@ class FitLoop:
 
     def _step(self, batch: Batch) -> None:
         trainer = self.trainer
-        together = trainer.stepper.together
-        if together is not None:
-            together.asks_to_stop = self.interrupt.asked or self._save_has_failed()
+        sync = trainer.stepper.sync
+        if sync is not None:
+            sync.stop_requested = self.interrupt.asked or self._save_has_failed()
             self.sizes.follow()
         loss = trainer.train_step(batch)
         step, rows = trainer.step, trainer.stepper.num_rows
@@ -283,8 +283,8 @@ class FitLoop:
         return self.store is not None and self.store.has_failed
 
     def _after_step(self, step: int, loss: Tensor) -> None:
-        together = self.trainer.stepper.together
-        if self.store is not None and (self._save_has_failed() if together is None else together.stop_is_agreed):
+        sync = self.trainer.stepper.sync
+        if self.store is not None and (self._save_has_failed() if sync is None else sync.stop_agreed):
             self.store.finish()  # of several processes all have agreed to stop, for this or for another reason
         if step % self.trainer.log_every == 0:
             self.rows.write_train(self.reader.epoch)
@@ -294,7 +294,7 @@ class FitLoop:
             self._evaluate()
         if self.solver.checkpoint_every is not None and step % self.solver.checkpoint_every == 0:
             self._save()
-        if self.interrupt.asked if together is None else together.stop_is_agreed:
+        if self.interrupt.asked if sync is None else sync.stop_agreed:
             self.stopped = "interrupted"
         elif self.solver.max_steps is not None and step >= self._last_step():
             self.stopped = self.stopped or "max_steps"

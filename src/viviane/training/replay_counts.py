@@ -60,7 +60,7 @@ class ReplayCounts:
         self._count(-1)
         self._go_back(self._places.pop())
 
-    def take_back(self) -> int:
+    def roll_back(self) -> int:
         """Take back all replays under way; returns how many."""
         taken = len(self._places)
         if taken:

@@ -33,7 +33,7 @@ from viviane.training.objective import Objective
 from viviane.training.place import Progress
 from viviane.training.precision import Precision
 from viviane.training.stages import StageTimes
-from viviane.training.together import Together, check_collections, share_first_weights
+from viviane.training.step_sync import StepSync, check_collections, share_first_weights
 
 
 class TrainStep:
@@ -80,10 +80,10 @@ class TrainStep:
         elif not self.collections:
             raise ConfigError("the module has neither parameters nor embedding tables", value=type(module).__name__)
         self.guard = NanGuard(module, self.collections, self.gradients) if solver.nan_guard else None
-        self.together: Together | None = None
+        self.sync: StepSync | None = None
         self.num_rows = 0
         """Rows of the last batch, over all processes."""
-        self.unsaid: str | None = "trainer.fix_sizes was not called"
+        self.dynamic_shape_reason: str | None = "trainer.fix_sizes was not called"
         """Why sizes of batches were not said beforehand, in a group; None once they were."""
         if self.optimizer is not None and dense_reason(list(self.parameters.values())) is None:
             self.optimizer.mover = DeviceMover()
@@ -103,7 +103,7 @@ class TrainStep:
     def _join(self) -> None:
         """Prepare to train with other processes."""
         share_first_weights(self.module, self.group)
-        self.together = Together(self.group)
+        self.sync = StepSync(self.group)
         wire = self.solver.dense_wire_dtype
         self.exchange = DenseExchange(
             list(self.parameters.values()),
@@ -113,7 +113,7 @@ class TrainStep:
         )
         if self.guard is not None:
             self.guard = GroupGuard(self.module, self.collections, self.gradients)
-            self.guard.together = self.together
+            self.guard.sync = self.sync
 
     def __call__(self, batch: Batch, step: int, precision: Precision, lr: float | None = None) -> Tensor:
         """Train on one batch and return its loss, detached, on the device.
@@ -152,7 +152,7 @@ class TrainStep:
             mean = self._backward(loss)
             end = perf_counter()
             if self._overflows(loss, batch, step):
-                self._take_back()
+                self._roll_back()
                 return mean
             if self.guard is not None:
                 self.guard.check_gradients(loss, batch, step)
@@ -160,7 +160,7 @@ class TrainStep:
                 collection.check()
             scale = self._clip_scale()
         except BaseException as error:
-            self._take_back()
+            self._roll_back()
             self.group.report(error)
             raise
         self._update(scale, step, lr)
@@ -176,13 +176,13 @@ class TrainStep:
             rows: of every process's batch.
             hotness: ids of every row, by column with bags; see `ShardedCollection.fix_sizes`.
         """
-        if self.together is None:
+        if self.sync is None:
             return
         if rows is None:
-            self.together.free_rows()
+            self.sync.clear_static_shape()
         else:
-            self.unsaid = None
-            self.together.fix_rows(rows, self.exchange, hotness)
+            self.dynamic_shape_reason = None
+            self.sync.set_static_shape(rows, self.exchange, hotness)
         for collection in self.collections.values():
             if isinstance(collection, ShardedCollection):
                 names = collection.features.keys()
@@ -198,23 +198,23 @@ class TrainStep:
         place = load_checkpoint(
             folder, self.module, optimizer=self.optimizer, weights_only=weights_only, group=self.group
         )
-        self.captured.forget()
+        self.captured.drop_graphs()
         return place
 
     @timed_as("check input")
     def _begin(self, batch: Batch, step: int) -> None:
         if self.guard is not None:
             self.guard.before(batch, step)
-        elif self.together is not None:
-            self.together.begin(batch)
-        self.num_rows = batch.size if self.together is None else self.together.num_rows
+        elif self.sync is not None:
+            self.sync.begin(batch)
+        self.num_rows = batch.size if self.sync is None else self.sync.num_rows
 
     @timed_as("backward")
     def _backward(self, loss: Tensor) -> Tensor:
         """Run backward, sum dense gradients over the processes, and return the loss of the global batch, detached."""
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
         start = self._one if scaled.dtype == self._one.dtype and not scaled.dim() else None  # else autograd makes it
-        if self.together is None:
+        if self.sync is None:
             scaled.backward(start)  # type: ignore[no-untyped-call]
             return loss.detach()
         self.exchange.begin(loss)
@@ -264,7 +264,7 @@ class TrainStep:
     def _forward(self, batch: Batch, precision: Precision) -> Tensor:
         with precision.context(self.device):
             output = self.module(batch)
-        loss = self.objective.loss(output, batch) if self.together is None else self._share(output, batch)
+        loss = self.objective.loss(output, batch) if self.sync is None else self._share(output, batch)
         if not loss.requires_grad:
             raise ConfigError(
                 "the loss does not depend on anything that is trained",
@@ -274,16 +274,16 @@ class TrainStep:
         penalty = self.objective.penalty(self.parameters.values(), self.num_rows or batch.size)
         if penalty is None:
             return loss
-        return loss + (penalty if self.together is None else penalty * self.together.share_of_rows(batch))
+        return loss + (penalty if self.sync is None else penalty * self.sync.share_of_rows(batch))
 
     def _share(self, output: object, batch: Batch) -> Tensor:
         """Return what this process's rows add to the loss of the global batch."""
-        assert self.together is not None
+        assert self.sync is not None
         divisors = self.objective.divisors(batch)
         count = 1 if self.objective.own_loss is not None else len(self.objective.terms)
-        shares: list[Tensor] | list[float] = [self.together.share_of_rows(batch)] * count
+        shares: list[Tensor] | list[float] = [self.sync.share_of_rows(batch)] * count
         if divisors is not None:
-            shares = self.together.shares(divisors)
+            shares = self.sync.shares(divisors)
         if not batch.size:
             return self.objective.logits(output, 0).sum()  # 0, through which backward reaches every weight
         return self.objective.loss(output, batch, shares=shares)
@@ -323,7 +323,7 @@ class TrainStep:
         if self.loss_scale is not None:
             self.loss_scale.hold()  # not before the gradients were divided by it
         self.gradients.drop()
-        self.captured.has_moved = True
+        self.captured.has_updated = True
 
     def _rates_on_device(self, rate: float, factor: float) -> tuple[Tensor, Tensor]:
         """Return rates as a graph reads them: then tables count on the device already when one is recorded."""
@@ -346,7 +346,7 @@ class TrainStep:
             self._check_keys()
         finally:
             self.loss_scale = scale
-            self._take_back()
+            self._roll_back()
 
     def _check_keys(self) -> None:
         """Raise what any process found among its keys: all of them come here, for a step that all have refused."""
@@ -363,14 +363,14 @@ class TrainStep:
             if words is not None:
                 raise self.group.all_know(ProcessError(f"rank {rank}: {words}"))
 
-    def _take_back(self) -> None:
+    def _roll_back(self) -> None:
         """Undo a step that moves nothing: drop its gradients, and what forward did to batch statistics."""
         self._discard()
         if self.guard is not None:
             self.guard.restore_buffers()
 
     def _discard(self) -> None:
-        if self.together is not None:
+        if self.sync is not None:
             self.exchange.drop()
         self.gradients.drop()
         for collection in self.collections.values():

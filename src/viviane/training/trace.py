@@ -247,7 +247,7 @@ class _Steps:
         """Leave the trainer as `fit` does."""
         self.sizes.end()
         if self.trainer.group.size > 1:
-            self.captured.let_go()
+            self.captured.release()
 
 
 @contextmanager

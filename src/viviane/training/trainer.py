@@ -28,7 +28,7 @@ from viviane.training.checks import check_binary_labels, check_columns
 from viviane.training.environment import Interrupt, torch_switches
 from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
 from viviane.training.feed import DeviceFeed
-from viviane.training.fixed_sizes import say_sizes
+from viviane.training.fixed_sizes import set_static_sizes
 from viviane.training.history import History, finite_or_none, has_direction
 from viviane.training.loop import FitLoop
 from viviane.training.objective import LossFunction, LossTerm, Objective
@@ -179,7 +179,7 @@ class Trainer:
         Raises:
             ConfigError: the rows do not divide by the processes, or bags have any number of ids.
         """
-        say_sizes(self.stepper, self.schema, batch_size, hotness)
+        set_static_sizes(self.stepper, self.schema, batch_size, hotness)
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -198,7 +198,7 @@ class Trainer:
             NumericsError, KeyRangeError: of a step some steps ago; weights and `step` are those before it.
         """
         with self._counting():
-            self.stepper.captured.settle()
+            self.stepper.captured.wait_all()
 
     @property
     def cuda_graph(self) -> str:
@@ -253,7 +253,7 @@ class Trainer:
                 self.history = loop.run(resume)
                 self.settle()
                 if self.group.size > 1:  # it may be taken down now
-                    self.stepper.captured.let_go()
+                    self.stepper.captured.release()
             except BaseException as error:
                 self.group.report(error)
                 raise

@@ -42,11 +42,12 @@ def test_every_rule_moves_as_the_reference(device, rule, inside):
     states = [[one.abs() for one in draw(device, 3 + i)] for i, _ in enumerate(dense_rules()[rule].states)]
     scale = torch.tensor(0.5, device=device)
     wide = [[one.double().cpu() for one in part] for part in (params, gradients, *states)]
-    room = dense.Room()
+    workspace = dense.Workspace()
     for _ in range(3):
-        dense.move_tensors(rule, params, gradients, states, numbers, inside=inside, decays=True, scale=scale, room=room)
+        dense.move_tensors(rule, params, gradients, states, numbers, inside=inside, decays=True, scale=scale,
+                           workspace=workspace)  # fmt: skip
         plain(rule, wide[0], wide[1], wide[2:], numbers.cpu(), inside=inside, decays=True, scale=scale.cpu(),
-              gate=None, room=room)  # fmt: skip
+              gate=None, workspace=workspace)  # fmt: skip
     for found, truth in zip([*params, *flat(states)], [*wide[0], *flat(wide[2:])], strict=True):
         # Three steps of some ten operations, each rounded to float32, on numbers of about 1; ftrl multiplies by 20.
         torch.testing.assert_close(found.cpu().double(), truth, rtol=2e-5, atol=2e-5)
@@ -153,7 +154,7 @@ def test_the_first_bad_step_is_remembered_and_later_ones_wait(device):
     losses = [0.5, float("inf"), 0.25]
     gates = []
     for loss in losses:
-        dense.judge(torch.tensor(loss, device=device), status, gate)
+        dense.update_status(torch.tensor(loss, device=device), status, gate)
         gates.append(int(gate))
     assert gates == [1, 0, 0]
     assert status.tolist() == [1, 1, 3]
@@ -162,9 +163,9 @@ def test_the_first_bad_step_is_remembered_and_later_ones_wait(device):
     dense.mark([], status)
     dense.mark([none], status)
     dense.mark([none] * 70, status)
-    dense.judge(None, status, gate)
+    dense.update_status(None, status, gate)
     dense.mark([*[none] * 69, torch.tensor([1, 0, 0], device=device)], status)
-    dense.judge(None, status, gate)
+    dense.update_status(None, status, gate)
     assert (status.tolist(), int(gate)) == ([1, 1, 2], 0)
 
 
@@ -178,7 +179,7 @@ def judged(device, steps, scale, interval=3, largest=64.0, implementation="gpu")
         for loss, overflows, bad in steps:
             overflow += overflows
             status[0].clamp_(min=bad)
-            dense.judge_scaled(
+            dense.update_scaled_status(
                 torch.tensor(loss, device=device), status, overflow, scaling, gate, interval=interval, largest=largest
             )
             found.append([*scaling.tolist(), int(gate), *status.tolist(), *overflow.tolist()])

@@ -13,8 +13,10 @@ needs a reduction over a whole tensor (LAMB) takes a few torch operations for ea
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,14 +25,23 @@ from viviane.core.errors import ConfigError, VivianeError
 from viviane.ops.dispatch import choose, implementation
 from viviane.ops.rules import DenseNumbers, DenseRule, dense_rules
 
-__all__ = ["Room", "check_finite", "judge", "judge_scaled", "mark", "move_tensors", "reason"]
+__all__ = ["Workspace", "check_finite", "mark", "move_tensors", "reason", "update_scaled_status", "update_status"]
 
 PIECE = 1024
 """Numbers of a tensor that one program moves."""
 GRADIENT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_RENAMED: Final = {"Room": "Workspace", "judge": "update_status", "judge_scaled": "update_scaled_status"}
 
 
-class Room:
+def __getattr__(name: str) -> Any:
+    """Return a renamed function or class under its old, deprecated name."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]
+
+
+class Workspace:
     """What calls with the same tensors keep: where pieces of work begin, and addresses on the device.
 
     A call that a CUDA graph records takes memory that was reserved before, since every replay writes over what it
@@ -52,7 +63,7 @@ class Room:
     def take(self, values: Tensor) -> Tensor:
         """Return reserved memory for a table of these values, which `write` puts there."""
         if len(self._reserved) < values.numel():
-            raise ConfigError("a recorded call needs reserved memory", fix="call Room.reserve before the capture")
+            raise ConfigError("a recorded call needs reserved memory", fix="call Workspace.reserve before the capture")
         table, self._reserved = self._reserved[: values.numel()], self._reserved[values.numel() :]
         self.unwritten.append((table.view(values.shape), values))
         return table.view(values.shape)
@@ -75,7 +86,7 @@ def move_tensors(
     decays: bool = False,
     scale: Tensor | None = None,
     gate: Tensor | None = None,
-    room: Room | None = None,
+    workspace: Workspace | None = None,
 ) -> None:
     """Move parameters and state in place.
 
@@ -87,7 +98,7 @@ def move_tensors(
         numbers, scale, gate: on the device; see above.
         inside: whether epsilon stands inside the root.
         decays: whether the weight decay is to be read.
-        room: kept from call to call.
+        workspace: kept from call to call.
 
     Example:
         >>> w, g = torch.ones(2), torch.tensor([1.0, 2.0])
@@ -106,7 +117,7 @@ def move_tensors(
         return
     _serving(params[0].device).move_tensors(
         rule, params, gradients, states, numbers, inside=inside, decays=decays, scale=scale, gate=gate,
-        room=room or Room(),
+        workspace=workspace or Workspace(),
     )  # fmt: skip
 
 
@@ -136,13 +147,13 @@ def _move_whole_tensors(
                 torch.where(gate != 0, one, old, out=one)
 
 
-def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room | None = None) -> None:
+def check_finite(tensors: Sequence[Tensor], status: Tensor, workspace: Workspace | None = None) -> None:
     """Set status[0] to 1 where any number is NaN or infinite; nothing waits for the device.
 
     Args:
         tensors: floating-point, contiguous, of one type; a single one may be columns of a wider matrix.
-        status: see `judge`.
-        room: kept from call to call.
+        status: see `update_status`.
+        workspace: kept from call to call.
 
     Example:
         >>> status = torch.tensor([0, -1, 0])
@@ -152,7 +163,7 @@ def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room | None = 
     """
     there = [one for one in tensors if one.numel()]
     if there:
-        _serving(there[0].device).check_finite(there, status, room or Room())
+        _serving(there[0].device).check_finite(there, status, workspace or Workspace())
 
 
 def mark(records: Sequence[Tensor], status: Tensor) -> None:
@@ -168,7 +179,7 @@ def mark(records: Sequence[Tensor], status: Tensor) -> None:
         _serving(status.device).mark(records, status)
 
 
-def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
+def update_status(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
     """Decide on the device whether a step may move weights, and count it.
 
     Args:
@@ -179,24 +190,24 @@ def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
 
     Example:
         >>> status, gate = torch.tensor([0, -1, 6]), torch.tensor(1, dtype=torch.int32)
-        >>> judge(torch.tensor(float("nan")), status, gate)
+        >>> update_status(torch.tensor(float("nan")), status, gate)
         >>> status.tolist(), gate.item()
         ([1, 6, 7], 0)
     """
-    _serving(status.device).judge(loss, status, gate)
+    _serving(status.device).update_status(loss, status, gate)
 
 
-def judge_scaled(
+def update_scaled_status(
     loss: Tensor, status: Tensor, overflow: Tensor, scaling: Tensor, gate: Tensor, *, interval: int, largest: float
 ) -> None:
-    """Decide as `judge` does, under a loss scale that follows overflows: a step that overflows moves nothing, once.
+    """Do what `update_status` does under a dynamic loss scale: a step that overflows is skipped.
 
     The scale is halved where gradients were not finite, and doubled after `interval` steps without. What is bad
     besides, or an overflow at a scale of 1 or less, closes the gate for good and leaves the scale.
 
     Args:
         loss: 0-dim, not scaled.
-        status, gate: see `judge`.
+        status, gate: see `update_status`.
         overflow: (1,), int64: not 0 where gradients were not finite; becomes 0.
         scaling: (3,), float64: the scale, the good steps since it changed, the steps that overflowed.
         interval, largest: of `viviane.training.loss_scale`.
@@ -204,12 +215,12 @@ def judge_scaled(
     Example:
         >>> status, gate = torch.tensor([0, -1, 0]), torch.tensor(1, dtype=torch.int32)
         >>> overflow, scaling = torch.tensor([1]), torch.tensor([8.0, 5.0, 0.0], dtype=torch.float64)
-        >>> judge_scaled(torch.tensor(0.5), status, overflow, scaling, gate, interval=2, largest=16.0)
+        >>> update_scaled_status(torch.tensor(0.5), status, overflow, scaling, gate, interval=2, largest=16.0)
         >>> scaling.tolist(), overflow.tolist(), status.tolist(), gate.item()
         ([4.0, 0.0, 1.0], [0], [0, -1, 1], 0)
     """
     serving = _serving(status.device)
-    serving.judge_scaled(loss, status, overflow, scaling, gate, interval=interval, largest=largest)
+    serving.update_scaled_status(loss, status, overflow, scaling, gate, interval=interval, largest=largest)
 
 
 def reason(params: Sequence[Tensor]) -> str | None:

@@ -14,7 +14,7 @@ from numba import float32, njit
 from torch import Tensor
 
 from viviane.ops.dense_update import check_moved, gradient_type
-from viviane.ops.dense_update.reference import check_finite, judge, judge_scaled, mark
+from viviane.ops.dense_update.reference import check_finite, mark, update_scaled_status, update_status
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
 from viviane.ops.native.memory import float32_at, float64_at, int64_at, stack_floats, take_ticket
 from viviane.ops.native.numbers import FLOAT32, KINDS, load, product
@@ -23,9 +23,9 @@ from viviane.ops.rules.numba_rules import apply_rule
 from viviane.ops.rules.rule import DECAY, SCALE
 
 if TYPE_CHECKING:
-    from viviane.ops.dense_update import Room
+    from viviane.ops.dense_update import Workspace
 
-__all__ = ["check_finite", "judge", "judge_scaled", "mark", "move_tensors"]
+__all__ = ["check_finite", "mark", "move_tensors", "update_scaled_status", "update_status"]
 
 _BLOCK: Final = 64
 _COLUMNS: Final = 5  # addresses of weights, gradients and two states, and how many numbers there are
@@ -42,7 +42,7 @@ def move_tensors(
     decays: bool,
     scale: Tensor | None,
     gate: Tensor | None,
-    room: Room,
+    workspace: Workspace,
 ) -> None:
     """Move parameters and state in place."""
     if gate is not None and not bool(gate):

@@ -15,17 +15,17 @@ from viviane.ops.dense_update import PIECE, check_moved, gradient_type
 from viviane.ops.dense_update.gpu_kernels import (
     check_columns_kernel,
     check_kernel,
-    judge_kernel,
-    judge_scaled_kernel,
     mark_kernel,
     move_kernel,
+    update_scaled_status_kernel,
+    update_status_kernel,
 )
 from viviane.ops.rules import dense_rules
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 from viviane.ops.triton_parts.precision import KINDS
 
 if TYPE_CHECKING:
-    from viviane.ops.dense_update import Room
+    from viviane.ops.dense_update import Workspace
 
 _COLUMN_ROWS, _COLUMN_BLOCK = 4, 1024
 _MOST_RECORDS = 64  # a kernel's arguments have little room
@@ -43,15 +43,15 @@ def move_tensors(
     decays: bool,
     scale: Tensor | None,
     gate: Tensor | None,
-    room: Room,
+    workspace: Workspace,
 ) -> None:
     """Move parameters and state in place."""
     gradients = [one.contiguous() for one in gradients]
     columns = [params, gradients, *states]
     check_moved(params, states)
     given = KINDS[gradient_type(gradients)]
-    pieces = _pieces(params, PIECE, room)
-    table, wide = _addresses(columns, room)
+    pieces = _pieces(params, PIECE, workspace)
+    table, wide = _addresses(columns, workspace)
     with on_device(params[0]):
         move_kernel[(len(pieces),)](
             table, pieces, numbers, scale, gate, move=dense_rules()[rule].gpu_dense, inside=inside, decays=decays,
@@ -59,7 +59,7 @@ def move_tensors(
         )  # fmt: skip
 
 
-def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room) -> None:
+def check_finite(tensors: Sequence[Tensor], status: Tensor, workspace: Workspace) -> None:
     """Set status[0] to 1 where any number is NaN or infinite."""
     if len(tensors) == 1 and _is_columns(tensors[0]):
         _check_columns(tensors[0], status)
@@ -75,8 +75,8 @@ def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room) -> None:
             )  # fmt: skip
         return
     given = KINDS[gradient_type(tensors)]
-    pieces = _pieces(tensors, _LARGE_BLOCK, room)
-    table, wide = _addresses([tensors], room)
+    pieces = _pieces(tensors, _LARGE_BLOCK, workspace)
+    table, wide = _addresses([tensors], workspace)
     with on_device(status):
         check_kernel[(len(pieces),)](
             table, pieces, 0, status, wide=wide, given=given, block=_LARGE_BLOCK, turns=1, num_warps=4
@@ -104,36 +104,36 @@ def mark(records: Sequence[Tensor], status: Tensor) -> None:
             mark_kernel[(1,)](tuple(records[first : first + _MOST_RECORDS]), status, num_warps=1)
 
 
-def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
+def update_status(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
     """Decide whether a step may move weights, and count it."""
     with on_device(status):
-        judge_kernel[(1,)](loss, status, gate, num_warps=1)
+        update_status_kernel[(1,)](loss, status, gate, num_warps=1)
 
 
-def judge_scaled(
+def update_scaled_status(
     loss: Tensor, status: Tensor, overflow: Tensor, scaling: Tensor, gate: Tensor, *, interval: int, largest: float
 ) -> None:
-    """Decide as `judge` does, under a loss scale that follows overflows."""
+    """Decide as `update_status` does, under a loss scale that follows overflows."""
     with on_device(status):
-        judge_scaled_kernel[(1,)](loss, status, overflow, scaling, gate, float(interval), largest, num_warps=1)
+        update_scaled_status_kernel[(1,)](loss, status, overflow, scaling, gate, float(interval), largest, num_warps=1)
 
 
-def _pieces(tensors: Sequence[Tensor], block: int, room: Room) -> Tensor:
+def _pieces(tensors: Sequence[Tensor], block: int, workspace: Workspace) -> Tensor:
     """Return for each program (tensor, first number, numbers), (P, 3), int64; kept while the sizes stay."""
     sizes = tuple(one.numel() for one in tensors)
-    if room.known != (sizes, block):
+    if workspace.known != (sizes, block):
         found = [(i, start, size) for i, size in enumerate(sizes) for start in range(0, size, block)]
-        room.tensors["pieces"] = _to_device(found, (len(found), 3), tensors[0].device, room)
-        room.known = (sizes, block)
-    return room.tensors["pieces"]
+        workspace.tensors["pieces"] = _to_device(found, (len(found), 3), tensors[0].device, workspace)
+        workspace.known = (sizes, block)
+    return workspace.tensors["pieces"]
 
 
-def _addresses(columns: Sequence[Sequence[Tensor]], room: Room) -> tuple[Tensor, bool]:
+def _addresses(columns: Sequence[Sequence[Tensor]], workspace: Workspace) -> tuple[Tensor, bool]:
     """Return the tensors' addresses, (tensors, columns), int64, and whether all allow loads of four numbers."""
     rows = [[one.data_ptr() for one in row] for row in zip(*columns, strict=True)]
     wide = all(map(_addresses_are_wide, columns))
     shape = (len(rows), len(columns))
-    return _to_device(rows, shape, columns[0][0].device, room), wide
+    return _to_device(rows, shape, columns[0][0].device, workspace), wide
 
 
 def _addresses_are_wide(tensors: Sequence[Tensor]) -> bool:
@@ -141,8 +141,10 @@ def _addresses_are_wide(tensors: Sequence[Tensor]) -> bool:
     return all(one.data_ptr() % (4 * one.itemsize) == 0 for one in tensors)
 
 
-def _to_device(rows: Sequence[Sequence[int]], shape: tuple[int, ...], device: torch.device, room: Room) -> Tensor:
+def _to_device(
+    rows: Sequence[Sequence[int]], shape: tuple[int, ...], device: torch.device, workspace: Workspace
+) -> Tensor:
     host = torch.tensor(rows, dtype=torch.int64).view(shape)
     if is_capturing(device):
-        return room.take(host)
+        return workspace.take(host)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

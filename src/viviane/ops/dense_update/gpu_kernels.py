@@ -152,7 +152,7 @@ def mark_kernel(records, status):
 
 
 @triton.jit
-def judge_kernel(loss, status, gate):
+def update_status_kernel(loss, status, gate):
     """Decide whether a step may move weights, and count it."""
     bad = tl.load(status) != 0
     if loss is not None:
@@ -171,7 +171,7 @@ def _count_step(bad, status):
 
 
 @triton.jit
-def judge_scaled_kernel(loss, status, overflow, scaling, gate, interval, largest):
+def update_scaled_status_kernel(loss, status, overflow, scaling, gate, interval, largest):
     """Decide so under a loss scale that follows overflows."""
     overflowed = tl.load(overflow) != 0
     scale, good, skipped = tl.load(scaling), tl.load(scaling + 1), tl.load(scaling + 2)

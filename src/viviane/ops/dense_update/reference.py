@@ -11,7 +11,7 @@ from torch import Tensor
 from viviane.ops.rules import DenseNumbers, dense_rules
 
 if TYPE_CHECKING:
-    from viviane.ops.dense_update import Room
+    from viviane.ops.dense_update import Workspace
 
 
 def move_tensors(
@@ -25,7 +25,7 @@ def move_tensors(
     decays: bool,
     scale: Tensor | None,
     gate: Tensor | None,
-    room: Room,
+    workspace: Workspace,
 ) -> None:
     """Move parameters and state in place."""
     if gate is not None and not bool(gate):
@@ -39,7 +39,7 @@ def move_tensors(
     dense_rules()[rule].update_dense(list(params), shaped, [list(one) for one in states], taken, inside)
 
 
-def check_finite(tensors: Sequence[Tensor], status: Tensor, room: Room) -> None:
+def check_finite(tensors: Sequence[Tensor], status: Tensor, workspace: Workspace) -> None:
     """Set status[0] where any number is NaN or infinite."""
     if not all(bool(torch.isfinite(one).all()) for one in tensors):
         status[0] = 1
@@ -51,7 +51,7 @@ def mark(records: Sequence[Tensor], status: Tensor) -> None:
         status[0] = 1
 
 
-def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
+def update_status(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
     """Decide whether a step may move weights, and count it."""
     if loss is not None and not bool(torch.isfinite(loss)):
         status[0] = 1
@@ -61,15 +61,15 @@ def judge(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
     gate.fill_(int(status[0] == 0))
 
 
-def judge_scaled(
+def update_scaled_status(
     loss: Tensor, status: Tensor, overflow: Tensor, scaling: Tensor, gate: Tensor, *, interval: int, largest: float
 ) -> None:
-    """Decide as `judge` does, under a loss scale that follows overflows."""
+    """Decide as `update_status` does, under a loss scale that follows overflows."""
     overflowed = overflow[0] != 0
     overflow.zero_()
     if overflowed and scaling[0] <= 1:
         status[0] = 1
-    judge(loss, status, gate)
+    update_status(loss, status, gate)
     if status[0] != 0:
         return
     if overflowed:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from viviane.batch import Batch
 from viviane.ops.capture import FIRST, branch, forget_branches, join_branches
-from viviane.ops.dense_update import Room, check_finite, judge, judge_scaled, mark
-from viviane.ops.mailbox import answer
+from viviane.ops.dense_update import Workspace, check_finite, mark, update_scaled_status, update_status
+from viviane.ops.host_control_block import write_back
 from viviane.ops.watch import watching
 from viviane.training import loss_scale
 from viviane.training.controls import Controls
+from viviane.training.host_control_block import HostControlBlock
 from viviane.training.loss_scale import LossScale
-from viviane.training.mailbox import Mailbox
 from viviane.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _FRESH = (0, -1, 0)
 """The status before the first step."""
 
 
-class Verdict:
+class StepStatus:
     """Whether recorded steps may move weights: decided on the device, told to the host.
 
     Args:
@@ -38,8 +38,8 @@ class Verdict:
         num_slots: replays under way whose verdicts the host may look at, and the next one.
 
     Attributes:
-        status: see `viviane.ops.dense_update.judge`.
-        overflow, scaling: of a dynamic loss scale; see `viviane.ops.dense_update.judge_scaled`.
+        status: see `viviane.ops.dense_update.update_status`.
+        overflow, scaling: of a dynamic loss scale; see `viviane.ops.dense_update.update_scaled_status`.
         flags: what one process finds for all: `overflow`, and the first of `status`.
         gate: of all updates.
         count: how many steps were judged, (1,), int64, on the device.
@@ -48,43 +48,43 @@ class Verdict:
 
     def __init__(self, device: torch.device, controls: Controls, num_slots: int) -> None:
         self.controls = controls
-        self._held = torch.tensor([0, *_FRESH, 0, 0, 0], device=device)
-        self.flags = self._held[:2]
-        self.overflow, self.status = self._held[:1], self._held[1:4]
+        self._words = torch.tensor([0, *_FRESH, 0, 0, 0], device=device)
+        self.flags = self._words[:2]
+        self.overflow, self.status = self._words[:1], self._words[1:4]
         self.count = self.status[2:]
-        self.scaling = self._held[4:].view(torch.float64)
+        self.scaling = self._words[4:].view(torch.float64)
         self.gate = torch.ones((), dtype=torch.int32, device=device)
         self.num_skipped = 0
-        self._known: list[float] = []
+        self._last_scale: list[float] = []
         is_gpu = device.type == "cuda"
-        self._told = torch.zeros(num_slots, len(self._held) + 1, dtype=torch.int64, pin_memory=is_gpu)
-        self._seen = self._told.numpy()  # to look into a tensor takes ten times as long
+        self._host_rows = torch.zeros(num_slots, len(self._words) + 1, dtype=torch.int64, pin_memory=is_gpu)
+        self._host_view = self._host_rows.numpy()  # to look into a tensor takes ten times as long
         self._ends = [torch.cuda.Event() for _ in range(num_slots)] if is_gpu else []  # type: ignore[no-untyped-call]
         self.number = 0
         """Of the next step, as the device counts."""
 
-    def take(self, scale: LossScale | None) -> None:
+    def load_scale(self, scale: LossScale | None) -> None:
         """Let the device go on with the host's loss scale, where it is a dynamic one that has changed on the host.
 
         No replay is under way: of those the host does not know yet what scale they leave.
         """
-        if scale is not None and scale.is_dynamic and scale.state() != self._known:
-            self._known = scale.state()
-            self.scaling[:2].copy_(torch.tensor(self._known, dtype=torch.float64))
+        if scale is not None and scale.is_dynamic and scale.state() != self._last_scale:
+            self._last_scale = scale.state()
+            self.scaling[:2].copy_(torch.tensor(self._last_scale, dtype=torch.float64))
 
-    def tell(self, words: Tensor, loss: Tensor, signal: Tensor | None = None) -> None:
+    def write_back(self, words: Tensor, loss: Tensor, signal: Tensor | None = None) -> None:
         """Tell the host the status of the step that was judged, and its loss; to be recorded after that.
 
         Args:
-            words: of the step's `Mailbox`.
+            words: of the step's `HostControlBlock`.
             loss: 0-dim.
             signal: (1,), float32, a number that processes have summed.
         """
-        answer(words, loss, self._held, self._told, self.count, signal)
+        write_back(words, loss, self._words, self._host_rows, self.count, signal)
 
     def signal(self, number: int) -> NDArray[np.int64]:
         """Return where a step tells its signal, (1,): there after its end, and until others have taken all slots."""
-        return self._seen[number % len(self._seen), -1:]
+        return self._host_view[number % len(self._host_view), -1:]
 
     def end(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
         """Count a step, and return the end of all that a stream was given; None where nothing is waited for.
@@ -100,10 +100,10 @@ class Verdict:
 
     def is_bad(self, number: int) -> bool:
         """Whether what was told says that this step, or one before it, was bad."""
-        _, bad, first, *_ = self._seen[number % len(self._seen)].tolist()
+        _, bad, first, *_ = self._host_view[number % len(self._host_view)].tolist()
         return bool(bad) and 0 <= first <= number
 
-    def follow(self, number: int, scale: LossScale | None, where: str) -> bool:
+    def sync_scale(self, number: int, scale: LossScale | None, where: str) -> bool:
         """Let the host's loss scale follow the device's by one step; returns whether that step was skipped.
 
         Args:
@@ -113,30 +113,30 @@ class Verdict:
         """
         if scale is None or not scale.is_dynamic:
             return False
-        total = int(self._seen[number % len(self._seen), 4:7].view(np.float64)[2])
+        total = int(self._host_view[number % len(self._host_view), 4:7].view(np.float64)[2])
         skipped, self.num_skipped = total > self.num_skipped, total
         if skipped:
             scale.overflow(where)
         else:
             scale.hold()
-        self._known = scale.state()
+        self._last_scale = scale.state()
         return skipped
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Begin anew, after the host has seen a bad step; the loss scale stays."""
-        self._held[:4].copy_(torch.tensor([0, *_FRESH]))
-        self._told.zero_()
+        self._words[:4].copy_(torch.tensor([0, *_FRESH]))
+        self._host_rows.zero_()
         self.number = 0
 
 
-def record_step(
+def run_captured_step(
     step: TrainStep,
     batch: Batch,
     precision: Precision,
-    verdict: Verdict,
-    room: Room,
-    mailbox: Mailbox,
-    through: torch.cuda.Event | None = None,
+    step_status: StepStatus,
+    workspace: Workspace,
+    control_block: HostControlBlock,
+    input_done: torch.cuda.Event | None = None,
 ) -> Tensor:
     """Run a step as a graph is to repeat it: forward, backward, verdict, update; returns the loss.
 
@@ -144,48 +144,49 @@ def record_step(
         step: whose parts are run.
         batch: static tensors.
         precision: of the dense layers.
-        verdict: whose gate decides about the updates.
-        room: of the check of dense gradients.
-        mailbox: has been read.
-        through: recorded where the verdict is there, and nothing is left but updates that read nothing of the batch.
+        step_status: whose gate decides about the updates.
+        workspace: of the check of dense gradients.
+        control_block: has been read.
+        input_done: recorded where the verdict is there, and nothing is left but updates that read nothing of the batch.
     """
     forget_branches(step.device)  # of a graph that somebody else recorded
-    with _told_numbers(step, verdict, mailbox):
-        guard, gate = step.guard, verdict.gate
+    with _step_values(step, step_status, control_block):
+        guard, gate = step.guard, step_status.gate
         follows = step.loss_scale is not None and step.loss_scale.held is not None
-        found = verdict.overflow if follows else verdict.status  # what is wrong with gradients may be the scale's doing
+        # Under a dynamic loss scale non-finite gradients are an overflow, not an error.
+        found = step_status.overflow if follows else step_status.status
         if guard is not None:
             guard.save_buffers()
         with _watching(step, found) if guard is not None else nullcontext():
             mean = step._backward(step._forward(batch, precision))
         join_branches(step.device)
-        if guard is not None and step.together is None:
-            check_finite([one.contiguous() for one in step.gradients.all()], found, room)
-        mark([one for collection in step.collections.values() for one in collection.key_records()], verdict.status)
-        if step.together is not None:  # what one process found closes the gates of all
-            step.group.all_reduce(verdict.flags)
+        if guard is not None and step.sync is None:
+            check_finite([one.contiguous() for one in step.gradients.all()], found, workspace)
+        mark([one for collection in step.collections.values() for one in collection.key_records()], step_status.status)
+        if step.sync is not None:  # what one process found closes the gates of all
+            step.group.all_reduce(step_status.flags)
         if follows:
-            judge_scaled(
-                mean, verdict.status, verdict.overflow, verdict.scaling, gate,
+            update_scaled_status(
+                mean, step_status.status, step_status.overflow, step_status.scaling, gate,
                 interval=loss_scale.INTERVAL, largest=loss_scale.LARGEST,
             )  # fmt: skip
         else:
-            judge(None if guard is None else mean, verdict.status, gate)
+            update_status(None if guard is None else mean, step_status.status, gate)
         if guard is not None:
             guard.restore_buffers_unless(gate)
-        if through is not None:
+        if input_done is not None:
             for collection in step.collections.values():
                 collection.settle_rows()
         with branch(step.device, "tell", priority=FIRST):  # before the update has all its blocks wait for room
-            verdict.tell(mailbox.words, mean, None if step.together is None else step.exchange.heard[1:])
-            if through is not None:
-                through.record()
+            step_status.write_back(control_block.words, mean, None if step.sync is None else step.exchange.received[1:])
+            if input_done is not None:
+                input_done.record()
         scale = step._unscaled(step._clip_scale())
         if step.optimizer is not None:
             with branch(step.device, "dense update"):  # beside the tables'
                 step.optimizer.step(scale=scale)
         for collection in step.collections.values():
-            collection.step(verdict.controls.lr, scale, verdict.controls.factor, gate)
+            collection.step(step_status.controls.lr, scale, step_status.controls.factor, gate)
         join_branches(step.device)
         if step.mean is not None:
             step.mean.follow(gate)
@@ -195,16 +196,16 @@ def record_step(
 
 
 @contextmanager
-def _told_numbers(step: TrainStep, verdict: Verdict, mailbox: Mailbox) -> Iterator[None]:
+def _step_values(step: TrainStep, step_status: StepStatus, control_block: HostControlBlock) -> Iterator[None]:
     """Take the numbers of a step, which are there once branches are joined, and a dynamic loss scale at once."""
     scale = step.loss_scale
     if scale is None or not scale.is_dynamic:
         with branch(step.device, "numbers"):
-            verdict.controls.take(mailbox.numbers)
+            step_status.controls.take(control_block.numbers)
         yield
         return
-    verdict.controls.take(mailbox.numbers, verdict.scaling[2])
-    scale.held = verdict.scaling[0].to(torch.float32)  # a copy: the verdict settles the scale of the next step
+    step_status.controls.take(control_block.numbers, step_status.scaling[2])
+    scale.held = step_status.scaling[0].to(torch.float32)  # a copy: the verdict settles the scale of the next step
     try:
         yield
     finally:
@@ -222,7 +223,7 @@ def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
 
     for collection in step.collections.values():
         collection.gradient_watch = look
-    if step.together is not None:
+    if step.sync is not None:
         # The sums are looked at, which one bad number of any process makes bad.
         step.exchange.look = lambda sums: check_finite([sums], status)
     with watching(status) as watch:
@@ -231,5 +232,5 @@ def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
         finally:
             for collection in step.collections.values():
                 collection.gradient_watch = None
-            if step.together is not None:
+            if step.sync is not None:
                 step.exchange.look = None

@@ -15,13 +15,13 @@ from viviane.batch import Batch
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
 from viviane.ops.capture import URGENT, forget_branches
-from viviane.ops.dense_update import Room
+from viviane.ops.dense_update import Workspace
 from viviane.parallel import ShardedCollection
-from viviane.training.beside_update import BesideUpdate
+from viviane.training.captured_step import StepStatus, run_captured_step
 from viviane.training.controls import Controls, DeviceMover
-from viviane.training.mailbox import Mailbox
+from viviane.training.host_control_block import HostControlBlock
+from viviane.training.overlap import OverlappedInput
 from viviane.training.precision import Precision
-from viviane.training.recorded_step import Verdict, record_step
 from viviane.training.static_batch import StaticBatch
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _log = get_logger("training.recording")
 
 
 @dataclass
-class Recording:
+class CapturedGraph:
     """A recorded step.
 
     Args:
@@ -39,26 +39,26 @@ class Recording:
         batch: what it reads.
         loss: what it returns.
         kept: what it needs to stay.
-        mailbox: what the host tells it.
+        control_block: what the host tells it.
         first: what goes before it, beside the update of the step before; None: nothing does.
-        through: recorded by the graph where nothing is left but the update, which reads nothing of the batch; None
+        input_done: recorded by the graph where nothing is left but the update, which reads nothing of the batch; None
             where nothing goes before it.
     """
 
     graph: torch.cuda.CUDAGraph
     batch: StaticBatch
     loss: Tensor
-    mailbox: Mailbox
+    control_block: HostControlBlock
     kept: list[Tensor]
     first: torch.cuda.CUDAGraph | None = None
-    through: torch.cuda.Event | None = None
+    input_done: torch.cuda.Event | None = None
 
     def graphs(self) -> list[torch.cuda.CUDAGraph]:
         """Return its graphs."""
         return [one for one in (self.first, self.graph) if one is not None]
 
 
-class Recorder:
+class GraphCapture:
     """Records steps, all on one stream.
 
     Args:
@@ -73,13 +73,13 @@ class Recorder:
         self._num_slots = num_slots
         follows = step.loss_scale is not None and step.loss_scale.is_dynamic
         rows = num_slots if follows else 1  # of a dynamic loss scale any replay under way may turn out to move nothing
-        self.verdict = Verdict(step.device, Controls(step.device, groups, means, rows), num_slots)
-        self.beside_update = BesideUpdate(step.device)
+        self.step_status = StepStatus(step.device, Controls(step.device, groups, means, rows), num_slots)
+        self.overlap = OverlappedInput(step.device)
         self._goes_ahead, self._is_in_vain = True, False
         # What it computes goes before sorts and lookups beside it, which would else fill all multiprocessors first.
         self._stream = torch.cuda.Stream(step.device, priority=URGENT)  # type: ignore[no-untyped-call]
 
-    def record(self, batch: Batch, precision: Precision) -> tuple[Recording | None, Exception | None]:
+    def record(self, batch: Batch, precision: Precision) -> tuple[CapturedGraph | None, Exception | None]:
         """Return the recorded step, or what kept it from being recorded.
 
         Args:
@@ -98,39 +98,39 @@ class Recorder:
             graph.reset()
         return self._record(batch, precision)
 
-    def _record(self, batch: Batch, precision: Precision) -> tuple[Recording | None, Exception | None]:
+    def _record(self, batch: Batch, precision: Precision) -> tuple[CapturedGraph | None, Exception | None]:
         own, optimizer = self.step, self.step.optimizer
         mover = None if optimizer is None else optimizer.mover
-        room, kept = Room(), []
+        workspace, kept = Workspace(), []
         if own.mean is not None:
-            own.mean.hold(self.verdict.controls.means)
+            own.mean.hold(self.step_status.controls.means)
         if optimizer is not None and isinstance(mover, DeviceMover):
-            mover.controls, mover.gate = self.verdict.controls, self.verdict.gate
-            kept = [*mover.reserve(optimizer), room.reserve(list(own.parameters.values()))]
-        if own.together is not None:  # NCCL makes its connections for sums now, not in the recording
-            own.group.all_reduce(torch.zeros_like(self.verdict.flags))
+            mover.controls, mover.gate = self.step_status.controls, self.step_status.gate
+            kept = [*mover.reserve(optimizer), workspace.reserve(list(own.parameters.values()))]
+        if own.sync is not None:  # NCCL makes its connections for sums now, not in the recording
+            own.group.all_reduce(torch.zeros_like(self.step_status.flags))
             self._open_peers()
-        made, failure = self._capture(batch, precision, room, kept)
+        made, failure = self._capture(batch, precision, workspace, kept)
         if made is None:
             self._put_in_order()
             return None, failure
-        room.write()
+        workspace.write()
         if isinstance(mover, DeviceMover):
             made.kept += mover.write()
         return made, None
 
     def _capture(
-        self, batch: Batch, precision: Precision, room: Room, kept: list[Tensor]
-    ) -> tuple[Recording | None, Exception | None]:
+        self, batch: Batch, precision: Precision, workspace: Workspace, kept: list[Tensor]
+    ) -> tuple[CapturedGraph | None, Exception | None]:
         own = self.step
-        static, verdict = StaticBatch(batch), self.verdict
-        mailbox = Mailbox(own.device, verdict.controls.width, static.width, self._num_slots, verdict.count)
+        static, status = StaticBatch(batch), self.step_status
+        control_block = HostControlBlock(own.device, status.controls.width, static.width, self._num_slots, status.count)
         graph, pools = torch.cuda.CUDAGraph(), [torch.cuda.graph_pool_handle() for _ in range(2)]
-        sharded, first, through = self._sharded(), None, None
+        sharded, first, input_done = self._sharded(), None, None
 
         def fill() -> None:
-            mailbox.read()
-            static.fill(mailbox.batch)
+            control_block.read()
+            static.fill(control_block.batch)
 
         counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
         own._discard()
@@ -141,14 +141,14 @@ class Recorder:
                 if own.mean is None and self._goes_ahead:  # a mean of rows visits those of the batch after the update
                     # A module may look up something else than the batch, whose keys need not even be resolvable.
                     self._is_in_vain = True
-                    first = self.beside_update.record(sharded, static.batch, fill, pools[0])
+                    first = self.overlap.record(sharded, static.batch, fill, pools[0])
                     self._is_in_vain = first is not None
                 with torch.cuda.graph(graph, pool=pools[1], stream=self._stream, capture_error_mode="thread_local"):
                     if first is None:
                         fill()
                     else:
-                        through = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-                    loss = record_step(own, static.batch, precision, verdict, room, mailbox, through)
+                        input_done = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+                    loss = run_captured_step(own, static.batch, precision, status, workspace, control_block, input_done)
         except Exception as error:
             # The allocator of some versions of torch goes on waiting for the end of a capture that broke off, and
             # until then gives no memory back that two streams have used, such as that of every batch of a feed.
@@ -163,7 +163,7 @@ class Recorder:
             if own.optimizer is not None:
                 for group, count in zip(own.optimizer.param_groups, counts, strict=True):
                     group["step"] = count
-        return Recording(graph, static, loss, mailbox, kept, first, through), None
+        return CapturedGraph(graph, static, loss, control_block, kept, first, input_done), None
 
     def _sharded(self) -> list[ShardedCollection]:
         return [one for one in self.step.collections.values() if isinstance(one, ShardedCollection)]

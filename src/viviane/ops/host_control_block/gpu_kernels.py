@@ -1,4 +1,4 @@
-"""The Triton kernels of the mailbox: addresses of the host's page-locked memory are the device's, too."""
+"""The Triton kernels of the control_block: addresses of the host's page-locked memory are the device's, too."""
 
 # Kernels are Python by syntax alone.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -19,7 +19,7 @@ def read_row_kernel(rows, count, words, num_rows, width, block: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "num_rows", "width"])
-def answer_kernel(words, loss, held, rows, count, signal, num_rows, width, block: tl.constexpr):
+def write_back_kernel(words, loss, held, rows, count, signal, num_rows, width, block: tl.constexpr):
     """Write the loss to its address, and what the step held to its row, with a signal behind it."""
     tl.store(tl.load(words).to(tl.pointer_type(loss.dtype.element_ty)), tl.load(loss))
     n = tl.arange(0, block)

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from viviane.ops.mailbox import read_row
+from viviane.ops.host_control_block import read_row
 
 
-class Mailbox:
+class HostControlBlock:
     """A row for each replay under way: where its loss goes, the numbers of its step, where its batch is.
 
     The device counts its steps and reads the row of the next one (`read`, which a graph repeats).
@@ -24,7 +24,7 @@ class Mailbox:
         count: how many steps there were, (1,), int64, on the device.
 
     Example:
-        >>> box = Mailbox(torch.device("cpu"), 2, 1, num_slots=2, count=torch.tensor([5]))
+        >>> box = HostControlBlock(torch.device("cpu"), 2, 1, num_slots=2, count=torch.tensor([5]))
         >>> box.write(5, 4096, [0.5, 2.0], [7])
         >>> box.read(); box.words[0].item(), box.numbers.tolist(), box.batch.tolist()
         (4096, [0.5, 2.0], [7])

@@ -21,7 +21,7 @@ from viviane.ops.capture import FIRST, forget_branches, join_branches
 from viviane.parallel import ShardedCollection
 
 
-class BesideUpdate:
+class OverlappedInput:
     """Runs blocks beside the update of the last replay, on a stream of their own.
 
     Args:
@@ -31,15 +31,15 @@ class BesideUpdate:
     def __init__(self, device: torch.device) -> None:
         # An update has all its blocks wait for room: what does not go before them comes after all of them.
         self._stream = torch.cuda.Stream(device, priority=FIRST) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._through: torch.cuda.Event | None = None
+        self._input_done: torch.cuda.Event | None = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Let the next block wait for all of the current stream: the last step was no replay."""
-        self._through = None
+        self._input_done = None
 
     @contextmanager
     def before(
-        self, batch: Batch, through: torch.cuda.Event | None, current: torch.cuda.Stream | None
+        self, batch: Batch, input_done: torch.cuda.Event | None, current: torch.cuda.Stream | None
     ) -> Iterator[None]:
         """Run a block before a replay of this batch, which waits for it.
 
@@ -48,15 +48,15 @@ class BesideUpdate:
 
         Args:
             batch: of the replay.
-            through: which the replay will record where it has read its batch; None: the block is not to run beside
+            input_done: which the replay will record where it has read its batch; None: the block is not to run beside
                 anything, and so runs on the current stream.
             current: the current stream.
         """
-        last, self._through = self._through, None
+        last, self._input_done = self._input_done, None
         ready = batch.ready
         if self._stream is None or current is None:
             yield
-        elif through is None:
+        elif input_done is None:
             if ready is not None:
                 current.wait_event(ready)
             yield
@@ -69,7 +69,7 @@ class BesideUpdate:
             with self._stream:
                 yield
             current.wait_stream(self._stream)
-        self._through = through
+        self._input_done = input_done
 
     def record(
         self, collections: Sequence[ShardedCollection], batch: Batch, fill: Callable[[], None], pool: Any

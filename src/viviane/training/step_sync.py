@@ -26,7 +26,7 @@ _LATE = 6  # steps after which a signal is read: the host need not wait for it, 
 _FREE = "call trainer.fix_sizes(None) in all processes before such a batch"
 
 
-class Together:
+class StepSync:
     """The size of the global batch, whether anyone asks to stop, and this process's share of the loss.
 
     A loss of a global batch is a mean over all its rows. Every process computes the mean over its own rows, l_r; with
@@ -44,13 +44,13 @@ class Together:
         self.group = group
         self.num_rows = 0
         """Rows of the global batch."""
-        self.asks_to_stop = False
+        self.stop_requested = False
         """Whether this process was asked to stop; all of them hear of it in the next step."""
-        self.stop_is_agreed = False
+        self.stop_agreed = False
 
-        self._fixed: _Fixed | None = None
+        self._fixed: _StaticShape | None = None
 
-    def fix_rows(self, rows: int, exchange: DenseExchange, hotness: Mapping[str, int] | None = None) -> None:
+    def set_static_shape(self, rows: int, exchange: DenseExchange, hotness: Mapping[str, int] | None = None) -> None:
         """Say beforehand that every process's batch has so many rows, on all processes alike: no host waits then.
 
         Requests to stop travel with the dense gradients from then on, and are heard `_LATE` steps later, in the same
@@ -63,18 +63,18 @@ class Together:
         """
         exchange.is_static = True
         if self._fixed is None or self._fixed.exchange is not exchange:
-            self._fixed = _Fixed(exchange)
+            self._fixed = _StaticShape(exchange)
         self._fixed.rows, self._fixed.hotness = rows, dict(hotness or {})
 
-    def free_rows(self) -> None:
+    def clear_static_shape(self) -> None:
         """Let batches have any number of rows again, on all processes alike."""
         if self._fixed is not None:
-            self.stop_is_agreed = self.stop_is_agreed or self._fixed.rest()
+            self.stop_agreed = self.stop_agreed or self._fixed.rest()
             self._fixed.exchange.is_static = False
             self._fixed = None
 
     @property
-    def is_fixed(self) -> bool:
+    def is_static(self) -> bool:
         """Whether batches have a number of rows that was said beforehand."""
         return self._fixed is not None
 
@@ -83,7 +83,7 @@ class Together:
         """Ids of every row that were said, by column with bags."""
         return {} if self._fixed is None else self._fixed.hotness
 
-    def is_alike(self, batch: Batch) -> bool:
+    def has_static_shape(self, batch: Batch) -> bool:
         """Whether a batch has the same shapes on all processes: its rows and the ids of all its bags were said."""
         return self._fixed is not None and self._fixed.hotness.keys() >= batch.bags.keys()
 
@@ -96,13 +96,13 @@ class Together:
             DataError: the batch has another number of rows, or of ids, than was said.
         """
         if self._fixed is not None:
-            return self._begin_fixed(self._fixed, batch)
-        every = self.group.gather_numbers([batch.size, int(self.asks_to_stop), int(is_bad)])
+            return self._begin_static(self._fixed, batch)
+        every = self.group.gather_numbers([batch.size, int(self.stop_requested), int(is_bad)])
         self.num_rows = sum(one[0] for one in every)
-        self.stop_is_agreed = self.stop_is_agreed or any(one[1] for one in every)
+        self.stop_agreed = self.stop_agreed or any(one[1] for one in every)
         return [rank for rank, one in enumerate(every) if one[2]]
 
-    def _begin_fixed(self, fixed: _Fixed, batch: Batch) -> list[int]:
+    def _begin_static(self, fixed: _StaticShape, batch: Batch) -> list[int]:
         if batch.size != fixed.rows:
             raise DataError(
                 "the batch has another number of rows than was said", where=batch.origin, value=batch.size,
@@ -115,10 +115,10 @@ class Together:
                     value=batch.bags[name].values.shape[0], allowed=f"{count} a row", fix=_FREE,
                 )  # fmt: skip
         self.num_rows = fixed.rows * self.group.size
-        self.stop_is_agreed = fixed.next(self.asks_to_stop) or self.stop_is_agreed
+        self.stop_agreed = fixed.next(self.stop_requested) or self.stop_agreed
         return []
 
-    def will_hear(self, signals: NDArray[np.int64], done: torch.cuda.Event | None) -> None:
+    def expect_signals(self, signals: NDArray[np.int64], done: torch.cuda.Event | None) -> None:
         """Say where the signals of the step that has begun will be: on the host, for a replay writes them there.
 
         Args:
@@ -126,7 +126,7 @@ class Together:
             done: after which they are there, and stay for `_LATE` steps; None: they are.
         """
         assert self._fixed is not None
-        self._fixed.told = (signals, done)
+        self._fixed.pending_signals = (signals, done)
 
     def share_of_rows(self, batch: Batch) -> float:
         """Return this process's share of the global batch's rows."""
@@ -142,14 +142,14 @@ class Together:
 _Signals = tuple[NDArray[Any], torch.cuda.Event | None]
 
 
-class _Fixed:
+class _StaticShape:
     """Signals of steps under way: every step's are read `_LATE` steps later, when they have long been there."""
 
     def __init__(self, exchange: DenseExchange) -> None:
         self.exchange = exchange
         self.rows = 0
         self.hotness: dict[str, int] = {}
-        self.told: _Signals | None = None
+        self.pending_signals: _Signals | None = None
         """Of the last step, where somebody has said it."""
         self._said = False
         self._ring: deque[_Signals] = deque()
@@ -176,8 +176,9 @@ class _Fixed:
 
     def _keep_last(self) -> None:
         if self._has_begun:
-            self._ring.append(self._copied(self.exchange.heard[1:]) if self.told is None else self.told)
-        self.told = None
+            pending = self.pending_signals
+            self._ring.append(self._copied(self.exchange.received[1:]) if pending is None else pending)
+        self.pending_signals = None
 
     def _copied(self, signals: Tensor) -> _Signals:
         slot = torch.empty(signals.shape, dtype=signals.dtype, pin_memory=signals.is_cuda)

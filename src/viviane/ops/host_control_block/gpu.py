@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from viviane.ops.mailbox.gpu_kernels import answer_kernel, read_row_kernel
+from viviane.ops.host_control_block.gpu_kernels import read_row_kernel, write_back_kernel
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 
 _BLOCK = 256
@@ -18,10 +18,10 @@ def read_row(rows: Tensor, count: Tensor, words: Tensor) -> None:
         )
 
 
-def answer(words: Tensor, loss: Tensor, held: Tensor, rows: Tensor, count: Tensor, signal: Tensor | None) -> None:
+def write_back(words: Tensor, loss: Tensor, held: Tensor, rows: Tensor, count: Tensor, signal: Tensor | None) -> None:
     """Write what a step found."""
     with on_device(words):
-        answer_kernel[(1,)](
+        write_back_kernel[(1,)](
             words, loss, held, rows.data_ptr(), count, signal, len(rows), len(held), block=power_of_two(len(held)),
             num_warps=1,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from viviane.ops.mailbox import answer, gpu, read_row
+from viviane.ops.host_control_block import gpu, read_row, write_back
 
 
 def of_host(rows, device):
@@ -30,7 +30,7 @@ def test_a_step_answers_in_its_row_and_where_it_was_told(device, dtype):
         words = torch.tensor([losses[1:].data_ptr(), 3], device=device)
         loss, count = torch.tensor(step / 4, dtype=dtype, device=device), torch.tensor([step], device=device)
         signal = torch.tensor([10.0 * step], device=device) if step != 3 else None
-        gpu.answer(words, loss, held, rows, count, signal)
+        gpu.write_back(words, loss, held, rows, count, signal)
         truth[(step - 1) % 2, :5] = held.cpu()
         truth[(step - 1) % 2, 5] = 10 * step if step != 3 else 10
         if device.type == "cuda":
@@ -50,12 +50,12 @@ def test_in_a_graph_the_device_reads_what_the_host_has_written_since(device):
     rows[:, 0] = target.data_ptr()
     graph = torch.cuda.CUDAGraph()
     read_row(rows, count, words)
-    answer(words, words[1].float(), words, told, count + 1)
+    write_back(words, words[1].float(), words, told, count + 1)
     with torch.cuda.graph(graph):
         read_row(rows, count, words)
         count += 1
         loss = words[1].float()
-        answer(words, loss, words, told, count)
+        write_back(words, loss, words, told, count)
     losses, ends = [], []
     for step in range(200):
         if step >= 3:

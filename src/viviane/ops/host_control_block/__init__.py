@@ -13,7 +13,7 @@ from torch import Tensor
 
 from viviane.ops.dispatch import kernels_serve, load
 
-__all__ = ["answer", "read_row"]
+__all__ = ["read_row", "write_back"]
 
 
 def read_row(rows: Tensor, count: Tensor, words: Tensor) -> None:
@@ -31,12 +31,12 @@ def read_row(rows: Tensor, count: Tensor, words: Tensor) -> None:
         [2, 3]
     """
     if kernels_serve(words.device):
-        load("mailbox", "gpu").read_row(rows, count, words)
+        load("host_control_block", "gpu").read_row(rows, count, words)
     else:
         words.copy_(rows[int(count) % len(rows)])
 
 
-def answer(
+def write_back(
     words: Tensor, loss: Tensor, held: Tensor, rows: Tensor, count: Tensor, signal: Tensor | None = None
 ) -> None:
     """Write the loss to the address that the host has told, and what the step held where the host looks.
@@ -53,12 +53,12 @@ def answer(
         >>> import torch
         >>> loss, rows = torch.zeros(()), torch.zeros(2, 3, dtype=torch.int64)
         >>> words = torch.tensor([loss.data_ptr()])
-        >>> answer(words, torch.tensor(0.5), torch.tensor([7, 8]), rows, torch.tensor([2]), torch.tensor([9.0]))
+        >>> write_back(words, torch.tensor(0.5), torch.tensor([7, 8]), rows, torch.tensor([2]), torch.tensor([9.0]))
         >>> loss.item(), rows.tolist()
         (0.5, [[0, 0, 0], [7, 8, 9]])
     """
     if kernels_serve(words.device):
-        load("mailbox", "gpu").answer(words, loss, held, rows, count, signal)
+        load("host_control_block", "gpu").write_back(words, loss, held, rows, count, signal)
         return
     ctypes.memmove(int(words[0]), loss.data_ptr(), loss.nbytes)
     row = rows[(int(count) - 1) % len(rows)]
