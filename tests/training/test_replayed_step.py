@@ -83,7 +83,7 @@ def test_a_replay_does_not_go_beside_a_step_from_python(replays):
 
 
 def test_a_shape_that_was_recorded_in_vain_makes_the_next_one_wait_longer(replays, monkeypatch):
-    monkeypatch.setattr(captured, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(captured, "_MAX_GRAPHS", 2)
     recorded = []
     record = replays.record
     monkeypatch.setattr(replays, "record", lambda self, batch, precision: (
