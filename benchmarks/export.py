@@ -58,7 +58,7 @@ def measure(model, artifacts, schema, size, num_rows, turns, shape) -> None:
     module, objective = model.module, model.trainer.objective
     with evaluating(module):
         calls["eager"] = lambda: objective.predictions(module(batch), size)
-        times = in_turns(calls, turns, max(3, 2000 // size))
+        times = in_turns(calls, turns, max(2, 60 // size))
     for name in artifacts:
         low, middle, high = times[name]
         record(

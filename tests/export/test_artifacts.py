@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from torch import nn
 from viviane.batch import Batch
 from viviane.config import Adam, Solver
 from viviane.core.errors import ConfigError, DataError, ExportError, KeyRangeError, SchemaError, VivianeError
+from viviane.embedding import EmbeddingBag
 from viviane.export import export, load
 from viviane.export.forms import torchscript
 from viviane.export.machine import Requirements
@@ -415,3 +417,31 @@ def test_a_missing_compiler_is_said_before_anything_is_done(monkeypatch, pair, t
     monkeypatch.setattr(builder, "get_cpp_compiler", nothing)
     with pytest.raises(ExportError, match=r"(?s)found no compiler.*g\+\+"):
         export(pair[0], "aoti", tmp_path / "e")
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = EmbeddingBag(43, 4, mode="sum")
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, batch):
+        return self.out(self.bag(batch.one_hot))
+
+
+def test_an_embedding_bag_in_a_module_of_ones_own(tmp_path) -> None:
+    model = Model(Solver(device="cpu"), PAIR, module=Pooled())
+    model.compile(Adam())
+    strengthen(model)
+    export(model, "torchscript", tmp_path / "e")
+    given = rows(PAIR, 9)
+    np.testing.assert_allclose(load(tmp_path / "e").predict(given), model.predict(given), atol=1e-6)
+
+
+def test_several_threads_predict_at_once(pair) -> None:
+    model, folder = pair
+    artifact = load(folder / "exported")
+    expected = {seed: model.predict(rows(PAIR, seed + 1, seed)) for seed in range(20)}
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda seed: artifact.predict(rows(PAIR, seed + 1, seed)), [*range(20)] * 3))
+    assert all(np.array_equal(one, expected[i % 20]) for i, one in enumerate(found))

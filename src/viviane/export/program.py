@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from viviane.batch import Bag, Batch, Layout
 from viviane.config.base import Settings
 from viviane.core.errors import ConfigError
+from viviane.embedding import EmbeddingBag
 from viviane.embedding.base import TableCollection
-from viviane.export.tables import FrozenCollection, FrozenTables, GivenCollection, given
+from viviane.export.tables import FrozenCollection, FrozenEmbeddingBag, FrozenTables, GivenCollection, given
 from viviane.model import GraphModule
 from viviane.schema import Schema
 from viviane.training.dense_state import collections_of
@@ -242,6 +243,9 @@ def freeze(
     if isinstance(copied, GraphModule):
         # Names of nodes may be those of nn.Module's own attributes, by which weights are found.
         copied._modules = {f"n{i}": part for i, part in enumerate(copied._modules.values())}
+    for part in copied.modules():
+        if isinstance(part, EmbeddingBag):
+            part.__class__ = FrozenEmbeddingBag
     copied.eval().requires_grad_(False)
     if dtype is not None:
         for part in copied.modules():

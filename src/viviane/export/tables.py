@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from viviane.batch import Bag, Batch
 from viviane.core.errors import ConfigError
-from viviane.embedding import DynamicStorage, DynamicTableConfig, EmbeddingOutput, FeatureConfig, Storage, TableConfig
+from viviane.embedding import (
+    DynamicStorage,
+    DynamicTableConfig,
+    EmbeddingBag,
+    EmbeddingOutput,
+    FeatureConfig,
+    Storage,
+    TableConfig,
+)
 from viviane.embedding.base import TableCollection
 from viviane.embedding.keys import column_rule
 from viviane.embedding.plan import Keys, as_bag, place_features
@@ -325,6 +333,13 @@ def _read(batch: Any, features: Mapping[str, FeatureConfig]) -> Keys:
     size = len(next(iter(bags.values())).offsets) - 1 if first is None else first.shape[0]
     ids = torch.stack(list(singles.values()), 1) if singles else torch.empty(0, 0, dtype=torch.int64)
     return Keys(tuple(singles), ids, bags, size, "")
+
+
+class FrozenEmbeddingBag(EmbeddingBag):
+    """An `EmbeddingBag` around a frozen collection: its state is that of any module, not that of torch's own."""
+
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
 
 
 class GivenCollection(nn.Module):
