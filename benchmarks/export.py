@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--forms", default="torch-export,onnx,torchscript,aoti")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows, dim, turns = (100, 8, 3) if arguments.small else (20_000, 64, 30)
+    rows, dim, turns = (100, 8, 3) if arguments.small else (20_000, 64, 15)
     schema = vv.Schema(
         labels=[{"name": "click"}],
         dense=[{"name": f"d{i}"} for i in range(13)],
