@@ -27,6 +27,7 @@ from viviane.serving.server import InferenceServer, ServerSettings
 from viviane.serving.server.example_rows import example_rows
 from viviane.serving.triton import TritonEnvironment, TritonServer, TritonSettings, write_repository
 
+REFUSED = ("429", "503", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "not sent")
 SHAPE = {"tables": 26, "dim": 16, "rows a request": 1}
 
 
@@ -76,7 +77,7 @@ def measure(name: str, url: str, protocol: str, seconds: float, alone: tuple[flo
     best = max(phase.throughput for phase in several)
     record(bench="serving_servers", case=case, metric="arrivals at twice the best rate: answers, share of the best",
            value=beyond.throughput / best, unit="", better="higher", shape=SHAPE)  # fmt: skip
-    lost = sum(count for kind, count in beyond.errors.items() if kind not in ("429", "UNAVAILABLE", "503", "not sent"))
+    lost = sum(count for kind, count in beyond.errors.items() if kind not in REFUSED)
     record(bench="serving_servers", case=case, metric="arrivals at twice the best rate: neither answered nor refused",
            value=lost, unit="requests", better="lower", goal=0, shape=SHAPE)  # fmt: skip
 

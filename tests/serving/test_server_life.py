@@ -56,7 +56,7 @@ def test_excess_is_refused_and_what_was_accepted_is_answered(models, raw) -> Non
     row = raw(1, seed=1)[0]
     with InferenceServer(settings(models, batching=BatchSettings(max_queued=4, max_rows=2))) as server:
         truth = float(server.repository.get("ctr").predict([row])[0])
-        slow_down(server, 0.05)
+        slow_down(server, 0.2)
         tensors = tensors_of([row], server.repository.get("ctr").inputs)
         found: list[tuple[object, ...]] = []
 
@@ -81,7 +81,9 @@ def test_excess_is_refused_and_what_was_accepted_is_answered(models, raw) -> Non
         for thread in threads:
             thread.join()
         counts = Counter(status for status, *_ in found)
-        assert set(counts) == {200, 429, "OK", grpc.StatusCode.UNAVAILABLE}
+        assert set(counts) <= {200, 429, "OK", grpc.StatusCode.UNAVAILABLE}, counts
+        assert counts[429] + counts[grpc.StatusCode.UNAVAILABLE] > 0
+        assert counts[200] + counts["OK"] >= 4
         assert sum(counts.values()) == 32
         for status, retry, predictions in found:
             assert status != 429 or retry == "1"

@@ -147,6 +147,17 @@ def test_rows_that_are_no_rows(http) -> None:
         assert answer.json["problems"][0]["row"] == 0
 
 
+def test_an_error_is_never_much_longer_than_the_request(http) -> None:
+    """A message lists the columns of a row; a row may have thousands, and a request thousands of rows."""
+    body = {"instances": [{f"column{number}": number for number in range(200)}] * 100}
+    answer = http.post("/v1/models/deepfm:predict", body)
+    assert answer.status == 400
+    assert len(answer.body) < 100_000
+    partial = http.post("/v1/models/deepfm:predict", {**body, "partial": True})
+    assert partial.json["predictions"] == [None] * 100
+    assert len(partial.body) < 100_000
+
+
 def test_binary_tensors_whose_sizes_lie(server, http, raw) -> None:
     tensors = tensors_of(raw(2), server.repository.get("deepfm").inputs)
     name, kind, shape, data = tensors[0]

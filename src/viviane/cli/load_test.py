@@ -12,6 +12,7 @@ from viviane.core.errors import ConfigError
 if TYPE_CHECKING:
     from viviane.serving.load import LoadResult
 
+_SHOWN = ("p50", "p99", "p99.9")  # perf_analyzer does not know the last one
 _TOOLS = ("viviane", "perf_analyzer")
 
 
@@ -86,7 +87,7 @@ def _show(phase: object) -> None:
 
     assert isinstance(phase, Phase)
     load = f"{phase.load:g} clients" if phase.kind == "closed" else f"{phase.load:,.0f}/s"
-    latency = [f"{phase.latency_ms[name]:.2f}" if phase.latency_ms else "-" for name in ("p50", "p99", "p99.9")]
+    latency = [f"{phase.latency_ms[name]:.2f}" if name in phase.latency_ms else "-" for name in _SHOWN]
     errors = ", ".join(f"{count} x {kind}" for kind, count in sorted(phase.errors.items())) or "-"
     typer.echo(_line(load, f"{phase.sent:,}", f"{phase.throughput:,.0f}", f"{phase.rows_per_s:,.0f}", *latency, errors))
 

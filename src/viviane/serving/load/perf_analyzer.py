@@ -97,7 +97,6 @@ def _phase(
                           fix="it needs the library libb64: apt-get install libb64-0d")  # fmt: skip
     row = next(csv.DictReader(report.open()))
     latency = {name: float(row[column]) / 1000 for name, column in _COLUMNS.items() if row.get(column)}
-    latency |= {"p99.9": float("nan"), "max": float("nan")}
     rows = float(row["Inferences/Second"])
     rate = rows / settings.rows
     count = round(rate * settings.seconds)

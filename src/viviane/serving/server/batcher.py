@@ -82,6 +82,7 @@ class Batcher:
 
     def __init__(self, session: InferenceSession, settings: BatchSettings) -> None:
         self.session, self.settings = session, settings
+        self.inputs, self.outputs = session.inputs, session.outputs  # made anew by each call of the session's
         self._max_rows = settings.max_rows if session.rows_are_independent else 1
         self._turn = threading.Condition()
         self._waiting: deque[Work] = deque()
@@ -93,22 +94,27 @@ class Batcher:
         """Requests that wait."""
         return len(self._waiting)
 
+    def check_room(self, num_rows: int = 1) -> None:
+        """Refuse a request of so many rows where too many wait.
+
+        Raises:
+            RequestError: with the status OVERLOADED.
+        """
+        waiting, rows, settings = len(self._waiting), self._waiting_rows, self.settings
+        if waiting >= settings.max_queued or (waiting and rows + num_rows > settings.max_queued_rows):
+            value = f"{waiting} requests of {rows} rows wait"
+            raise RequestError(Status.OVERLOADED, "the model is overloaded", value=value, fix="try again later")
+
     def submit(self, work: Work) -> None:
         """Queue a request.
 
         Raises:
             RequestError: too many wait already (status OVERLOADED).
         """
-        settings = self.settings
         with self._turn:
-            rows = self._waiting_rows + work.num_rows
-            full = len(self._waiting) >= settings.max_queued or (self._waiting and rows > settings.max_queued_rows)
-            if full:
-                value = f"{len(self._waiting)} requests of {self._waiting_rows} rows wait"
-                raise RequestError(Status.OVERLOADED, "the model is overloaded", value=value,
-                                   fix="try again later")  # fmt: skip
+            self.check_room(work.num_rows)
             self._waiting.append(work)
-            self._waiting_rows = rows
+            self._waiting_rows += work.num_rows
             if self._idle:
                 self._turn.notify()
             elif self._threads < self.session.settings.instances:

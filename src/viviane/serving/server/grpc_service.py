@@ -52,11 +52,14 @@ def make_grpc_server(service: Service, settings: ServerSettings) -> Any:
             ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a partner
             ("grpc.max_receive_message_length", settings.max_body_bytes),
             ("grpc.max_send_message_length", -1),
+            ("grpc.max_concurrent_streams", settings.max_concurrent),  # of a connection; further calls wait there
+            # gRPC itself would cancel calls beyond 1000 that wait to be taken, without a reason
+            ("grpc.server.max_pending_requests", 1 << 20),
+            ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
             ("grpc.max_metadata_size", settings.max_header_bytes),
             ("grpc.server_handshake_timeout_ms", int(settings.header_timeout_s * 1000)),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ],
-        maximum_concurrent_rpcs=settings.max_concurrent * 2,
     )
     calls = _Calls(service, grpc)
     handlers = {
@@ -162,6 +165,7 @@ class _Calls:
 
     async def infer(self, request: Any) -> Any:
         """Answer tensors."""
+        self._service.check_room("grpc", request.model_name, request.model_version)
         names = [one.name for one in request.outputs]
         for one in request.outputs:
             if "classification" in one.parameters or "shared_memory_region" in one.parameters:

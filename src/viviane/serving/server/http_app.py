@@ -15,7 +15,7 @@ from viviane.serving.server.example_rows import example_rows
 from viviane.serving.server.json_wire import HEADER_LENGTH, load_strict, numbers, parse_request, render_answer
 from viviane.serving.server.service import Service
 from viviane.serving.server.settings import LOOPBACK
-from viviane.serving.server.status import RequestError, Status, describe, invalid, status_of
+from viviane.serving.server.status import RequestError, Status, describe, invalid, listed, status_of
 
 _LINGER_S: Final = 0.5
 Handler = Callable[[Any], Awaitable[Any]]
@@ -237,6 +237,7 @@ class _Handlers:
         """Answer tensors."""
         name, version = _named(request)
         body = await self._body(request)
+        self._service.check_room("http", name, version)
         length = request.headers.get(HEADER_LENGTH)
         parsed = await self._service.parsed(len(body), lambda: parse_request(body, length))
         answer = await self._service.infer_tensors("http", name, version, len(body), lambda: parsed.tensors)
@@ -250,6 +251,7 @@ class _Handlers:
         """Answer rows: {"instances": [{column: value, ...}, ...]}."""
         name, version = _named(request)
         body = await self._body(request)
+        self._service.check_room("json", name, version)
         rows, partial_rows = await self._service.parsed(len(body), lambda: _rows(body))
         answer = await self._service.infer_rows("json", name, version, rows, partial_rows=partial_rows)
         return self._json(await self._service.parsed(len(rows) * 64, lambda: _predictions(answer, partial_rows)))
@@ -328,14 +330,14 @@ def _rows(body: bytes) -> tuple[list[Any], bool]:
 
 def _predictions(answer: Any, partial_rows: bool) -> dict[str, Any]:
     refused = {problem.row for problem in answer.problems}
-    listed = {name: numbers(values) for name, values in answer.outputs.items()}
-    if len(listed) == 1:
-        predictions: list[Any] = next(iter(listed.values()))
+    by_name = {name: numbers(values) for name, values in answer.outputs.items()}
+    if len(by_name) == 1:
+        predictions: list[Any] = next(iter(by_name.values()))
     else:
-        rows = zip(*listed.values(), strict=True)
-        predictions = [dict(zip(listed, row, strict=True)) for row in rows]
+        rows = zip(*by_name.values(), strict=True)
+        predictions = [dict(zip(by_name, row, strict=True)) for row in rows]
     predictions = [None if row in refused else one for row, one in enumerate(predictions)] if refused else predictions
     content: dict[str, Any] = {"predictions": predictions, "model_version": str(answer.version)}
     if partial_rows:
-        content["problems"] = [problem.to_dict() for problem in answer.problems]
+        content["problems"] = listed(answer.problems)
     return content

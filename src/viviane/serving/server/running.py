@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -21,6 +22,7 @@ from viviane.serving.server.http_app import make_app
 from viviane.serving.server.service import Service
 from viviane.serving.server.settings import ServerSettings
 
+_SWITCH_S = 0.0005
 _log = get_logger("serving.server")
 
 
@@ -81,6 +83,8 @@ class InferenceServer:
         Args:
             started: called when requests are taken.
         """
+        # The event loop waits for the interpreter's lock as long as a thread that computes may hold it.
+        sys.setswitchinterval(_SWITCH_S)
         with self._signals():
             asyncio.run(self._serve(started))
 
@@ -149,12 +153,14 @@ class InferenceServer:
             grpc = await self._start_grpc()
             task = asyncio.create_task(http.serve(sockets=[self._socket]))
             stopping = asyncio.create_task(self._stop.wait())
+            watching = asyncio.create_task(self.service.watch_lag())
             while not http.started and not task.done():
                 await asyncio.sleep(0.005)
             if not task.done():
                 started()
             await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
+            watching.cancel()
             await self._end(http, task, grpc)
         finally:
             self._close_sockets()
@@ -211,6 +217,7 @@ def _http_server(service: Service, settings: ServerSettings) -> Any:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",  # a warning for each malformed request would let clients fill the log
         access_log=False,
         server_header=False,
         proxy_headers=False,

@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 SERVER_NAME: Final = "viviane"
 EXTENSIONS: Final = ("binary_tensor_data", "model_repository", "model_configuration", "statistics")
+_TICK_S: Final = 0.05
+_BUSY: Final = 32
+"""With fewer requests under way a loop that is behind is not the work of its clients."""
 _SMALL_BYTES: Final = 16 << 10
 """A request of up to so many bytes is parsed where it arrives; a longer one on a thread of its own."""
 
@@ -65,10 +68,34 @@ class Service:
         self._batchers: dict[tuple[str, int], Batcher] = {}
         self._turn = threading.Lock()
         self._under_way = 0
+        self._lag_s = 0.0
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="viviane-parsing")
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="viviane-loading")
 
     # Answering --------------------------------------------------------------------------------------------
+
+    def check_room(self, protocol: str, model: str, version: str | None) -> None:
+        """Refuse a request for an overloaded model before it is parsed: beyond saturation that is most of its cost.
+
+        Raises:
+            RequestError: with the status OVERLOADED.
+        """
+        with contextlib.suppress(ModelNotFoundError):  # answered as such later
+            session = self.repository.get(model, version_number(version))
+            try:
+                if self._lag_s * 1000 > self.settings.max_lag_ms and self._under_way >= _BUSY:
+                    raise RequestError(Status.OVERLOADED, "the server is overloaded", fix="try again later")
+                self._batcher(model, session).check_room()
+            except RequestError as error:
+                self.metrics.failed(protocol, model, error.status.grpc)
+                raise
+
+    async def watch_lag(self) -> None:
+        """Measure how far the event loop is behind, until cancelled."""
+        while True:
+            start = perf_counter()
+            await asyncio.sleep(_TICK_S)
+            self._lag_s = perf_counter() - start - _TICK_S
 
     async def parsed(self, num_bytes: int, parse: Callable[[], T]) -> T:
         """Run a parser: at once for a short request, beside the event loop for a long one."""
@@ -81,8 +108,8 @@ class Service:
     ) -> Answer:
         """Answer a request of tensors; `read` parses them."""
 
-        def columns(session: InferenceSession) -> tuple[Any, int]:
-            return columns_of_tensors(read(), session.inputs, self.settings.max_rows)
+        def columns(batcher: Batcher) -> tuple[Any, int]:
+            return columns_of_tensors(read(), batcher.inputs, self.settings.max_rows)
 
         return await self._answer(protocol, model, version, num_bytes, columns, partial_rows=False)
 
@@ -91,7 +118,7 @@ class Service:
     ) -> Answer:
         """Answer a request of rows, dicts from column to value."""
 
-        def checked(_: InferenceSession) -> tuple[Any, int]:
+        def checked(_: Batcher) -> tuple[Any, int]:
             check_rows(len(rows), self.settings.max_rows)
             return rows, len(rows)
 
@@ -103,7 +130,7 @@ class Service:
         model: str,
         version: str | None,
         num_bytes: int,
-        rows_of: Callable[[InferenceSession], tuple[Any, int]],
+        rows_of: Callable[[Batcher], tuple[Any, int]],
         *,
         partial_rows: bool,
     ) -> Answer:
@@ -118,9 +145,10 @@ class Service:
                 allowed = str(self.settings.max_concurrent)
                 raise RequestError(Status.OVERLOADED, "too many requests are under way", allowed=allowed)
             with self.repository.lease(model, version_number(version)) as session:
-                given, rows = await self.parsed(num_bytes, partial(rows_of, session))
-                outcome = await self._predicted(model, session, given, rows)
-                answer = _answer_of(model, session, outcome, partial_rows=partial_rows)
+                batcher = self._batcher(model, session)
+                given, rows = await self.parsed(num_bytes, partial(rows_of, batcher))
+                outcome = await self._predicted(batcher, given, rows)
+                answer = _answer_of(model, batcher, outcome, partial_rows=partial_rows)
         except BaseException as error:
             status = "cancelled" if isinstance(error, asyncio.CancelledError) else status_of(error).grpc
             self.metrics.failed(protocol, known, status)
@@ -130,7 +158,7 @@ class Service:
         self.metrics.answered(protocol, model, rows, perf_counter() - start, outcome)
         return answer
 
-    async def _predicted(self, model: str, session: InferenceSession, rows: Any, count: int) -> Outcome:
+    async def _predicted(self, batcher: Batcher, rows: Any, count: int) -> Outcome:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
 
@@ -142,7 +170,7 @@ class Service:
             loop.call_soon_threadsafe(deliver, outcome)
 
         work = Work(rows, count, done)
-        self._batcher(model, session).submit(work)
+        batcher.submit(work)
         try:
             return await future
         except asyncio.CancelledError:
@@ -333,7 +361,7 @@ def chosen_outputs(answer: Answer, names: Sequence[str] | None) -> dict[str, NDA
     return found
 
 
-def _answer_of(model: str, session: InferenceSession, outcome: Outcome, *, partial_rows: bool) -> Answer:
+def _answer_of(model: str, batcher: Batcher, outcome: Outcome, *, partial_rows: bool) -> Answer:
     found = outcome.prediction
     if found.error is not None:
         raise found.error
@@ -341,8 +369,8 @@ def _answer_of(model: str, session: InferenceSession, outcome: Outcome, *, parti
         raise RowsError.of(found.problems)
     scores = found.scores
     assert scores is not None
-    named = scores if isinstance(scores, dict) else {session.outputs[0].name: scores}
-    return Answer(model, session.version, named, found.problems)
+    named = scores if isinstance(scores, dict) else {batcher.outputs[0].name: scores}
+    return Answer(model, batcher.session.version, named, found.problems)
 
 
 def _metadata(spec: Any) -> dict[str, Any]:

@@ -25,6 +25,8 @@ class ServerSettings(Settings):
         max_body_bytes: a longer request is refused with 413 or RESOURCE_EXHAUSTED.
         max_rows: rows of one request; more are refused in the same way.
         max_concurrent: requests under way at once; more are refused with 429 or UNAVAILABLE.
+        max_lag_ms: requests are refused in the same way while the event loop is so far behind: they wait outside of any
+            queue then.
         max_connections: open HTTP connections; more are closed at once.
         max_header_bytes: of an HTTP request, its first line included; more are refused with 431.
         header_timeout_s: in which the headers of a request have to arrive.
@@ -46,6 +48,7 @@ class ServerSettings(Settings):
     max_body_bytes: int = Field(default=64 << 20, ge=1024, lt=2**31)
     max_rows: int = Field(default=65_536, ge=1)
     max_concurrent: int = Field(default=1024, ge=1)
+    max_lag_ms: float = Field(default=500, gt=0)
     max_connections: int = Field(default=4096, ge=1)
     max_header_bytes: int = Field(default=32 << 10, ge=1024)
     header_timeout_s: float = Field(default=10, gt=0)

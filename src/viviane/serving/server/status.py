@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Final
 
 from viviane.core.errors import ConfigError, DataError, KeyRangeError, SchemaError, VivianeError
 from viviane.core.logging import get_logger
-from viviane.serving.errors import ModelNotFoundError, RowsError, SessionClosedError
+from viviane.serving.errors import ModelNotFoundError, RowProblem, RowsError, SessionClosedError
 
 _log = get_logger("serving.server")
 _MOST_PROBLEMS: Final = 100
+_MOST_TEXT: Final = 4000  # a message may list all columns of a row, and a row may have thousands
+_MOST_PROBLEM_TEXT: Final = 300
 
 
 class Status(Enum):
@@ -73,8 +76,17 @@ def describe(error: BaseException) -> dict[str, Any]:
     if status_of(error) is Status.INTERNAL and not isinstance(error, RequestError):
         _log.error("a request failed", exc_info=error)
         return {"error": f"internal error ({type(error).__name__}); the log of the server says more"}
-    body: dict[str, Any] = {"error": str(error)}
+    body: dict[str, Any] = {"error": _short(str(error), _MOST_TEXT)}
     if isinstance(error, RowsError):
-        body["problems"] = [problem.to_dict() for problem in error.problems[:_MOST_PROBLEMS]]
+        body["problems"] = listed(error.problems[:_MOST_PROBLEMS])
         body["num_problems"] = len(error.problems)
     return body
+
+
+def listed(problems: Sequence[RowProblem]) -> list[dict[str, Any]]:
+    """Return problems as plain data, with texts of a limited length."""
+    return [{**one.to_dict(), "problem": _short(one.problem, _MOST_PROBLEM_TEXT)} for one in problems]
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."

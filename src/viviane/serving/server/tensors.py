@@ -36,6 +36,7 @@ DATATYPES: Final[dict[str, Any]] = {
     "FP32": np.float32,
     "FP64": np.float64,
 }
+_WIRE_TYPES: Final[dict[str, Any]] = {name: np.dtype(kind).newbyteorder("<") for name, kind in DATATYPES.items()}
 BYTES: Final = "BYTES"
 LENGTHS: Final = ":lengths"
 MISSING: Final = ":missing"
@@ -99,8 +100,9 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     """
     if not isinstance(shape, list | tuple) or not 1 <= len(shape) <= 8:
         raise invalid("a shape is a list of 1 to 8 numbers", where=f"input {name!r}", value=_shown(shape))
-    if not all(type(size) is int and 0 <= size < 2**31 for size in shape):
-        raise invalid("a shape has sizes from 0 to 2^31 - 1", where=f"input {name!r}", value=_shown(shape))
+    for size in shape:
+        if type(size) is not int or not 0 <= size < 2**31:
+            raise invalid("a shape has sizes from 0 to 2^31 - 1", where=f"input {name!r}", value=_shown(shape))
     return tuple(shape)
 
 
@@ -113,12 +115,14 @@ def from_binary(name: str, datatype: str, shape: tuple[int, ...], data: bytes | 
     count = math.prod(shape)
     if datatype == BYTES:
         return Tensor(name, BYTES, shape, _texts(name, count, data))
-    kind = numpy_type(name, datatype)
-    wanted = count * np.dtype(kind).itemsize
+    kind = _WIRE_TYPES.get(datatype)
+    if kind is None:
+        kind = numpy_type(name, datatype)  # says which there are
+    wanted = count * kind.itemsize
     if len(data) != wanted:
         what = "a tensor has another number of bytes than its shape"
         raise invalid(what, where=f"input {name!r}, {datatype} {list(shape)}", value=len(data), allowed=str(wanted))
-    values = np.frombuffer(data, np.dtype(kind).newbyteorder("<")) if count else np.empty(0, kind)
+    values = np.frombuffer(data, kind) if count else np.empty(0, kind)
     if datatype == "BOOL" and values.view(np.uint8).max(initial=0) > 1:
         raise invalid("a byte of a BOOL tensor is 0 or 1", where=f"input {name!r}")
     return Tensor(name, datatype, shape, values)

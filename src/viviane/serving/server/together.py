@@ -45,8 +45,8 @@ def kind_of(rows: Any) -> Any:
 
 def _kind_of_column(values: Any) -> tuple[Any, ...]:
     if isinstance(values, np.ndarray):
-        return "numpy", str(values.dtype), values.shape[1:]
-    return "arrow", str(values.type)
+        return values.dtype, values.shape[1:]
+    return (values.type,)
 
 
 def predict_together(session: InferenceSession, requests: Sequence[tuple[Any, int]]) -> list[Prediction]:
