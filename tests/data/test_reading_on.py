@@ -18,7 +18,7 @@ from viviane.batch import Batch
 from viviane.core.errors import DataError
 from viviane.data import Dataset, Negatives, prefetch, write_dataset
 from viviane.data.block import Block
-from viviane.data.buffers import Buffers, Piece
+from viviane.data.buffers import Buffers, PackedMemory
 from viviane.data.negative_dataset import NegativeDataset
 from viviane.data.reader import Reader
 
@@ -42,7 +42,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
 
     def change(reader: Reader) -> Reader:
         if request.param == "as for a GPU":
-            monkeypatch.setattr(Buffers, "for_batch", lambda self, forms: Piece(forms) if self.pin_memory else self)
+            monkeypatch.setattr(
+                Buffers, "for_batch", lambda self, forms: PackedMemory(forms) if self.pin_memory else self
+            )
             reader._buffers.pin_memory = True
         return reader
 

@@ -15,7 +15,7 @@ from viviane.batch import Batch
 from viviane.core.errors import DataError
 from viviane.data import Dataset, prefetch, write_dataset
 from viviane.data import run as run_module
-from viviane.data.buffers import Buffers, Piece
+from viviane.data.buffers import Buffers, PackedMemory
 from viviane.data.plan import EpochPlan, Group, Window
 from viviane.data.reader import Reader
 from viviane.data.run import Run
@@ -54,7 +54,7 @@ def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 320)
     monkeypatch.setattr(run_module, "_CUT_TOGETHER", 2)
-    monkeypatch.setattr(Buffers, "for_batch", lambda self, forms: Piece(forms) if self.pin_memory else self)
+    monkeypatch.setattr(Buffers, "for_batch", lambda self, forms: PackedMemory(forms) if self.pin_memory else self)
 
 
 def for_gpu(reader: Reader) -> Reader:

@@ -21,19 +21,19 @@ def collection(margins: Margins | None = None, **options) -> EmbeddingCollection
 
 def test_a_gpu_leaves_room_only_where_rows_stay_whole_words() -> None:
     half = torch.bfloat16
-    assert Margins(128, 0).suit(3328, half, GPU)
-    assert Margins(8, 16).suit(24, half, GPU)
+    assert Margins(128, 0).applies(3328, half, GPU)
+    assert Margins(8, 16).applies(24, half, GPU)
     for margins, width in ((Margins(13, 0), 416), (Margins(0, 13), 416), (Margins(4, 4), 16), (Margins(8, 0), 15)):
-        assert not margins.suit(width, half, GPU)
-        assert margins.suit(width, half, CPU)
-    assert Margins(4, 0).suit(16, torch.float32, GPU)
+        assert not margins.applies(width, half, GPU)
+        assert margins.applies(width, half, CPU)
+    assert Margins(4, 0).applies(16, torch.float32, GPU)
 
 
 def test_what_is_traced_has_no_room() -> None:
     seen = []
 
     def asked(x):
-        seen.append(Margins(1, 1).suit(4, torch.float32, CPU))
+        seen.append(Margins(1, 1).applies(4, torch.float32, CPU))
         return x + 1
 
     torch.jit.trace(asked, torch.ones(1), check_trace=False)
@@ -158,8 +158,8 @@ def test_what_was_refused_is_recorded_as_it_ran_first(monkeypatch):
     """One step may be all that runs before a recording, and that had room: its kernels are there."""
     margins, device = Margins(8, 0), torch.device("cuda")
     monkeypatch.setattr(wide_rows, "is_capturing", lambda device: False)
-    assert margins.suit(8, torch.float16, device)
+    assert margins.applies(8, torch.float16, device)
     margins.refused.add(torch.float16)
-    assert not margins.suit(8, torch.float16, device)
+    assert not margins.applies(8, torch.float16, device)
     monkeypatch.setattr(wide_rows, "is_capturing", lambda device: True)
-    assert margins.suit(8, torch.float16, device)
+    assert margins.applies(8, torch.float16, device)

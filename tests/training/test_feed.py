@@ -12,8 +12,8 @@ from viviane.batch import Batch
 from viviane.config import Solver
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.data import Dataset, prefetch, write_dataset
-from viviane.data.buffers import Buffers, Piece
-from viviane.data.mixing import MixedRun
+from viviane.data.buffers import Buffers, PackedMemory
+from viviane.data.device_shuffle import ShuffledRun
 from viviane.data.run import Cut, Run
 from viviane.schema import Schema
 from viviane.training import feed as feeds
@@ -153,7 +153,7 @@ def test_an_error_comes_with_its_words_and_threads_end(train: Dataset, tmp_path)
 def piece_of(batch: Batch) -> Batch:
     """Return the batch with its tensors in one piece of memory, as a reader with pin_memory makes them."""
     tensors = batch.tensors()
-    piece = Piece([(tuple(one.shape), one.dtype) for one in tensors])
+    piece = PackedMemory([(tuple(one.shape), one.dtype) for one in tensors])
     moved = {id(one): piece.new(tuple(one.shape), one.dtype)[0]().copy_(one) for one in tensors}
     return batch._map(lambda part: moved[id(part)]) if not batch.bags else _with_bags(batch, moved)
 
@@ -226,9 +226,9 @@ class HostCopies(_Copies):
         self.copied: list[int] = []
 
     def _copy(self, run: Run) -> tuple[Run, object]:
-        if isinstance(run, MixedRun):
+        if isinstance(run, ShuffledRun):
             there = run.to(CPU)
-            run.move_ahead()
+            run.copy_ahead()
             return there, FakeEvent()
         self.copied.append(run.whole.size)
         there = piece_of(run.whole) if run.whole.size else run.whole
@@ -241,7 +241,7 @@ def as_for_a_gpu(monkeypatch, tmp_path):
     for name in ("Event", "Stream", "current_stream"):
         monkeypatch.setattr(feeds.torch.cuda, name, lambda *_: FakeEvent())
     monkeypatch.setattr(Batch, "wait", lambda self: None)
-    monkeypatch.setattr(Buffers, "for_batch", lambda self, forms: Piece(forms) if self.pin_memory else self)
+    monkeypatch.setattr(Buffers, "for_batch", lambda self, forms: PackedMemory(forms) if self.pin_memory else self)
     monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 256)
     FakeEvent.handed_out = FakeEvent.ended = 0
     schema = Schema(dense=[{"name": "x"}], categorical=[{"name": "c", "num_ids": 2000}])

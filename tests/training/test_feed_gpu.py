@@ -8,8 +8,8 @@ from click_model import LONG, SCHEMA, columns, make_trainer
 from test_gpu import host_tensors, same
 
 from viviane.core.errors import ConfigError, VivianeError
-from viviane.data import Dataset, mixing, prefetch, write_dataset
-from viviane.data.buffers import Buffers, Piece
+from viviane.data import Dataset, device_shuffle, prefetch, write_dataset
+from viviane.data.buffers import Buffers, PackedMemory
 from viviane.schema import Schema
 from viviane.training import feed as feeds
 from viviane.training.feed import DeviceFeed
@@ -92,7 +92,7 @@ def test_rows_put_in_order_on_the_gpu_are_those_of_the_reader(request, kind, siz
 
 
 def test_rows_go_to_the_gpu_in_the_order_of_the_files(plain, monkeypatch):
-    monkeypatch.setattr(mixing, "_LEAST_ROWS", 1 << 20)
+    monkeypatch.setattr(device_shuffle, "_LEAST_ROWS", 1 << 20)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         batches = list(DeviceFeed.open(plain, 64, GPU, shuffle=True))
         torch.cuda.synchronize()
@@ -108,7 +108,7 @@ def test_what_cannot_be_put_in_order_on_the_gpu_is_refused_or_goes_by_the_host(r
         DeviceFeed.open(rows, 768, GPU, shuffle=True, shuffle_on="device")
     with pytest.raises(ConfigError, match="in the files' order"):
         DeviceFeed.open(plain, 768, GPU, shuffle_on="device")
-    monkeypatch.setattr(mixing, "_SHARE_OF_MEMORY", 1 << 40)
+    monkeypatch.setattr(device_shuffle, "_SHARE_OF_MEMORY", 1 << 40)
     with pytest.raises(ConfigError, match="take 1 MiB of the GPU, and 0 are allowed"):
         DeviceFeed.open(plain, 768, GPU, shuffle=True, shuffle_on="device")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -136,7 +136,7 @@ def test_memory_is_not_used_again_before_a_slow_copy_is_done(rows, monkeypatch, 
         ring = itertools.cycle([torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(8)])
 
         def in_turn(self, forms):
-            piece = Piece([], pin_memory=True)
+            piece = PackedMemory([], pin_memory=True)
             piece._bytes = next(ring)
             piece._array = piece._bytes.numpy()
             return piece
@@ -154,8 +154,8 @@ def test_memory_is_not_used_again_before_a_slow_copy_is_done(rows, monkeypatch, 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_batches_that_are_copied_together_are_right_though_copies_are_slow(plain, monkeypatch, where):
     monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 4 * 768)
-    monkeypatch.setattr(mixing, "_RUN_ROWS", 4 * 768)
-    monkeypatch.setattr(mixing, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(device_shuffle, "_RUN_ROWS", 4 * 768)
+    monkeypatch.setattr(device_shuffle, "_LEAST_ROWS", 1)
     options = {"shuffle": True, "seed": 1, "shuffle_rows": 3000}
     feed, reader = DeviceFeed.open(plain, 768, GPU, shuffle_on=where, **options), plain.reader(768, **options)
     slowed(feed, 5_000_000)

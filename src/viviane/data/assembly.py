@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from viviane.core.ranges import timed_as
 from viviane.data.block import Block, View
 from viviane.data.buffers import Buffers
-from viviane.data.mixing import MixedRun, Mixing
+from viviane.data.device_shuffle import DeviceShuffle, ShuffledRun
 from viviane.data.plan import Window
 from viviane.data.run import Run
 from viviane.data.slab import BatchShape, Part, Slab
 from viviane.data.staged_window import StagedWindow
 
 Order = Future[Any]
-"""Of the order of a window's rows: an OwnOrder for a device, else what `EpochPlan.permutation` gives."""
+"""Of the order of a window's rows: an RankOrder for a device, else what `EpochPlan.permutation` gives."""
 Ready = tuple[View, NDArray[np.int64] | None]
 Made = tuple[Run, int, list[Window]] | Exception
 _Piece = tuple[Window, int, int]
@@ -57,15 +57,15 @@ class Loading:
         return self.block.finish()
 
 
-Asked = list[tuple[_Piece, Loading]]
-AskedThere = list[tuple[_Piece, StagedWindow]]
+Request = list[tuple[_Piece, Loading]]
+StagedRequest = list[tuple[_Piece, StagedWindow]]
 _W = TypeVar("_W", Loading, StagedWindow)
 
 
 @timed_as("assemble")
-def assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
+def assemble(shape: BatchShape, requests: list[Request], buffers: Buffers) -> list[Made]:
     """Take the rows of each batch; an error stands in place of its batch and ends the list."""
-    ready, failure = _wait(asked)
+    ready, failure = _wait(requests)
     made: list[Made] = []
     # For a GPU the rows of all are taken together, where they can be cut.
     cut = shape.can_be_cut if buffers.pin_memory else _never
@@ -77,42 +77,42 @@ def assemble(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Ma
     return made if failure is None else [*made, failure]
 
 
-class Mix:
+class ShuffledTask:
     """A run of batches whose rows are to be taken on a device: what `assemble` is, but for the rows themselves.
 
     Args:
-        asked: the batches.
-        mixing: of their windows.
+        requests: the batches.
+        device_shuffle: of their windows.
     """
 
-    def __init__(self, asked: list[AskedThere], mixing: Mixing) -> None:
-        self._asked, self._mixing = asked, mixing
+    def __init__(self, requests: list[StagedRequest], device_shuffle: DeviceShuffle) -> None:
+        self._requests, self._device_shuffle = requests, device_shuffle
 
     def done(self) -> bool:
         """Whether the result can be had without a wait."""
-        windows = {id(window): window for batch in self._asked for _, window in batch}
+        windows = {id(window): window for batch in self._requests for _, window in batch}
         return all(window.is_decoded for window in windows.values())
 
     def result(self) -> list[Made]:
         """Return the batches; an error stands in place of its batch and ends the list."""
-        ready, failure = _wait(self._asked)
+        ready, failure = _wait(self._requests)
         made: list[Made] = []
-        for together in _together(ready, self._mixing.stacks.can_be_cut):
+        for together in _together(ready, self._device_shuffle.stacks.can_be_cut):
             rows = sum(last - first for (_, first, last), _ in together[0]) if len(together) > 1 else None
-            run = MixedRun(self._mixing, _spans(together), rows)
+            run = ShuffledRun(self._device_shuffle, _spans(together), rows)
             made += _numbered(run, together)
         return made if failure is None else [*made, failure]
 
 
-def _wait(asked: list[list[tuple[_Piece, _W]]]) -> tuple[list[list[tuple[_Piece, _W]]], Exception | None]:
+def _wait(requests: list[list[tuple[_Piece, _W]]]) -> tuple[list[list[tuple[_Piece, _W]]], Exception | None]:
     """Wait for windows; return the batches before the first that fails, and its error."""
-    for number, batch in enumerate(asked):
+    for number, batch in enumerate(requests):
         try:
             for _, window in batch:
                 window.wait()
         except Exception as error:
-            return asked[:number], error
-    return asked, None
+            return requests[:number], error
+    return requests, None
 
 
 def _never(rows: int) -> bool:
@@ -120,35 +120,37 @@ def _never(rows: int) -> bool:
 
 
 def _together(
-    asked: list[list[tuple[_Piece, _W]]], can_be_cut: Callable[[int], bool]
+    requests: list[list[tuple[_Piece, _W]]], can_be_cut: Callable[[int], bool]
 ) -> list[list[list[tuple[_Piece, _W]]]]:
     """Divide batches into those whose rows are taken together: all, where they can be cut."""
-    if len(asked) < 2:
-        return [[batch] for batch in asked]
-    sizes = [sum(last - first for (_, first, last), _ in batch) for batch in asked]
+    if len(requests) < 2:
+        return [[batch] for batch in requests]
+    sizes = [sum(last - first for (_, first, last), _ in batch) for batch in requests]
     equal = set(sizes[:-1]) == {sizes[0]} and 0 < sizes[-1] <= sizes[0]
-    return [asked] if equal and can_be_cut(sizes[0]) else [[batch] for batch in asked]
+    return [requests] if equal and can_be_cut(sizes[0]) else [[batch] for batch in requests]
 
 
-def _take(shape: BatchShape, asked: list[Asked], buffers: Buffers) -> list[Made]:
+def _take(shape: BatchShape, requests: list[Request], buffers: Buffers) -> list[Made]:
     """Take the rows of batches into one piece of memory."""
-    taken = Slab.gather(shape, _parts(asked), buffers)
+    taken = Slab.gather(shape, _parts(requests), buffers)
     if buffers.pin_memory:
-        rows = sum(last - first for (_, first, last), _ in asked[0])
-        run = Run(partial(taken.batch, shape, ""), rows if len(asked) > 1 else None)
+        rows = sum(last - first for (_, first, last), _ in requests[0])
+        run = Run(partial(taken.batch, shape, ""), rows if len(requests) > 1 else None)
     else:  # the consumer computes on the CPU, and is not waited for by a GPU
         run = Run.one(taken.batch(shape, ""))
-    return _numbered(run, asked)
+    return _numbered(run, requests)
 
 
-def _numbered(run: Run, asked: list[list[tuple[_Piece, _W]]]) -> list[Made]:
-    return [(run, number, [window for (window, _, _), _ in batch]) for number, batch in enumerate(asked)]
+def _numbered(run: Run, requests: list[list[tuple[_Piece, _W]]]) -> list[Made]:
+    return [(run, number, [window for (window, _, _), _ in batch]) for number, batch in enumerate(requests)]
 
 
-def _spans(asked: list[list[tuple[_Piece, _W]]]) -> list[tuple[_W, list[tuple[int, int]]]]:
+def _spans(requests: list[list[tuple[_Piece, _W]]]) -> list[tuple[_W, list[tuple[int, int]]]]:
     """Return where the rows of batches stand, window after window, in as few spans as there can be."""
     found: list[tuple[_W, list[tuple[int, int]]]] = []
-    for (_, first, last), window in asked[0] if len(asked) == 1 else (piece for batch in asked for piece in batch):
+    for (_, first, last), window in (
+        requests[0] if len(requests) == 1 else (piece for batch in requests for piece in batch)
+    ):
         if not found or found[-1][0] is not window:
             found.append((window, [(first, last)]))
         elif found[-1][1][-1][1] == first:
@@ -158,10 +160,10 @@ def _spans(asked: list[list[tuple[_Piece, _W]]]) -> list[tuple[_W, list[tuple[in
     return found
 
 
-def _parts(asked: list[Asked]) -> list[Part]:
+def _parts(requests: list[Request]) -> list[Part]:
     """Return views and which of their rows are wanted, in as few parts as there can be."""
     parts: list[Part] = []
-    for loading, places in _spans(asked):
+    for loading, places in _spans(requests):
         view, order = loading.wait()
         if order is None:
             parts += [(view, slice(first, last)) for first, last in places]

@@ -37,7 +37,7 @@ class BatchStack:
     """How batches of a schema stand in a stack; bags have as many ids as their column's hotness.
 
     Args:
-        schema: the columns; `stands_in_the_way` is None.
+        schema: the columns; `ineligible_reason` is None.
 
     Example:
         >>> schema = Schema(labels=[{"name": "y"}], categorical=[{"name": "c", "num_ids": 9}])
@@ -67,7 +67,7 @@ class BatchStack:
         self._different: dict[torch.device, Tensor] = {}  # numbers of ids, (H, 1)
 
     @staticmethod
-    def stands_in_the_way(schema: Schema) -> str | None:
+    def ineligible_reason(schema: Schema) -> str | None:
         """Say why batches of a schema cannot be taken out of stacks; None: they can."""
         loose = [column.name for column in schema.bags if column.hotness is None]
         return f"bags of column {loose[0]!r} may have any number of ids: it has no hotness" if loose else None

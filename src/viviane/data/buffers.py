@@ -80,7 +80,7 @@ class Buffers:
 
     def for_batch(self, forms: Iterable[Form]) -> Memory:
         """Return memory for tensors of these shapes and types, to be made in this order."""
-        return Piece(forms, pin_memory=True) if self.pin_memory else self
+        return PackedMemory(forms, pin_memory=True) if self.pin_memory else self
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Maker, NDArray[Any]]:
         """Return what makes a tensor of some shape and type, and its array."""
@@ -105,7 +105,7 @@ class Buffers:
         return next((base for base, count in zip(bases, _references(bases), strict=True) if count == _UNUSED), None)
 
 
-class Piece:
+class PackedMemory:
     """Tensors side by side in one piece of memory, each at a multiple of 256 bytes, so that one copy moves them all.
 
     Args:
@@ -113,7 +113,7 @@ class Piece:
         pin_memory: page-locked memory.
 
     Example:
-        >>> piece = Piece([((2, 3), torch.float32), ((2,), torch.int64)])
+        >>> piece = PackedMemory([((2, 3), torch.float32), ((2,), torch.int64)])
         >>> (dense, _), (ids, _) = piece.new((2, 3), torch.float32), piece.new((2,), torch.int64)
         >>> ids().data_ptr() - dense().data_ptr()
         256

@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 
 from viviane.core.ranges import timed_as
-from viviane.data.assembly import Loading, Made, Mix, Order, assemble
+from viviane.data.assembly import Loading, Made, Order, ShuffledTask, assemble
 from viviane.data.block import Block
 from viviane.data.buffers import Buffers
-from viviane.data.mixing import Mixing
-from viviane.data.own_rows import BatchRanges, OwnOrder, Span, own_order
+from viviane.data.device_shuffle import DeviceShuffle
 from viviane.data.plan import EpochPlan, Group, Window
+from viviane.data.rank_rows import BatchRanges, RankOrder, Span, rank_order
 from viviane.data.run import Run
 from viviane.data.slab import BatchShape
 from viviane.data.staged_window import StagedWindow
@@ -39,7 +39,7 @@ from viviane.data.storage import Storage
 _THREAD_NAME = "viviane-reader"
 _RUN_ROWS = 16_384  # rows of a task at least: handing one to a thread costs as much as copying 10,000 rows
 _RUN_ROWS_FOR_GPU = 65_536  # each task takes the interpreter's lock from the thread that launches kernels
-_Task = Future[list[Made]] | Mix | Callable[[], list[Made]]
+_Task = Future[list[Made]] | ShuffledTask | Callable[[], list[Made]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Reading:
         buffers: memory of the batches.
         windows: memory of the windows.
         num_threads: size of the pool.
-        mixing: rows are mixed on a device; None: by the threads.
+        device_shuffle: rows are mixed on a device; None: by the threads.
     """
 
     storage: Storage
@@ -66,7 +66,7 @@ class Reading:
     buffers: Buffers
     windows: Buffers
     num_threads: int
-    mixing: Mixing | None = None
+    device_shuffle: DeviceShuffle | None = None
 
     def ranges(self, first_row: int) -> BatchRanges:
         """Return this share's rows of an epoch that is read from a row on."""
@@ -122,15 +122,15 @@ class Prefetcher:
     def _rows_together(self) -> int:
         """Return the rows, of all ranks, that a run of batches has."""
         reading = self._reading
-        if reading.mixing is not None:
+        if reading.device_shuffle is not None:
             ranks = reading.share[1]
-            return ranks * reading.mixing.run_rows(-(-reading.batch_size // ranks))
+            return ranks * reading.device_shuffle.run_rows(-(-reading.batch_size // ranks))
         return _RUN_ROWS_FOR_GPU if reading.buffers.pin_memory else _RUN_ROWS
 
     def _tasks_ahead(self) -> int:
         """Return how many runs are handed in ahead of the consumer."""
         reading = self._reading
-        if reading.mixing is not None:  # runs take no memory; the rows of a window are decoded a window ahead
+        if reading.device_shuffle is not None:  # runs take no memory; the rows of a window are decoded a window ahead
             window = max((window.num_rows for window in self._plan.windows), default=0)
             return 1 + -(-window // (self._run * reading.batch_size))
         # page-locked memory is dear
@@ -188,13 +188,13 @@ class Prefetcher:
 
     def _new_loading(self, window: Window) -> Loading | StagedWindow:
         """Begin a window: its order is found first, and that of the window after it, which takes one thread long."""
-        mixing = self._reading.mixing
+        device_shuffle = self._reading.device_shuffle
         for one in self._plan.windows[window.number : window.number + (2 if self._plan.shuffled else 1)]:
             if one.number not in self._orders and self._wanted(one):
                 self._orders[one.number] = self._order_of(self._plan, one, self._ranges)
         order = self._orders.pop(window.number)
-        if mixing is not None:
-            staged = mixing.stage(window, self._ranges.spans(window))
+        if device_shuffle is not None:
+            staged = device_shuffle.stage(window, self._ranges.spans(window))
             staged.order = order
             return staged
         as_it_stands = self._reading.storage.mapped and len(window.groups) == 1
@@ -211,15 +211,17 @@ class Prefetcher:
             self._after = plan, self._order_of(plan, plan.windows[0], self._reading.ranges(0))
 
     def _order_of(self, plan: EpochPlan, window: Window, ranges: BatchRanges) -> Order:
-        mixing, memory = self._reading.mixing, self._reading.windows
-        if mixing is None:
+        device_shuffle, memory = self._reading.device_shuffle, self._reading.windows
+        if device_shuffle is None:
             return self._pool.submit(_permutation, plan, window, memory)
-        return self._pool.submit(_order_for_device, plan, window, ranges.spans(window), memory, mixing.pin_memory)
+        return self._pool.submit(
+            _order_for_device, plan, window, ranges.spans(window), memory, device_shuffle.pin_memory
+        )
 
     @property
     def mixed_on(self) -> torch.device | None:
         """The device on which rows are mixed; None: the threads do it."""
-        return None if self._reading.mixing is None else self._reading.mixing.device
+        return None if self._reading.device_shuffle is None else self._reading.device_shuffle.device
 
     @property
     def ready(self) -> bool:
@@ -227,11 +229,11 @@ class Prefetcher:
         if self._made or not self._tasks:
             return bool(self._made) or self._next == len(self._ranges)
         first = self._tasks[0]
-        return isinstance(first, Future | Mix) and first.done()
+        return isinstance(first, Future | ShuffledTask) and first.done()
 
     def _hand_in_run(self) -> _Task:
         """Hand in one task for a run of batches; return it, or what does it."""
-        asked: list[Any] = []
+        requests: list[Any] = []
         count, self._next_run = self._next_run, min(2 * self._next_run, self._run)
         for start, stop in self._ranges.some(self._next, self._next + count):
             pieces = self._plan.pieces(start, stop)
@@ -241,15 +243,15 @@ class Prefetcher:
                     self._hand_in_next()
                 for number in [n for n in self._loading if n < pieces[0][0].number]:
                     del self._loading[number]  # freed as soon as the tasks that use it are done
-            asked.append([(piece, self._loading[piece[0].number]) for piece in pieces])
-        self._next += len(asked)
+            requests.append([(piece, self._loading[piece[0].number]) for piece in pieces])
+        self._next += len(requests)
         if self._next == len(self._ranges):
             self._loading.clear()
-        if self._reading.mixing is not None:
-            return Mix(asked, self._reading.mixing)
+        if self._reading.device_shuffle is not None:
+            return ShuffledTask(requests, self._reading.device_shuffle)
         if self._inline:
-            return partial(assemble, self._reading.shape, asked, self._reading.buffers)
-        return self._pool.submit(assemble, self._reading.shape, asked, self._reading.buffers)
+            return partial(assemble, self._reading.shape, requests, self._reading.buffers)
+        return self._pool.submit(assemble, self._reading.shape, requests, self._reading.buffers)
 
     def _hand_in_until(self, row: int) -> None:
         while self._pending and self._pending[0][0] <= row:
@@ -282,7 +284,7 @@ class Prefetcher:
                 self._fill(self._depth)
                 self._read_on()
                 task = tasks.popleft()
-                made.extend(task.result() if isinstance(task, Future | Mix) else task())
+                made.extend(task.result() if isinstance(task, Future | ShuffledTask) else task())
                 while made:
                     one = made.popleft()
                     if isinstance(one, Exception):
@@ -316,7 +318,7 @@ def _permutation(plan: EpochPlan, window: Window, memory: Buffers) -> NDArray[np
 
 def _order_for_device(
     plan: EpochPlan, window: Window, spans: list[Span] | None, memory: Buffers, pin_memory: bool
-) -> OwnOrder:
+) -> RankOrder:
     order = _permutation(plan, window, memory)
     assert order is not None
-    return own_order(order, window, spans, memory, pin_memory)
+    return rank_order(order, window, spans, memory, pin_memory)

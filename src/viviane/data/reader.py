@@ -15,7 +15,7 @@ from viviane.batch import Batch
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.data.batch_stack import BatchStack
 from viviane.data.buffers import Buffers
-from viviane.data.mixing import Mixing
+from viviane.data.device_shuffle import DeviceShuffle
 from viviane.data.plan import EpochPlan, Window
 from viviane.data.prefetch import Prefetcher, Reading
 from viviane.data.run import Cut
@@ -186,14 +186,14 @@ class Reader:
         """
         if not self.shuffle:
             return "they are read in the files' order"
-        reason = BatchStack.stands_in_the_way(self.dataset.schema)
+        reason = BatchStack.ineligible_reason(self.dataset.schema)
         if reason is not None:
             return reason
         largest = max((group.num_rows for group in self.dataset.groups), default=0)
         window = min(self.dataset.num_rows, self.shuffle_rows + largest)
         own = -(-self.batch_size // self.num_ranks)
         window = min(window, (window // self.batch_size + 2) * own)  # it may begin and end within a batch
-        return Mixing.why_too_large(self._stacks, window, device)
+        return DeviceShuffle.too_large_reason(self._stacks, window, device)
 
     @cached_property
     def _stacks(self) -> BatchStack:
@@ -239,7 +239,7 @@ class Reader:
                 buffers=self._buffers,
                 windows=self._windows,
                 num_threads=self.num_threads,
-                mixing=None if mixed_on is None else Mixing(self._stacks, mixed_on),
+                device_shuffle=None if mixed_on is None else DeviceShuffle(self._stacks, mixed_on),
             )
             plan = EpochPlan(dataset.groups, self.shuffle_rows if self.shuffle else None, self.seed, epoch)
             begun = Prefetcher(plan, reading, min(self._delivered * self.batch_size, dataset.num_rows))

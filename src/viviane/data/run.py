@@ -100,7 +100,7 @@ class Run:
         there = self.whole.to(device, non_blocking)
         return Run(lambda: there, self._rows, self._hotness)
 
-    def move_ahead(self) -> None:
+    def copy_ahead(self) -> None:
         """Queue, on the current stream, copies of what later runs need; most need none."""
 
     @classmethod

@@ -16,8 +16,8 @@ from viviane.core.errors import DataError
 from viviane.data.batch_stack import BatchStack
 from viviane.data.block import Block, Jagged, Rows, take
 from viviane.data.buffers import Buffers, Maker
-from viviane.data.own_rows import Span, WindowRows
 from viviane.data.plan import Window
+from viviane.data.rank_rows import Span, WindowRows
 from viviane.data.storage import Storage
 from viviane.ops.row_stacks import take_rows
 
@@ -54,9 +54,9 @@ class StagedWindow(WindowRows):
         self._host: Tensor | None = None
         self._arrays: list[NDArray[Any]] = []
         self.decodes: list[Future[None]] = []
-        self._moved = 0
-        self._there: Tensor | None = None
-        self._order_there: Tensor | None = None
+        self._copied_rows = 0
+        self._device_stack: Tensor | None = None
+        self._device_order: Tensor | None = None
 
     def decode(self, storage: Storage, part: int, memory: Buffers) -> None:
         """Read those rows of a row group that go to the device; any thread may, once for each group.
@@ -112,7 +112,7 @@ class StagedWindow(WindowRows):
         """Return how many rows, from the first on, are there."""
         rows = 0
         for part, decode in enumerate(self.decodes):
-            if not _has_come(decode):
+            if not _succeeded(decode):
                 break
             rows += self.num_kept(part)
         return rows
@@ -130,48 +130,48 @@ class StagedWindow(WindowRows):
     def _tasks(self) -> list[Future[Any]]:
         return [*self.decodes, *([] if self.order is None else [self.order])]
 
-    def is_there(self) -> bool:
+    def is_on_device(self) -> bool:
         """Whether all copies of it were queued."""
-        return self._moved == self.num_rows and self._order_there is not None
+        return self._copied_rows == self.num_rows and self._device_order is not None
 
-    def move(self, most: int | None = None) -> int:
+    def copy_next(self, most: int | None = None) -> int:
         """Queue the copies of rows that are decoded and were not copied, and of the order; return how many rows.
 
         Args:
             most: rows.
         """
-        if self.is_there():
+        if self.is_on_device():
             return 0
-        first = self._moved
+        first = self._copied_rows
         last = self._decoded() if most is None else min(self._decoded(), first + most)
         if last > first:
             assert self._host is not None
             self._copy(self._host, first, last)
-        if self._order_there is None and self.order is not None and _has_come(self.order):
-            self._order_there = self.order.result().order.to(self.device, non_blocking=True)
-        if self.is_there():  # its memory is another window's, as soon as the copies are done
+        if self._device_order is None and self.order is not None and _succeeded(self.order):
+            self._device_order = self.order.result().order.to(self.device, non_blocking=True)
+        if self.is_on_device():  # its memory is another window's, as soon as the copies are done
             self._host, self._arrays, self.decodes, self.order = None, [], [], None
         return last - first
 
     def _copy(self, host: Tensor, first: int, last: int) -> None:
         form, count = self.stacks.form, self.num_rows
-        if self._there is None:
-            self._there = torch.empty(form.num_words(count), dtype=torch.int32, device=self.device)
+        if self._device_stack is None:
+            self._device_stack = torch.empty(form.num_words(count), dtype=torch.int32, device=self.device)
         if last - first == count:
-            self._there.copy_(host, non_blocking=True)
+            self._device_stack.copy_(host, non_blocking=True)
         else:
             for number in range(len(form.widths)):
-                here, there = (form.matrix(one, number, count)[first:last] for one in (host, self._there))
+                here, there = (form.matrix(one, number, count)[first:last] for one in (host, self._device_stack))
                 there.copy_(here, non_blocking=True)
-        self._moved = last
+        self._copied_rows = last
 
     def take(self, spans: list[tuple[int, int]], target: Tensor, target_rows: int, first: int) -> int:
         """Take rows [a, b) of the window's order, for each span, to rows of a stack from `first` on; return the next.
 
         All of the window has been decoded, without an error, and the spans are parts of those that go to the device.
         """
-        self.move()
-        there, order = self._there, self._order_there
+        self.copy_next()
+        there, order = self._device_stack, self._device_order
         assert there is not None
         assert order is not None
         taken = [order[a:b] for a, b in self.places(spans)]
@@ -180,6 +180,6 @@ class StagedWindow(WindowRows):
         return first + len(rows)
 
 
-def _has_come(task: Future[Any]) -> bool:
+def _succeeded(task: Future[Any]) -> bool:
     """Whether a task is done; an error of it is raised where its batch is wanted."""
     return task.done() and not task.cancelled() and task.exception() is None

@@ -24,7 +24,7 @@ from viviane.schema import Schema
 
 ROWS_PER_GROUP: Final = 131_072
 ROWS_PER_FILE: Final = 8 * ROWS_PER_GROUP
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_dataset(
@@ -79,7 +79,7 @@ def write_dataset(
     chosen.check_schema(schema)
     wanted = pa.schema([pa.field(name, kind, nullable=False) for name, kind in arrow_types(schema).items()])
     tables = (_conform(part, wanted, schema, number) for number, part in enumerate(source))
-    with _room_asked_for(target), replace_folder(target, overwrite=overwrite) as folder:
+    with _explain_full_disk(target), replace_folder(target, overwrite=overwrite) as folder:
         place = cast(Path, target.absolute())  # of a URL only the text is used
         files = chosen.write(folder, place, schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
         schema.save(folder)
@@ -90,12 +90,12 @@ def write_dataset(
 
 
 @contextmanager
-def _room_asked_for(target: AnyPath) -> Iterator[None]:
+def _explain_full_disk(target: AnyPath) -> Iterator[None]:
     """Say what to do where the disk is full; other errors, those of the source too, pass as they are."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _DISK_FULL:
             raise
         remote = isinstance(target, RemotePath)
         where = f"{tempfile.gettempdir()}, on the way to {target}" if remote else str(target)

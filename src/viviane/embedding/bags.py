@@ -122,7 +122,7 @@ class PooledPlan:
     group: tuple[BagPlan, ...]
     row_maps: tuple[BagRowMap, ...]
 
-    def room(self, keys: Keys) -> int | None:
+    def num_rows(self, keys: Keys) -> int | None:
         """Return how many rows `part` can write to where it is told; None where it makes them elsewhere."""
         if len(self.row_maps) != 1 or not kernels_serve(keys.bags[self.group[0].feature.name].offsets.device):
             return None
@@ -135,7 +135,7 @@ class PooledPlan:
             keys: of the batch.
             found: rows of dynamic tables, by feature.
             frozen: tables that do not move.
-            out: where the rows go, as many as `room` says; None: a new tensor.
+            out: where the rows go, as many as `num_rows` returns; None: a new tensor.
         """
         group = self.group
         bags = [keys.bags[one.feature.name] for one in group]

@@ -17,13 +17,12 @@ from viviane.embedding.base import TableCollection
 from viviane.embedding.buffers import Buffers, Memory, autocast_buffers
 from viviane.embedding.compiled import compiled_call, compiled_lookup, compiled_norm_squared, compiled_step
 from viviane.embedding.config import FeatureConfig, TableConfig
+from viviane.embedding.construction import by_name, checked_dtype, make_storages
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.keys import Violations
 from viviane.embedding.lookup import Lookup, Part, gather
-from viviane.embedding.making import by_name, checked_dtype, make_storages
-from viviane.embedding.moving import begin_moves
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import AnyKeys, Plan, Planner, place_features, read_keys
@@ -37,6 +36,7 @@ from viviane.embedding.state import (
     summarize,
 )
 from viviane.embedding.storage import Storage
+from viviane.embedding.storage_updates import begin_updates
 from viviane.embedding.wide_rows import WideRows, output_memory
 
 _MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread
@@ -265,7 +265,7 @@ class EmbeddingCollection(TableCollection):
         """Do what `step` does, in a recording beside the rest; what is returned waits for it, and has to be called."""
         self.check()
         storages, name = self.all_storages(), f"update {self._number}"
-        return begin_moves(storages, self.device, name, lambda one: one.step(lr, factor, scale, gate))
+        return begin_updates(storages, self.device, name, lambda one: one.step(lr, factor, scale, gate))
 
     def key_records(self) -> list[Tensor]:
         """Return the records, (3,), int64, that recorded lookups write: the first number is 0 until a key is wrong."""

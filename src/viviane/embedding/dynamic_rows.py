@@ -113,7 +113,7 @@ class DynamicRows:
         for name, part in self.state.items():
             part.index_fill_(0, rows, self._initial[name])
 
-    def stand_in(self, rows: Tensor, keys: Tensor) -> None:
+    def fill_absent(self, rows: Tensor, keys: Tensor) -> None:
         """Point absent keys (row -1) to what they read, in place; valid until the next call."""
         if self.table.absent == "zero":
             rows.masked_fill_(rows < 0, self.null_row + 1)

@@ -125,7 +125,7 @@ class DynamicStore(nn.Module):
         """
         if training:
             return self._training_rows(keys, scores, narrow=False)
-        return self._stand_in(self.index.find(keys, self.null_row + 1 if self.table.absent == "zero" else -1), keys)
+        return self._fill_absent(self.index.find(keys, self.null_row + 1 if self.table.absent == "zero" else -1), keys)
 
     def _training_rows(self, keys: Tensor, scores: Tensor | None, *, narrow: bool) -> Tensor:
         """Do `rows` in training; `narrow` allows int32."""
@@ -137,7 +137,7 @@ class DynamicStore(nn.Module):
         self._held = held
         if self.admission is None and self.table.padding_id is None:
             return found  # every key has a row
-        return self._stand_in(found, keys)
+        return self._fill_absent(found, keys)
 
     @serialized
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ class DynamicStore(nn.Module):
             return self.index.gather(keys, self.weight)
         found = self.index.find(keys)
         there = found >= 0
-        return self._gather(self._stand_in(found, keys)), there
+        return self._gather(self._fill_absent(found, keys)), there
 
     @serialized
     def release(self) -> None:
@@ -255,8 +255,8 @@ class DynamicStore(nn.Module):
             entries = entries[self.admission.admit(keys[entries], self.clock)]
         if not len(entries):
             return rows
-        room = self.index.max_rows - len(self.index)
-        if self.table.when_full == "raise" and len(entries) > room and len(distinct(keys[entries])[0]) > room:
+        free_rows = self.index.max_rows - len(self.index)
+        if self.table.when_full == "raise" and len(entries) > free_rows and len(distinct(keys[entries])[0]) > free_rows:
             raise self._full()
         added = self.index.insert(keys, rows, entries, stamp, guard=guard, scores=scores)
         self._values.grow(self.index.most_rows)
@@ -295,10 +295,10 @@ class DynamicStore(nn.Module):
         """Put the optimizer state of rows back to its beginning."""
         self._values.begin_state(rows)
 
-    def _stand_in(self, rows: Tensor, keys: Tensor) -> Tensor:
+    def _fill_absent(self, rows: Tensor, keys: Tensor) -> Tensor:
         if self.table.padding_id is not None:
             rows[self._is_padding(keys)] = self.null_row
-        self._values.stand_in(rows, keys)
+        self._values.fill_absent(rows, keys)
         return rows
 
     def _is_padding(self, keys: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class Violations(deque[Violation]):
     def __init__(self) -> None:
         super().__init__()
         self._lasting: dict[tuple[str, ...], Violation] = {}
-        self._room: dict[tuple[str, ...], Tensor] = {}
+        self._words: dict[tuple[str, ...], Tensor] = {}
 
     def __reduce__(self) -> Any:
         return Violations, ()  # a copy of a collection has records of its own
@@ -150,13 +150,13 @@ class Violations(deque[Violation]):
         """Lookups whose records of single batches wait."""
         return sum(one.num_lookups for one in self)
 
-    def room(self, name: tuple[str, ...], device: torch.device) -> Tensor:
+    def words_for(self, name: tuple[str, ...], device: torch.device) -> Tensor:
         """Return the lasting record of a name, (4,), int64; made once, before a graph is recorded."""
         key = (*name, str(device))
-        if key not in self._room:
+        if key not in self._words:
             refuse_capture(device, "a new kind of batch", fix="run an iteration with such a batch before the capture")
-            self._room[key] = lasting_record(device)
-        return self._room[key]
+            self._words[key] = lasting_record(device)
+        return self._words[key]
 
     def keep(self, name: tuple[str, ...], violation: Violation) -> None:
         """Keep a violation whose record a graph goes on writing."""
@@ -206,12 +206,12 @@ def report(violation: Violation, violations: Violations, name: tuple[str, ...]) 
     if device.type == "cpu":
         raise_first([violation])
         return
-    room = violations.room(name, device)
+    words = violations.words_for(name, device)
     if not is_capturing(device):
         violations.append(violation)
         return
-    record = room[:3]
-    if violation.record.data_ptr() != room.data_ptr():
+    record = words[:3]
+    if violation.record.data_ptr() != words.data_ptr():
         # Not copied: a graph's copies have no priority, and would wait for all blocks of an update beside them.
         torch.where(record[:1] != 0, record, violation.record, out=record)
     violations.keep(name, replace(violation, record=record, origin=_REPLAYED))
@@ -293,7 +293,7 @@ class RowMap(_KeyMap):
         """
         check_key_type(keys, self.features[0])
         name = ("key", *self.features)
-        kept = self.violations.room(name, keys.device) if self._raises and is_capturing(keys.device) else None
+        kept = self.violations.words_for(name, keys.device) if self._raises and is_capturing(keys.device) else None
         rows, record = key_rows(keys, self._rules, self._columns, kept, out)
         if self._raises:
             report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations, name)
@@ -318,7 +318,7 @@ class BagRowMap(_KeyMap):
             check_key_type(bag.values, feature)
         keys, offsets = [bag.values for bag in bags], tuple(bag.offsets for bag in bags)
         device, name = offsets[0].device, ("bag key", *self.features)
-        kept = self.violations.room(name, device) if self._raises and is_capturing(device) else None
+        kept = self.violations.words_for(name, device) if self._raises and is_capturing(device) else None
         rows, joined, record = bag_rows(keys, offsets, self._rules, kept, out)
         if self._raises:
             starts = (0, *accumulate(len(one) for one in keys[:-1]))

@@ -110,9 +110,9 @@ class Plan:
             frozen: tables that do not move.
             training: whether dynamic tables that move may take new keys in.
         """
-        rooms = self._rooms(keys)
+        row_buffers = self._row_buffers(keys)
         parts = [
-            one.part(keys.one_hot, frozen, keys.origin, rooms.get(id(one.storage), _NO_ROOMS)[0])
+            one.part(keys.one_hot, frozen, keys.origin, row_buffers.get(id(one.storage), _NO_BUFFERS)[0])
             for one in self.one_hot
         ]
         found: dict[str, Tensor] = {}
@@ -123,7 +123,7 @@ class Plan:
             if singles is not None:
                 parts.append(Part(table.storage, singles, None, None, table.places, moving))
         parts += [
-            group.part(keys, found, frozen, rooms.get(id(group.group[0].storage), _NO_ROOMS)[1])
+            group.part(keys, found, frozen, row_buffers.get(id(group.group[0].storage), _NO_BUFFERS)[1])
             for group in self.pooled
         ]
         masks = {}
@@ -133,20 +133,20 @@ class Plan:
             parts.append(part)
         return parts, masks
 
-    def _rooms(self, keys: Keys) -> dict[int, tuple[Tensor, Tensor]]:
+    def _row_buffers(self, keys: Keys) -> dict[int, tuple[Tensor, Tensor]]:
         """Return by storage where its rows go, those of bags right behind the others: a sort wants them as one list."""
-        rooms: dict[int, tuple[Tensor, Tensor]] = {}
+        row_buffers: dict[int, tuple[Tensor, Tensor]] = {}
         for one in self.one_hot:
             group = next((group for group in self.pooled if group.group[0].storage is one.storage), None)
-            count = None if group is None else group.room(keys)
+            count = None if group is None else group.num_rows(keys)
             if count is not None:
                 size, features = len(keys.one_hot), len(one.places)
                 whole = torch.empty(size * features + count, dtype=one.row_map.row_dtype, device=keys.one_hot.device)
-                rooms[id(one.storage)] = whole[: size * features].view(size, features), whole[size * features :]
-        return rooms
+                row_buffers[id(one.storage)] = whole[: size * features].view(size, features), whole[size * features :]
+        return row_buffers
 
 
-_NO_ROOMS: tuple[None, None] = (None, None)
+_NO_BUFFERS: tuple[None, None] = (None, None)
 
 
 @dataclass(frozen=True)

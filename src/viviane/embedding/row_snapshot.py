@@ -88,10 +88,10 @@ class RowSnapshot:
         """Give the bytes of rows start to stop, (rows, bytes of a row), in order; each piece until the next one."""
         live = self._live[name]
         step = max(1, PIECE_BYTES // max(1, live.shape[1]))
-        room = np.empty((min(step, stop - start), live.shape[1]), np.uint8)
+        buffer = np.empty((min(step, stop - start), live.shape[1]), np.uint8)
         for low in range(start, stop, step):
             high = min(low + step, stop)
-            piece = room[: high - low]
+            piece = buffer[: high - low]
             with self._lock:
                 np.copyto(piece, live[low:high])
                 slots = self._slots[low:high].copy()

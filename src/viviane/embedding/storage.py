@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.core.seeds import derive_seed
-from viviane.embedding.ages import TableAges
 from viviane.embedding.config import TableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
 from viviane.embedding.initializers import fill_initial
@@ -26,6 +25,7 @@ from viviane.embedding.locking import TableLock, serialized
 from viviane.embedding.prepared import Prepared, prepare_entries
 from viviane.embedding.row_mean import RowMean
 from viviane.embedding.row_snapshot import RowSnapshot
+from viviane.embedding.step_counters import StepCounters
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.native.pages import advise_huge_pages
@@ -85,7 +85,7 @@ class Storage(nn.Module):
         self.dtype = tables[0].torch_dtype
         self.bases: dict[str, int] = {}
         self.segments: list[Segment] = []
-        self.steps = TableAges(list(self.tables))
+        self.steps = StepCounters(list(self.tables))
         self.lock = TableLock()
         start = 0
         for i in order:
@@ -310,13 +310,13 @@ class Storage(nn.Module):
         if self.row_mean is not None:
             rows = rows.to(torch.int64)
             before = self.weight.index_select(0, rows)
-        with self._moving(entries.rows):
+        with self._updating(entries.rows):
             for index, start, stop, tables in self._ranges(active):
                 rule = self.segments[index].optimizer
                 assert rule is not None
                 update_rows(
                     self.weight[start:stop], self._state(index, start, stop), entries, rule,
-                    lr=lr if rule.lr is None else rule.lr * factor, step=self.steps.age(tables[0]), scale=scale,
+                    lr=lr if rule.lr is None else rule.lr * factor, step=self.steps.counter(tables[0]), scale=scale,
                     first_row=start, seed=self._seed + start, scratch=self._scratch, gate=gate,
                 )  # fmt: skip
             if self.row_mean is not None and before is not None:
@@ -349,7 +349,7 @@ class Storage(nn.Module):
             self._all_read.wait()
             self._all_read = None
 
-    def _moving(self, rows: Tensor) -> ExitStack:
+    def _updating(self, rows: Tensor) -> ExitStack:
         stack = ExitStack()
         for index, snapshot in self.snapshots.items():
             one = self.segments[index]
@@ -361,17 +361,17 @@ class Storage(nn.Module):
         """Give runs of neighbouring tables that one launch may move: segment, start, stop, names."""
         for index, segment in enumerate(self.segments):
             # Bias corrections and stochastic rounding depend on how many steps a table has taken.
-            by_age = segment.uses_step or self.dtype != torch.float32
+            by_count = segment.uses_step or self.dtype != torch.float32
             runs: list[list[str]] = []
             for before, name in zip((None, *segment.tables), segment.tables, strict=False):
-                together = runs and before == runs[-1][-1] and (not by_age or self.steps.alike(before, name))
+                together = runs and before == runs[-1][-1] and (not by_count or self.steps.share_count(before, name))
                 if name in active and together:
                     runs[-1].append(name)
                 elif name in active:
                     runs.append([name])
             for run in runs:
-                if by_age:
-                    self.steps.bind(run)
+                if by_count:
+                    self.steps.bind_shared(run)
                 stop = self.bases[run[-1]] + self.tables[run[-1]].num_rows
                 yield index, self.bases[run[0]], stop, tuple(run)
 

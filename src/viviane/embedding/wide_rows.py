@@ -31,15 +31,15 @@ class Margins:
 
     Example:
         >>> margins = Margins(1, 0)
-        >>> margins.suit(3, torch.float32, torch.device("cpu")), margins.suit(3, torch.float32, torch.device("cuda"))
-        (True, False)
+        >>> [margins.applies(3, torch.float32, torch.device(kind)) for kind in ("cpu", "cuda")]
+        [True, False]
     """
 
     def __init__(self, front: int, behind: int) -> None:
         self.front, self.behind = front, behind
         self.refused: set[torch.dtype] = set()
 
-    def suit(self, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    def applies(self, width: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a lookup of W columns is to leave room; on a GPU only where its vectors stay whole words of memory.
 
         Not in what is traced: a trace knows no room.
@@ -131,7 +131,7 @@ def output_memory(
         >>> output_memory(Buffers(torch.float32), None, 3, torch.device("cpu"))[1] is None
         True
     """
-    if margins is None or not margins.suit(width, own.dtype, device):
+    if margins is None or not margins.applies(width, own.dtype, device):
         return own, None
     wide = WideRows(own, margins)
     return wide, wide

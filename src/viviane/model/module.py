@@ -16,10 +16,10 @@ from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
 from viviane.embedding import EmbeddingOutput, FeatureConfig, TableCollection
 from viviane.embedding.wide_rows import Margins, WideRows
+from viviane.model.concat_in_place import ConcatInPlace, plan_in_place_concats
 from viviane.model.fusion import FusedMLP, Step, fuse
 from viviane.model.graph import Plan
 from viviane.model.ids import Ids
-from viviane.model.joining import JoinInRoom, join_in_room
 from viviane.model.nodes import DenseLayer, SparseEmbedding
 from viviane.nn.registry import Layer
 from viviane.ops.capture import branch, is_capturing, join_ahead
@@ -102,11 +102,11 @@ class GraphModule(nn.Module):
     def _make_room(self, steps: Sequence[Step]) -> list[Step]:
         """Let lookups leave room for what is joined to their vectors alone; returns steps that make use of it."""
         lookups = [tops[0] for tops, source in self._sources if isinstance(source, _Stack)]
-        steps, joined = join_in_room(steps, self._outputs, lookups, len(self._slots))
+        steps, joined = plan_in_place_concats(steps, self._outputs, lookups, len(self._slots))
         for i, (tops, source) in enumerate(self._sources):
             if isinstance(source, _Stack) and tops[0] in joined:
                 own = joined[tops[0]]
-                source.leave_room(own.margins)
+                source.leave_margins(own.margins)
                 self._sources[i] = ((*tops, own.slot), source)
         self._num_values = len(self._slots) + len(joined)
         return steps
@@ -187,17 +187,17 @@ class GraphModule(nn.Module):
         """
         values: list[Any] = [None] * self._num_values
         begun: list[tuple[tuple[int, ...], Callable[[], Any]]] = []
-        rooms: dict[int, WideRows | None] = {}
+        wide_rows: dict[int, WideRows | None] = {}
         for tops, source in sources:
             if isinstance(source, _Stack):
-                finish, rooms[tops[-1]] = source.begin(batch)
+                finish, wide_rows[tops[-1]] = source.begin(batch)
                 begun.append((tops, finish))
             else:
                 _keep_results(values, tops, source(batch))
         early, late = steps
         _compute(values, early)
         for layer, bottoms, _ in late:
-            if isinstance(layer, JoinInRoom) and (wide := rooms.get(bottoms[-1])) is not None:
+            if isinstance(layer, ConcatInPlace) and (wide := wide_rows.get(bottoms[-1])) is not None:
                 layer.begin(wide, *(values[slot] for slot in bottoms[:-1]))
         for tops, finish in begun:
             _keep_results(values, tops, finish())
@@ -273,7 +273,7 @@ class _Stack:
         self.collection = collection
         self.shape = shape
         self.columns = tuple(collection.features)
-        self._leaves_room = False
+        self._leaves_margins = False
 
     def begin(self, batch: Batch) -> tuple[Callable[[], Any], WideRows | None]:
         """Begin a lookup: over processes, else in a branch of the graph.
@@ -283,7 +283,7 @@ class _Stack:
         """
         if isinstance(self.collection, ShardedCollection):
             inputs = self.collection.begin(batch)
-            return lambda: self(inputs), self.collection.room_of(inputs) if self._leaves_room else None
+            return lambda: self(inputs), self.collection.wide_rows_of(inputs) if self._leaves_margins else None
         if not _records(batch):
             looked_up = self(batch)
             return lambda: looked_up, None
@@ -294,16 +294,16 @@ class _Stack:
             join()
             return found
 
-        return finish, found[-1] if self._leaves_room else None
+        return finish, found[-1] if self._leaves_margins else None
 
-    def leave_room(self, margins: Margins) -> None:
+    def leave_margins(self, margins: Margins) -> None:
         """From now on return the rows that the vectors are part of, too: None where they have no room beside them."""
-        self.collection.margins, self._leaves_room = margins, True
+        self.collection.margins, self._leaves_margins = margins, True
 
     def __call__(self, batch: Batch | AnyInput) -> Any:
         out = self.collection(batch)
         found = [out.flat.view(out.flat.shape[0], *self.shape), *self._more(out)]
-        if self._leaves_room:
+        if self._leaves_margins:
             found.append(out.wide)
         return found[0] if len(found) == 1 else tuple(found)
 

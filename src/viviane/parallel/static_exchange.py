@@ -126,7 +126,7 @@ class StaticExchange:
             return None
         group, device, width = self.group, self._sharded.device, self._sharded.width
         margins = self._sharded.margins
-        if margins is not None and not margins.suit(width, self.wire, device):
+        if margins is not None and not margins.applies(width, self.wire, device):
             margins = None
         regions = Regions.of(self.layout, group.size, self.size, width, self.wire, margins)
         memory, reason = open_peer_memory(regions.size, group, device)

@@ -4,7 +4,7 @@ The reader's threads write small batches into one piece of page-locked memory to
 a copy, its event and its memory cost the host as much for one small batch as for eight. The copy of a batch
 runs under the steps of those before it; the step waits for it on the device, and the host waits for nothing but the
 reader. Memory is bounded: so many batches are copied ahead, or those of one piece, and so many steps may be queued on
-the device. Rows that are shuffled may be put in order on the device; see `viviane.data.mixing`.
+the device. Rows that are shuffled may be put in order on the device; see `viviane.data.device_shuffle`.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class _Copies:
         with torch.cuda.stream(self.stream):
             there = run.to(self.device, non_blocking=True)
             copied.record(self.stream)
-            run.move_ahead()
+            run.copy_ahead()
         return there, copied
 
     def finish(self, waiting: _Waiting) -> None:

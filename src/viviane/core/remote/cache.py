@@ -91,7 +91,7 @@ def _fetch(remote: RemotePath) -> Path:
             if not target.is_dir():
                 _flock(lock, "exclusive")  # not granted while others use the copy: then there is one
                 if not target.is_dir():
-                    _make_room(sum(entry.bytes for entry in files.values()), target.parent, remote)
+                    _free_space(sum(entry.bytes for entry in files.values()), target.parent, remote)
                     _download(remote, place, files, target)
                 _flock(lock, "shared")
         except BaseException:
@@ -173,7 +173,7 @@ def _fetch_file(source: RemotePath, entry: PublishedFile, target: Path) -> None:
         )
 
 
-def _make_room(need: int, cache: Path, remote: RemotePath) -> None:
+def _free_space(need: int, cache: Path, remote: RemotePath) -> None:
     """Remove the copies that were not used for longest, until another one fits."""
     limit = int(bounded_number(LIMIT_VARIABLE, 50, least=0) * 1e9)
     if need > limit:

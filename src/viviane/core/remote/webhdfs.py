@@ -151,11 +151,11 @@ class WebHdfs(fs.FileSystemHandler):
         """Open for writing; the file is sent in one request when it is closed."""
         return pa.PythonFile(_Writer(self, path), mode="w")
 
-    def _not_asked_for(self, *_: Any) -> NoReturn:
+    def _unsupported(self, *_: Any) -> NoReturn:
         raise NotImplementedError("not used on webhdfs:// URLs")
 
-    delete_dir_contents = delete_root_dir_contents = _not_asked_for  # type: ignore[assignment]
-    move = copy_file = open_append_stream = _not_asked_for  # type: ignore[assignment]
+    delete_dir_contents = delete_root_dir_contents = _unsupported  # type: ignore[assignment]
+    move = copy_file = open_append_stream = _unsupported  # type: ignore[assignment]
 
 
 class _Reader(io.RawIOBase):
@@ -232,8 +232,8 @@ def _checked(answer: Any, path: str) -> Any:
     if answer.status_code == _UNAUTHORIZED:
         raise PermissionError("the server asks for Kerberos or a token, which webhdfs:// does not carry: use hdfs://")
     try:
-        said = answer.json()["RemoteException"]
-        name, text = str(said["exception"]), str(said["message"]).partition("\n")[0]
+        reply = answer.json()["RemoteException"]
+        name, text = str(reply["exception"]), str(reply["message"]).partition("\n")[0]
     except (ValueError, KeyError, TypeError):
         raise OSError(f"HTTP status {answer.status_code} {answer.reason}") from None
     if name in _GONE:

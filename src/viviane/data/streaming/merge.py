@@ -71,7 +71,7 @@ class Merge:
         for partition in [one for one in self._paused if len(self._waiting[one]) < self._most]:
             self._paused.discard(partition)
             if partition in self._fetching:
-                self._topic.go_on(partition)
+                self._topic.resume(partition)
         return given
 
     def _key(self, message: Message) -> tuple[int, int]:

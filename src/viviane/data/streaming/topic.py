@@ -127,8 +127,8 @@ class Topic:
         admin = require("confluent_kafka.admin", extra="kafka", purpose="reading a Kafka topic")
         try:
             client = admin.AdminClient(self._settings)
-            asked = client.describe_topics(self._kafka.TopicCollection([self.name]), request_timeout=timeout_s())
-            return str(asked[self.name].result().topic_id)
+            requests = client.describe_topics(self._kafka.TopicCollection([self.name]), request_timeout=timeout_s())
+            return str(requests[self.name].result().topic_id)
         except self._kafka.KafkaException as error:
             _log.info("%s: the brokers give no topic id: %s", self.url, error)
             return None
@@ -152,23 +152,23 @@ class Topic:
     def offsets_at(self, time_ms: int, partitions: Sequence[int]) -> dict[int, int | None]:
         """Return the offset of each partition's first message at or after a time; None where there is none yet."""
         places = [self._kafka.TopicPartition(self.name, partition, time_ms) for partition in partitions]
-        found = self._asked(lambda: self._consumer.offsets_for_times(places, timeout=timeout_s()))
+        found = self._requests(lambda: self._consumer.offsets_for_times(places, timeout=timeout_s()))
         return {one.partition: one.offset if one.offset >= 0 else None for one in found}
 
     def bounds(self, partition: int) -> tuple[int, int]:
         """Return the offsets of the first message there is and of the next one to be written."""
         place = self._kafka.TopicPartition(self.name, partition)
-        low, high = self._asked(lambda: self._consumer.get_watermark_offsets(place, timeout=timeout_s()))
+        low, high = self._requests(lambda: self._consumer.get_watermark_offsets(place, timeout=timeout_s()))
         return int(low), int(high)
 
-    def _asked(self, request: Any) -> Any:
-        def asked() -> Any:
+    def _requests(self, request: Any) -> Any:
+        def requests() -> Any:
             try:
                 return request()
             except self._kafka.KafkaException as error:
                 raise OSError(str(error.args[0])) from error
 
-        return retried(asked, self.url, "asking the brokers")
+        return retried(requests, self.url, "asking the brokers")
 
     def poll(self, most: int, seconds: float) -> list[Message | EndOfLog]:
         """Return up to so many messages, as soon as there are some, or none after so many seconds.
@@ -220,7 +220,7 @@ class Topic:
         """Fetch no more of a partition."""
         self._consumer.pause([self._kafka.TopicPartition(self.name, partition)])
 
-    def go_on(self, partition: int) -> None:
+    def resume(self, partition: int) -> None:
         """Fetch a partition again that was stopped."""
         self._consumer.resume([self._kafka.TopicPartition(self.name, partition)])
 

@@ -11,7 +11,7 @@ from viviane.config import SGD, AdaGrad
 from viviane.embedding import wide_rows
 from viviane.embedding.wide_rows import WideRows
 from viviane.model import DenseLayer, GraphModule, Input, SparseEmbedding, plan_graph
-from viviane.model.joining import JoinInRoom
+from viviane.model.concat_in_place import ConcatInPlace
 from viviane.schema import Schema
 
 SCHEMA = Schema(
@@ -115,15 +115,15 @@ def batch(size: int, seed: int) -> Batch:
 def build(nodes, monkeypatch, *, room: bool, rule=None, frozen=False) -> GraphModule:
     with monkeypatch.context() as patch:
         if not room:
-            patch.setattr(viviane.model.module, "join_in_room", lambda steps, *rest: (list(steps), {}))
+            patch.setattr(viviane.model.module, "plan_in_place_concats", lambda steps, *rest: (list(steps), {}))
         module = GraphModule(plan_graph([Input(), *nodes], SCHEMA, seed=1), rule or AdaGrad(), seed=1)
     if frozen:
         module._modules["emb"].freeze("c")
     return module
 
 
-def joins(module: GraphModule) -> list[JoinInRoom]:
-    return [layer for layer, _, _ in module._fused if isinstance(layer, JoinInRoom)]
+def joins(module: GraphModule) -> list[ConcatInPlace]:
+    return [layer for layer, _, _ in module._fused if isinstance(layer, ConcatInPlace)]
 
 
 def trained(module: GraphModule, sizes, lookups_a_step: int = 1) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from viviane.nn.rows import BATCH, rows_of
 from viviane.nn.shape import Concat, ConcatParameters, Reshape, ReshapeParameters
 
 
-class JoinInRoom(nn.Module):
+class ConcatInPlace(nn.Module):
     """A `Concat` whose other inputs go beside a lookup's vectors; where somebody listens to it, it is called itself.
 
     Args:
@@ -60,7 +60,7 @@ class JoinInRoom(nn.Module):
 
 
 @dataclass(frozen=True)
-class Joined:
+class WidenedLookup:
     """A lookup that leaves room.
 
     Args:
@@ -72,9 +72,9 @@ class Joined:
     margins: Margins
 
 
-def join_in_room(
+def plan_in_place_concats(
     steps: Sequence[Step], outputs: Sequence[int], lookups: Sequence[int], num_slots: int
-) -> tuple[list[Step], dict[int, Joined]]:
+) -> tuple[list[Step], dict[int, WidenedLookup]]:
     """Return steps that join beside lookups where that gives the same; and those lookups, by the slot of their vectors.
 
     Args:
@@ -93,13 +93,13 @@ def join_in_room(
             at, place = end
             width = math.prod(cast(Layer, steps[at][0]).in_shapes[place])
             widest[at] = max(widest.get(at, (0, 0, 0)), (width, place, lookup))
-    joined: dict[int, Joined] = {}
+    joined: dict[int, WidenedLookup] = {}
     for number, (at, (_, place, lookup)) in enumerate(widest.items(), num_slots):
         concat, bottoms, tops = steps[at]
         assert isinstance(concat, Concat)
         widths = [math.prod(shape) for shape in concat.in_shapes]
-        joined[lookup] = Joined(number, Margins(sum(widths[:place]), sum(widths[place + 1 :])))
-        found[at] = (JoinInRoom(concat, place), (*bottoms, number), tops)
+        joined[lookup] = WidenedLookup(number, Margins(sum(widths[:place]), sum(widths[place + 1 :])))
+        found[at] = (ConcatInPlace(concat, place), (*bottoms, number), tops)
     return found, joined
 
 

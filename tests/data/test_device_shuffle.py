@@ -16,7 +16,7 @@ from sample_rows import make_rows, same_bits, write_rows
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, DataError
-from viviane.data import Dataset, Negatives, mixing, prefetch, write_dataset
+from viviane.data import Dataset, Negatives, device_shuffle, prefetch, write_dataset
 from viviane.data import run as run_module
 from viviane.data.batch_stack import BatchStack
 from viviane.data.negative_dataset import NegativeDataset
@@ -68,15 +68,15 @@ def columns_for(schema: Schema, rows: int = ROWS) -> dict[str, Any]:
 def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     schema = schema_of(request.param)
     form = "parquet" if request.param in ("parquet", "bags") else "viviane"
-    folder = tmp_path_factory.mktemp("mixing") / "set"
+    folder = tmp_path_factory.mktemp("shuffled") / "set"
     return write_dataset(folder, schema, [columns_for(schema)], rows_per_group=150, rows_per_file=900, format=form)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs have several batches, and windows go over in several parts."""
-    monkeypatch.setattr(mixing, "_RUN_ROWS", 320)
-    monkeypatch.setattr(mixing, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(device_shuffle, "_RUN_ROWS", 320)
+    monkeypatch.setattr(device_shuffle, "_LEAST_ROWS", 1)
     monkeypatch.setattr(run_module, "_CUT_TOGETHER", 2)
 
 
@@ -88,7 +88,7 @@ def mixed(reader: Reader) -> Iterator[Batch]:
         if run not in there:
             assert number == 0
             there[run] = run.to(CPU)
-            run.move_ahead()
+            run.copy_ahead()
         yield there[run].batch(number, origin)
 
 
@@ -190,7 +190,7 @@ def test_the_memory_of_a_window_lives_no_longer_than_it_is_needed(data: Dataset)
         if number == 0:
             windows |= {window.window.number: weakref.ref(window) for window, _ in run._parts_of_windows}
             run.to(CPU)
-            run.move_ahead()
+            run.copy_ahead()
         del run
         most = max(most, sum(one() is not None for one in windows.values()))
     assert sorted(windows) == list(range(7))
@@ -242,27 +242,31 @@ def test_what_stands_in_the_way_is_said(data: Dataset, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_each_row_goes_to_one_device_of_several(data: Dataset, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     staged: list[int] = []
-    stage = mixing.Mixing.stage
+    stage = device_shuffle.DeviceShuffle.stage
 
     def noted(self: Any, *rest: Any) -> Any:
         window = stage(self, *rest)
         staged.append(window.num_rows)
         return window
 
-    monkeypatch.setattr(mixing.Mixing, "stage", noted)
+    monkeypatch.setattr(device_shuffle.DeviceShuffle, "stage", noted)
     for rank in range(num_ranks):
         list(mixed(data.reader(100, shuffle=True, shuffle_rows=450, rank=rank, num_ranks=num_ranks)))
     assert sum(staged) == ROWS
     assert max(staged) <= -(-450 // num_ranks) + 100  # a batch may begin in the window before
 
 
-def test_the_room_that_windows_take_is_that_of_own_rows(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(mixing.Mixing, "why_too_large", staticmethod(lambda stacks, rows, device: asked.append(rows)))
+def test_the_memory_of_windows_counts_only_rows_of_this_rank(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[int] = []
+    monkeypatch.setattr(
+        device_shuffle.DeviceShuffle,
+        "too_large_reason",
+        staticmethod(lambda stacks, rows, device: requested.append(rows)),
+    )
     for batch_size, num_ranks in ((100, 1), (100, 4), (2, 4), (5000, 4)):
         data.reader(batch_size, shuffle=True, shuffle_rows=850, num_ranks=num_ranks).why_not_mixed_on(CPU)
     # A window has 1,000 rows at most; a batch of two rows may be of one rank alone.
-    assert asked == [1000, 12 * 25, 502, 1000]
+    assert requested == [1000, 12 * 25, 502, 1000]
 
 
 def test_windows_that_take_much_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,17 +278,17 @@ def test_windows_that_take_much_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyP
     # 2 labels, 3 dense numbers, 2 ids, a weight, 2 + 2 + 6 + 2 of bags, and 1 of the order: words of four bytes
     assert stacks.row_bytes == 4 * 21
     most = (1 << 25) // 3 // stacks.row_bytes
-    assert mixing.Mixing.why_too_large(stacks, most, gpu) is None
-    reason = mixing.Mixing.why_too_large(stacks, most + 1, gpu)
+    assert device_shuffle.DeviceShuffle.too_large_reason(stacks, most, gpu) is None
+    reason = device_shuffle.DeviceShuffle.too_large_reason(stacks, most + 1, gpu)
     assert reason == f"windows of {most + 1:,} rows take 32 MiB of the GPU, and 32 are allowed"
-    assert mixing.Mixing.why_too_large(stacks, 1 << 40, CPU) is None
+    assert device_shuffle.DeviceShuffle.too_large_reason(stacks, 1 << 40, CPU) is None
 
 
 def test_runs_are_as_long_as_is_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = mixing.Mixing(BatchStack(schema_of("int64")), CPU)
+    found = device_shuffle.DeviceShuffle(BatchStack(schema_of("int64")), CPU)
     assert found.run_rows(64) == 320
     assert found.run_rows(1000) == 1000
-    monkeypatch.setattr(mixing, "_RUN_BYTES", 64 * found.stacks.row_bytes)
+    monkeypatch.setattr(device_shuffle, "_RUN_BYTES", 64 * found.stacks.row_bytes)
     assert found.run_rows(8) == 64
 
 

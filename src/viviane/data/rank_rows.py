@@ -83,7 +83,7 @@ class BatchRanges:
 
 
 @dataclass(frozen=True)
-class OwnOrder:
+class RankOrder:
     """The order of rows that are kept.
 
     Args:
@@ -114,7 +114,7 @@ class WindowRows:
 
     def __init__(self, window: Window, spans: Sequence[Span] | None) -> None:
         self.window = window
-        self.order: Future[OwnOrder] | None = None
+        self.order: Future[RankOrder] | None = None
         self._is_whole = spans is None
         spans = [(0, window.num_rows)] if spans is None else spans
         self._firsts = [first for first, _ in spans]
@@ -153,13 +153,13 @@ class WindowRows:
         return sum(self.num_kept(before) for before in range(part))
 
 
-def own_order(
+def rank_order(
     order: NDArray[np.int64],
     window: Window,
     spans: Sequence[Span] | None,
     memory: Buffers,
     pin_memory: bool = False,
-) -> OwnOrder:
+) -> RankOrder:
     """Return which rows of a window are kept, and their order in the narrowest type: it is copied to a device.
 
     Args:
@@ -172,14 +172,14 @@ def own_order(
     Example:
         >>> from viviane.data.plan import Group
         >>> window = Window(0, 0, 4, (Group(0, 0, 0, 3), Group(0, 1, 3, 1)))
-        >>> found = own_order(np.array([3, 0, 2, 1]), window, [(0, 1), (2, 3)], Buffers())
+        >>> found = rank_order(np.array([3, 0, 2, 1]), window, [(0, 1), (2, 3)], Buffers())
         >>> found.order.tolist(), [rows.tolist() for rows in found.rows]
         ([1, 0], [[2], [0]])
     """
     if spans is None:
         made = torch.empty(len(order), dtype=torch.int32, pin_memory=pin_memory)
         np.copyto(made.numpy(), order, casting="same_kind")
-        return OwnOrder(made)
+        return RankOrder(made)
     wanted = np.concatenate([order[:0], *(order[first:last] for first, last in spans)])
     _, places = memory.new((len(order),), torch.int32)
     places[:] = 0
@@ -191,4 +191,4 @@ def own_order(
     begins = list(accumulate((group.num_rows for group in window.groups), initial=0))
     cuts = np.searchsorted(rows, begins).tolist()
     pairs = zip(pairwise(cuts), begins, strict=False)
-    return OwnOrder(made, [rows[first:last] - begin for (first, last), begin in pairs])
+    return RankOrder(made, [rows[first:last] - begin for (first, last), begin in pairs])

@@ -12,7 +12,7 @@ from viviane.embedding.storage import Storage
 from viviane.ops.capture import URGENT, branch
 
 
-def begin_moves(
+def begin_updates(
     storages: Sequence[Storage | DynamicStorage],
     device: torch.device,
     name: str,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from viviane.data.buffers import Buffers
-from viviane.data.own_rows import BatchRanges, WindowRows, own_order
 from viviane.data.plan import Group, Window
+from viviane.data.rank_rows import BatchRanges, WindowRows, rank_order
 
 
 def places(start: int, num_rows: int, batch: int, share: tuple[int, int], first_row: int, last_row: int) -> list[int]:
@@ -73,7 +73,7 @@ def test_one_process_has_all_rows() -> None:
     ranges = BatchRanges(0, 5, 2, (0, 1))
     assert ranges.spans(window) is None
     assert list(ranges.within(window)) == [(0, 2), (2, 4), (4, 5)]
-    found = own_order(np.array([4, 0, 1, 3, 2]), window, None, Buffers())
+    found = rank_order(np.array([4, 0, 1, 3, 2]), window, None, Buffers())
     assert found.rows is None
     assert found.order.dtype == torch.int32
     assert found.order.tolist() == [4, 0, 1, 3, 2]
@@ -88,7 +88,7 @@ def test_the_order_counts_among_own_rows() -> None:
     order = rng.permutation(200)
     memory = Buffers()
     for spans in ([], [(0, 200)], [(5, 6)], [(0, 50), (100, 150)], [(3, 9), (20, 21), (190, 200)]):
-        found = own_order(order, window, spans, memory)
+        found = rank_order(order, window, spans, memory)
         assert found.rows is not None
         staged = np.concatenate([rows + begin for rows, begin in zip(found.rows, begins, strict=False)])
         wanted = np.concatenate([order[:0], *(order[first:last] for first, last in spans)])

@@ -15,8 +15,8 @@ import torch
 
 from viviane.batch import Batch
 from viviane.data.batch_stack import BatchStack
-from viviane.data.own_rows import Span
 from viviane.data.plan import Window
+from viviane.data.rank_rows import Span
 from viviane.data.run import Run
 from viviane.data.staged_window import StagedWindow
 
@@ -24,10 +24,10 @@ _RUN_ROWS: Final = 131_072
 _RUN_BYTES: Final = 1 << 26
 _LEAST_ROWS: Final = 32_768  # a copy of fewer takes the host longer than the link
 _SHARE_OF_MEMORY: Final = 32
-_WINDOWS_THERE: Final = 3  # one that batches are taken from, the next, and a part of the one after it
+_WINDOWS_ON_DEVICE: Final = 3  # one that batches are taken from, the next, and a part of the one after it
 
 
-class Mixing:
+class DeviceShuffle:
     """What is mixed on a device: the windows on their way there.
 
     Args:
@@ -38,7 +38,7 @@ class Mixing:
     def __init__(self, stacks: BatchStack, device: torch.device) -> None:
         self.stacks, self.device = stacks, device
         self.pin_memory = device.type == "cuda"
-        self._on_their_way: deque[StagedWindow] = deque()
+        self._pending: deque[StagedWindow] = deque()
 
     def run_rows(self, batch_rows: int) -> int:
         """Return the rows that are taken together at most: of one batch, or of as many as are little memory."""
@@ -47,25 +47,25 @@ class Mixing:
     def stage(self, window: Window, spans: Sequence[Span] | None = None) -> StagedWindow:
         """Begin a window, or those rows of it that stand in some spans of its order."""
         staged = StagedWindow(self.stacks, window, self.device, spans)
-        self._on_their_way.append(staged)
+        self._pending.append(staged)
         return staged
 
-    def move_ahead(self, num_rows: int) -> None:
+    def copy_ahead(self, num_rows: int) -> None:
         """Queue the copies of about as many rows of the windows that come next as were taken."""
         left = max(num_rows, _LEAST_ROWS)
-        while left > 0 and self._on_their_way:
-            first = self._on_their_way[0]
-            left -= first.move(left)
-            if not first.is_there():
+        while left > 0 and self._pending:
+            first = self._pending[0]
+            left -= first.copy_next(left)
+            if not first.is_on_device():
                 return
-            self._on_their_way.popleft()
+            self._pending.popleft()
 
     @staticmethod
-    def why_too_large(stacks: BatchStack, window_rows: int, device: torch.device) -> str | None:
+    def too_large_reason(stacks: BatchStack, window_rows: int, device: torch.device) -> str | None:
         """Say why windows of so many rows find no room on a GPU; None: they do."""
         if device.type != "cuda":
             return None
-        needed = _WINDOWS_THERE * window_rows * stacks.row_bytes
+        needed = _WINDOWS_ON_DEVICE * window_rows * stacks.row_bytes
         allowed = torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_MEMORY
         if needed <= allowed:
             return None
@@ -74,20 +74,20 @@ class Mixing:
         )
 
 
-class MixedRun(Run):
+class ShuffledRun(Run):
     """Several batches, or one, whose rows are taken on the device that they are moved to.
 
     Args:
-        mixing: what their windows belong to.
+        device_shuffle: what their windows belong to.
         parts: windows, and which rows of their order; of each batch, and in the order of the batches.
         rows: of each batch; None: it is the only one.
     """
 
     def __init__(
-        self, mixing: Mixing, parts: list[tuple[StagedWindow, list[tuple[int, int]]]], rows: int | None
+        self, device_shuffle: DeviceShuffle, parts: list[tuple[StagedWindow, list[tuple[int, int]]]], rows: int | None
     ) -> None:
-        super().__init__(_nowhere, rows)  # a method would keep windows alive until the garbage collector comes
-        self._mixing = mixing
+        super().__init__(_no_host_batch, rows)  # a method would keep windows alive until the garbage collector comes
+        self._device_shuffle = device_shuffle
         self._parts_of_windows = parts
         self._num_rows = sum(last - first for _, spans in parts for first, last in spans)
 
@@ -98,7 +98,7 @@ class MixedRun(Run):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Run:
         """Return the run on the device."""
-        stacks, count = self._mixing.stacks, self._num_rows
+        stacks, count = self._device_shuffle.stacks, self._num_rows
         stack = torch.empty(stacks.form.num_words(count), dtype=torch.int32, device=device)
         first = 0
         for window, spans in self._parts_of_windows:
@@ -106,10 +106,10 @@ class MixedRun(Run):
         there = stacks.batch(stack, count)
         return Run(lambda: there, self._rows, stacks.hotness)
 
-    def move_ahead(self) -> None:
+    def copy_ahead(self) -> None:
         """Queue copies of what later runs need."""
-        self._mixing.move_ahead(self._num_rows)
+        self._device_shuffle.copy_ahead(self._num_rows)
 
 
-def _nowhere() -> Batch:
+def _no_host_batch() -> Batch:
     raise AssertionError("rows that are mixed on a device are nowhere before they are moved there")
