@@ -209,7 +209,7 @@ class ShardedCollection(TableCollection):
             inputs.route.begin(inputs, training=self.training and torch.is_grad_enabled())
         return inputs
 
-    def wide_rows_of(self, inputs: AnyInput) -> WideRows | None:
+    def room_of(self, inputs: AnyInput) -> WideRows | None:
         """Return the wider rows that a lookup in flight writes columns of, if the output has margins."""
         begun = inputs.begun if isinstance(inputs, StaticInput) else None
         return None if begun is None else begun.wide
