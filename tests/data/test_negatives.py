@@ -122,6 +122,23 @@ def test_a_bag_of_items_that_the_user_never_had(tmp_path: Path) -> None:
     made.check()
 
 
+@pytest.mark.parametrize("column", ["negatives", None])
+def test_reserved_ids_are_never_drawn(tmp_path: Path, column: str | None) -> None:
+    """Padding, missing and unknown ids of the item column stand for no item, however frequent they are."""
+    one = Schema(labels=[{"name": "y"}], categorical=[{"name": "item", "num_ids": 6, "dtype": "int64"}])
+    items = [0, 1, 2] * 50 + [3, 4, 5]
+    data = write_dataset(tmp_path / "data", one, [{"y": [1] * len(items), "item": items}])
+    made = NegativeDataset(data, Negatives(item="item", num=3, column=column, alpha=1.0))
+    drawn: list[int] = []
+    for batch in made.reader(51 if column else 52):
+        if column:
+            drawn += batch.bags[column].values.tolist()
+        else:
+            drawn += batch.bag("item").values[batch.label("y") == 0].tolist()
+    assert len(drawn) == 3 * len(items)
+    assert set(drawn) == {3, 4, 5}
+
+
 def test_epochs_differ_resumes_and_ranks_do_not(tmp_path: Path) -> None:
     data = NegativeDataset(written(tmp_path / "train"), Negatives(item="item", num=2, seed=9))
     options: dict[str, Any] = {"shuffle": True, "seed": 1}
