@@ -103,6 +103,40 @@ def given_beside(group):
         assert all(one.wide is None for one in exchanges[0].buckets)
 
 
+def layers_that_come_and_go(group):
+    """A layer that only some processes use in a step, or none, adds nothing of an earlier step, or of a failed one."""
+    for dtype in (None, torch.bfloat16):
+        for has_beside in (False, True):
+            torch.manual_seed(0)
+            layers = [torch.nn.Linear(3, 2) for _ in range(2)]
+            parameters = [one for layer in layers for one in layer.parameters()]
+            gradients = DenseGradients({str(i): one for i, one in enumerate(parameters)})
+            exchange = DenseExchange(parameters, group, dtype, gradients.beside if has_beside else None)
+            for step, users in enumerate([(0, 1), (1,), (), (0,), "failed", (1,), (), (0, 1)]):
+                is_used = users != "failed" and group.rank in users
+                x = torch.full((1, 3), float(1 + step + 10 * group.rank))
+                loss = layers[0](x).sum() + (layers[1](x).sum() if is_used else 0.0)
+                exchange.begin(loss)
+                loss.backward()
+                if users == "failed":
+                    if dtype is not None:  # the loss is on its way, in a bucket of its own
+                        exchange.finish()
+                    exchange.drop()
+                    gradients.drop()
+                    continue
+                exchange.finish()
+                for layer, by in zip(layers, (range(group.size), users), strict=True):
+                    weight, bias = layer.weight, layer.bias
+                    given = [gradients.beside.get(one, one.grad) for one in (weight, bias)]
+                    if not by:
+                        assert given == [None, None], (dtype, step)
+                        continue
+                    # Whole numbers below 256: exact in bfloat16.
+                    assert (given[0] == sum(1 + step + 10 * rank for rank in by)).all(), (dtype, step)
+                    assert (given[1] == len(by)).all(), (dtype, step)
+                gradients.drop()
+
+
 def bad_gradients_are_named(group):
     """A gradient that is infinite on the wire alone: no weight moves, and all processes name it."""
     for wire, is_bad in (("float16", True), ("bfloat16", False)):
@@ -143,6 +177,7 @@ def replayed_alike(group):
 def everything():
     group = Group.world()
     given_beside(group)
+    layers_that_come_and_go(group)
     trained_alike(group)
     bad_gradients_are_named(group)
     replayed_alike(group)

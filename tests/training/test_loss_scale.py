@@ -56,6 +56,28 @@ def test_the_scale_halves_at_once_and_doubles_after_many_good_steps(monkeypatch)
         fixed.overflow("step 1")
 
 
+def test_good_steps_are_counted_from_the_last_change_of_the_scale(monkeypatch):
+    monkeypatch.setattr(loss_scale, "INTERVAL", 5)
+    scale = LossScale("dynamic")
+    values = []
+    for is_good in [True] * 4 + [False] + [True] * 4 + [False] + [True] * 11:
+        if is_good:
+            scale.hold()
+        else:
+            scale.overflow("step 1")
+        values.append(scale.value / loss_scale.FIRST)
+    assert values == [1] * 4 + [0.5] * 5 + [0.25] * 5 + [0.5] * 5 + [1] * 2
+    assert (scale.state(), scale.num_skipped) == ([loss_scale.FIRST, 1], 2)
+    for good in range(5):  # a resumed run goes on counting
+        again = LossScale("dynamic")
+        again.restore([8.0, good])
+        for _ in range(4 - good):
+            again.hold()
+        assert again.value == 8.0
+        again.hold()
+        assert again.state() == [16.0, 0]
+
+
 @pytest.mark.parametrize("changes", [{}, {"clip_grad_norm": 0.1}, {"nan_guard": False}, {"ema_decay": 0.9}])
 def test_a_power_of_two_changes_no_bit_where_nothing_is_rounded_to_sixteen_bits(monkeypatch, changes):
     """Scaling is exact in float32, so all that multiplies and divides must cancel: dense layers, tables, the norm."""
