@@ -17,7 +17,7 @@ FLOORS = {
     **dict.fromkeys(("embedding", "parallel", "store"), 4),
     "training": 5,
     **dict.fromkeys(("model", "zoo"), 6),
-    **dict.fromkeys(("report", "bench", "export", "serving"), 7),
+    **dict.fromkeys(("report", "bench", "export", "serving", "retrieval"), 7),
     **dict.fromkeys(("cli", "tensorflow", "compat"), 8),
     "__main__": 9,  # python -m viviane
     "": 9,  # viviane/__init__.py gathers the public names; nothing inside imports it

@@ -22,7 +22,7 @@ from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.keys import Violations
-from viviane.embedding.lookup import Lookup, Part, gather
+from viviane.embedding.lookup import Lookup, Part, gather, whole_table
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import AnyKeys, Plan, Planner, place_features, read_keys
@@ -186,6 +186,11 @@ class EmbeddingCollection(TableCollection):
         else:
             flat = self._gather(parts, size, memory)
         return EmbeddingOutput(flat, self._places, masks, wide)
+
+    def all_rows(self, table: str) -> Tensor:
+        """Return all rows of a table that is not dynamic, (num_rows, dim), as a lookup of every key would."""
+        trains = self.training and torch.is_grad_enabled() and table not in self._frozen
+        return whole_table(self._static(table), table, self._memory.dtype, trains=trains)
 
     def _resolve(self, batch: AnyKeys, training: bool) -> tuple[int, list[Part], dict[str, Tensor]]:
         """Return the number of rows of the batch, what to look up, and the masks of "concat" features."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from viviane.embedding.buffers import Memory
+from viviane.embedding.buffers import Buffers, Memory
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.gradients import RowGradients
 from viviane.embedding.prepared import sources_type
@@ -132,6 +132,38 @@ class Lookup(torch.autograd.Function):
         """Hand the gradients of the touched rows to their storages."""
         hand_over(ctx.parts, grad_outputs[0])
         return None, None, None, None, None
+
+
+class _WholeTable(torch.autograd.Function):
+    """A lookup of every row; it makes nothing ready for the update, which a lookup of a batch beside it does."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, anchor: Tensor, part: Part, size: int, width: int, buffers: Memory) -> Tensor:
+        ctx.part = part  # type: ignore[attr-defined]
+        return gather([part], size, width, buffers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        hand_over([ctx.part], grad_outputs[0])
+        return None, None, None, None, None
+
+
+def whole_table(storage: Storage, table: str, dtype: torch.dtype, *, trains: bool) -> Tensor:
+    """Return all rows of a table, (num_rows, D), each looked up once.
+
+    Args:
+        dtype: of the result.
+        trains: whether backward keeps the gradients.
+    """
+    first, size, device = storage.bases[table], storage.tables[table].num_rows, storage.weight.device
+    every = torch.arange(first, first + size, device=device).unsqueeze(1)
+    part = Part(storage, every, None, None, (0,), frozenset({table} if trains else ()))
+    if not trains:
+        return gather([part], size, storage.dim, Buffers(dtype))
+    anchor = torch.empty(0, device=device, requires_grad=True)
+    found: Tensor = _WholeTable.apply(anchor, part, size, storage.dim, Buffers(dtype))  # type: ignore[no-untyped-call]
+    return found
 
 
 def entries_of(part: Part, gradient: Tensor, size: int, width: int) -> Entries:

@@ -15,7 +15,7 @@ from viviane.model.ids import id_places
 from viviane.model.losses import GraphLoss, in_order
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
 from viviane.nn import LAYERS, Layer, Loss, build_layer
-from viviane.nn.rows import BATCH, Shape, rows_of
+from viviane.nn.rows import BATCH, Rows, Shape, rows_of, with_rows
 from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
 
 AnyTable: TypeAlias = TableConfig | DynamicTableConfig
@@ -172,10 +172,23 @@ def _add_embedding(plan: Plan, node: SparseEmbedding, schema: Schema) -> None:
     tables = [_table(node, name, column, schema) for name, column in known.items()]
     features = [_feature(node, column) for column in columns]
     plan.tables[node.name] = Tables(node, tables, features)
-    for top, shape in zip(node.top, (plan.tables[node.name].shape, plan.tables[node.name].shape[:1]), strict=False):
+    shapes = {node.name: plan.tables[node.name].shape, node.mask: plan.tables[node.name].shape[:1]}
+    if node.all_rows is not None:
+        shapes[node.all_rows] = _all_rows(tables, where)
+    for top in node.top:
+        shape = shapes[top]
         if top in plan.shapes or top in plan.sparse:
             raise ConfigError("two tensors of one name", where=where, value=top, fix="choose another name")
         plan.shapes[top] = shape
+
+
+def _all_rows(tables: Sequence[AnyTable], where: str) -> Shape:
+    """Return the shape of a table as a tensor."""
+    if len(tables) > 1 or isinstance(tables[0], DynamicTableConfig):
+        names = ", ".join(table.name for table in tables)
+        fix = "give the columns one vocabulary and num_ids; for a dynamic table sample candidates instead"
+        raise SchemaError("all_rows is for a group with one table of a known size", where=where, value=names, fix=fix)
+    return with_rows((tables[0].dim,), Rows(tables[0].num_rows, of_batch=False))
 
 
 def _table(node: SparseEmbedding, name: str, column: CategoricalColumn, schema: Schema) -> AnyTable:

@@ -16,6 +16,7 @@ from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
 from viviane.embedding import EmbeddingOutput, FeatureConfig, TableCollection
 from viviane.embedding.wide_rows import Margins, WideRows
+from viviane.model.all_rows import AllRows
 from viviane.model.concat_in_place import ConcatInPlace, plan_in_place_concats
 from viviane.model.fusion import FusedMLP, Step, fuse
 from viviane.model.graph import Plan
@@ -88,6 +89,9 @@ class GraphModule(nn.Module):
                 self._keep(node.name, collection)
                 if needed.intersection(node.top):
                     self._sources.append(_lookup(slots, node, collection, tables.shape))
+                if node.all_rows in needed:
+                    whole = AllRows(node.name, collection, tables.tables[0].name)
+                    self._sources.append(((_slot(slots, node.all_rows),), whole))
             elif isinstance(node, DenseLayer) and node.name in plan.layers:
                 layer = plan.layers[node.name].to(device)
                 self._keep(node.name, layer)
@@ -335,7 +339,8 @@ def _lookup(
     slots: dict[str, int], node: SparseEmbedding, collection: TableCollection, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Source]:
     make = _Stack if node.mask is None else _StackAndMask
-    return tuple(_slot(slots, top) for top in node.top), make(collection, shape)
+    tops = [node.name] if node.mask is None else [node.name, node.mask]
+    return tuple(_slot(slots, top) for top in tops), make(collection, shape)
 
 
 def _slot(slots: dict[str, int], name: str) -> int:

@@ -80,6 +80,9 @@ class SparseEmbedding(Settings):
             of max_length L then gives L vectors, zeros after its last.
         mask: name of a second output, (B, S): 1 where a place holds a vector, 0 where it is empty or padding; for
             "concat".
+        all_rows: name of another output, (num_ids, dim) whatever the batch: the rows of the group's one table, for a
+            softmax over all items. Its gradient moves every row in every step, so it is for tables that one process
+            holds, up to some 100,000 rows.
         init: initial values: "uniform", "normal", "xavier", "zero", or settings of one.
         dtype: of the rows: "float32", or "float16" or "bfloat16", which take half the memory; the output is float32.
         out_of_range: what a key outside the table does: "raise", "default" (the schema's id of unknown
@@ -101,6 +104,7 @@ class SparseEmbedding(Settings):
     dim: int = Field(ge=1)
     combiner: Combiner = "sum"
     mask: Name | None = None
+    all_rows: Name | None = None
     init: InitSettings = UniformInit()
     dtype: RowType = "float32"
     out_of_range: OutOfRange = "raise"
@@ -114,8 +118,8 @@ class SparseEmbedding(Settings):
 
     @property
     def top(self) -> tuple[str, ...]:
-        """Names of its outputs: the vectors, and the mask where there is one."""
-        return (self.name,) if self.mask is None else (self.name, self.mask)
+        """Names of its outputs: the vectors; the mask and the whole table where they are asked for."""
+        return tuple(name for name in (self.name, self.mask, self.all_rows) if name is not None)
 
     @model_validator(mode="after")
     def _check(self) -> SparseEmbedding:

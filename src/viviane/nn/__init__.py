@@ -1,7 +1,7 @@
 """Layers and losses: `nn.Module`s with HugeCTR's names and formulas, for graphs and for any PyTorch program."""
 
 from viviane.nn.attention import MultiHeadAttention, SequenceMask, Softmax, masked_softmax
-from viviane.nn.basic import ELU, Add, Dropout, LeakyReLU, ReduceMean, ReduceSum, ReLU, Sigmoid, Sub
+from viviane.nn.basic import ELU, Add, Dropout, LeakyReLU, ReduceMean, ReduceSum, ReLU, Sigmoid, SiLU, Sub
 from viviane.nn.cross import ElementwiseMultiply, FmOrder2, MultiCross, WeightMultiply
 from viviane.nn.cross_entropy import (
     CrossEntropyLoss,
@@ -19,10 +19,12 @@ from viviane.nn.interaction import Interaction
 from viviane.nn.linear import MLP, InnerProduct
 from viviane.nn.loss import Loss
 from viviane.nn.losses import BinaryCrossEntropyLoss, binary_cross_entropy, regularization_loss
+from viviane.nn.next_item import CausalMask, LastPlace, NextItemSoftmax
 from viviane.nn.norm import BatchNorm, LayerNorm
 from viviane.nn.older_names import OLDER_NAMES
 from viviane.nn.pairs import PairInnerProduct
 from viviane.nn.places import MaskPlaces, MeanPlaces, PositionEmbedding, TimeEmbedding
+from viviane.nn.pointwise import PointwiseAttention
 from viviane.nn.registry import LAYERS, Layer, build_layer
 from viviane.nn.retrieval import L2Normalize, SampledSoftmax, SampledSoftmaxLoss
 from viviane.nn.rows import Rows, RowShape
@@ -41,6 +43,7 @@ __all__ = [
     "BatchNorm",
     "BinaryCrossEntropyLoss",
     "Cast",
+    "CausalMask",
     "Concat",
     "CrossEntropyLoss",
     "Dropout",
@@ -55,6 +58,7 @@ __all__ = [
     "InnerProduct",
     "Interaction",
     "L2Normalize",
+    "LastPlace",
     "Layer",
     "LayerNorm",
     "LeakyReLU",
@@ -67,8 +71,10 @@ __all__ = [
     "MultiCross",
     "MultiCrossEntropyLoss",
     "MultiHeadAttention",
+    "NextItemSoftmax",
     "PReLU_Dice",
     "PairInnerProduct",
+    "PointwiseAttention",
     "PositionEmbedding",
     "ReLU",
     "ReduceMean",
@@ -81,6 +87,7 @@ __all__ = [
     "Scale",
     "Select",
     "SequenceMask",
+    "SiLU",
     "Sigmoid",
     "Slice",
     "Softmax",

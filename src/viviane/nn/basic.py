@@ -133,6 +133,27 @@ class Sigmoid(Layer):
         return x.sigmoid()
 
 
+@LAYERS.register("SiLU")
+class SiLU(Layer):
+    """x / (1 + exp(-x)).
+
+    Source: Elfwing et al. 2018, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation".
+
+    Example:
+        >>> import torch
+        >>> round(SiLU([(1,)])(torch.ones(1, 1)).item(), 4)
+        0.7311
+    """
+
+    def build(self, init: Initializer) -> list[Shape]:
+        """Keep the shape."""
+        return [self.one_input()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activation."""
+        return F.silu(x)
+
+
 @LAYERS.register("Add")
 class Add(Layer):
     """Sum of equally shaped inputs.

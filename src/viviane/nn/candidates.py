@@ -5,7 +5,8 @@ Shapes: B rows, C candidates, d the width of their vectors.
     L_b = log(exp o_b + sum over j with another id than b's of exp(u_b . v_j - c_j))
 
 Scores are made for some rows at a time, that many as the processor's cache holds, and made again by backward: the
-products cost less than reading and writing (B, C) numbers for each of the steps between them.
+products cost less than reading and writing (B, C) numbers for each of the steps between them. On a GPU they never leave
+the processors (`viviane.ops.candidate_sums`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from viviane.ops import candidate_sums
+
 _CACHED_BYTES = 1 << 20
+_MOST_SCORES_BYTES = 1 << 29  # on a GPU, at a time
 
 
-def log_sum_over_candidates(u: Tensor, v: Tensor, correction: Tensor, own: Tensor, ids: Tensor, of: Tensor) -> Tensor:
+def log_sum_over_candidates(
+    u: Tensor,
+    v: Tensor,
+    correction: Tensor,
+    own: Tensor,
+    ids: Tensor,
+    of: Tensor,
+    counts: Tensor | None = None,
+) -> Tensor:
     """Return L, (B, 1).
 
     Args:
@@ -30,6 +42,8 @@ def log_sum_over_candidates(u: Tensor, v: Tensor, correction: Tensor, own: Tenso
         own: o, (B, 1): the score of the row's own item, finite.
         ids: of the rows' items, (B, 1).
         of: ids of the candidates, (C,).
+        counts: (B,), bool: rows that are needed; a GPU leaves the others out, their L is any number and has no
+            gradient. None takes all.
 
     Example:
         >>> one, ids = torch.ones(2, 1), torch.tensor([[5], [6]])
@@ -39,7 +53,29 @@ def log_sum_over_candidates(u: Tensor, v: Tensor, correction: Tensor, own: Tenso
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         scores = _scores(u, v, correction, ids, of)
         return torch.cat([own, scores], 1).logsumexp(1, keepdim=True)
+    if candidate_sums.reason(u, v) is None and not correction.requires_grad:
+        needed = torch.ones(len(u), dtype=torch.bool, device=u.device) if counts is None else counts
+        return cast(Tensor, _LogSumKernels.apply(u, v, correction, own, ids, of, needed))  # type: ignore[no-untyped-call]
     return cast(Tensor, _LogSum.apply(u, v, correction, own, ids, of))  # type: ignore[no-untyped-call]
+
+
+class _LogSumKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, u: Tensor, v: Tensor, correction: Tensor, own: Tensor, ids: Tensor, of: Tensor, counts: Tensor
+    ) -> Tensor:
+        order, count = candidate_sums.rows_first(counts)
+        sums = candidate_sums.forward(u, v, correction, own.flatten(), ids.flatten(), of, order, count)
+        ctx.save_for_backward(u, v, correction, own, ids, of, counts, order, count, sums)
+        return sums.unsqueeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        u, v, correction, own, ids, of, counts, order, count, sums = ctx.saved_tensors
+        grad = torch.where(counts, grad_outputs[0].flatten(), 0.0)
+        du, dv = candidate_sums.backward(u, v, correction, sums, ids.flatten(), of, order, count, grad)
+        return du, dv, None, ((own.flatten() - sums).exp() * grad).unsqueeze(1), None, None, None
 
 
 class _LogSum(torch.autograd.Function):
@@ -76,8 +112,9 @@ def _scores(u: Tensor, v: Tensor, correction: Tensor, ids: Tensor, of: Tensor) -
 
 
 def _blocks(u: Tensor, v: Tensor) -> Iterator[slice]:
-    """Give slices of rows; on a GPU, which has no cache for them to fit in, all rows at once."""
+    """Give slices of rows: whose scores fit into a processor's cache, or on a GPU into a part of its memory."""
     size = len(u)
-    step = size if u.device.type != "cpu" else max(1, _CACHED_BYTES // (max(1, len(v)) * u.element_size()))
+    room = _CACHED_BYTES if u.device.type == "cpu" else _MOST_SCORES_BYTES
+    step = max(1, room // (max(1, len(v)) * u.element_size()))
     for start in range(0, size, max(1, step)):
         yield slice(start, min(start + step, size))

@@ -95,6 +95,10 @@ class PositionEmbedding(_Places):
             return x + self.weight.to(x.dtype)
         held = mask > 0
         after = held.flip(1).cumsum(1).flip(1) - held.to(torch.int64)
+        if x.is_cuda:  # whose gradient of an index is slow where it has to be the same in each run
+            place = torch.arange(len(self.weight), device=x.device)
+            picks = (after.unsqueeze(2) == place) & held.unsqueeze(2)
+            return x + picks.to(x.dtype) @ self.weight.to(x.dtype)
         return x + (self.weight[after] * held.unsqueeze(2)).to(x.dtype)
 
 

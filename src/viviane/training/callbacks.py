@@ -31,6 +31,13 @@ class Callback:
 
     reason = "callback"
     """What `History.stopped` says when this callback stops the run."""
+    measures: tuple[str, ...] = ()
+    """Names of the metrics that `measure` adds to each evaluation, "catalogue/..."; the first one leads the run, so
+    that `patience` and `restore_best` follow it. More of each is better."""
+
+    def measure(self, trainer: Trainer) -> dict[str, float]:
+        """Return the values of `measures` for the weights as they are; called at each evaluation of fit."""
+        return {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Called once before the first step of a fit, after a resume was loaded."""
@@ -135,6 +142,23 @@ class StopWithoutGain(Callback):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on counting; patience itself is the solver's, which may have been changed."""
         self.best, self.num_bad = state.get("best"), state.get("num_bad", 0)
+
+
+def measured_by(callbacks: Sequence[Callback], trainer: Trainer) -> dict[str, float]:
+    """Return what callbacks measure, checked against the names that they announced.
+
+    Raises:
+        ConfigError: a callback measures something else than it said.
+    """
+    found: dict[str, float] = {}
+    for callback in callbacks:
+        if callback.measures:
+            values = callback.measure(trainer)
+            if set(values) != set(callback.measures):
+                allowed = ", ".join(callback.measures)
+                raise ConfigError("a callback measures what it announces", value=", ".join(values), allowed=allowed)
+            found |= values
+    return found
 
 
 def solver_callbacks(solver: Solver, metrics: Sequence[str], lead: str, schema: Schema) -> list[Callback]:

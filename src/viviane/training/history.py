@@ -9,11 +9,16 @@ from typing import Any
 from viviane.core.errors import ConfigError, suggest
 from viviane.metrics import MetricName
 
+CATALOGUE = "catalogue"
+"""Prefix of what callbacks measure: "catalogue/ndcg@10"."""
+
 _COUNTS = {"step", "epoch", "split", "lr", "samples_per_second", "seconds"}
 
 
 def higher_is_better(metric: str) -> bool:
     """Say whether more of a metric is better; "loss", "auc/<label>" and "gauc:<column>" are understood.
+
+    More of what a callback measures, "catalogue/ndcg@10", is better.
 
     Raises:
         ConfigError: no such metric, or one such as calibration where neither direction is better.
@@ -23,6 +28,8 @@ def higher_is_better(metric: str) -> bool:
         (True, False)
     """
     base = metric.split("/", maxsplit=1)[0]
+    if base == CATALOGUE:
+        return True
     direction = False if base == "loss" else MetricName.parse(base).kind.higher_is_better
     if direction is None:
         raise ConfigError(

@@ -21,6 +21,7 @@ from viviane.core.optional import require
 from viviane.data import Dataset
 from viviane.data.streaming import KafkaStream
 from viviane.parallel import num_restarts
+from viviane.training.callbacks import measured_by
 from viviane.training.checkpoint_store import CheckpointStore
 from viviane.training.environment import Interrupt
 from viviane.training.events import EventWriter, open_events
@@ -328,7 +329,7 @@ class FitLoop:
         start = perf_counter()
         with self.times.measure("evaluate"):
             evaluation = self.trainer.gather(self.validation, max_batches=self.solver.max_eval_batches)
-            values = evaluation.compute()
+            values = {**evaluation.compute(), **measured_by(self.trainer.callbacks, self.trainer)}
         self.last_evaluated = step
         value = values[self.trainer.lead_metric]
         self.score = value if math.isfinite(value) else None

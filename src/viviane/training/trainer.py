@@ -108,7 +108,10 @@ class Trainer:
         self.device = resolve_device(solver.device)
         self.module = module.to(self.device)
         self.metrics = choose_metrics(schema, metrics)
-        self.callbacks = [*solver_callbacks(solver, self.metrics, self.lead_metric, schema), *callbacks]
+        self.callbacks: list[Callback] = list(callbacks)
+        measured = [name for callback in callbacks for name in callback.measures]
+        own = solver_callbacks(solver, [*self.metrics, *measured], self.lead_metric, schema)
+        self.callbacks = [*own, *callbacks]
         place = None if run_folder is None else location(run_folder)
         self.mirror = RunMirror(place) if isinstance(place, RemotePath) else None
         self.run_folder = self.mirror.local if self.mirror is not None else cast("Path | None", place)
@@ -133,8 +136,12 @@ class Trainer:
 
     @property
     def lead_metric(self) -> str:
-        """The first metric that has a direction; without one, "loss"."""
-        for name in self.metrics:
+        """What the first callback measures that measures something, else the first metric that has a direction.
+
+        Without one, "loss".
+        """
+        measured = [name for callback in self.callbacks for name in callback.measures[:1]]
+        for name in [*measured, *self.metrics]:
             if has_direction(name):
                 return name
         return "loss"

@@ -1,0 +1,112 @@
+"""Candidates for users, and what finds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from viviane.core.errors import ConfigError
+from viviane.retrieval.histories import Histories, Ids
+from viviane.schema import RESERVED
+
+NO_ITEM = -1
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Items for each row, best first.
+
+    Args:
+        items: (B, K), `NO_ITEM` where there are fewer.
+        scores: (B, K), falling, minus infinity there.
+    """
+
+    items: Ids
+    scores: NDArray[np.float32]
+
+    def first(self, count: int) -> Candidates:
+        """Return the best ones, (B, count), filled up where there are fewer.
+
+        Example:
+            >>> Candidates(np.array([[5, 3]]), np.array([[2.0, 1.0]], dtype=np.float32)).first(3).items.tolist()
+            [[5, 3, -1]]
+        """
+        missing = max(0, count - self.items.shape[1])
+        items = np.pad(self.items[:, :count], ((0, 0), (0, missing)), constant_values=NO_ITEM)
+        scores = np.pad(self.scores[:, :count], ((0, 0), (0, missing)), constant_values=-np.inf)
+        return Candidates(items, scores)
+
+
+class CandidateSource(Protocol):
+    """Finds candidates: nearest neighbours of a user's vector, items bought with his, popular ones."""
+
+    name: str
+    """Part of the names of its features: "<name>_score", "<name>_rank"."""
+    num_items: int
+    """N: item ids are below it."""
+
+    def candidates(self, histories: Histories, k: int, rows: Any = None) -> Candidates:
+        """Return the best k items for each row, those of its history taken out.
+
+        Args:
+            histories: what the users did.
+            k: how many.
+            rows: more columns of the same rows, by name, for sources that read them.
+        """
+        ...
+
+
+def best_of_scores(scores: Tensor, k: int, seen: Histories | None, *, first_item: int = RESERVED.first) -> Candidates:
+    """Return the best k of dense scores (B, N), which are changed; minus infinity is no candidate.
+
+    Equal scores go by rising id, so that results do not depend on the device or the library.
+
+    Example:
+        >>> best_of_scores(torch.tensor([[9.0, 9.0, 9.0, 1.0, 2.0, 2.0]]), 2, Histories.of([[4]])).items.tolist()
+        [[5, 3]]
+    """
+    if k < 1:
+        raise ConfigError("the number of candidates is positive", where="k", value=k)
+    scores[:, :first_item] = -torch.inf
+    if seen is not None:
+        known = (seen.values >= first_item) & (seen.values < scores.shape[1])
+        at = (torch.from_numpy(one[known]).to(scores.device) for one in (seen.row_of, seen.values))
+        scores[tuple(at)] = -torch.inf
+    count = min(k, scores.shape[1])
+    values, items = scores.topk(count, 1)
+    return in_order(items.cpu().numpy(), values.float().cpu().numpy()).first(k)
+
+
+def in_order(items: Ids, scores: NDArray[np.float32]) -> Candidates:
+    """Sort candidates by falling score, equal ones by rising id; those with minus infinity are none."""
+    order = np.lexsort((items, -scores), axis=1)
+    items, scores = np.take_along_axis(items, order, 1), np.take_along_axis(scores, order, 1)
+    none = np.isneginf(scores) | (items < 0)
+    return Candidates(np.where(none, NO_ITEM, items), np.where(none, -np.inf, scores).astype(np.float32))
+
+
+def drop_seen(found: Candidates, seen: Histories) -> Candidates:
+    """Return candidates without items that were seen, and without repetitions, in their order.
+
+    Example:
+        >>> made = Candidates(np.array([[5, 3, 5]]), np.array([[2.0, 1.0, 0.5]], dtype=np.float32))
+        >>> drop_seen(made, Histories.of([[3]])).items.tolist()
+        [[5, -1, -1]]
+    """
+    top = int(max(found.items.max(initial=0), seen.values.max(initial=0))) + 2
+    row = np.arange(len(found.items))[:, None]
+    keys = row * top + found.items
+    out = np.isin(keys, seen.row_of * top + seen.values) | (found.items < 0)
+    _, first = np.unique(keys, return_index=True)
+    repeated = np.ones(keys.size, dtype=bool)
+    repeated[first] = False
+    out |= repeated.reshape(keys.shape)
+    order = np.argsort(out, axis=1, kind="stable")
+    items = np.take_along_axis(np.where(out, NO_ITEM, found.items), order, 1)
+    scores = np.take_along_axis(np.where(out, -np.inf, found.scores), order, 1)
+    return Candidates(items, scores.astype(np.float32))

@@ -1,0 +1,172 @@
+"""Histories of users: lists of item ids, oldest first, in two arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from viviane.batch import Bag
+from viviane.core.errors import SchemaError
+from viviane.schema import RESERVED
+
+Ids: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Histories:
+    """Lists of item ids: row b holds values[offsets[b]:offsets[b + 1]], oldest first.
+
+    Args:
+        values: ids, (nnz,).
+        offsets: (B + 1,), rising from 0 to nnz.
+
+    Example:
+        >>> users = Histories.of([[3, 4, 5], [], [6]])
+        >>> len(users), users[0].tolist(), users.newest(2)[0].tolist()
+        (3, [3, 4, 5], [4, 5])
+    """
+
+    values: Ids
+    offsets: Ids
+
+    @classmethod
+    def of(cls, rows: Any) -> Histories:
+        """Return histories as they are, or make them of lists of ids, or of an Arrow column of lists.
+
+        Raises:
+            SchemaError: an element is not a list of whole numbers.
+        """
+        if isinstance(rows, Histories):
+            return rows
+        if hasattr(rows, "to_pylist"):
+            rows = rows.to_pylist()
+        try:
+            lists = [np.asarray(row if len(row) else [], dtype=None if len(row) else np.int64) for row in rows]
+        except (TypeError, ValueError) as error:
+            raise SchemaError(
+                "a history is a list of item ids", value=str(error), fix="pass a list for each row"
+            ) from None
+        for place, row in enumerate(lists):
+            if row.ndim != 1 or row.dtype.kind not in "iu":
+                what = "a history is a list of item ids, whole numbers"
+                raise SchemaError(what, where=f"row {place}", value=str(row.dtype))
+        lengths = np.array([0, *map(len, lists)], dtype=np.int64)
+        values = np.concatenate(lists).astype(np.int64) if lists else np.empty(0, dtype=np.int64)
+        return cls(values, lengths.cumsum())
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Ids:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[Ids]:
+        return (self[row] for row in range(len(self)))
+
+    @property
+    def lengths(self) -> Ids:
+        """Number of ids of each row, (B,)."""
+        return np.diff(self.offsets)
+
+    @property
+    def row_of(self) -> Ids:
+        """The row of each value, (nnz,)."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    @property
+    def age(self) -> Ids:
+        """How many values of its row come after each value, (nnz,)."""
+        return self.offsets[1:][self.row_of] - 1 - np.arange(len(self.values))
+
+    def where(self, keep: NDArray[np.bool_]) -> Histories:
+        """Return the histories with some values alone.
+
+        Args:
+            keep: (nnz,).
+        """
+        counts = np.bincount(self.row_of[keep], minlength=len(self))
+        return Histories(self.values[keep], np.concatenate([[0], counts.cumsum()]).astype(np.int64))
+
+    def newest(self, count: int) -> Histories:
+        """Return the newest values of each row."""
+        return self.where(self.age < count)
+
+    def before_last(self, count: int) -> Histories:
+        """Return the histories without the last values of each row."""
+        return self.where(self.age >= count)
+
+    def padded(self, length: int) -> Histories:
+        """Return the newest `length` values of each row, shorter rows filled up with padding behind them.
+
+        Equal lengths let a GPU replay recorded steps: such a column has `hotness` in the schema.
+
+        Example:
+            >>> Histories.of([[3, 4, 5], [6]]).padded(2).values.tolist()
+            [4, 5, 6, 0]
+        """
+        newest = self.newest(length)
+        values = np.full((len(self), length), RESERVED.padding, dtype=np.int64)
+        place = np.arange(len(newest.values)) - np.repeat(newest.offsets[:-1], newest.lengths)
+        values[newest.row_of, place] = newest.values
+        return Histories(values.reshape(-1), np.arange(len(self) + 1, dtype=np.int64) * length)
+
+    def take(self, rows: Ids | slice | Sequence[int]) -> Histories:
+        """Return some rows, in the order given.
+
+        Example:
+            >>> Histories.of([[3], [4, 5]]).take([1, 0]).values.tolist()
+            [4, 5, 3]
+        """
+        chosen = np.arange(len(self))[rows]
+        lengths = self.lengths[chosen]
+        offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+        return Histories(self.values[np.repeat(self.offsets[chosen], lengths) + within], offsets)
+
+    def bag(self, dtype: torch.dtype = torch.int64) -> Bag:
+        """Return the ids as a batch holds them."""
+        return Bag(torch.from_numpy(self.values).to(dtype), torch.from_numpy(self.offsets))
+
+    def lists(self) -> list[Ids]:
+        """Return an array for each row."""
+        return list(self)
+
+
+def leave_one_out(users: Histories, held_out: int = 1) -> tuple[Histories, Ids, Ids]:
+    """Split each user's events: those before the n-th last, and the n-th last; users with none before it are left out.
+
+    Args:
+        users: all events.
+        held_out: n: 1 for the test, 2 for the validation of the usual protocol.
+
+    Returns:
+        the histories, the item to predict of each, and which users they are.
+
+    Example:
+        >>> before, item, user = leave_one_out(Histories.of([[3, 4, 5], [6]]))
+        >>> before[0].tolist(), item.tolist(), user.tolist()
+        ([3, 4], [5], [0])
+    """
+    kept = np.flatnonzero(users.lengths > held_out)
+    chosen = users.take(kept)
+    return chosen.before_last(held_out), chosen.values[chosen.offsets[1:] - held_out], kept
+
+
+def together(parts: Iterable[Histories]) -> Histories:
+    """Join the values of several histories, row by row.
+
+    Example:
+        >>> together([Histories.of([[3], [4]]), Histories.of([[5], []])]).values.tolist()
+        [3, 5, 4]
+    """
+    every = list(parts)
+    row = np.concatenate([one.row_of for one in every])
+    order = np.argsort(row, kind="stable")
+    values = np.concatenate([one.values for one in every])[order]
+    counts = np.bincount(row, minlength=len(every[0]))
+    return Histories(values, np.concatenate([[0], counts.cumsum()]).astype(np.int64))

@@ -1,0 +1,57 @@
+"""The most popular items: the least that a recommender has to beat, and what it shows to those it knows nothing of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.core.errors import ConfigError
+from viviane.retrieval.candidates import NO_ITEM, Candidates, drop_seen
+from viviane.retrieval.histories import Histories
+from viviane.schema import RESERVED
+
+
+class Popularity:
+    """Items by falling number of events, equal ones by rising id.
+
+    Args:
+        counts: events of each item, (N,).
+
+    Example:
+        >>> popular = Popularity.count(Histories.of([[3, 4], [4, 5]]), num_items=6)
+        >>> popular.candidates(Histories.of([[4], []]), 2).items.tolist()
+        [[3, 5], [4, 3]]
+    """
+
+    name = "popularity"
+
+    def __init__(self, counts: NDArray[np.floating]) -> None:
+        self.counts = np.asarray(counts, dtype=np.float32)
+        self.num_items = len(self.counts)
+        items = np.arange(RESERVED.first, self.num_items)
+        self._order = items[np.argsort(-self.counts[items], kind="stable")]
+
+    @classmethod
+    def count(cls, users: Histories, num_items: int) -> Popularity:
+        """Count the events; ids that are reserved or not in the catalogue do not count.
+
+        Raises:
+            ConfigError: the catalogue is empty.
+        """
+        if num_items <= RESERVED.first:
+            raise ConfigError("the catalogue has no items", value=num_items, allowed=f"more than {RESERVED.first} ids")
+        known = users.values[(users.values >= RESERVED.first) & (users.values < num_items)]
+        return cls(np.bincount(known, minlength=num_items).astype(np.float32))
+
+    def candidates(self, histories: Histories, k: int, rows: Any = None) -> Candidates:
+        """Return the best k items for each row, those of its history taken out."""
+        longest = int(histories.lengths.max(initial=0))
+        shown = self._order[: k + longest]
+        items = np.broadcast_to(shown, (len(histories), len(shown)))
+        scores = np.broadcast_to(self.counts[shown], items.shape)
+        if not len(shown):
+            items = np.full((len(histories), 1), NO_ITEM)
+            scores = np.full(items.shape, -np.inf)
+        return drop_seen(Candidates(items.astype(np.int64), scores.astype(np.float32)), histories).first(k)
