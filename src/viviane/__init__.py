@@ -18,13 +18,14 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from viviane import export, nn, optim, zoo
+    from viviane import export, nn, optim, retrieval, zoo
     from viviane.batch import Bag, Batch
     from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam, Solver
     from viviane.core.errors import VivianeError
     from viviane.data import Dataset, write_dataset
     from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
     from viviane.model import DenseLayer, Input, Model, SparseEmbedding
+    from viviane.retrieval import Recommender
     from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
     from viviane.serving import InferenceSession, ModelRepository
     from viviane.training import Callback, History, Trainer
@@ -54,6 +55,7 @@ __all__ = [
     "Model",
     "ModelRepository",
     "RMSProp",
+    "Recommender",
     "RowWiseAdam",
     "Schema",
     "Solver",
@@ -64,6 +66,7 @@ __all__ = [
     "export",
     "nn",
     "optim",
+    "retrieval",
     "write_dataset",
     "zoo",
 ]
@@ -75,12 +78,13 @@ _HOMES: Final = {
     "viviane.data": ("Dataset", "write_dataset"),
     "viviane.embedding": ("EmbeddingCollection", "FeatureConfig", "TableConfig"),
     "viviane.model": ("DenseLayer", "Input", "Model", "SparseEmbedding"),
+    "viviane.retrieval": ("Recommender",),
     "viviane.schema": ("CategoricalColumn", "DenseColumn", "LabelColumn", "Schema"),
     "viviane.serving": ("InferenceSession", "ModelRepository"),
     "viviane.training": ("Callback", "History", "Trainer"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
-_ROOMS: Final = frozenset({"export", "nn", "optim", "zoo"})
+_ROOMS: Final = frozenset({"export", "nn", "optim", "retrieval", "zoo"})
 
 
 def __getattr__(name: str) -> Any:

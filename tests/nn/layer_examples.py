@@ -87,6 +87,18 @@ EXAMPLES = [
     ("SampledSoftmax", {"temperature": 2.0}, [(4,), (3, 4), (3,), (3,)]),
     ("SampledSoftmax", {"temperature": 2.0, "in_batch": False}, [(4,), (3, 4), (3,), (3,)]),
     ("SampledSoftmaxLoss", {}, [(2,), (1,)]),
+    ("SiLU", {}, [(5,)]),
+    ("CausalMask", {}, [(4,)]),
+    ("LastPlace", {}, [(4, 2), (4,)]),
+    ("PointwiseAttention", {"num_attention_heads": 2}, [(4, 6), (4, 6), (4, 2), (4,)]),
+    ("PointwiseAttention", {"num_buckets": 4, "unit": 3}, [(4, 3), (4, 3), (4, 2), (4,), (4,)]),
+    ("NextItemSoftmax", {"temperature": 2.0}, [(3,), (3,), (2, 3), (5, 3), (5,), (5,), (5,)]),
+    ("NextItemSoftmax", {"targets": "last"}, [(3,), (3,), (2, 3), (3, 3), (3,), (3,)]),
+    (
+        "NextItemSoftmax",
+        {"candidates": "all", "first_item": 1},
+        [(3,), (3,), (2, 3), (3, 3), (3,), (3,), RowShape((3,), Rows(4, of_batch=False))],
+    ),
     ("BinaryCrossEntropyLoss", {}, [(1,), (1,)]),
     ("CrossEntropyLoss", {}, [(2,), (1,)]),
     ("CrossEntropyLoss", {}, [(5,), (1,)]),
@@ -102,7 +114,11 @@ def rows_of_batch(shape, batch):
     return rows.count * (batch if rows.of_batch else 1)
 
 
-MASKED = (("Softmax", 2), ("MultiHeadAttention", 4), ("MaskPlaces", 2), ("MeanPlaces", 2), ("PositionEmbedding", 2))
+MASKED = (
+    ("Softmax", 2), ("MultiHeadAttention", 4), ("MaskPlaces", 2), ("MeanPlaces", 2), ("PositionEmbedding", 2),
+    ("CausalMask", 1), ("LastPlace", 2),
+)  # fmt: skip
+MASK_AT = {"PointwiseAttention": 3, "NextItemSoftmax": 4}
 
 
 def make_inputs(name, shapes, batch, dtype=torch.float64, seed=0):
@@ -113,7 +129,7 @@ def make_inputs(name, shapes, batch, dtype=torch.float64, seed=0):
     made = [(x + 0.1 * x.sign()).to(dtype) for x in made]
     if name == "SequenceMask":
         return [(x * 3).round().clamp(0, 4) for x in made]
-    for place in LAYERS[name].id_inputs:
+    for place in [one for one in LAYERS[name].id_inputs if one < len(made)]:
         made[place] = (made[place] * 2).round().long()  # some of them equal
         made[place].view(-1)[-1:] = EMPTY_ID if shapes[place][0] > 1 else 3
     if name == "TimeEmbedding":
@@ -121,6 +137,10 @@ def make_inputs(name, shapes, batch, dtype=torch.float64, seed=0):
         made[1][0, 0] = EMPTY_ID
     if (name, len(shapes)) in MASKED:
         made[-1] = (made[-1] > 0).to(dtype)
+    if name in MASK_AT:
+        made[MASK_AT[name]] = (made[MASK_AT[name]] > 0).to(dtype)
+    if name == "NextItemSoftmax":
+        made[5] = made[5].clamp_min(0)
     if name in LOSSES:
         made[1] = (made[1] > 0).to(dtype)
     if name == "MultiCrossEntropyLoss":
@@ -130,9 +150,11 @@ def make_inputs(name, shapes, batch, dtype=torch.float64, seed=0):
 
 def differentiable(name, given):
     """Inputs that have a gradient: not masks, lengths, labels."""
-    if name in ("SequenceMask", "LogFrequency"):
+    if name in ("SequenceMask", "CausalMask", "LogFrequency"):
         return []
     if name == "SampledSoftmax":
         return [place for place in range(len(given)) if place != 2]
+    if name in MASK_AT:  # masks and ids have none
+        return [place for place in range(len(given)) if place not in (MASK_AT[name], *LAYERS[name].id_inputs)]
     fixed = name in LOSSES or name == "TimeEmbedding" or (name, len(given)) in MASKED
     return list(range(len(given) - fixed))

@@ -217,7 +217,70 @@ def log_frequency(ids, w, p):
     return np.where(ids == -(2.0**63), 0.0, found)
 
 
+def silu(x):
+    return x * sigmoid(x)
+
+
+def causal_mask(mask):
+    out = np.zeros((len(mask), 1, mask.shape[1], mask.shape[1]))
+    for b, i, j in np.ndindex(len(mask), mask.shape[1], mask.shape[1]):
+        out[b, 0, i, j] = i == j or (j < i and mask[b, j] > 0)
+    return out
+
+
+def last_place(x, mask):
+    return np.stack([one[np.flatnonzero(m)[-1]] if m.any() else 0 * one[0] for one, m in zip(x, mask, strict=True)])
+
+
+def pointwise_attention(inputs, w, p):
+    q, k, v, mask = inputs[:4]
+    heads = p.get("num_attention_heads", 1)
+    length, d, e = q.shape[1], q.shape[2] // heads, v.shape[2] // heads
+    out = np.zeros(v.shape)
+    for b, i, j, h in np.ndindex(len(q), length, length, heads):
+        if j > i or not mask[b, j] > 0:
+            continue
+        z = q[b, i, h * d : (h + 1) * d] @ k[b, j, h * d : (h + 1) * d] + w["position"][i - j]
+        if len(inputs) == 5 and inputs[4][b, i] != -(2.0**63) and inputs[4][b, j] != -(2.0**63):
+            age = int(max(inputs[4][b, i] - inputs[4][b, j], 0)) // p["unit"]
+            z += w["time"][min((1 + age).bit_length() - 1, p["num_buckets"] - 1)]
+        out[b, i, h * e : (h + 1) * e] += silu(z) / length * v[b, j, h * e : (h + 1) * e]
+    return out
+
+
+def next_item(inputs, p):
+    user, item, states, items, mask, ids = inputs[:6]
+    length, full = states.shape[1], p.get("candidates") == "all"
+    t = p.get("temperature", 1.0)
+    q = np.zeros(ids.shape) if full or len(inputs) < 7 else inputs[6]
+    first = 1 if p.get("targets", "every") == "every" else length
+    pool = []
+    if full:
+        pool = [(n, inputs[6][n], 0.0) for n in range(p["first_item"], len(inputs[6]))]
+    else:
+        for c, j in np.ndindex(ids.shape):
+            if j >= first and mask[c, j] > 0:
+                pool.append((ids[c, j], items[c, j], q[c, j]))
+    out = np.zeros((len(states), 2))
+    for b in range(len(states)):
+        out[b, 0] = user[b] @ item[b] / t
+        held = [i for i in range(length) if mask[b, i] > 0]
+        for n, i in enumerate(held):
+            following = held[n + 1] if n + 1 < len(held) else length
+            if not mask[b, following] > 0 or (first == length and following != length):
+                continue
+            own = states[b, i] @ items[b, following] / t - q[b, following]
+            others = [states[b, i] @ v / t - c for one, v, c in pool if one != ids[b, following]]
+            out[b, 1] += own - np.log(np.exp([own, *others]).sum())
+    return out
+
+
 REFERENCES = {
+    "SiLU": lambda i, w, p: silu(i[0]),
+    "CausalMask": lambda i, w, p: causal_mask(i[0]),
+    "LastPlace": lambda i, w, p: last_place(*i),
+    "PointwiseAttention": lambda i, w, p: pointwise_attention(i, w, p),
+    "NextItemSoftmax": lambda i, w, p: next_item(i, p),
     "L2Normalize": lambda i, w, p: i[0] / np.sqrt((i[0] ** 2).sum(-1, keepdims=True)),
     "LogFrequency": lambda i, w, p: log_frequency(i[0], w, p),
     "MaskPlaces": lambda i, w, p: i[0] * i[1][:, :, None],

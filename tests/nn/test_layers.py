@@ -47,15 +47,19 @@ def test_no_row_and_one_row(name, parameters, shapes, batch):
 
 @pytest.mark.parametrize(("name", "parameters", "shapes"), EXAMPLES, ids=IDS)
 def test_gradients_equal_finite_differences(name, parameters, shapes):
-    if name in ("BinaryCrossEntropyLoss", "SequenceMask", "LogFrequency", "Cast"):
+    if name in ("BinaryCrossEntropyLoss", "SequenceMask", "CausalMask", "LogFrequency", "Cast"):
         pytest.skip("computed in float32 by design, checked by hand in test_losses; no gradient; changes the type")
     layer = build_layer(name, parameters, shapes, seed=3).double().eval()
     given = make_inputs(name, shapes, 3)
-    moving = [given[place].requires_grad_() for place in differentiable(name, given)]
+    places = differentiable(name, given)
+    moving = [given[place].requires_grad_() for place in places]
     weights = list(layer.parameters())
 
     def run(*values):
-        return tuple(flat(layer(*values[: len(moving)], *given[len(moving) :])))
+        inputs = list(given)
+        for place, value in zip(places, values, strict=False):
+            inputs[place] = value
+        return tuple(flat(layer(*inputs)))
 
     assert gradcheck(run, (*moving, *weights))
 

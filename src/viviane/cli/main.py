@@ -25,6 +25,8 @@ COMMANDS = {
     "export": "viviane.cli.export",
     "serve": "viviane.cli.serve",
     "load-test": "viviane.cli.load_test",
+    "index": "viviane.cli.index",
+    "recommend": "viviane.cli.recommend",
     "summary": "viviane.cli.summary",
     "plan": "viviane.cli.plan",
     "trace": "viviane.cli.trace",

@@ -60,6 +60,10 @@ class CandidateSource(Protocol):
         """
         ...
 
+    def score(self, histories: Histories, items: Ids, rows: Any = None) -> NDArray[np.float32]:
+        """Return this source's scores of given items, (B, K), as `candidates` ranks by; 0 where there is `NO_ITEM`."""
+        ...
+
 
 def best_of_scores(scores: Tensor, k: int, seen: Histories | None, *, first_item: int = RESERVED.first) -> Candidates:
     """Return the best k of dense scores (B, N), which are changed; minus infinity is no candidate.

@@ -16,6 +16,10 @@ from viviane.retrieval.histories import Histories, Ids
 from viviane.schema import RESERVED
 
 _MOST_SCORES = 1 << 22  # of one batch
+_MOST_DENSE = 1 << 24  # pairs that are counted in one array
+_GAPS = 16
+_USERS = 1024  # at a time
+_MOST_WAITING = 1 << 22  # pairs that are added up at a time
 
 
 class ItemKNNSettings(Settings):
@@ -29,7 +33,7 @@ class ItemKNNSettings(Settings):
             cosine.
         age_decay: weight of a history's item, for each newer one; 1 for histories without an order.
         max_history: newest items of a history that are asked with.
-        num_neighbours: strongest neighbours of an item that are kept; None keeps all.
+        num_neighbours: items that may speak for an item, its strongest neighbours; None lets all of them.
     """
 
     max_gap: int | None = Field(default=10, ge=1)
@@ -39,6 +43,76 @@ class ItemKNNSettings(Settings):
     age_decay: float = Field(default=0.7, gt=0, le=1)
     max_history: int = Field(default=20, ge=1)
     num_neighbours: int | None = Field(default=None, ge=1)
+
+
+def _count_pairs(users: Histories, num_items: int, settings: ItemKNNSettings) -> tuple[Ids, NDArray[np.float64]]:
+    """Return the pairs i * num_items + j, rising, with w_ij + backward w_ji."""
+    orderless = settings.max_gap is None and settings.gap_decay == 1 and settings.backward == 1
+    if orderless and num_items**2 <= _MOST_DENSE:
+        return _count_together(users, num_items)
+    pairs = _PairSums(num_items)
+    longest = int(users.lengths.max(initial=0)) - 1
+    for gap in range(1, min(longest, settings.max_gap or longest) + 1):
+        if gap % _GAPS == 1:  # short histories have no such pairs any more
+            users = users.take(np.flatnonzero(users.lengths > gap))
+            row, flat = users.row_of, users.values
+        same = row[gap:] == row[:-gap]
+        old, new = flat[:-gap][same], flat[gap:][same]
+        decay = settings.gap_decay ** (gap - 1)
+        pairs.add(old * num_items + new, decay)
+        pairs.add(new * num_items + old, decay * settings.backward)
+    return pairs.sums()
+
+
+def _count_together(users: Histories, num_items: int) -> tuple[Ids, NDArray[np.float64]]:
+    """Count all pairs of all histories alike: a product of the matrix of users and items with itself."""
+    total = torch.zeros(num_items, num_items)
+    for first in range(0, len(users), _USERS):
+        some = users.take(slice(first, first + _USERS))
+        counts = np.bincount(some.row_of * num_items + some.values, minlength=len(some) * num_items)
+        events = torch.from_numpy(counts.reshape(len(some), num_items)).float()
+        total.addmm_(events.T, events)
+    total.fill_diagonal_(0.0)
+    flat = total.double().flatten().numpy()
+    keys = np.flatnonzero(flat)
+    return keys, flat[keys]
+
+
+class _PairSums:
+    """Adds weights up by pair, so that memory holds distinct pairs, not all of them."""
+
+    def __init__(self, num_items: int) -> None:
+        size = num_items * num_items
+        self._dense = np.zeros(size) if size <= _MOST_DENSE else None
+        self._keys, self._sums = np.empty(0, dtype=np.int64), np.empty(0)
+        self._waiting: list[tuple[Ids, float]] = []
+        self._count = 0
+
+    def add(self, keys: Ids, weight: float) -> None:
+        self._waiting.append((keys, weight))
+        self._count += len(keys)
+        if self._count > _MOST_WAITING:
+            self._flush()
+
+    def sums(self) -> tuple[Ids, NDArray[np.float64]]:
+        """Return the pairs, rising, and the sums of their weights."""
+        self._flush()
+        if self._dense is None:
+            return self._keys, self._sums
+        keys = np.flatnonzero(self._dense)
+        return keys, self._dense[keys]
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        keys = np.concatenate([one for one, _ in self._waiting])
+        weights = np.concatenate([np.full(len(one), weight) for one, weight in self._waiting])
+        self._waiting, self._count = [], 0
+        if self._dense is not None:
+            self._dense += np.bincount(keys, weights, minlength=len(self._dense))
+            return
+        self._keys, at = np.unique(np.concatenate([self._keys, keys]), return_inverse=True)
+        self._sums = np.bincount(at, np.concatenate([self._sums, weights]), minlength=len(self._keys))
 
 
 class ItemKNN:
@@ -82,25 +156,14 @@ class ItemKNN:
         chosen = settings or ItemKNNSettings()
         users = users.where((users.values >= RESERVED.first) & (users.values < num_items))
         events = np.bincount(users.values, minlength=num_items).astype(np.float64)
-        row, flat = users.row_of, users.values
-        keys, weights = np.empty(0, dtype=np.int64), np.empty(0)
-        longest = int(users.lengths.max(initial=0)) - 1
-        for gap in range(1, min(longest, chosen.max_gap or longest) + 1):
-            same = row[gap:] == row[:-gap]
-            old, new = flat[:-gap][same], flat[gap:][same]
-            both = np.concatenate([keys, old * num_items + new, new * num_items + old])
-            decay = chosen.gap_decay ** (gap - 1)
-            sides = [np.full(len(old), decay), np.full(len(old), decay * chosen.backward)]
-            # Joined after each gap: memory holds distinct pairs, not all of them.
-            keys, at = np.unique(both, return_inverse=True)
-            weights = np.bincount(at, np.concatenate([weights, *sides]), minlength=len(keys))
+        keys, weights = _count_pairs(users, num_items, chosen)
         first, second = np.divmod(keys, num_items)
         weights = weights * (events[first] * events[second] + 1.0) ** -chosen.popularity_power
         kept = (first != second) & (weights > 0)
         first, second, weights = first[kept], second[kept], weights[kept]
         if chosen.num_neighbours is not None:
-            order = np.lexsort((second, -weights, first))
-            place = np.arange(len(order)) - np.searchsorted(first[order], first[order])
+            order = np.lexsort((first, -weights, second))
+            place = np.arange(len(order)) - np.searchsorted(second[order], second[order])
             strong = np.sort(order[place < chosen.num_neighbours])
             first, second, weights = first[strong], second[strong], weights[strong]
         start = np.searchsorted(first, np.arange(num_items + 1)).astype(np.int64)
@@ -131,3 +194,14 @@ class ItemKNN:
         if not parts:
             return Candidates(np.empty((0, k), dtype=np.int64), np.empty((0, k), dtype=np.float32))
         return Candidates(np.concatenate([p.items for p in parts]), np.concatenate([p.scores for p in parts]))
+
+    def score(self, histories: Histories, items: Ids, rows: Any = None) -> NDArray[np.float32]:
+        """Return the scores of given items, (B, K)."""
+        step, found = max(1, _MOST_SCORES // self.num_items), np.zeros(items.shape, dtype=np.float32)
+        for begin in range(0, len(histories), step):
+            some = slice(begin, begin + step)
+            asked = items[some]
+            known = (asked >= 0) & (asked < self.num_items)
+            scores = np.take_along_axis(self.scores(histories.take(some)), np.where(known, asked, 0), 1)
+            found[some] = np.where(known, scores, 0.0)
+        return found

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError
 from viviane.retrieval.candidates import NO_ITEM, Candidates, drop_seen
-from viviane.retrieval.histories import Histories
+from viviane.retrieval.histories import Histories, Ids
 from viviane.schema import RESERVED
 
 
@@ -55,3 +55,8 @@ class Popularity:
             items = np.full((len(histories), 1), NO_ITEM)
             scores = np.full(items.shape, -np.inf)
         return drop_seen(Candidates(items.astype(np.int64), scores.astype(np.float32)), histories).first(k)
+
+    def score(self, histories: Histories, items: Ids, rows: Any = None) -> NDArray[np.float32]:
+        """Return the events of given items, (B, K)."""
+        known = (items >= 0) & (items < self.num_items)
+        return np.where(known, self.counts[np.where(known, items, 0)], 0.0).astype(np.float32)

@@ -108,10 +108,8 @@ class Trainer:
         self.device = resolve_device(solver.device)
         self.module = module.to(self.device)
         self.metrics = choose_metrics(schema, metrics)
-        self.callbacks: list[Callback] = list(callbacks)
-        measured = [name for callback in callbacks for name in callback.measures]
-        own = solver_callbacks(solver, [*self.metrics, *measured], self.lead_metric, schema)
-        self.callbacks = [*own, *callbacks]
+        self.callbacks = list(callbacks)
+        self.callbacks = [*solver_callbacks(solver, [*self.measured, *self.metrics], self.lead_metric, schema), *callbacks]
         place = None if run_folder is None else location(run_folder)
         self.mirror = RunMirror(place) if isinstance(place, RemotePath) else None
         self.run_folder = self.mirror.local if self.mirror is not None else cast("Path | None", place)
@@ -135,13 +133,14 @@ class Trainer:
         self.history = History()
 
     @property
-    def lead_metric(self) -> str:
-        """What the first callback measures that measures something, else the first metric that has a direction.
+    def measured(self) -> list[str]:
+        """What the callbacks measure."""
+        return [name for callback in self.callbacks for name in callback.measures]
 
-        Without one, "loss".
-        """
-        measured = [name for callback in self.callbacks for name in callback.measures[:1]]
-        for name in [*measured, *self.metrics]:
+    @property
+    def lead_metric(self) -> str:
+        """The first of `measured`, else the first metric that has a direction; without one, "loss"."""
+        for name in [*self.measured, *self.metrics]:
             if has_direction(name):
                 return name
         return "loss"

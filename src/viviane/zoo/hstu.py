@@ -9,7 +9,7 @@ from viviane.model.nodes import DenseLayer, Node
 from viviane.schema import Schema
 from viviane.zoo.next_item import NextItemModel
 from viviane.zoo.recipe import ZOO
-from viviane.zoo.roles import Names, history_pairs
+from viviane.zoo.roles import Names
 
 
 @ZOO.register("hstu")
@@ -48,13 +48,15 @@ class HSTU(NextItemModel):
     times: str | None = None
     time_unit: int = Field(default=1, ge=1)
 
+    def other_sequences(self) -> tuple[str, ...]:
+        """Return the times, which are no history."""
+        return () if self.times is None else (self.times,)
+
     def more_inputs(self, schema: Schema) -> dict[str, Names]:
         """Return the group of the times, checked against the history."""
         if self.times is None:
             return {}
-        names = [c.name for c in schema.categorical if c.kind == "sequence" and c.name != self.times]
-        given = [self.history] if self.history else names or None
-        history = history_pairs(schema, given, self.item and [self.item])[0][0]
+        history, _ = self.pair(schema)
         column = schema.categorical_column(self.times)
         if column.kind == "one_hot" or column.max_length != history.max_length:
             fix = f"give it kind 'sequence' and max_length {history.max_length} in the schema"

@@ -10,7 +10,7 @@ from viviane.core.errors import SchemaError
 from viviane.model.nodes import DenseLayer, Node, SparseEmbedding
 from viviane.schema import Schema
 from viviane.zoo.recipe import ZooModel, begin
-from viviane.zoo.roles import Names, history_pairs
+from viviane.zoo.roles import Names, Pair, history_pairs
 
 _RAW_ID_BUCKETS = 2**20
 
@@ -67,12 +67,29 @@ class NextItemModel(ZooModel):
         """Return groups of columns that the encoder reads as ids."""
         return {}
 
+    def other_sequences(self) -> tuple[str, ...]:
+        """Return sequence columns that are no histories."""
+        return ()
+
+    def pair(self, schema: Schema) -> Pair:
+        """Return the columns of the history and of the item to predict.
+
+        Raises:
+            SchemaError: there is none, or a choice of several.
+        """
+        given = [self.history] if self.history else None
+        if given is None and self.other_sequences():
+            names = [one.name for one in schema.categorical if one.kind == "sequence"]
+            given = [name for name in names if name not in self.other_sequences()] or None
+        first, *more = history_pairs(schema, given, [self.item] if self.item else None)
+        if more:
+            value = ", ".join(one.name for one, _ in [first, *more])
+            raise SchemaError("which column is the history?", value=value, fix="name it: history='clicked_items'")
+        return first
+
     def nodes(self, schema: Schema) -> list[Node]:
         """Return the graph."""
-        (history, item), *more = history_pairs(schema, self.history and [self.history], self.item and [self.item])
-        if more:
-            value = ", ".join(pair[0].name for pair in [(history, item), *more])
-            raise SchemaError("which column is the history?", value=value, fix="name it: history='clicked_items'")
+        history, item = self.pair(schema)
         columns = (history.name, item.name, *((self.negatives,) if self.negatives else ()))
         if self.negatives is not None:
             bag = schema.categorical_column(self.negatives)

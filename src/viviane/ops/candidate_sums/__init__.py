@@ -5,8 +5,8 @@
     du_b = g_b sum over j of p_bj v_j           p_bj = exp(z_bj - L_b)
     dv_j = sum over b of g_b p_bj u_b
 
-Shapes: B rows, C candidates, d the width. u (B, d), v (C, d), c (C,), o and ids (B,), the candidates' ids (C,); rows whose
-`counts` is 0 are left out: their L is o, their gradients are 0.
+Shapes: B rows, C candidates, d the width. u (B, d), v (C, d), c (C,), o and ids (B,), the candidates' ids (C,); rows
+whose `counts` is 0 are left out: their L is o, their gradients are 0.
 
 These are the kernels; `viviane.nn.candidates` is the function with its gradient, and what serves where they do not.
 """

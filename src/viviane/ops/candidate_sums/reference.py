@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def log_sum(
-    u: Tensor, v: Tensor, correction: Tensor, own: Tensor, ids: Tensor, of: Tensor, counts: Tensor
-) -> Tensor:
+def log_sum(u: Tensor, v: Tensor, correction: Tensor, own: Tensor, ids: Tensor, of: Tensor, counts: Tensor) -> Tensor:
     """Return L, (B,).
 
     Example:

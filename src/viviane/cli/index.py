@@ -1,0 +1,99 @@
+"""`viviane index`: build the index of a model's items, or look at one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from viviane.core.errors import ConfigError, suggest
+
+ACTIONS = {
+    "build": "MODEL: index the vectors of its items, beside the model or in --output",
+    "inspect": "MODEL or INDEX: what it holds and how much it finds",
+}
+
+
+def command(
+    action: Annotated[str, typer.Argument(metavar="ACTION", help="; ".join(f"{n} {w}" for n, w in ACTIONS.items()))],
+    path: Annotated[Path, typer.Argument(help="A saved model with item and user vectors, or its run folder.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="build: a data set; its users measure recall, and its items are indexed where the item's "
+                     "vector reads more than the item's id."),
+    ] = None,
+    kind: Annotated[str, typer.Option(help="build: exact, or by faiss: flat, ivf, hnsw, sq8.")] = "exact",
+    lists: Annotated[int | None, typer.Option(min=1, help="build: lists of ivf and sq8.")] = None,
+    probes: Annotated[int | None, typer.Option(min=1, help="build: lists that are searched.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="build: a folder; else MODEL/index.")] = None,
+    device: Annotated[str, typer.Option(help="build: where the model runs: auto, cpu, cuda.")] = "auto",
+) -> None:  # fmt: skip
+    """Index the items of a two-tower, SASRec or HSTU model for nearest-neighbour search."""
+    from viviane.model import Model
+    from viviane.retrieval import IndexSettings, build_index, index_folder, model_version
+
+    if action not in ACTIONS:
+        raise ConfigError("no such action", value=action, fix=suggest(action, ACTIONS))
+    if action == "inspect":
+        _inspect(path)
+        return
+    settings = IndexSettings.from_dict({"kind": kind, "num_lists": lists, "num_probes": probes})
+    model = Model.load(path, device=device)
+    items, queries = _from_data(model, data)
+    index = build_index(model, settings, items=items, version=model_version(path))
+    recall = index.measure_recall(index.vectors[:1000] if queries is None else queries)
+    place = output or index_folder(path)
+    index.save(place)
+    found = ", ".join(f"recall@{k} {value:.3f}" for k, value in recall.items())
+    typer.echo(f"{place}: {len(index):,} items x {index.vectors.shape[1]}, {settings.kind}, {found}")
+
+
+def _from_data(model: Any, data: Path | None) -> tuple[dict[str, Any] | None, Any]:
+    """Return the items' columns, where their vectors read several, and some users' vectors."""
+    from viviane.cli.rows import open_rows
+    from viviane.retrieval.rows import Roles
+
+    if data is None:
+        return None, None
+    roles = Roles.of(model.schema)
+    needed = model.module.columns_of("item_vector") - {roles.item, roles.history}
+    named = [name for name in needed if name not in {bag.name for bag in model.schema.bags}]
+    with open_rows(data, model, with_labels=False) as rows:
+        queries = _first(model.tensor("user_vector", batch) for batch in rows.reader(1000))
+        if not named:
+            return None, queries
+        import numpy as np
+
+        columns: dict[str, list[Any]] = {name: [] for name in [roles.item, *named]}
+        for batch in rows.reader(65_536):
+            for name, parts in columns.items():
+                one_hot = name in batch.layout.one_hot_index
+                values = batch.bag(name).values if one_hot else batch.dense_feature(name)
+                parts.append(values.numpy())
+        return {name: np.concatenate(parts) for name, parts in columns.items()}, queries
+
+
+def _first(parts: Any) -> Any:
+    return next(iter(parts), None)
+
+
+def _inspect(path: Path) -> None:
+    from viviane.core.errors import CheckpointError
+    from viviane.retrieval import ItemIndex, index_folder, model_version
+    from viviane.retrieval.index import INDEX_FILE
+
+    if (path / INDEX_FILE).is_file():
+        index = ItemIndex.load(path)
+    else:
+        try:
+            folder = index_folder(path)
+        except CheckpointError:
+            folder = path
+        index = ItemIndex.load(folder, model=model_version(path) if folder != path else None)
+    lines = {
+        "kind": index.settings.kind, "items": len(index), "dim": index.vectors.shape[1], "model": index.model,
+        "recall": index.recall,
+    }  # fmt: skip
+    typer.echo(json.dumps(lines, indent=2))

@@ -1,0 +1,107 @@
+"""The kinds of search that faiss does."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.optional import require
+
+if TYPE_CHECKING:
+    from viviane.retrieval.index import IndexSettings
+
+_TRAINING_POINTS = 39  # of each list: what faiss asks for
+
+
+class FaissSearch:
+    """An index of faiss over vectors, by inner product; one call at a time.
+
+    Args:
+        vectors: (n, d).
+        settings: kind and its settings.
+        device: "cpu", or a GPU where faiss is built for it.
+        content: of an index that `to_bytes` wrote, instead of building one.
+
+    Raises:
+        MissingExtraError: faiss is not installed.
+        CheckpointError: `content` is no index of these vectors.
+    """
+
+    def __init__(
+        self, vectors: NDArray[np.float32], settings: IndexSettings, device: torch.device, content: bytes | None = None
+    ) -> None:
+        self._faiss = require("faiss", extra="retrieval", purpose=f"an index of kind {settings.kind!r}")
+        self.settings = settings
+        if content is None:
+            index = self._build(vectors)
+        else:
+            try:
+                index = self._faiss.deserialize_index(np.frombuffer(content, dtype=np.uint8))
+            except RuntimeError as error:
+                raise CheckpointError("index.faiss cannot be read", value=str(error)) from error
+            if (index.ntotal, index.d) != vectors.shape:
+                value = f"{index.ntotal} x {index.d}, {vectors.shape[0]} x {vectors.shape[1]}"
+                raise CheckpointError("index.faiss has other vectors than vectors.npy", value=value)
+        self._set_depth(index, len(vectors))
+        self._on_cpu = index
+        self._index = index if device.type == "cpu" else self._to_gpu(index, device)
+
+    def __call__(self, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return places, -1 for none, and scores, (B, k)."""
+        scores, places = self._index.search(queries, k)
+        return places, scores
+
+    def to_bytes(self) -> bytes:
+        """Return the index as faiss writes it."""
+        return bytes(self._faiss.serialize_index(self._on_cpu).tobytes())
+
+    def _build(self, vectors: NDArray[np.float32]) -> Any:
+        faiss, settings, (size, dim) = self._faiss, self.settings, vectors.shape
+        inner = faiss.METRIC_INNER_PRODUCT
+        if settings.kind == "flat":
+            index = faiss.IndexFlatIP(dim)
+        elif settings.kind == "hnsw":
+            index = faiss.IndexHNSWFlat(dim, settings.num_links, inner)
+            index.hnsw.efConstruction = settings.build_depth
+        else:
+            lists = self._num_lists(size)
+            quantizer = faiss.IndexFlatIP(dim)
+            if settings.kind == "ivf":
+                index = faiss.IndexIVFFlat(quantizer, dim, lists, inner)
+            else:
+                bits = faiss.ScalarQuantizer.QT_8bit
+                index = faiss.IndexIVFScalarQuantizer(quantizer, dim, lists, bits, inner)
+            index.cp.seed = settings.seed + 1234
+            index.cp.min_points_per_centroid = 1  # small catalogues have few; faiss would warn
+            index.train(vectors)
+        index.add(vectors)
+        return index
+
+    def _num_lists(self, size: int) -> int:
+        asked = self.settings.num_lists
+        if asked is not None:
+            if asked > size:
+                raise ConfigError("more lists than vectors", where="num_lists", value=asked, allowed=f"at most {size}")
+            return asked
+        return max(1, min(round(4 * math.sqrt(size)), size // _TRAINING_POINTS))
+
+    def _set_depth(self, index: Any, size: int) -> None:
+        if self.settings.kind == "hnsw":
+            index.hnsw.efSearch = self.settings.search_depth
+        elif self.settings.kind in ("ivf", "sq8"):
+            lists = self._num_lists(size)
+            index.nprobe = min(self.settings.num_probes or max(8, lists // 8), lists)
+
+    def _to_gpu(self, index: Any, device: torch.device) -> Any:
+        if not hasattr(self._faiss, "StandardGpuResources"):
+            fix = "install faiss's GPU build, take kind 'exact', or search on the CPU"
+            raise ConfigError("this faiss is built without GPUs", where="device", value=str(device), fix=fix)
+        if self.settings.kind == "hnsw":
+            raise ConfigError("faiss has no graph index on a GPU", value="hnsw", allowed="flat, ivf, sq8")
+        self._resources = self._faiss.StandardGpuResources()
+        return self._faiss.index_cpu_to_gpu(self._resources, device.index or 0, index)

@@ -1,0 +1,279 @@
+"""Nearest neighbours by inner product among the items' vectors: exact, or approximate by faiss.
+
+index.json      kind, settings, number and width of vectors, the model it was built of, measured recall, check sums
+vectors.npy     (n, d), float32; kinds "exact" and "flat" need nothing else
+ids.npy         (n,), the item of each vector
+index.faiss     of the approximate kinds
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, Self, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from viviane.config.base import Settings, load_json
+from viviane.core.errors import CheckpointError, ConfigError, SchemaError, VivianeError
+from viviane.core.files import file_sha256, replace_folder, write_json_atomic
+from viviane.core.locations import AnyPath, location
+from viviane.core.remote.cache import local_copy
+from viviane.retrieval.candidates import NO_ITEM, Candidates, in_order
+from viviane.retrieval.faiss_index import FaissSearch
+from viviane.retrieval.histories import Ids
+
+IndexKind: TypeAlias = Literal["exact", "flat", "ivf", "hnsw", "sq8"]
+INDEX_FILE: Final = "index.json"
+_FILES = ("vectors.npy", "ids.npy", "index.faiss")
+_MOST_SCORES = 1 << 24  # of one batch of exact search
+
+
+class IndexSettings(Settings):
+    """How to search.
+
+    Args:
+        kind: "exact", torch's products on any device; "flat", the same by faiss; "ivf", lists of which some are
+            searched; "hnsw", a graph; "sq8", lists of vectors with 8 bits a number.
+        num_lists: of "ivf" and "sq8"; None takes 4 sqrt(n), and fewer where a list would hold less than 39 vectors.
+        num_probes: of "ivf" and "sq8": lists that are searched; None takes an eighth of them, 8 at least.
+        num_links: of "hnsw": neighbours of a node.
+        build_depth, search_depth: of "hnsw": candidates kept while building, and while searching.
+        seed: of the clustering.
+    """
+
+    kind: IndexKind = "exact"
+    num_lists: int | None = Field(default=None, ge=1)
+    num_probes: int | None = Field(default=None, ge=1)
+    num_links: int = Field(default=32, ge=2)
+    build_depth: int = Field(default=80, ge=1)
+    search_depth: int = Field(default=128, ge=1)
+    seed: int = 0
+
+
+class IndexFile(Settings):
+    """The content of index.json.
+
+    Args:
+        model: check sum of the model whose vectors these are, see `viviane.retrieval.model_version`; None: unknown.
+        recall: share of the exact nearest neighbours that the index finds, by list length: {"10": 0.98}.
+        sha256: of each file beside this one.
+    """
+
+    format: Literal["viviane-index"] = "viviane-index"
+    version: Literal[1] = 1
+    settings: IndexSettings
+    num_vectors: int = Field(ge=1)
+    dim: int = Field(ge=1)
+    num_items: int = Field(ge=1)
+    model: str | None = None
+    recall: dict[str, float] = Field(default_factory=dict)
+    sha256: dict[str, str]
+
+
+class ItemIndex:
+    """Finds the items whose vectors have the largest inner products with a query's.
+
+    Args:
+        vectors: (n, d), float32.
+        ids: the item of each vector, distinct; None numbers them from 0.
+        settings: how to search; a kind alone will do.
+        num_items: item ids are below it; None takes the largest plus one.
+        model: check sum of the model, see `IndexFile`.
+        device: where to search: "cpu", or a GPU, which kinds of faiss need faiss's own GPU build for.
+
+    Example:
+        >>> index = ItemIndex(np.eye(3, dtype=np.float32), np.array([5, 7, 9]))
+        >>> index.search(np.array([[0.0, 2.0, 1.0]], dtype=np.float32), 2).items.tolist()
+        [[7, 9]]
+    """
+
+    def __init__(
+        self,
+        vectors: NDArray[np.floating],
+        ids: Ids | Sequence[int] | None = None,
+        settings: IndexSettings | IndexKind = "exact",
+        *,
+        num_items: int | None = None,
+        model: str | None = None,
+        device: torch.device | str = "cpu",
+        _faiss: bytes | None = None,
+    ) -> None:
+        self.settings = IndexSettings(kind=settings) if isinstance(settings, str) else settings
+        self.vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+        self.ids = np.arange(len(self.vectors)) if ids is None else np.asarray(ids, dtype=np.int64)
+        self._check(num_items)
+        self.num_items = int(self.ids.max()) + 1 if num_items is None else num_items
+        self.model = model
+        self.device = torch.device(device)
+        self.recall: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._search: FaissSearch | None = None
+        self._torch = torch.from_numpy(self.vectors).to(self.device)
+        if self.settings.kind != "exact":
+            self._search = FaissSearch(self.vectors, self.settings, self.device, _faiss)
+
+    def _check(self, num_items: int | None) -> None:
+        if self.vectors.ndim != 2 or not self.vectors.size:
+            raise SchemaError("an index is made of vectors", value=self.vectors.shape, allowed="(n, d), n and d from 1")
+        if self.ids.shape != self.vectors.shape[:1]:
+            raise SchemaError("an id for each vector", value=self.ids.shape, allowed=str(self.vectors.shape[:1]))
+        distinct, counts = np.unique(self.ids, return_counts=True)
+        if (counts > 1).any():
+            raise SchemaError("an item stands twice in the index", value=int(distinct[counts > 1][0]))
+        if distinct[0] < 0 or (num_items is not None and distinct[-1] >= num_items):
+            raise SchemaError("an item's id is out of range", value=int(distinct[-1]), allowed=f"0 to {num_items}")
+        if not np.isfinite(self.vectors).all():
+            row = int(np.flatnonzero(~np.isfinite(self.vectors).all(1))[0])
+            raise SchemaError("an item's vector is not finite", value=int(self.ids[row]))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def search(self, queries: NDArray[np.floating], k: int) -> Candidates:
+        """Return the best k items of each query, fewer where there are not so many; safe to call from threads.
+
+        Raises:
+            SchemaError: queries of another width, or not finite. ConfigError: k below 1.
+        """
+        asked = np.ascontiguousarray(queries, dtype=np.float32)
+        if asked.ndim != 2 or asked.shape[1] != self.vectors.shape[1]:
+            raise SchemaError(
+                "queries have the items' width", value=asked.shape, allowed=f"(B, {self.vectors.shape[1]})"
+            )
+        if not np.isfinite(asked).all():
+            row = int(np.flatnonzero(~np.isfinite(asked).all(1))[0])
+            raise SchemaError("a query is not finite", where=f"row {row}")
+        if k < 1:
+            raise ConfigError("the number of neighbours is positive", where="k", value=k)
+        if self._search is None:
+            return self.exact(asked, k)
+        with self._lock:
+            place, scores = self._search(asked, min(k, len(self.ids)))
+        items = np.where(place < 0, NO_ITEM, self.ids[place])
+        return in_order(items, np.where(place < 0, -np.inf, scores)).first(k)
+
+    def exact(self, queries: NDArray[np.float32], k: int) -> Candidates:
+        """Return what exact search finds, by torch: the reference of all kinds."""
+        asked = torch.from_numpy(queries).to(self.device)
+        count, parts = min(k, len(self.ids)), []
+        step = max(1, _MOST_SCORES // len(self.ids))
+        for first in range(0, len(asked), step):
+            best = (asked[first : first + step] @ self._torch.T).topk(count, 1)
+            parts.append((self.ids[best.indices.cpu().numpy()], best.values.cpu().numpy()))
+        if not parts:
+            return Candidates(np.empty((0, k), dtype=np.int64), np.empty((0, k), dtype=np.float32))
+        items, scores = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+        return in_order(items, scores).first(k)
+
+    def measure_recall(self, queries: NDArray[np.floating], k: Sequence[int] = (10, 100)) -> dict[str, float]:
+        """Measure which share of the exact k nearest the index finds, and keep it for `save`.
+
+        An item as near as the k-th, by rounding or because vectors are equal, counts as found.
+        """
+        asked = np.ascontiguousarray(queries, dtype=np.float32)
+        self.recall = {}
+        for one in k:
+            count = min(one, len(self.ids))
+            truth, found = self.exact(asked, count), self.search(asked, count)
+            own = (found.items[:, :, None] == truth.items[:, None, :]).any(2)
+            near = np.abs(truth.scores[:, -1:]) * 1e-5 + 1e-6
+            found_as_near = own | (found.scores >= truth.scores[:, -1:] - near)
+            # Quantised scores are not comparable: there the item itself has to be among the nearest.
+            hit = own if self.settings.kind == "sq8" else found_as_near
+            self.recall[str(one)] = float((hit & (found.items >= 0)).sum(1).mean() / count)
+        return self.recall
+
+    def vectors_of(self, items: Ids) -> NDArray[np.float32]:
+        """Return the vectors of items, (..., d), zeros for those that the index does not have."""
+        order = np.argsort(self.ids)
+        place = np.searchsorted(self.ids, items, sorter=order).clip(0, len(self.ids) - 1)
+        at = order[place]
+        known = self.ids[at] == items
+        return np.asarray(self.vectors[at] * known[..., None], dtype=np.float32)
+
+    def save(self, folder: str | AnyPath) -> AnyPath:
+        """Write the index into a folder, whole or not at all; the folder may be a URL."""
+        path = location(folder)
+        if path.exists() and (
+            not path.is_dir() or (any(True for _ in path.iterdir()) and not (path / INDEX_FILE).exists())
+        ):
+            raise ConfigError(
+                "this is not an index, so it is not replaced", where=str(path), fix="choose another folder"
+            )
+        with replace_folder(path) as work:
+            np.save(work / "vectors.npy", self.vectors)
+            np.save(work / "ids.npy", self.ids)
+            if self._search is not None and self.settings.kind != "flat":
+                (work / "index.faiss").write_bytes(self._search.to_bytes())
+            content = IndexFile(
+                settings=self.settings, num_vectors=len(self.ids), dim=self.vectors.shape[1],
+                num_items=self.num_items, model=self.model, recall=self.recall,
+                sha256={name: file_sha256(work / name) for name in _FILES if (work / name).exists()},
+            )  # fmt: skip
+            write_json_atomic(work / INDEX_FILE, content.to_dict())
+        return path
+
+    @classmethod
+    def load(cls, folder: str | AnyPath, *, model: str | None = None, device: torch.device | str = "cpu") -> Self:
+        """Read an index, verified.
+
+        Args:
+            model: check sum of the model that asks; an index of another one is refused.
+            device: where to search.
+
+        Raises:
+            CheckpointError: there is none, a file is missing or altered, or it belongs to another model.
+        """
+        path = local_copy(folder)
+        content = _read(path, str(folder))
+        if model is not None and content.model not in (None, model):
+            raise CheckpointError(
+                "the index was built of another version of the model", where=str(folder),
+                value=f"{content.model}, the model is {model}", fix="build it anew: viviane index build MODEL",
+            )  # fmt: skip
+        try:
+            vectors, ids = (np.load(path / name, allow_pickle=False) for name in _FILES[:2])
+        except (ValueError, OSError, EOFError) as error:
+            raise CheckpointError("a file of the index cannot be read", where=str(folder), value=str(error)) from error
+        if vectors.shape != (content.num_vectors, content.dim) or ids.shape != (content.num_vectors,):
+            value = f"{vectors.shape}, {ids.shape}"
+            raise CheckpointError("the index's files do not fit index.json", where=str(folder), value=value)
+        faiss = (path / "index.faiss").read_bytes() if "index.faiss" in content.sha256 else None
+        try:
+            index = cls(
+                vectors, ids, content.settings, num_items=content.num_items, model=content.model, device=device,
+                _faiss=faiss,
+            )  # fmt: skip
+        except SchemaError as error:
+            raise CheckpointError(
+                "the index's files contradict each other", where=str(folder), value=error.what
+            ) from None
+        index.recall = dict(content.recall)
+        return index
+
+
+def _read(path: Path, where: str) -> IndexFile:
+    if not (path / INDEX_FILE).is_file():
+        fix = "build one: viviane index build MODEL"
+        raise CheckpointError("there is no index here", where=where, allowed=f"a folder with {INDEX_FILE}", fix=fix)
+    try:
+        content = IndexFile.from_dict(load_json(path / INDEX_FILE))
+    except VivianeError as error:
+        raise CheckpointError("index.json cannot be read", where=where, value=error.what) from error
+    for name in _FILES[:2]:
+        if name not in content.sha256:
+            raise CheckpointError(f"index.json lacks {name}", where=where)
+    if (content.settings.kind in ("ivf", "hnsw", "sq8")) != ("index.faiss" in content.sha256):
+        raise CheckpointError("index.json does not fit its kind", where=where, value=content.settings.kind)
+    for name, expected in content.sha256.items():
+        if name not in _FILES:
+            raise CheckpointError("index.json names a file that no index has", where=where, value=name)
+        if not (path / name).is_file() or file_sha256(path / name) != expected:
+            what = "a file of the index is missing or was altered: its check sum differs"
+            raise CheckpointError(what, where=str(path / name), fix="load another copy, or build it anew")
+    return content

@@ -1,0 +1,226 @@
+"""Recommendations in two stages: sources find candidates, a second model puts them in order.
+
+recommender/
+    recommender.json        settings, sources, check sums
+    retrieval-<name>/       a model with its index; or the arrays of item neighbours or popularity
+    ranking/                the second model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.core.errors import ConfigError, SchemaError
+from viviane.core.locations import AnyPath
+from viviane.model import Model
+from viviane.retrieval.candidates import NO_ITEM, Candidates, CandidateSource, drop_seen, in_order
+from viviane.retrieval.histories import Histories, Ids
+from viviane.retrieval.popularity import Popularity
+from viviane.retrieval.ranking import Ranker
+from viviane.retrieval.vector_source import VectorSource
+
+
+@dataclass(frozen=True)
+class Recommendations:
+    """What to show to each row, best first.
+
+    Args:
+        items: (B, k), -1 where there are fewer than k.
+        scores: (B, k), NaN there: the second model's probability, or without one the source's score.
+    """
+
+    items: Ids
+    scores: NDArray[np.float32]
+
+
+class Recommender:
+    """Finds and ranks items for histories; thread-safe, and one folder on disk.
+
+    A row for which no source finds anything, such as one with an empty history, gets popular items where a fallback is
+    given. Every row gets min(k, items it has not seen) items at most.
+
+    Args:
+        retrieval: where candidates come from, in the order of trust; a model takes its nearest items exactly.
+        ranking: the second model, see `viviane.retrieval.ranking`; None leaves the first source's order, followed by
+            what the others find.
+        num_candidates: of each source.
+        fallback: what fills rows that the sources leave empty or short.
+        label: of the ranking model; None takes the first.
+
+    Example:
+        >>> from viviane.retrieval import ItemKNN
+        >>> bought = Histories.of([[3, 4, 5], [4, 5], [3, 5]])
+        >>> recommender = Recommender(ItemKNN.count(bought, 7), fallback=Popularity.count(bought, 7))
+        >>> recommender.recommend([[3], []], k=2).items.tolist()
+        [[5, 4], [5, 3]]
+    """
+
+    def __init__(
+        self,
+        retrieval: CandidateSource | Model | Sequence[CandidateSource | Model],
+        ranking: Model | None = None,
+        *,
+        num_candidates: int = 100,
+        fallback: Popularity | None = None,
+        label: str | None = None,
+    ) -> None:
+        given = list(retrieval) if isinstance(retrieval, Sequence) else [retrieval]
+        self.sources: list[CandidateSource] = [VectorSource(one) if isinstance(one, Model) else one for one in given]
+        names = [source.name for source in self.sources]
+        if not names or len(set(names)) < len(names):
+            fix = "give each a name of its own: VectorSource(model, name='towers')"
+            raise ConfigError("a recommender has sources of different names", value=", ".join(names), fix=fix)
+        sizes = {source.num_items for source in self.sources}
+        if fallback is not None:
+            sizes.add(fallback.num_items)
+        self.ranker = None if ranking is None else Ranker(ranking, self.sources, label)
+        if self.ranker is not None:
+            sizes.add(self.ranker.roles.num_items)
+        if len(sizes) > 1:
+            what = "the stages know catalogues of different sizes, so an id may mean two items"
+            raise ConfigError(what, value=", ".join(map(str, sorted(sizes))), fix="train them on data of one ETL")
+        if num_candidates < 1:
+            raise ConfigError("the number of candidates is positive", value=num_candidates)
+        self.num_items = sizes.pop()
+        self.num_candidates = num_candidates
+        self.fallback = fallback
+        self.label = label
+
+    @property
+    def ranking(self) -> Model | None:
+        """The second model."""
+        return None if self.ranker is None else self.ranker.model
+
+    def recommend(
+        self,
+        histories: Any,
+        k: int = 10,
+        *,
+        rows: Mapping[str, Any] | None = None,
+        exclude: Any = None,
+        remove_seen: bool = True,
+    ) -> Recommendations:
+        """Return the best k items for each history.
+
+        Args:
+            histories: lists of item ids, oldest first; ids that are not in the catalogue say nothing.
+            k: how many.
+            rows: more columns that the models read, by name, such as the user's id.
+            exclude: items that each row does not want besides, such as older ones that the history leaves out.
+            remove_seen: take the history's items out.
+
+        Raises:
+            ConfigError: k below 1. SchemaError: histories or columns of another form or length.
+        """
+        if k < 1:
+            raise ConfigError("the number of recommendations is positive", where="k", value=k)
+        asked = Histories.of(histories)
+        known = asked.where((asked.values >= 0) & (asked.values < self.num_items))
+        for name, values in (rows or {}).items():
+            if len(values) != len(asked):
+                allowed = f"{len(asked)}, one for each history"
+                raise SchemaError("a column has another number of rows", where=name, value=len(values), allowed=allowed)
+        unwanted = self._unwanted(known, exclude, remove_seen)
+        depth = max(self.num_candidates, k)
+        found = self.candidates(known, depth, rows)
+        if not remove_seen:
+            found = self._with_seen(found, known)
+        found = drop_seen(found, unwanted)
+        if self.ranker is not None:
+            found = self.ranker.rank(known, found.items, rows)
+        best = found.first(k)
+        if self.fallback is not None and (best.items == NO_ITEM).any():
+            best = self._filled(best, unwanted, k)
+        return Recommendations(best.items, np.where(best.items == NO_ITEM, np.nan, best.scores).astype(np.float32))
+
+    def candidates(self, histories: Histories, depth: int, rows: Any = None) -> Candidates:
+        """Return what the sources find, the first one's first, no item twice."""
+        parts = [source.candidates(histories, depth, rows) for source in self.sources]
+        items = np.concatenate([part.items for part in parts], 1)
+        scores = np.concatenate([part.scores for part in parts], 1)
+        if len(parts) > 1:  # scores of several sources are not comparable: the order is by source and place
+            place = -np.arange(scores.shape[1], dtype=np.float32)
+            scores = np.where(items == NO_ITEM, -np.inf, place).astype(np.float32)
+        nothing = Histories(np.empty(0, dtype=np.int64), np.zeros(len(histories) + 1, dtype=np.int64))
+        return drop_seen(Candidates(items, scores), nothing)
+
+    def similar(self, items: Sequence[int], k: int = 10) -> Recommendations:
+        """Return the items nearest to given ones, by the first source that has vectors, else by item neighbours.
+
+        Raises:
+            SchemaError: an item is not in the catalogue.
+        """
+        asked = np.asarray(items, dtype=np.int64)
+        wrong = (asked < 0) | (asked >= self.num_items)
+        if asked.ndim != 1 or wrong.any():
+            value = int(asked[wrong][0]) if wrong.any() else asked.shape
+            raise SchemaError("an item is not in the catalogue", value=value, allowed=f"0 to {self.num_items - 1}")
+        own = Histories(asked, np.arange(len(asked) + 1, dtype=np.int64))
+        for source in self.sources:
+            if isinstance(source, VectorSource):
+                found = source.index.search(source.index.vectors_of(asked), k + 1)
+                break
+        else:
+            found = self.sources[0].candidates(own, k)
+        best = drop_seen(found, own).first(k)
+        return Recommendations(best.items, np.where(best.items == NO_ITEM, np.nan, best.scores).astype(np.float32))
+
+    def _unwanted(self, histories: Histories, exclude: Any, remove_seen: bool) -> Histories:
+        from viviane.retrieval.histories import together
+
+        parts = [histories.where(np.full(len(histories.values), remove_seen))]
+        if exclude is not None:
+            more = Histories.of(exclude)
+            if len(more) != len(histories):
+                raise SchemaError(
+                    "a list for each history", where="exclude", value=len(more), allowed=str(len(histories))
+                )
+            parts.append(more)
+        return together(parts)
+
+    def _with_seen(self, found: Candidates, histories: Histories) -> Candidates:
+        """Sources leave the history out; here its items, the newest first, are candidates behind the others."""
+        longest = int(histories.lengths.max(initial=0))
+        again = np.full((len(histories), longest), NO_ITEM, dtype=np.int64)
+        again[histories.row_of, histories.age] = histories.values
+        low = found.scores.min(initial=0.0, where=np.isfinite(found.scores)) - 1.0
+        scores = np.where(again == NO_ITEM, -np.inf, low - np.arange(longest)).astype(np.float32)
+        return Candidates(np.concatenate([found.items, again], 1), np.concatenate([found.scores, scores], 1))
+
+    def _filled(self, best: Candidates, unwanted: Histories, k: int) -> Candidates:
+        """Put popular items behind those that were found; their scores go on below the last one's."""
+        assert self.fallback is not None
+        short = np.flatnonzero((best.items == NO_ITEM).any(1))
+        had = best.items[short]
+        popular = self.fallback.candidates(unwanted.take(short), 2 * k)
+        last = np.where(np.isfinite(best.scores[short]), best.scores[short], np.inf).min(1, keepdims=True)
+        below = np.where(np.isfinite(last), last, 0.0) - 1e-6 * (1 + np.arange(2 * k))
+        scores = np.concatenate([best.scores[short], np.where(popular.items == NO_ITEM, -np.inf, below)], 1)
+        joined = Candidates(np.concatenate([had, popular.items], 1), scores.astype(np.float32))
+        nothing = Histories(np.empty(0, dtype=np.int64), np.zeros(len(short) + 1, dtype=np.int64))
+        filled = drop_seen(joined, nothing).first(k)
+        items, values = best.items.copy(), best.scores.copy()
+        items[short], values[short] = filled.items, filled.scores
+        return in_order(items, values)
+
+    def save(self, folder: str | AnyPath) -> AnyPath:
+        """Write models, indexes and settings into one folder, whole or not at all."""
+        from viviane.retrieval.saving import save_recommender
+
+        return save_recommender(self, folder)
+
+    @classmethod
+    def load(cls, folder: str | AnyPath, *, device: str = "auto") -> Self:
+        """Read a saved recommender, verified.
+
+        Raises:
+            CheckpointError: a file is missing or altered, or an index belongs to another model.
+        """
+        from viviane.retrieval.saving import load_parts
+
+        return cls(**load_parts(folder, device))
