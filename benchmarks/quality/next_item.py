@@ -23,6 +23,7 @@ from raw_data import DATA
 
 import viviane as vv
 from viviane.retrieval import (
+    CandidateSource,
     CatalogueEvaluation,
     CatalogueMetrics,
     Histories,
@@ -152,48 +153,73 @@ def train(
     return model, history
 
 
+class _Figures(dict[str, float]):
+    """Test figures by way, of one data set and seed."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__()
+        self.name, self.seed = name, seed
+        self.case = CASES[name]
+        self.users, self.num_items = read(self.case)
+        self.known = self.users.before_last(2)
+        self.before = self.users.before_last(1)
+        self.wanted = Histories.of(self.users.values[self.users.offsets[1:] - 1][:, None])
+
+    def keep(self, way: str, metrics: dict[str, float]) -> None:
+        for metric, short in (("HR@10", "hr"), ("NDCG@10", "ndcg"), ("coverage@10", "coverage")):
+            self[f"{metric}, {way}"] = metrics[f"{short}@{K}"]
+        print(f"{self.name}, seed {self.seed}, {way}: {metrics}", flush=True)
+
+    def lists(self, way: str, recommender: Recommender) -> None:
+        metrics = CatalogueMetrics(self.num_items, [K])
+        metrics.add_lists(recommender.recommend(self.before, K).items, self.wanted)
+        self.keep(way, metrics.compute())
+
+    def two_stages(self, sources: list[CandidateSource], device: str) -> None:
+        """Rank what the sources find by a DIN, and keep what validation chooses beside it."""
+        solver = vv.Solver(
+            batch_size=1024, lr=0.001, epochs=12, patience=2, restore_best=True, drop_last=True, seed=self.seed,
+            device=device, num_threads=1 if device == "cpu" else None,
+        )  # fmt: skip
+        recipe = vv.zoo.DIN(
+            dim=16, attention_mlp=[16], top_mlp=[64, 32], activation="relu", dropout=0.2, embedding_dropout=0.2,
+            init={"type": "normal", "std": 0.03},
+        )  # fmt: skip
+        both = fit_two_stage(self.before, sources, recipe, solver, TwoStageSettings(seed=self.seed))
+        for way, value in both.validation.items():
+            self[f"deciding NDCG@10, {way}"] = value
+        self["two stages chosen"] = float(both.chosen == "two stages")
+        self.lists("two stages", both.both)
+        self.lists("the chosen way", both.recommender)
+
+    def simple_sources(self) -> list[CandidateSource]:
+        """Return item neighbours and popular items, and keep their figures."""
+        knn = ItemKNN.count(self.known, self.num_items, self.case.neighbours)
+        popular = Popularity.count(self.known, self.num_items)
+        self.lists("item neighbours", Recommender(knn, fallback=popular))
+        self.lists("popularity", Recommender(popular))
+        return [knn, popular]
+
+
+def neighbour_figures(name: str, seed: int, device: str) -> dict[str, float]:
+    """Two stages without SASRec, which a CPU does in minutes: item neighbours and popular items, ranked by a DIN."""
+    found = _Figures(name, seed)
+    found.two_stages(found.simple_sources(), device)
+    return dict(found)
+
+
 def figures(name: str, seed: int, device: str, seconds: float = 3600) -> dict[str, float]:
-    """Train everything with one seed, and return the test figures by way."""
-    case = CASES[name]
-    users, num_items = read(case)
-    before, wanted = users.before_last(1), Histories.of(users.values[users.offsets[1:] - 1][:, None])
-    found: dict[str, float] = {}
+    """Train everything with one seed, and return the test figures by way.
 
-    def keep(way: str, metrics: dict[str, float]) -> None:
-        found[f"HR@10, {way}"], found[f"NDCG@10, {way}"] = metrics[f"hr@{K}"], metrics[f"ndcg@{K}"]
-        found[f"coverage@10, {way}"] = metrics[f"coverage@{K}"]
-        print(f"{name}, seed {seed}, {way}: {metrics}", flush=True)
-
-    def lists(way: str, recommender: Recommender) -> None:
-        metrics = CatalogueMetrics(num_items, [K])
-        metrics.add_lists(recommender.recommend(before, K).items, wanted)
-        keep(way, metrics.compute())
-
-    models = {}
+    Args:
+        seconds: when each of the trainings of SASRec and HSTU ends at its next evaluation, at the latest.
+    """
+    found, models = _Figures(name, seed), {}
     for kind in ("SASRec", "HSTU"):
-        models[kind], history = train(kind, case, users, num_items, seed, device, seconds)
+        models[kind], history = train(kind, found.case, found.users, found.num_items, seed, device, seconds)
         best = history.best_row("catalogue/ndcg@10")
         found[f"validation NDCG@10, {kind}"] = best["catalogue/ndcg@10"]
         found[f"epochs, {kind}"] = best["epoch"]
-        keep(kind, catalogue_metrics(models[kind], before, wanted, seen=before, k=[K]))
-    known = users.before_last(2)
-    knn = ItemKNN.count(known, num_items, case.neighbours)
-    popular = Popularity.count(known, num_items)
-    sources = [VectorSource(models["SASRec"], name="sasrec"), knn, popular]
-    lists("item neighbours", Recommender(knn, fallback=popular))
-    lists("popularity", Recommender(popular))
-    solver = vv.Solver(
-        batch_size=1024, lr=0.001, epochs=12, patience=3, restore_best=True, drop_last=True, seed=seed, device=device,
-        num_threads=1 if device == "cpu" else None,
-    )  # fmt: skip
-    recipe = vv.zoo.DIN(
-        dim=16, attention_mlp=[16], top_mlp=[64, 32], activation="relu", dropout=0.2, embedding_dropout=0.2,
-        init={"type": "normal", "std": 0.03},
-    )  # fmt: skip
-    both = fit_two_stage(users.before_last(1), sources, recipe, solver, TwoStageSettings(seed=seed))
-    for way, value in both.validation.items():
-        found[f"deciding NDCG@10, {way}"] = value
-    found["two stages chosen"] = float(both.chosen == "two stages")
-    lists("two stages", both.both)
-    lists("the chosen way", both.recommender)
-    return found
+        found.keep(kind, catalogue_metrics(models[kind], found.before, found.wanted, seen=found.before, k=[K]))
+    found.two_stages([VectorSource(models["SASRec"], name="sasrec"), *found.simple_sources()], device)
+    return dict(found)

@@ -279,7 +279,7 @@ REFERENCES = {
     "SiLU": lambda i, w, p: silu(i[0]),
     "CausalMask": lambda i, w, p: causal_mask(i[0]),
     "LastPlace": lambda i, w, p: last_place(*i),
-    "PointwiseAttention": lambda i, w, p: pointwise_attention(i, w, p),
+    "PointwiseAttention": pointwise_attention,
     "NextItemSoftmax": lambda i, w, p: next_item(i, p),
     "L2Normalize": lambda i, w, p: i[0] / np.sqrt((i[0] ** 2).sum(-1, keepdims=True)),
     "LogFrequency": lambda i, w, p: log_frequency(i[0], w, p),

@@ -63,12 +63,12 @@ def test_vectors_of_items():
 
 
 BAD = [
-    (dict(vectors=np.ones((2, 2)), ids=[3, 3]), "stands twice"),
-    (dict(vectors=np.ones((2, 2)), ids=[3]), "an id for each vector"),
-    (dict(vectors=np.array([[1.0, np.nan]]), ids=[3]), "not finite"),
-    (dict(vectors=np.ones((0, 2)), ids=[]), "made of vectors"),
-    (dict(vectors=np.ones((1, 2)), ids=[-3]), "out of range"),
-    (dict(vectors=np.ones((1, 2)), ids=[9], num_items=9), "out of range"),
+    ({"vectors": np.ones((2, 2)), "ids": [3, 3]}, "stands twice"),
+    ({"vectors": np.ones((2, 2)), "ids": [3]}, "an id for each vector"),
+    ({"vectors": np.array([[1.0, np.nan]]), "ids": [3]}, "not finite"),
+    ({"vectors": np.ones((0, 2)), "ids": []}, "made of vectors"),
+    ({"vectors": np.ones((1, 2)), "ids": [-3]}, "out of range"),
+    ({"vectors": np.ones((1, 2)), "ids": [9], "num_items": 9}, "out of range"),
 ]
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from viviane.core.errors import ConfigError, DataError
-from viviane.core.locations import location
 
 if TYPE_CHECKING:
     from viviane.model import Model
@@ -31,6 +30,8 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
 ) -> None:  # fmt: skip
     """Recommend items: candidates by nearest neighbours, put in order by a second model."""
+    from viviane.cli.tables import check_output
+
     recommender, model = _open(retrieval, ranking, candidates, device)
     names = _names(model)
     if similar is not None:
@@ -45,11 +46,8 @@ def command(
         return
     if data is None or output is None:
         raise ConfigError("say for whom and where to", fix="viviane recommend MODEL INPUT --output FILE, or --similar")
-    if output.suffix not in (".parquet", ".csv"):
-        raise ConfigError("unknown kind of output", where="--output", value=str(output), allowed=".parquet, .csv")
-    if location(output).exists() and not overwrite:
-        raise ConfigError("the output exists", where=str(output), fix="choose another, or pass --overwrite")
-    count = _write(recommender, model, data, output, k, not keep_seen)
+    check_output(output, overwrite)
+    count = _write(recommender, model, data, output, k, remove_seen=not keep_seen, overwrite=overwrite)
     typer.echo(f"{output}: {k} items for each of {count:,} rows")
 
 
@@ -82,7 +80,7 @@ def _open(path: Path, ranking: Path | None, candidates: int, device: str) -> tup
 def _names(model: Model) -> Any:
     """Return what tells an item's value from its id, where the model's ETL knows it."""
     values = item_values(model)
-    return (lambda item: str(item)) if values is None else (lambda item: str(values.get(int(item), int(item))))
+    return str if values is None else lambda item: str(values.get(int(item), int(item)))
 
 
 def item_values(model: Model) -> dict[int, Any] | None:
@@ -101,16 +99,22 @@ def item_values(model: Model) -> dict[int, Any] | None:
     return dict(enumerate(vocabulary.values.to_pylist(), RESERVED.first))
 
 
-def _write(recommender: Recommender, model: Model, data: Path, output: Path, k: int, remove_seen: bool) -> int:
-    from viviane.cli.predict import writing
+def _write(
+    recommender: Recommender, model: Model, data: Path, output: Path, k: int, *, remove_seen: bool, overwrite: bool
+) -> int:
+    import pyarrow as pa
+
     from viviane.cli.rows import open_rows
+    from viviane.cli.tables import writing
 
     count, values = 0, item_values(model)
-    with open_rows(data, model, with_labels=False) as rows, writing(output) as write:
+    fields: list[Any] = [("row", pa.int64()), ("rank", pa.int32()), ("item", pa.int64()), ("score", pa.float32())]
+    schema = pa.schema(fields if values is None else [*fields, ("value", pa.string())])
+    with open_rows(data, model, with_labels=False) as rows, writing(output, schema, overwrite=overwrite) as write:
         for batch in rows.reader(4096):
             histories, columns = _columns(model, batch)
             found = recommender.recommend(histories, k, rows=columns, remove_seen=remove_seen)
-            write(_table(found, count, values))
+            write(_table(found, count, values, schema))
             count += len(histories)
     if not count:
         raise DataError("the input has no rows", where=str(data))
@@ -140,19 +144,14 @@ def _columns(model: Model, batch: Any) -> tuple[Any, dict[str, Any]]:
     return lists(batch.bags[roles.history]), columns
 
 
-def _table(found: Recommendations, first: int, values: dict[int, Any] | None) -> Any:
-    """Return a row for each recommended item: the input's row, the rank from 1, the item, the score."""
+def _table(found: Recommendations, first: int, values: dict[int, Any] | None, schema: Any) -> Any:
+    """Return a row for each recommended item: the input's row, the rank from 1, the item, the score, its value."""
     import numpy as np
     import pyarrow as pa
 
     row, place = np.nonzero(found.items >= 0)
     items = found.items[row, place]
-    columns: dict[str, Any] = {
-        "row": pa.array(row + first, pa.int64()),
-        "rank": pa.array(place + 1, pa.int32()),
-        "item": pa.array(items, pa.int64()),
-        "score": pa.array(found.scores[row, place], pa.float32()),
-    }
+    columns: list[Any] = [row + first, (place + 1).astype(np.int32), items, found.scores[row, place]]
     if values is not None:
-        columns["value"] = pa.array([None if values.get(int(i)) is None else str(values[int(i)]) for i in items], pa.string())
-    return pa.table(columns)
+        columns.append([None if values.get(int(item)) is None else str(values[int(item)]) for item in items])
+    return pa.table([pa.array(one, field.type) for one, field in zip(columns, schema, strict=True)], schema=schema)

@@ -68,7 +68,7 @@ class PointwiseAttention(Layer):
         """Return the sums."""
         settings = cast(PointwiseAttentionParameters, self.settings)
         heads = settings.num_attention_heads
-        queries, keys, values = (one.unflatten(2, (heads, -1)) for one in (q, k, v))
+        queries, keys, values = (one.reshape(*one.shape[:2], heads, one.shape[2] // heads) for one in (q, k, v))
         y = pointwise_attention(
             queries, keys, values, mask > 0, self.position, times, self.time, settings.unit
         )  # fmt: skip

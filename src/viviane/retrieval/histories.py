@@ -59,6 +59,34 @@ class Histories:
         values = np.concatenate(lists).astype(np.int64) if lists else np.empty(0, dtype=np.int64)
         return cls(values, lengths.cumsum())
 
+    @classmethod
+    def of_events(cls, user: Any, item: Any, time: Any = None) -> tuple[Histories, Ids]:
+        """Gather events by user, in the order of time, those of one time as they came.
+
+        Args:
+            user, item: (events,).
+            time: (events,); None takes the events as they came.
+
+        Returns:
+            the histories, and the user of each.
+
+        Raises:
+            SchemaError: the columns differ in length.
+
+        Example:
+            >>> users, who = Histories.of_events([8, 9, 8], [3, 4, 5], [20, 10, 10])
+            >>> users.lists()[0].tolist(), who.tolist()
+            ([5, 3], [8, 9])
+        """
+        users, items = np.asarray(user, dtype=np.int64), np.asarray(item, dtype=np.int64)
+        times = np.zeros(len(users)) if time is None else np.asarray(time)
+        if not users.shape == items.shape == times.shape or users.ndim != 1:
+            value = f"{users.shape}, {items.shape}, {times.shape}"
+            raise SchemaError("a user, an item and a time for each event", value=value)
+        order = np.lexsort((times, users))
+        who, counts = np.unique(users, return_counts=True)
+        return cls(items[order], np.concatenate([[0], counts.cumsum()]).astype(np.int64)), who
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

@@ -84,7 +84,8 @@ class _PairSums:
     def __init__(self, num_items: int) -> None:
         size = num_items * num_items
         self._dense = np.zeros(size) if size <= _MOST_DENSE else None
-        self._keys, self._sums = np.empty(0, dtype=np.int64), np.empty(0)
+        self._keys: Ids = np.empty(0, dtype=np.int64)
+        self._sums: NDArray[np.float64] = np.empty(0, dtype=np.float64)
         self._waiting: list[tuple[Ids, float]] = []
         self._count = 0
 
@@ -109,10 +110,11 @@ class _PairSums:
         weights = np.concatenate([np.full(len(one), weight) for one, weight in self._waiting])
         self._waiting, self._count = [], 0
         if self._dense is not None:
-            self._dense += np.bincount(keys, weights, minlength=len(self._dense))
+            self._dense += np.bincount(keys, weights, minlength=len(self._dense)).astype(np.float64)
             return
         self._keys, at = np.unique(np.concatenate([self._keys, keys]), return_inverse=True)
-        self._sums = np.bincount(at, np.concatenate([self._sums, weights]), minlength=len(self._keys))
+        both = np.concatenate([self._sums, weights])
+        self._sums = np.bincount(at, both, minlength=len(self._keys)).astype(np.float64)
 
 
 class ItemKNN:

@@ -64,7 +64,9 @@ class Roles:
             raise SchemaError("retrieval needs items that are numbered", value=found.name, fix=fix)
         if of is not None and of.table != found.table:
             raise SchemaError("history and item share a vocabulary", value=f"{of.name}, {found.name}")
-        return cls(of and of.name, found.name, found.num_ids, of and of.max_length)
+        if of is None:
+            return cls(None, found.name, found.num_ids)
+        return cls(of.name, found.name, found.num_ids, of.max_length)
 
 
 def vectors(model: Model, tensor: str, num_rows: int, given: Mapping[str, Any]) -> NDArray[np.float32]:

@@ -64,7 +64,8 @@ def save_recommender(recommender: Recommender, folder: str | AnyPath) -> AnyPath
         what = "this is not a recommender, so it is not replaced"
         raise ConfigError(what, where=str(path), fix="choose another folder")
     with replace_folder(path) as work:
-        entries, sums = [], {}
+        entries: list[SourceEntry] = []
+        sums: dict[str, str] = {}
         for source in recommender.sources:
             place = f"retrieval-{source.name}"
             entries.append(_save_source(source, work, place, sums))

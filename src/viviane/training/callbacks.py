@@ -144,6 +144,11 @@ class StopWithoutGain(Callback):
         self.best, self.num_bad = state.get("best"), state.get("num_bad", 0)
 
 
+def measures_of(callbacks: Sequence[Callback]) -> list[str]:
+    """Return the names of all that callbacks measure."""
+    return [name for callback in callbacks for name in callback.measures]
+
+
 def measured_by(callbacks: Sequence[Callback], trainer: Trainer) -> dict[str, float]:
     """Return what callbacks measure, checked against the names that they announced.
 

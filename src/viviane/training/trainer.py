@@ -22,7 +22,7 @@ from viviane.data.streaming import KafkaStream
 from viviane.parallel import Group, join_processes
 from viviane.schema import Schema
 from viviane.training.average import WeightMean
-from viviane.training.callbacks import Callback, solver_callbacks
+from viviane.training.callbacks import Callback, measures_of, solver_callbacks
 from viviane.training.checkpoint_write import write_checkpoint
 from viviane.training.checks import check_binary_labels, check_columns
 from viviane.training.environment import Interrupt, torch_switches
@@ -109,7 +109,7 @@ class Trainer:
         self.module = module.to(self.device)
         self.metrics = choose_metrics(schema, metrics)
         self.callbacks = list(callbacks)
-        self.callbacks = [*solver_callbacks(solver, [*self.measured, *self.metrics], self.lead_metric, schema), *callbacks]
+        self.callbacks[:0] = solver_callbacks(solver, self.all_metrics, self.lead_metric, schema)
         place = None if run_folder is None else location(run_folder)
         self.mirror = RunMirror(place) if isinstance(place, RemotePath) else None
         self.run_folder = self.mirror.local if self.mirror is not None else cast("Path | None", place)
@@ -133,14 +133,14 @@ class Trainer:
         self.history = History()
 
     @property
-    def measured(self) -> list[str]:
-        """What the callbacks measure."""
-        return [name for callback in self.callbacks for name in callback.measures]
+    def all_metrics(self) -> list[str]:
+        """What callbacks measure, then the trainer's metrics."""
+        return [*measures_of(self.callbacks), *self.metrics]
 
     @property
     def lead_metric(self) -> str:
-        """The first of `measured`, else the first metric that has a direction; without one, "loss"."""
-        for name in [*self.measured, *self.metrics]:
+        """The first of `all_metrics` that has a direction; without one, "loss"."""
+        for name in self.all_metrics:
             if has_direction(name):
                 return name
         return "loss"

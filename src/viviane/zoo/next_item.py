@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -121,7 +121,7 @@ class NextItemModel(ZooModel):
             DenseLayer("item_vector", "Reshape", items, selected=[length]),
         ]
         inputs = ["user_vector", "item_vector", states, items, "places", "sequence"]
-        params = {"targets": self.targets, "temperature": self.temperature}
+        params: dict[str, Any] = {"targets": self.targets, "temperature": self.temperature}
         if self.softmax == "all":
             inputs.append(table)
             reserved = 0 if item.num_ids is None else schema.reserved.first

@@ -10,11 +10,11 @@ from viviane.ops.pointwise_attention.reference import pointwise_attention as pla
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 CASES = {
-    "plain": dict(batch=2, length=5, heads=1, dim=3, width=4),
-    "two tiles, biases": dict(batch=3, length=37, heads=2, dim=16, width=8, position=True, times=True),
-    "place alone": dict(batch=1, length=33, heads=1, dim=17, width=16, position=True),
-    "time alone": dict(batch=2, length=7, heads=2, dim=4, width=4, times=True),
-    "one place": dict(batch=1, length=1, heads=1, dim=1, width=1, position=True, times=True),
+    "plain": {"batch": 2, "length": 5, "heads": 1, "dim": 3, "width": 4},
+    "two tiles, biases": {"batch": 3, "length": 37, "heads": 2, "dim": 16, "width": 8, "position": True, "times": True},
+    "place alone": {"batch": 1, "length": 33, "heads": 1, "dim": 17, "width": 16, "position": True},
+    "time alone": {"batch": 2, "length": 7, "heads": 2, "dim": 4, "width": 4, "times": True},
+    "one place": {"batch": 1, "length": 1, "heads": 1, "dim": 1, "width": 1, "position": True, "times": True},
 }
 
 
@@ -44,7 +44,7 @@ SIXTEEN = [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)] if ON_GPU else [(torch
 RUNS = [*((name, torch.float32, 2e-5) for name in CASES), *(("two tiles, biases", *one) for one in SIXTEEN)]
 
 
-@pytest.mark.parametrize(("name", "dtype", "tolerance"), RUNS, ids=lambda one: str(one))
+@pytest.mark.parametrize(("name", "dtype", "tolerance"), RUNS, ids=str)
 def test_equals_the_reference(name, dtype, tolerance):
     exact = make(**CASES[name])
     for one in ("q", "k", "v"):

@@ -32,7 +32,7 @@ def forward(
 ) -> Tensor:
     """Return y."""
     inputs = _contiguous(q, k, v, held, position, times, time_bias)
-    out = torch.empty_like(inputs[2])
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
     batch, length, heads, _ = q.shape
     with on_device(q):
         forward_kernel[(batch * heads, ceil_div(length, _BLOCK))](
@@ -55,7 +55,7 @@ def backward(
     """Return the gradients of q, k, v, p and r; empty ones for a bias that is not there."""
     inputs = _contiguous(q, k, v, held, position, times, time_bias)
     grad = grad.contiguous()
-    dq, dk, dv = (torch.empty_like(one) for one in inputs[:3])
+    dq, dk, dv = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
     batch, length, heads, _ = q.shape
     blocks, sizes = ceil_div(length, _BLOCK), _sizes(q, v, time_bias)
     with on_device(q):
