@@ -4,13 +4,15 @@ from typing import get_args
 
 import pytest
 
-from viviane.config import SGD, Lamb
+from viviane.config import SGD, AdaGrad, Lamb
 from viviane.config.base import Settings
 from viviane.config.optimizers import AnyOptimizer, RowWiseAdam
 from viviane.core.errors import ConfigError
+from viviane.embedding import TableConfig
 from viviane.ops.rules import DenseRule, Rule, dense_rules, rule_of, rules
 from viviane.ops.rules.rule import MAX_ROW_NUMBERS
 from viviane.optim import build_dense_optimizer
+from viviane.parallel import Plan, TablePlan
 
 
 @pytest.mark.parametrize("kind", get_args(AnyOptimizer), ids=lambda kind: kind.__name__)
@@ -67,3 +69,24 @@ def test_settings_select_the_variant() -> None:
     assert [rule_of(one).name for one in (SGD(), SGD(momentum=0.5), SGD(momentum=0.5, nesterov=True), Lamb())] == [
         "sgd", "momentum", "nesterov", "lamb",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "whole"),
+    [
+        (SGD(), False),
+        (SGD(clip_row_norm=1.0), True),
+        (AdaGrad(row_wise=True), True),
+        (RowWiseAdam(), True),
+        (Lamb(), True),
+    ],
+    ids=repr,
+)
+def test_optimizers_that_reduce_over_rows_are_not_sharded_by_column(optimizer, whole) -> None:
+    table = TableConfig(name="t", num_rows=9, dim=8, optimizer=optimizer)
+    plan = Plan(world_size=2, tables=[TablePlan(table="t", kind="column", ranks=[0, 1])])
+    if whole:
+        with pytest.raises(ConfigError, match="reduces over whole rows"):
+            plan.check({"t": table}, 2)
+    else:
+        plan.check({"t": table}, 2)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, AnyOptimizer, Ftrl, Lamb, RMSProp, RowWiseAdam
 from viviane.core.errors import ConfigError, suggest
+from viviane.ops.row_update import state_row_bytes
 
 TABLE_SIZES: Final[dict[str, tuple[int, ...]]] = {
     "criteo-kaggle": (
@@ -69,9 +70,7 @@ class Tables:
     @property
     def state_bytes_per_row(self) -> int:
         """Bytes of optimizer state of one row."""
-        if self.rule in ("sgd", "row_wise_adagrad"):
-            return 0 if self.rule == "sgd" else 4
-        return 4 * self.dim * (2 if self.rule in ("adam", "ftrl") else 1)
+        return state_row_bytes(RULES[self.rule], self.dim)
 
     @property
     def num_bytes(self) -> int:

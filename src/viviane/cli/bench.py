@@ -37,7 +37,10 @@ def command(
     batch: Annotated[str, typer.Option(help="Rows of a batch; several with commas.")] = "2048",
     optimizer: Annotated[
         str | None,
-        typer.Option(help="Of sgd, adagrad, row_wise_adagrad, rmsprop, adam, ftrl, with commas; train takes one."),
+        typer.Option(
+            help="sgd, adagrad, row_wise_adagrad, rmsprop, adam, adamw, row_wise_adam, lamb or ftrl; several with "
+            "commas, train takes one."
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help="train: a model of the zoo.")] = "dlrm",
     num_dense: Annotated[int, typer.Option(min=1, help="train: dense columns.")] = 13,

@@ -1,4 +1,4 @@
-"""Whole tables and their shards: initial values, and the way in and out."""
+"""Whole tables and their shards: initial values, gather and scatter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PIECE_ELEMENTS = 1 << 22
 
 
 def start_shard(part: EmbeddingCollection, shard: Shard, table: AnyTable, seed: int) -> None:
-    """Give a shard's rows the initial values that they have in the whole table."""
+    """Initialize the rows of a shard as in the whole table."""
     if not isinstance(table, TableConfig):
         return  # rows of a dynamic table begin when their keys come
     weight = part.table_rows(shard.table)
@@ -32,14 +32,14 @@ def start_shard(part: EmbeddingCollection, shard: Shard, table: AnyTable, seed: 
 
 
 def local_part(sharded: ShardedCollection, shard: Shard) -> EmbeddingCollection:
-    """Return the collection of this process that has a shard."""
+    """Return the collection of this rank that holds a shard."""
     part = sharded.replicas if shard.rank is None else sharded.own
     assert part is not None
     return part
 
 
 def gather_table(sharded: ShardedCollection, name: str) -> TableState:
-    """Put a table together from all processes' shards, on every process."""
+    """Gather a whole table from the shards of all ranks, on every rank."""
     table = sharded.tables[name]
     if not isinstance(table, TableConfig):
         raise ConfigError("the rows of a dynamic table come with their keys", value=name)
@@ -71,7 +71,7 @@ def gather_table(sharded: ShardedCollection, name: str) -> TableState:
 
 
 def scatter_table(sharded: ShardedCollection, name: str, content: TableState) -> None:
-    """Copy a whole table's rows and state into this process's shards."""
+    """Copy the rows and state of a whole table into this rank's shards."""
     table = sharded.tables[name]
     if not isinstance(table, TableConfig):
         raise ConfigError("the rows of a dynamic table come with their keys", value=name)
@@ -93,7 +93,7 @@ def scatter_table(sharded: ShardedCollection, name: str, content: TableState) ->
 
 
 def scatter_rows(sharded: ShardedCollection, name: str, rows: Tensor) -> None:
-    """Copy a whole table's rows into this process's shards."""
+    """Copy the rows of a whole table into this rank's shards."""
     for shard in sharded.shards[name]:
         if shard.rank is None or shard.rank == sharded.group.rank:
             keys, columns = slice(shard.low + shard.offset, shard.high, shard.stride), slice(shard.start, shard.stop)

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class KeptKeys(Generic[T]):
-    """What a batch's keys were resolved to, until the lookup of that very batch takes it.
+    """Keys that were resolved ahead for one batch object, until its lookup takes them.
 
     Example:
         >>> kept, batch = KeptKeys[str](), object()
@@ -23,11 +23,11 @@ class KeptKeys(Generic[T]):
         self._was_taken = False
 
     def keep(self, batch: object, found: T) -> None:
-        """Keep what the keys of a batch were resolved to."""
+        """Keep the resolved keys of a batch."""
         self._batch, self._found, self._was_taken = batch, found, False
 
     def take(self, batch: object) -> T | None:
-        """Return what was kept for this batch, once; None where there is nothing."""
+        """Return the kept keys of this batch object once; None if there are none."""
         if self._found is None or self._batch is not batch:
             return None
         found = self._found
@@ -35,7 +35,7 @@ class KeptKeys(Generic[T]):
         return found
 
     def end(self) -> bool:
-        """Drop what nobody took; returns whether somebody took what was kept last."""
+        """Drop keys that were not taken; return whether the last ones were taken."""
         was_taken = self._was_taken
         self._batch, self._found, self._was_taken = None, None, False
         return was_taken

@@ -1,6 +1,7 @@
-"""From a batch's keys to what each process looks up: rows of the whole tables first, then rows of the pieces.
+"""Resolves the keys of a batch to rows of whole tables, and these to rows of shards.
 
-Shapes: B rows of this process's batch, P pieces that look one id a row up, N entries of a bag, L places of a "concat".
+Shapes: B rows of the local batch, P feature shards with one id in each row, N entries of a bag, L positions of a
+"concat".
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from viviane.ops.embedding_bag import mean_weights
 from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.plan import AnyTable
 
-ABSENT = -1  # a row that is not in a piece's shard
+ABSENT = -1  # a row that the shard does not hold
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A batch's keys as rows of whole tables.
+    """The keys of a batch as rows of whole tables.
 
     Args:
-        singles: (B, S): one column for each feature with one id a row, and for each place of a "concat".
-        bags: rows and weights of the others.
+        singles: (B, S): one column for each one-hot feature and each position of a "concat".
+        bags: rows and weights of the other features.
         masks: (B, L), bool, of "concat" features.
         scales: (B, L), of "concat" features with weights.
     """
@@ -41,11 +42,11 @@ class Resolved:
 
 
 class KeyResolver:
-    """Applies the tables' policies to the keys of one kind of batch.
+    """Applies the tables' policies for keys out of range to one kind of batch.
 
     Args:
         features, tables: of the collection.
-        one_hot: names of the batch's columns with one id a row.
+        one_hot: names of the one-hot columns.
         violations: see `viviane.embedding.keys`.
         device: of the keys.
         dtype: of rows, int32 or int64.
@@ -82,7 +83,7 @@ class KeyResolver:
         return feature.name in self.columns and feature.combiner != "concat"
 
     def _row_map(self, features: Sequence[FeatureConfig], *, pick: bool = True) -> RowMap | None:
-        """Map keys of ordinary tables; those of dynamic ones stay as they are."""
+        """Map the keys of fixed tables; those of dynamic tables are unchanged."""
         own = [f for f in features if isinstance(self.tables[f.table], TableConfig)]
         if not own:
             return None
@@ -123,7 +124,7 @@ class KeyResolver:
         return mapping(bag.values.unsqueeze(1), bag.offsets, origin).view(-1)
 
     def _nothing(self, feature: FeatureConfig) -> int | None:
-        """Return the row, or raw key, that means "nothing here"; None: there is none."""
+        """Return the row, or raw key, that stands for padding; None: there is none."""
         table = self.tables[feature.table]
         return table.padding_id if isinstance(table, DynamicTableConfig) else self.null_row
 
@@ -145,10 +146,10 @@ class KeyResolver:
 
 
 class ShardRows:
-    """Turns rows of whole tables into rows of pieces; ABSENT where a piece's shard has no such row.
+    """Converts rows of whole tables to rows of shards; ABSENT if the shard does not hold the row.
 
     Args:
-        pieces: in order.
+        pieces: feature shards, in order.
         device: of the rows.
     """
 
@@ -165,11 +166,11 @@ class ShardRows:
         self.raw = torch.tensor(raw, dtype=torch.bool, device=device) if any(raw) else None
 
     def __call__(self, rows: Tensor, piece: int | None = None) -> Tensor:
-        """Return the pieces' rows.
+        """Return the rows of the shards.
 
         Args:
-            rows: (B, P), or (N,) of one piece.
-            piece: which one.
+            rows: (B, P), or (N,) of one feature shard.
+            piece: its index.
         """
         at = slice(None) if piece is None else slice(piece, piece + 1)
         low, high, stride, offset = self.low[at], self.high[at], self.stride[at], self.offset[at]
@@ -178,5 +179,5 @@ class ShardRows:
         if not self._whole:
             inside &= own.remainder(stride) == offset
             own = own // stride
-        found = own.masked_fill(~inside, ABSENT).to(rows.dtype)  # a number in torch.where would wait for a GPU
+        found = own.masked_fill(~inside, ABSENT).to(rows.dtype)  # torch.where with a number would synchronize
         return found if self.raw is None else torch.where(self.raw[at], rows, found)

@@ -1,4 +1,4 @@
-"""Which process holds which part of which table."""
+"""Sharding plans: which rank holds which shard of which table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from viviane.config.base import Settings
+from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import DynamicTableConfig, TableConfig
+from viviane.ops.rules import rule_of
 
 Kind = Literal["replicated", "table", "row", "column", "hybrid"]
 AnyTable: TypeAlias = TableConfig | DynamicTableConfig
@@ -53,7 +55,7 @@ class TablePlan(Settings):
 
 
 class Plan(Settings):
-    """Where all tables are.
+    """The sharding plan of all tables.
 
     Args:
         world_size: number of processes.
@@ -82,7 +84,7 @@ class Plan(Settings):
         raise ConfigError("the plan lacks a table", value=name, fix=suggest(name, [one.table for one in self.tables]))
 
     def check(self, tables: Mapping[str, AnyTable], world_size: int) -> None:
-        """Refuse a plan of other tables or of another number of processes.
+        """Refuse a plan for other tables or for another number of ranks.
 
         Raises:
             ConfigError: naming what differs, and the command that fits.
@@ -117,19 +119,23 @@ def _check_table(plan: TablePlan, table: AnyTable) -> None:
         check_columns(table.name, rule)
 
 
-def check_columns(table: str, rule: object) -> None:
-    """Refuse to cut the columns of a table whose rule needs whole rows."""
-    whole = [name for name in ("row_wise", "clip_row_norm") if getattr(rule, name, None)]
-    if whole:
+def check_columns(table: str, optimizer: AnyOptimizer) -> None:
+    """Refuse to shard a table by column if its optimizer needs whole rows.
+
+    Raises:
+        ConfigError: naming the table and the optimizer.
+    """
+    if rule_of(optimizer).needs_whole_rows:
         raise ConfigError(
-            "the rule needs whole rows, so columns cannot be on different processes", where=f"table {table!r}",
-            value=whole[0], allowed="kind 'table', 'row', 'hybrid' or 'replicated'",
+            "the optimizer reduces over whole rows, so columns cannot be on different ranks",
+            where=f"table {table!r}", value=repr(optimizer),
+            allowed="kind 'table', 'row', 'hybrid' or 'replicated'",
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a table on one process: keys low + offset, low + offset + stride, ... below high; columns.
+    """A shard of a table on one rank: keys low + offset, low + offset + stride, ... below high; columns.
 
     Args:
         table: its name.
@@ -150,17 +156,17 @@ class Shard:
 
     @property
     def keys(self) -> range:
-        """The keys whose rows it has."""
+        """The keys whose rows it holds."""
         return range(self.low + self.offset, self.high, self.stride)
 
     @property
     def dim(self) -> int:
-        """Columns that it has."""
+        """The columns that it holds."""
         return self.stop - self.start
 
 
 def shards_of(plan: TablePlan, table: AnyTable) -> list[Shard]:
-    """Return the parts of a table, in order.
+    """Return the shards of a table, in order.
 
     Example:
         >>> table = TableConfig(name="t", num_rows=5, dim=2)
@@ -185,7 +191,7 @@ def shards_of(plan: TablePlan, table: AnyTable) -> list[Shard]:
 
 
 def column_bounds(dim: int, parts: int) -> list[int]:
-    """Cut columns into parts as even as possible, at multiples of four where there are enough.
+    """Split columns into parts as even as possible, at multiples of four if there are enough.
 
     Example:
         >>> column_bounds(16, 3), column_bounds(5, 3)

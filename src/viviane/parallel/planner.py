@@ -1,4 +1,4 @@
-"""Chooses where tables go, by what they cost."""
+"""Chooses the sharding plan with the least estimated step time."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import TypeAlias
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import DynamicTableConfig, FeatureConfig
+from viviane.ops.rules import rule_of
 from viviane.parallel.costs import Cost, Machine, TableLoad, joint_milliseconds, part_cost, table_loads
-from viviane.parallel.plan import AnyTable, Kind, Plan, TablePlan, check_columns
+from viviane.parallel.plan import AnyTable, Kind, Plan, TablePlan
 
 _EXCHANGES = 4  # sizes, ids, vectors, gradients
 _GOOD_BALANCE = 1.05
 Cut: TypeAlias = tuple[Kind, int]
-"""How a table is divided, and into how many parts: 1 of "table"; of other kinds 0 for all processes."""
+"""The sharding type of a table and its number of shards; 0: one on every rank."""
 
-_ROOM = 0.9  # share of the memory that tables may take: batches, gradients and dense layers need some
+_MEMORY_SHARE = 0.9  # of the memory, for tables: batches, gradients and dense layers need the rest
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what it costs.
+    """A sharding plan and its estimated cost.
 
     Args:
         plan: where the tables are.
@@ -37,12 +38,12 @@ class Planned:
     num_widths: int = 1
 
     def total(self, rank: int) -> Cost:
-        """Return the cost of a process."""
+        """Return the cost on one rank."""
         return sum(self.costs[rank].values(), Cost())
 
     @property
     def milliseconds(self) -> float:
-        """Expected time of lookups, exchange and updates in an iteration: see `joint_milliseconds`.
+        """Estimated time of lookups, exchange and updates in one step; see `joint_milliseconds`.
 
         Ids, vectors and gradients are exchanged where a table is not on every process, and gradients of rows are summed
         where one is; each exchange waits for all processes.
@@ -59,13 +60,13 @@ class Planned:
 
     @property
     def balance(self) -> float:
-        """Mean time of the processes divided by what all of them take together: 1 is even."""
+        """Mean time of the ranks divided by the time of the step: 1 is perfectly balanced."""
         times = [one.milliseconds(self.machine) for one in self._totals]
         together = joint_milliseconds(self._totals, self.machine)
         return sum(times) / len(times) / together if together else 1.0
 
     def words(self) -> str:
-        """Say in one line which tables are where, and what is expected of it."""
+        """Describe the plan and its estimated time in one line."""
         where: dict[str, list[str]] = {}
         for one in self.plan.tables:
             hot = f" ({one.num_hot:,} hot rows)" if one.num_hot else ""
@@ -77,13 +78,13 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Whether every process has room for its parts."""
-        limit = _ROOM * self.machine.memory_bytes
+        """Whether the shards of every rank fit its memory."""
+        limit = _MEMORY_SHARE * self.machine.memory_bytes
         return all(self.total(rank).held <= limit for rank in range(self.plan.world_size))
 
 
 class Planner:
-    """Finds the plan with the least expected time among those that fit.
+    """Finds the plan with the least estimated step time among those that fit.
 
     It begins with each table on one process, the small ones replicated where that is cheaper, and then cuts the largest
     table of the slowest or fullest process by columns or rows, as long as that helps; columns over 2, 4 and so on up to
@@ -164,14 +165,14 @@ class Planner:
         if not best.fits:
             raise ConfigError(
                 "the tables do not fit", value=f"{sum(load.bytes for load in self.loads.values()) / 1e9:.1f} GB",
-                allowed=f"{_ROOM * self.machine.memory_bytes * self.world_size / 1e9:.1f} GB on "
-                f"{self.world_size} process(es), {_ROOM:.0%} of their memory",
+                allowed=f"{_MEMORY_SHARE * self.machine.memory_bytes * self.world_size / 1e9:.1f} GB on "
+                f"{self.world_size} process(es), {_MEMORY_SHARE:.0%} of their memory",
                 fix="use more processes, rows of 16 bits, or an optimizer with less state",
             )  # fmt: skip
         return best
 
     def evaluate(self, plan: Plan) -> Planned:
-        """Return what a given plan costs."""
+        """Return the cost of a given plan."""
         costs: list[dict[str, Cost]] = [{} for _ in range(self.world_size)]
         widths: list[set[tuple[float, str]]] = [set() for _ in range(self.world_size)]
         for one in plan.tables:
@@ -199,7 +200,7 @@ class Planner:
         return "replicated" if cheaper and load.bytes < 0.01 * self.machine.memory_bytes else "table"
 
     def _place(self, kinds: Mapping[str, Cut]) -> Planned:
-        """Put shared tables on all processes, and whole ones and parts, the slowest first, where the least is done."""
+        """Place replicated tables on all ranks, then shards, the slowest first, on the rank with the least work."""
         every = tuple(range(self.world_size))
         plans = dict(self.fixed)
         for name, (kind, parts) in kinds.items():
@@ -209,7 +210,7 @@ class Planner:
                 plans[name] = TablePlan(table=name, kind=kind, ranks=self._ranks(name, kind))
         given = self.evaluate(Plan(world_size=self.world_size, tables=tuple(plans.values())))
         totals = [given.total(rank) for rank in every]
-        limit = _ROOM * self.machine.memory_bytes
+        limit = _MEMORY_SHARE * self.machine.memory_bytes
         cost = {name: self._part_cost(name, kind, parts) for name, (kind, parts) in kinds.items() if parts}
         for name in sorted(cost, key=lambda name: -cost[name].milliseconds(self.machine)):
 
@@ -227,20 +228,20 @@ class Planner:
         return self.evaluate(Plan(world_size=self.world_size, tables=ordered))
 
     def _ranks(self, name: str, kind: Kind) -> tuple[int, ...]:
-        """Return the processes of a table that is cut: no more than it has rows or columns."""
+        """Return the ranks of a sharded table: no more than it has rows or columns."""
         load = self.loads[name]
         most = {"replicated": 0, "row": load.num_rows, "column": load.table.dim}[kind]
         return tuple(range(min(self.world_size, most)))
 
     def _num_hot(self, load: TableLoad) -> int:
-        """Return the number of hot rows that costs least."""
+        """Return the cheapest number of replicated rows."""
         return min(load.hot_share, key=lambda hot: self._time(load, "hybrid", hot))
 
     def _time(self, load: TableLoad, kind: Kind, hot: int = 0) -> float:
         return self._part_cost(load.table.name, kind, self.world_size, hot).milliseconds(self.machine)
 
     def _improve(self, kinds: Mapping[str, Cut], best: Planned) -> tuple[dict[str, Cut], Planned] | None:
-        """Cut one table of the fullest, else of the slowest process or the one that sends most; None: nothing helps."""
+        """Shard one more table of the rank with the most bytes, else of the slowest one or the one that sends most."""
         found: list[tuple[tuple[bool, float], dict[str, Cut], Planned]] = []
         for name in self._heaviest(best):
             if name in kinds and name not in self.kinds and kinds[name][0] in ("table", "replicated"):
@@ -255,7 +256,7 @@ class Planner:
         return (changed, planned) if helps else None
 
     def _heaviest(self, best: Planned) -> list[str]:
-        """Return the tables that weigh most where most is done, and where most is sent."""
+        """Return the most expensive tables of the slowest rank and of the rank that sends most."""
         keys: list[Callable[[Cost], float]] = [lambda cost: cost.held]
         if best.fits:
             keys = [lambda cost: cost.local_milliseconds(self.machine), lambda cost: cost.wire]
@@ -274,9 +275,7 @@ class Planner:
             cuts.append(("row", 0))
         if load.hot_share and min(load.hot_share) + size <= table.num_rows:
             cuts.append(("hybrid", 0))
-        try:
-            check_columns(table.name, load.rule)
-        except ConfigError:
+        if load.rule is not None and rule_of(load.rule).needs_whole_rows:
             return cuts
         halves = [parts for parts in (2 << i for i in range(size.bit_length())) if parts < size]
         return [*cuts, *(("column", parts) for parts in (*halves, size) if table.dim >= 4 * parts)]

@@ -1,6 +1,6 @@
-"""Keys of a batch whose bags have one length each: rows of whole tables in one matrix, without a look at any number.
+"""Resolves the keys of batches with static shapes into one matrix of rows, without reading a value on the host.
 
-Shapes: B rows of this process's batch, C columns: one for each id of a row, S segments of the output.
+Shapes: B rows of the local batch, C columns, one for each id of a row, S segments of the output.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from viviane.parallel.plan import AnyTable
 
 @dataclass(frozen=True)
 class StaticRows:
-    """A batch's keys as rows of whole tables.
+    """The keys of a batch as rows of whole tables.
 
     Args:
         rows: (B, C), contiguous.
         masks: (B, L), bool, of "concat" features.
-        shares: of "mean" features with several ids a row: what their sum is multiplied by, (B, 1), float32.
+        shares: of "mean" features with several ids in each row: the factor of their sum, (B, 1), float32.
     """
 
     rows: Tensor
@@ -40,18 +40,18 @@ def fixed_hotness(
     features: Mapping[str, FeatureConfig],
     tables: Mapping[str, AnyTable],
     keys: Keys,
-    said: Mapping[str, int],
+    declared: Mapping[str, int],
 ) -> tuple[int, ...] | None:
-    """Return the ids of a row of each feature, where the batch's shapes follow from its size; None: they do not.
+    """Return the hotness of each feature if all shapes of the batch follow from its size; None otherwise.
 
     Raises:
-        DataError: a "concat" has more ids than places.
+        DataError: a "concat" has more ids than positions.
     """
     found = []
     for name, feature in features.items():
         if not isinstance(tables[feature.table], TableConfig):
             return None
-        hotness = said.get(name)
+        hotness = declared.get(name)
         if name in keys.one_hot_names:
             hotness = 1
         elif keys.bags[name].weights is not None or hotness is None:
@@ -66,35 +66,38 @@ def fixed_hotness(
 
 
 def check_sizes(keys: Keys, size: int, hotness: Mapping[str, int]) -> None:
-    """Refuse a batch of other sizes than were said.
+    """Refuse a batch whose sizes differ from the declared static shapes.
 
     Raises:
         DataError: naming the size, or the feature.
     """
     if keys.size != size:
         fix = "call fix_sizes(None) on all processes before such a batch"
-        raise DataError("the batch has another size than said", value=keys.size, allowed=str(size), fix=fix)
+        raise DataError(
+            "the batch size differs from the declared static size", value=keys.size, allowed=str(size), fix=fix
+        )
     for name, count in hotness.items():
         if name in keys.bags and len(keys.bags[name].values) != count * size:
             raise DataError(
-                "the bags have another number of ids than said", where=f"feature {name!r}",
+                "the number of ids in the bags differs from the declared hotness", where=f"feature {name!r}",
                 value=len(keys.bags[name].values), allowed=f"{count} a row",
             )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class UnevenBag(Violation):
-    """A bag with another number of ids than was said; place counts the offsets of all features, one after another."""
+    """A bag whose number of ids differs from the declared hotness; `place` indexes the offsets of all features."""
 
     features: tuple[tuple[str, int], ...]
     size: int
 
     def error(self, place: int, value: int) -> VivianeError:
-        """Return the error of the bag whose end stands at `place`."""
+        """Return the error of the bag that ends at `place`."""
         number, row = divmod(place, self.size + 1)
         name, count = self.features[number]
         return DataError(
-            "a bag has another number of ids than said", where=self.where(f"feature {name!r}", max(0, row - 1)),
+            "the number of ids in a bag differs from the declared hotness",
+            where=self.where(f"feature {name!r}", max(0, row - 1)),
             value=f"the ids of rows up to it are {value}", allowed=f"{count} a row",
             fix="call fix_sizes(None) on all processes, or leave the feature out of its hotness",
         )  # fmt: skip
@@ -104,9 +107,9 @@ class StaticKeyResolver:
     """Applies the tables' policies to the keys of one kind of batch.
 
     Args:
-        features, tables: of the collection; ordinary tables alone.
-        one_hot: names of the batch's columns with one id a row.
-        hotness: ids of a row of each feature.
+        features, tables: of the collection; fixed tables only.
+        one_hot: names of the one-hot columns.
+        hotness: number of ids in each row, by feature.
         violations: see `viviane.embedding.keys`.
         device: of the keys.
     """
@@ -162,7 +165,7 @@ class StaticKeyResolver:
         return self.features[name].combiner == "mean" and len(self.columns[name]) > 1
 
     def _check_lengths(self, keys: Keys) -> None:
-        """Leave a record of the first bag that has another number of ids than was said; nothing waits for a GPU."""
+        """Record the first bag whose number of ids differs from its hotness; nothing waits for the GPU."""
         if self._ends is None or len(self._ends) != (keys.size + 1) * len(self._bags):
             refuse_capture(keys.one_hot.device, "a new size of batch", fix="run an iteration with such a batch before")
             ends = torch.arange(keys.size + 1, dtype=torch.int64)

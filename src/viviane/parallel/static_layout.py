@@ -1,7 +1,7 @@
-"""Where everything of a batch of fixed shapes stands: columns of ids, blocks on the wire, parts of storages.
+"""The layout of batches with static shapes: id columns, exchanged blocks and lookups by storage.
 
-Shapes: n processes, B rows of every process's batch, G = n B, C_r ids of a row that process r looks up, W_r columns of
-its vectors, W columns of the output.
+Shapes: n ranks, B rows of every local batch, G = n B, C_r ids of a row that rank r looks up, W_r columns of its
+vectors, W columns of the output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from viviane.parallel.group import Group
 
 @dataclass(frozen=True)
 class RowLocation:
-    """Where a piece's rows are in the collection that has them: the storage's number, its first row, its zero row."""
+    """Location of a feature shard's rows in the collection that holds them: storage, first row, zero row."""
 
     storage: int
     base: int
@@ -28,14 +28,14 @@ class RowLocation:
 
 @dataclass(frozen=True)
 class StoragePart:
-    """What one storage of this process looks up of a batch.
+    """The lookups of a batch in one storage of this rank.
 
     Args:
-        storage: where.
-        first, stop: its columns among all that are inputs of this process.
-        pieces: their columns, from 0, and their place in the vectors.
-        targets: for each column, where its vector goes; those of one piece go to one place.
-        owners: for each column, its feature.
+        storage: the storage.
+        first, stop: its columns among all id columns of this rank.
+        pieces: id columns, from 0, and output column of each feature shard.
+        targets: for each id column, the column of its vector; equal for the columns of one feature shard.
+        owners: for each id column, its feature.
         tables: names of the tables that are looked up.
     """
 
@@ -49,25 +49,25 @@ class StoragePart:
 
     @property
     def is_single(self) -> bool:
-        """Whether every piece has one id a row."""
+        """Whether every feature shard has one id in each row."""
         return len(self.pieces) == len(self.targets)
 
 
 @dataclass(frozen=True)
 class StaticLayout:
-    """A kind of batch, worked out once.
+    """The layout of one kind of batch.
 
     Args:
-        counts: C_r of every process, then of every local storage.
-        widths: W_r of every process.
-        columns: how rows of whole tables go into the blocks of ids.
-        parts: of every process, how many columns of its block each of its storages has.
-        segments: how blocks of vectors become the output.
+        counts: C_r of every rank, then of every local storage.
+        widths: W_r of every rank.
+        columns: how rows of whole tables are packed into blocks of ids.
+        parts: for every rank, the number of id columns of each of its storages.
+        segments: how blocks of vectors are assembled into the output.
         owners: for each segment, its feature.
-        own: storages of this process's shards.
-        direct: the same, with vectors at their place in the output of the process that inputs.
-        local: storages of replicated tables; their vectors go straight into the output.
-        dtype: of ids on the wire.
+        own: lookups in the storages of this rank's shards.
+        direct: the same, with vectors written directly into the output of the rank that needs them.
+        local: lookups in the storages of replicated tables, written directly into the output.
+        dtype: of ids in transit.
     """
 
     counts: tuple[int, ...]
@@ -83,7 +83,7 @@ class StaticLayout:
 
 
 def row_locations(pieces: Sequence[FeatureShard], part: EmbeddingCollection | None) -> list[RowLocation]:
-    """Return where the rows of a process's pieces are."""
+    """Return the location of the rows of each feature shard of a rank."""
     found = []
     for piece in pieces:
         assert part is not None
@@ -102,19 +102,19 @@ def lay_out(
     replicas: EmbeddingCollection | None,
     device: torch.device,
 ) -> StaticLayout:
-    """Work a kind of batch out; all processes call it together.
+    """Compute the layout of one kind of batch. Collective.
 
     Args:
-        pieces: of all features.
+        pieces: the feature shards of all features.
         ids: for each feature, its columns in the matrix of rows of whole tables.
         size: B.
-        own, replicas: collections of this process.
+        own, replicas: the collections of this rank.
     """
     by_rank = [[p for p in pieces if p.shard.rank == rank] for rank in range(group.size)]
     here = [p for p in pieces if p.shard.rank is None]
-    told = group.gather_data([[h.storage, h.base, h.null_row] for h in row_locations(by_rank[group.rank], own)])
-    where = [[RowLocation(*one) for one in every] for every in told]
-    at_home = row_locations(here, replicas)
+    gathered = group.gather_data([[h.storage, h.base, h.null_row] for h in row_locations(by_rank[group.rank], own)])
+    where = [[RowLocation(*one) for one in every] for every in gathered]
+    local_places = row_locations(here, replicas)
     lines: list[list[int]] = []
     counts: list[int] = []
     mine: tuple[StoragePart, ...] = ()
@@ -129,16 +129,16 @@ def lay_out(
             mine = tuple(_part(own, inputs, places, one, ids, _starts(inputs)) for one in parts)
             direct = tuple(_part(own, inputs, places, one, ids, [piece.column for piece in inputs]) for one in parts)
     local = []
-    for number in sorted({one.storage for one in at_home}):
-        chosen = [i for i, one in enumerate(at_home) if one.storage == number]
-        some, homes_of = [here[i] for i in chosen], [at_home[i] for i in chosen]
+    for number in sorted({one.storage for one in local_places}):
+        chosen = [i for i, one in enumerate(local_places) if one.storage == number]
+        some, homes_of = [here[i] for i in chosen], [local_places[i] for i in chosen]
         parts = _block(lines, size * sum(counts), some, homes_of, ids)
         counts.append(parts[-1][2])
         assert replicas is not None
         local.append(_part(replicas, some, homes_of, parts[0], ids, [piece.column for piece in some]))
     widths = [sum(piece.shard.dim for piece in one) for one in by_rank]
     items, owners = _segments(by_rank, widths, size, {piece.column for piece in here})
-    biggest = max([one.null_row for every in [*where, at_home] for one in every], default=0)
+    biggest = max([one.null_row for every in [*where, local_places] for one in every], default=0)
     return StaticLayout(
         tuple(counts), tuple(widths), Columns(lines, device), tuple(lengths), Segments(items, device), owners, mine,
         direct, tuple(local), torch.int32 if biggest + 2 < 2**31 else torch.int64,
@@ -146,7 +146,7 @@ def lay_out(
 
 
 def _starts(pieces: Sequence[FeatureShard]) -> list[int]:
-    """Return where each piece's vector begins among those of its process."""
+    """Return the first column of each feature shard's vector among those of its rank."""
     found, start = [], 0
     for piece in pieces:
         found.append(start)
@@ -155,7 +155,7 @@ def _starts(pieces: Sequence[FeatureShard]) -> list[int]:
 
 
 def _columns_of(piece: FeatureShard, ids: Mapping[str, range]) -> list[int | None]:
-    """Return the ids that a piece looks up in a row; None: a place of a "concat" that is always empty."""
+    """Return the id columns of a feature shard; None: a position of a "concat" that is always empty."""
     span = ids[piece.feature.name]
     if not piece.is_single:
         return list(span)
@@ -169,25 +169,35 @@ def _block(
     places: Sequence[RowLocation],
     ids: Mapping[str, range],
 ) -> list[tuple[int, int, int]]:
-    """Add the columns of one block, by storage; returns each storage's number, first column, and the one after."""
+    """Append the columns of one block, by storage; return each storage's index, first column and end."""
     order = sorted(range(len(pieces)), key=lambda i: places[i].storage)
     width = sum(len(_columns_of(piece, ids)) for piece in pieces)
     parts: list[tuple[int, int, int]] = []
     at = 0
     for i in order:
-        piece, home = pieces[i], places[i]
+        piece, location = pieces[i], places[i]
         first, shard = at, piece.shard
         for column in _columns_of(piece, ids):
             high = 0 if column is None else shard.high
             low = 0 if column is None else shard.low
             lines.append(
-                [column or 0, start + at, width, low, high, shard.stride, shard.offset, home.base, home.null_row]
+                [
+                    column or 0,
+                    start + at,
+                    width,
+                    low,
+                    high,
+                    shard.stride,
+                    shard.offset,
+                    location.base,
+                    location.null_row,
+                ]
             )
             at += 1
-        if parts and parts[-1][0] == home.storage:
-            parts[-1] = (home.storage, parts[-1][1], at)
+        if parts and parts[-1][0] == location.storage:
+            parts[-1] = (location.storage, parts[-1][1], at)
         else:
-            parts.append((home.storage, first, at))
+            parts.append((location.storage, first, at))
     return parts
 
 
@@ -212,14 +222,14 @@ def _part(
         owners += [piece.feature.name] * count
     storage = collection.all_storages()[number]
     assert isinstance(storage, Storage)
-    tables = frozenset(p.shard.table for p, home in zip(pieces, places, strict=True) if home.storage == number)
+    tables = frozenset(p.shard.table for p, location in zip(pieces, places, strict=True) if location.storage == number)
     return StoragePart(storage, first, stop, tuple(found), tuple(targets), tuple(owners), tables)
 
 
 def _segments(
     by_rank: Sequence[Sequence[FeatureShard]], widths: Sequence[int], size: int, filled: set[int]
 ) -> tuple[list[Segment], tuple[str, ...]]:
-    """Return the segments of the output that come over the wire, and their features."""
+    """Return the segments of the output that other ranks send, and their features."""
     sources: dict[tuple[int, int, str], list[Source]] = {}
     block = 0
     for pieces, width in zip(by_rank, widths, strict=True):

@@ -102,6 +102,11 @@ class Rule(ABC):
         return bool(getattr(self.settings, "epsilon_inside_root", False))
 
     @property
+    def needs_whole_rows(self) -> bool:
+        """Whether the columns of a row cannot be updated separately: the rule, or its clipping, reduces over them."""
+        return self.sums_rows or self.settings.clip_row_norm is not None
+
+    @property
     def decay(self) -> float:
         """The weight decay that is added to the gradient."""
         return float(self.settings.weight_decay) if self.couples_decay else 0.0
