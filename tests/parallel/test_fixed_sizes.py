@@ -152,7 +152,7 @@ def refusals():
     group = Group.world()
     ours = ShardedCollection(tables(), FEATURES, SGD(), plan=plans(group.size)["hybrid"], group=group)
     ours.fix_sizes(SIZE, HOTNESS)
-    with pytest.raises(DataError, match="another size"):
+    with pytest.raises(DataError, match="the batch size differs"):
         ours(batches(group.size, 0, size=3)[group.rank])
     for hotness, words in (
         ({**HOTNESS, "bag": 4}, r"number of ids[\s\S]*'bag'"),
