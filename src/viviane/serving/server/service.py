@@ -32,7 +32,7 @@ SERVER_NAME: Final = "viviane"
 EXTENSIONS: Final = ("binary_tensor_data", "model_repository", "model_configuration", "statistics")
 _TICK_S: Final = 0.05
 _BUSY: Final = 32
-"""With fewer requests under way a loop that is behind is not the work of its clients."""
+"""With fewer requests in the queue a model would soon have nothing to do."""
 _SMALL_BYTES: Final = 16 << 10
 """A request of up to so many bytes is parsed where it arrives; a longer one on a thread of its own."""
 
@@ -83,9 +83,10 @@ class Service:
         with contextlib.suppress(ModelNotFoundError):  # answered as such later
             session = self.repository.get(model, version_number(version))
             try:
-                if self._lag_s * 1000 > self.settings.max_lag_ms and self._under_way >= _BUSY:
+                batcher = self._batcher(model, session)
+                if self._lag_s * 1000 > self.settings.max_lag_ms and batcher.queued >= _BUSY:
                     raise RequestError(Status.OVERLOADED, "the server is overloaded", fix="try again later")
-                self._batcher(model, session).check_room()
+                batcher.check_room()
             except RequestError as error:
                 self.metrics.failed(protocol, model, error.status.grpc)
                 raise
