@@ -1,1 +1,1 @@
-"""Errors, devices, seeds and optional imports: what every other room stands on."""
+"""Errors, devices, seeds and optional imports: the base of all other packages."""

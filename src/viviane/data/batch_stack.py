@@ -1,4 +1,4 @@
-"""How batches stand in a stack: their matrices one behind another in one piece of memory."""
+"""The layout of a stack: all matrices of a batch in one allocation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Matrix:
 
 
 class BatchStack:
-    """How batches of a schema stand in a stack; bags have as many ids as their column's hotness.
+    """The layout of stacked batches of a schema; every bag has its column's hotness.
 
     Args:
         schema: the columns; `ineligible_reason` is None.
@@ -68,7 +68,7 @@ class BatchStack:
 
     @staticmethod
     def ineligible_reason(schema: Schema) -> str | None:
-        """Say why batches of a schema cannot be taken out of stacks; None: they can."""
+        """Return why batches of a schema cannot be stacked; None if they can."""
         loose = [column.name for column in schema.bags if column.hotness is None]
         return f"bags of column {loose[0]!r} may have any number of ids: it has no hotness" if loose else None
 

@@ -1,8 +1,8 @@
-"""Rows mixed on a GPU: windows are copied there as they stand in the files, and batches are taken out of them there.
+"""Device shuffle: windows are copied to a GPU in the order of the files, and batches are gathered from them there.
 
-A CPU waits for memory at each row that it takes from a random place, and its threads ask for the interpreter's lock as
-often as the thread that launches kernels can bear. A GPU takes the same rows in the same order at the speed of its
-memory; what is left to the host is to copy rows one behind another, which needs few calls and a fraction of the time.
+Random reads stall a CPU, and its threads compete for the interpreter's lock with the thread that launches kernels. A
+GPU gathers the same rows in the same order at the speed of its memory. The host only copies rows sequentially, which
+takes few calls.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _WINDOWS_ON_DEVICE: Final = 3  # one that batches are taken from, the next, and 
 
 
 class DeviceShuffle:
-    """What is mixed on a device: the windows on their way there.
+    """The windows that are being copied to a device for shuffling.
 
     Args:
         stacks: form of the batches.
-        device: where they are wanted.
+        device: that gathers the rows.
     """
 
     def __init__(self, stacks: BatchStack, device: torch.device) -> None:
@@ -41,11 +41,11 @@ class DeviceShuffle:
         self._pending: deque[StagedWindow] = deque()
 
     def run_rows(self, batch_rows: int) -> int:
-        """Return the rows that are taken together at most: of one batch, or of as many as are little memory."""
+        """Return the maximum rows of a run: one batch, or as many as the memory limit allows."""
         return max(batch_rows, min(_RUN_ROWS, _RUN_BYTES // self.stacks.row_bytes))
 
     def stage(self, window: Window, spans: Sequence[Span] | None = None) -> StagedWindow:
-        """Begin a window, or those rows of it that stand in some spans of its order."""
+        """Start staging a window, or only the rows in the given spans of its order."""
         staged = StagedWindow(self.stacks, window, self.device, spans)
         self._pending.append(staged)
         return staged
@@ -62,7 +62,7 @@ class DeviceShuffle:
 
     @staticmethod
     def too_large_reason(stacks: BatchStack, window_rows: int, device: torch.device) -> str | None:
-        """Say why windows of so many rows find no room on a GPU; None: they do."""
+        """Return why windows of this size exceed the memory limit of a GPU; None if they fit."""
         if device.type != "cuda":
             return None
         needed = _WINDOWS_ON_DEVICE * window_rows * stacks.row_bytes
@@ -75,10 +75,10 @@ class DeviceShuffle:
 
 
 class ShuffledRun(Run):
-    """Several batches, or one, whose rows are taken on the device that they are moved to.
+    """One or several batches whose rows are gathered on the target device.
 
     Args:
-        device_shuffle: what their windows belong to.
+        device_shuffle: owner of the windows.
         parts: windows, and which rows of their order; of each batch, and in the order of the batches.
         rows: of each batch; None: it is the only one.
     """
@@ -112,4 +112,4 @@ class ShuffledRun(Run):
 
 
 def _no_host_batch() -> Batch:
-    raise AssertionError("rows that are mixed on a device are nowhere before they are moved there")
+    raise AssertionError("shuffled runs have no host batch; move the run to its device first")

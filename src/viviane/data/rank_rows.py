@@ -1,7 +1,7 @@
-"""Which rows are one process's of several: of each batch, and of each window; it copies no others to its device.
+"""The rows of one rank, in each batch and in each window; a rank copies no other rows to its device.
 
-Processes share every batch, so that any row of a window may be any process's: which one's is known with the order. Each
-copies its own rows, as they follow one another in the files, and its order counts among them.
+Ranks share every batch, so any row of a window may belong to any rank; the permutation decides which. Each rank copies
+its own rows in the order of the files, and its permutation indexes these rows.
 """
 
 from __future__ import annotations

@@ -175,13 +175,13 @@ class Reader:
             ConfigError: what `why_not_mixed_on` says prevents it.
         """
         if mixed_on is not None and (reason := self.why_not_mixed_on(mixed_on)):
-            raise ConfigError(f"rows cannot be mixed on the device: {reason}", where=str(self.dataset.path))
+            raise ConfigError(f"rows cannot be shuffled on the device: {reason}", where=str(self.dataset.path))
         return self._begun(self._cuts(mixed_on))
 
     def why_not_mixed_on(self, device: torch.device) -> str | None:
-        """Say what prevents rows from being mixed on a device; None: nothing does.
+        """Return why rows cannot be shuffled on a device; None if they can.
 
-        Rows can be mixed on a GPU where they are shuffled, each bag has its column's hotness, and this rank's rows of
+        A GPU can shuffle rows if the reader shuffles, each bag has its column's hotness, and this rank's rows of
         three windows take 1/32 of its memory at most.
         """
         if not self.shuffle:

@@ -15,8 +15,8 @@ class StepCounters(MutableMapping[str, int]):
     """The number of updates of each table.
 
     Replays of a CUDA graph count without the host. After `hold` the numbers lie on the device: reading one waits for
-    it, counting does not. Which tables are of one count, so that one launch may move them, is then known from what
-    was counted: tables that began share_count and were always counted together.
+    it, counting does not. One launch may update all tables that share a count. On the device these are the tables that
+    started with equal counts and were always counted together.
 
     Args:
         tables: their names.

@@ -1,4 +1,4 @@
-"""Updates of several storages, beside one another where a CUDA graph is recorded."""
+"""Updates of several storages, in parallel branches while a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def begin_updates(
     name: str,
     move: Callable[[Storage | DynamicStorage], None],
 ) -> Callable[[], None]:
-    """Move storages one after another; in a recording each in a branch, since the end of an update has little to do.
+    """Update storages one after another; during capture each in its own branch, so that tails of updates overlap.
 
     Args:
         storages: whose gradients wait.
@@ -27,7 +27,7 @@ def begin_updates(
         move: takes a storage's step.
 
     Returns:
-        what lets the current stream wait for all of them, and lets go of what they read; it has to be called.
+        a function that makes the current stream wait for all updates and releases their inputs; it must be called.
     """
     held: list[list[Tensor]] = []
     joins: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""Room beside a lookup's output for what is joined to it: a concatenation then copies the other inputs alone.
+"""Margins beside a lookup's output: concatenation in place copies only the other inputs.
 
 Shapes: B rows of the batch, W columns of the lookup's output, L columns in front of it, R behind it.
 """
@@ -40,9 +40,9 @@ class Margins:
         self.refused: set[torch.dtype] = set()
 
     def applies(self, width: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether a lookup of W columns is to leave room; on a GPU only where its vectors stay whole words of memory.
+        """Whether a lookup of W columns leaves margins; on a GPU only if its vectors stay aligned to 16 bytes.
 
-        Not in what is traced: a trace knows no room.
+        A traced module has no margins.
         """
         is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         # A graph is recorded after one step at least, the first, which found the refusal: by the way of that one.
@@ -105,7 +105,7 @@ class WideRows:
     def join(self, parts: Sequence[Tensor], place: int) -> Tensor | None:
         """Join parts along axis 1, where the one at `place` is the lookup's output and has room for the others.
 
-        None where it has not, or was joined before: `torch.cat` serves then.
+        None if it has no margins or was joined before; use `torch.cat` then.
         """
         whole, margins = self._whole, self._margins
         if whole is None or not _is_own(parts[place], whole, margins):

@@ -1,7 +1,7 @@
-"""Concatenations that need not copy what a lookup wrote: it leaves room beside its vectors for the other inputs.
+"""Concatenation in place: a lookup leaves margins beside its vectors, and the other inputs are copied there.
 
-A `Concat` is found that alone reads a lookup's vectors, as they are or flattened to rows. Whether there is room is
-known when it runs, and without it `torch.cat` serves; the numbers are the same.
+This applies to a `Concat` that is the only reader of a lookup's vectors, as they are or flattened to rows. Without
+margins at run time `torch.cat` is used; the result is the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ConcatInPlace(nn.Module):
 
 @dataclass(frozen=True)
 class WidenedLookup:
-    """A lookup that leaves room.
+    """A lookup that leaves margins.
 
     Args:
         slot: of its rows, a new one.
