@@ -10,6 +10,7 @@ from viviane.config import Solver
 from viviane.data import Dataset
 from viviane.etl import EtlConfig, run
 from viviane.model import Model
+from viviane.schema import Schema
 from viviane.zoo import BST, DCN, DIN, DLRM, NCF, PLE, DCNv2, DeepFM, MMoE, SharedBottom, TwoTower, WideDeep
 
 SMALL = {"dim": 8, "user_mlp": [16], "item_mlp": [16], "out_dim": 8}
@@ -121,3 +122,38 @@ class Models:
         model.compile()
         model.fit(self.data(name), epochs=1)
         return model
+
+
+# Encoded rows, for machines without the ETL's libraries.
+ENCODED_ZOO = {**ZOO, "dlrm_one_hot": DLRM(dim=8, bottom_mlp=[16], top_mlp=[32, 16])}
+_BAGS = [
+    {"name": "hist", "num_ids": 40, "kind": "sequence", "max_length": 4, "vocabulary": "item"},
+    {"name": "tags", "num_ids": 30, "kind": "multi_hot", "max_length": 3},
+]
+
+
+def encoded_schema(name: str) -> Schema:
+    """The columns that a model reads, one-hot alone for "dlrm_one_hot"."""
+    return Schema(
+        labels=[{"name": label} for label in (("click", "buy") if name in MULTI_TASK else ("click",))],
+        dense=[{"name": "price"}, {"name": "age"}],
+        categorical=[
+            {"name": "user", "num_ids": 60},
+            {"name": "item", "num_ids": 40},
+            *([] if name == "dlrm_one_hot" else _BAGS),
+        ],
+    )
+
+
+def encoded_rows(count: int, schema: Schema, seed: int = 0) -> dict:
+    """Columns of ids and numbers."""
+    rng = np.random.default_rng(seed)
+    rows = {
+        "price": rng.normal(size=count).astype("float32"),
+        "age": rng.normal(size=count).astype("float32"),
+        "user": rng.integers(0, 60, count),
+        "item": rng.integers(0, 40, count),
+        "hist": [rng.integers(3, 40, n).tolist() for n in rng.integers(0, 5, count)],
+        "tags": [rng.integers(3, 30, n).tolist() for n in rng.integers(0, 4, count)],
+    }
+    return {name: values for name, values in rows.items() if name in schema.column_names}

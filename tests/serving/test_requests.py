@@ -211,10 +211,10 @@ def test_closing_answers_what_was_accepted_and_refuses_the_rest(models, raw) -> 
     entered, go = threading.Event(), threading.Event()
     run = session._instances.run
 
-    def slow(batch):
+    def slow(batch, checked):
         entered.set()
         go.wait(10)
-        return run(batch)
+        return run(batch, checked=checked)
 
     session._instances.run = slow
     answers = []

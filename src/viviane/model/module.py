@@ -147,6 +147,11 @@ class GraphModule(nn.Module):
         result: Tensor = self._run(batch, sources, self._split(sources, steps))[self._slots[name]]
         return result
 
+    @property
+    def id_columns(self) -> set[str]:
+        """The columns of the data whose ids layers read."""
+        return {column for _, source in self._sources if isinstance(source, Ids) for column in source.columns}
+
     def columns_of(self, name: str) -> set[str]:
         """Return the columns of the data that a tensor of the graph depends on."""
         return {column for _, source in self._path(name)[0] for column in source.columns}

@@ -1,12 +1,14 @@
-"""Weights of dense layers that are brought to 16 bits before the layers are called, where a CUDA graph is recorded.
+"""Weights of dense layers brought to 16 bits before the layers are called.
 
-They are ready when a step begins, while the first dense layer may wait for the lookups: beside those the pass over all
-weights costs next to nothing.
+In training a CUDA graph packs them anew in each replay, beside the lookups: they are ready when a step begins, while
+the first dense layer may wait for memory. In serving they never change, and are packed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,6 +16,31 @@ from torch import Tensor
 from viviane.ops.capture import is_capturing, make_ahead, take_ahead
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.packing import key_of
+
+PackedWeights = dict[object, Tensor]
+"""Packed weights by the addresses of what they were made from."""
+
+_constant = threading.local()
+
+
+@contextmanager
+def constant_weights(packed: PackedWeights) -> Iterator[None]:
+    """Let operators that are called in this thread keep their packed weights, since the weights do not change.
+
+    Args:
+        packed: where they are kept; a graph that was captured meanwhile reads them.
+
+    Example:
+        >>> with constant_weights({}):
+        ...     take_packed([torch.ones(2, 2)], torch.bfloat16) is None  # no kernels on this device
+        True
+    """
+    before = getattr(_constant, "packed", None)
+    _constant.packed = packed
+    try:
+        yield
+    finally:
+        _constant.packed = before
 
 
 def pack_ahead(tensors: Sequence[Tensor]) -> None:
@@ -26,6 +53,8 @@ def pack_ahead(tensors: Sequence[Tensor]) -> None:
         >>> pack_ahead([torch.ones(2, 2), torch.ones(2)])
     """
     device = tensors[0].device
+    if getattr(_constant, "packed", None) is not None:
+        return
     if not is_capturing(device) or not kernels_serve(device) or not torch.is_autocast_enabled(device.type):
         return
     from viviane.ops.triton_parts.weights import pack_weights
@@ -35,12 +64,26 @@ def pack_ahead(tensors: Sequence[Tensor]) -> None:
 
 
 def take_packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Return what `pack_ahead` made of these tensors; None where the operator packs them itself.
+    """Return what was packed of these tensors; None where the operator packs them itself.
 
     Example:
         >>> take_packed([torch.ones(2, 2)], torch.bfloat16) is None
         True
     """
-    if torch.compiler.is_compiling() or not is_capturing(tensors[0].device):
+    if torch.compiler.is_compiling():
+        return None
+    constant: PackedWeights | None = getattr(_constant, "packed", None)
+    if constant is not None and kernels_serve(tensors[0].device):
+        return _kept(constant, tensors, dtype)
+    if not is_capturing(tensors[0].device):
         return None
     return take_ahead(tensors[0].device, key_of(tensors, dtype))
+
+
+def _kept(constant: PackedWeights, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    key = key_of(tensors, dtype)
+    if key not in constant:
+        from viviane.ops.triton_parts.weights import pack_weights
+
+        constant[key] = pack_weights(list(tensors), dtype)
+    return constant[key]

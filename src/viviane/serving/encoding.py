@@ -80,7 +80,7 @@ class RowEncoder:
             ConfigError: raw rows and no ETL, or rows of an unknown kind.
         """
         if isinstance(rows, Batch):
-            if rows.layout != self._layout:
+            if rows.layout is not self._layout and rows.layout != self._layout:
                 what = "the batch has other columns than the model"
                 raise SchemaError(what, value=str(rows.layout), allowed=str(self._layout))
             return rows, []

@@ -5,28 +5,34 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError
+from viviane.ops.packing_ahead import PackedWeights
+from viviane.serving.forward import Forward
+from viviane.serving.graphs import graph_instance, graphs_prevented
+from viviane.serving.id_ranges import IdRanges
 from viviane.serving.loading import LoadedModel
 from viviane.serving.settings import SessionSettings
-from viviane.training.dense_state import collections_of
-from viviane.training.objective import Objective
 from viviane.training.precision import Precision
 
 
 class Instance(Protocol):
     """Computes the predictions of one batch at a time."""
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Return predictions, (B, L), float32; B is at least 1."""
+    def run(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
+        """Return predictions, (B, L), float32; B is at least 1.
+
+        Args:
+            batch: rows without labels.
+            checked: the ids are known to be in range.
+        """
         ...
 
 
@@ -34,37 +40,23 @@ class EagerInstance:
     """Runs the module as training's evaluation does, operation by operation.
 
     Args:
-        module: in eval mode.
+        ranges: of ids, where tables are not asked to refuse others; None where they are.
         lock: held while the module runs, where modules of several instances may not run side by side.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        objective: Objective,
-        precision: Precision,
-        device: torch.device,
-        num_threads: int,
-        lock: threading.Lock | None,
+        self, forward: Forward, num_threads: int, ranges: IdRanges | None, lock: threading.Lock | None
     ) -> None:
-        self._module, self._objective, self._precision, self._device = module, objective, precision, device
-        self._num_threads, self._lock = num_threads, lock
-        self._collections = list(collections_of(module).values())
+        self._forward, self._num_threads, self._ranges = forward, num_threads, ranges
+        self._lock = lock or nullcontext()
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
+    def run(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
         """Return predictions, (B, L)."""
-        if self._lock is None:
-            return self._run(batch)
-        with self._lock:
-            return self._run(batch)
-
-    def _run(self, batch: Batch) -> NDArray[np.float32]:
-        with torch_threads(self._num_threads), torch.no_grad():
-            with self._precision.context(self._device):
-                output = self._module(batch.to(self._device))
-            scores = self._objective.predictions(output, batch.size).float().cpu()
-        for collection in self._collections:
-            collection.check()
+        if self._ranges is not None and not checked:
+            self._ranges.check(batch)
+        with self._lock, torch_threads(self._num_threads), torch.no_grad():
+            scores = self._forward(batch.to(self._forward.device)).cpu()
+            self._forward.check()
         found: NDArray[np.float32] = scores.numpy()
         return found
 
@@ -92,17 +84,35 @@ class Instances:
             raise ConfigError("this torch computes no fp16 on the CPU", value="fp16", allowed="fp32, bf16")
         precision.check(model.device)
         self.precision = precision
-        lock = threading.Lock() if settings.instances > 1 and model.has_dynamic_tables() else None
-        self._free: queue.LifoQueue[Instance] = queue.LifoQueue()
-        for number in range(settings.instances):
-            module = model.module if number == 0 else model.replica()
-            self._free.put(EagerInstance(module, model.objective, precision, model.device, settings.num_threads, lock))
+        count = settings.instances or (2 if model.device.type == "cuda" else 1)
+        prevented = "cuda_graphs is off" if settings.cuda_graphs is False else graphs_prevented(model)
+        if settings.cuda_graphs is True and prevented is not None:
+            fix = 'set cuda_graphs="auto", which runs such a model eagerly'
+            raise ConfigError("the forward pass cannot be captured in CUDA graphs", value=prevented, fix=fix)
+        self.execution = "cuda graphs" if prevented is None else f"eager: {prevented}"
+        self._free: queue.SimpleQueue[Instance] = queue.SimpleQueue()
+        for instance in self._make(model, settings, count, graphs=prevented is None):
+            self._free.put(instance)
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Return predictions, (B, L)."""
+    def _make(self, model: LoadedModel, settings: SessionSettings, count: int, *, graphs: bool) -> Iterator[Instance]:
+        if graphs:
+            packed: PackedWeights = {}
+            for number in range(count):
+                most = settings.batch_limit("cuda")
+                yield graph_instance(model, self.precision, most, packed, first=number == 0)
+            return
+        lock = threading.Lock() if count > 1 and model.has_dynamic_tables() else None
+        ranges = None if model.tables_refuse else IdRanges(model.schema, model.strict_ids)
+        for number in range(count):
+            module = model.module if number == 0 else model.replica()
+            forward = Forward(module, model.objective, self.precision, model.device)
+            yield EagerInstance(forward, settings.num_threads, ranges, lock)
+
+    def run(self, batch: Batch, *, checked: bool) -> NDArray[np.float32]:
+        """Return predictions, (B, L); `checked`: ids are known to be in range."""
         instance = self._free.get()
         try:
-            return instance.run(batch)
+            return instance.run(batch, checked)
         finally:
             self._free.put(instance)
 

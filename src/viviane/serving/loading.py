@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class LoadedModel:
         objective: turns the module's output into predictions.
         trained_in: the precision that `Model.predict` takes.
         etl: the file of the fitted ETL, or None.
+        strict_ids: categorical columns whose ids have to be in range.
+        tables_refuse: lookups refuse other ids themselves.
     """
 
     name: str
@@ -43,16 +46,8 @@ class LoadedModel:
     trained_in: Precision
     device: torch.device
     etl: AnyPath | None
-
-    def strict_ids(self) -> frozenset[str]:
-        """Return the categorical columns whose ids a table refuses where they are out of range."""
-        found: dict[str, bool] = {}
-        for collection in collections_of(self.module).values():
-            for feature in collection.features.values():
-                table = collection.tables[feature.table]
-                raises = isinstance(table, TableConfig) and table.out_of_range == "raise"
-                found[feature.name] = found.get(feature.name, False) or raises
-        return frozenset(name for name, strict in found.items() if strict)
+    strict_ids: frozenset[str]
+    tables_refuse: bool
 
     def has_dynamic_tables(self) -> bool:
         """Whether a table is dynamic, whose lookups may write beside its rows."""
@@ -82,11 +77,17 @@ def load_model(folder: AnyPath, device: torch.device, module: nn.Module | None =
     """
     blueprint = Model.blueprint(folder, device=str(device), module=module)
     solver, schema = blueprint.solver, blueprint.schema
-    loss_terms = None
+    loss_terms, strict, refuse = None, set(), True
     if module is None:
         plan = plan_graph(blueprint.nodes, schema, seed=solver.seed)
         loss_terms = terms(plan.losses, schema)
-        module = GraphModule(plan, SGD(), device=device, seed=solver.seed, make=_tables)
+        strict = {name for one in plan.tables.values() for name in _strict(one.tables, one.features)}
+        refuse = device.type == "cpu"
+        make = partial(_tables, refuse=refuse)
+        module = GraphModule(plan, SGD(), device=device, seed=solver.seed, make=make)
+    else:
+        for one in collections_of(module).values():
+            strict |= _strict(list(one.tables.values()), list(one.features.values()))
     module = module.to(device)
     load_weights(find_model(folder), module)
     module.eval()
@@ -95,7 +96,16 @@ def load_model(folder: AnyPath, device: torch.device, module: nn.Module | None =
     objective = Objective(schema, Solver(), terms=loss_terms)
     objective.to(device)
     trained_in = Precision("fp32" if solver.precision == "auto" else solver.precision)
-    return LoadedModel(blueprint.name, schema, module, objective, trained_in, device, blueprint.etl)
+    return LoadedModel(
+        name=blueprint.name, schema=schema, module=module, objective=objective, trained_in=trained_in, device=device,
+        etl=blueprint.etl, strict_ids=frozenset(strict), tables_refuse=refuse,
+    )  # fmt: skip
+
+
+def _strict(tables: Sequence[TableConfig | DynamicTableConfig], features: Sequence[FeatureConfig]) -> set[str]:
+    """Return the features whose table refuses ids out of range."""
+    raising = {one.name for one in tables if isinstance(one, TableConfig) and one.out_of_range == "raise"}
+    return {feature.name for feature in features if feature.table in raising}
 
 
 def _tables(
@@ -106,10 +116,18 @@ def _tables(
     device: torch.device | str,
     seed: int,
     name: str,
+    refuse: bool,
 ) -> EmbeddingCollection:
-    """Make tables without optimizer state; rows that the checkpoint fills anyway start at zero."""
-    bare = [
-        table.model_copy(update={"optimizer": None, **({"init": ZeroInit()} if isinstance(table, TableConfig) else {})})
-        for table in tables
-    ]
+    """Make tables without optimizer state; rows that the checkpoint fills anyway start at zero.
+
+    On a GPU tables do not look for ids out of range, which takes launches of its own: the host does, meanwhile.
+    """
+    bare: list[TableConfig | DynamicTableConfig] = []
+    for table in tables:
+        changes: dict[str, Any] = {"optimizer": None}
+        if isinstance(table, TableConfig):
+            changes["init"] = ZeroInit()
+            if not refuse and table.out_of_range == "raise":
+                changes["out_of_range"] = "ignore"
+        bare.append(table.model_copy(update=changes))
     return EmbeddingCollection(bare, features, optimizer, device=device, seed=seed)

@@ -83,10 +83,11 @@ class InferenceSession:
         model = load_model(folder, device, module)
         self.device, self.schema, self.model_name = device, model.schema, model.name
         etl = None if model.etl is None else FittedEtl.load(model.etl)
-        self._encoder = RowEncoder(model.schema, etl, model.strict_ids())
+        self._encoder = RowEncoder(model.schema, etl, model.strict_ids)
         self._raw = self._encoder.has_etl if self.settings.rows == "auto" else self.settings.rows == "raw"
         if self._raw:
             _ = self._encoder.etl  # says so where there is none
+        self._most = self.settings.batch_limit(device.type)
         self._instances = Instances(model, self.settings)
         self._recorder = Recorder()
         self._turn = threading.Condition()
@@ -104,6 +105,11 @@ class InferenceSession:
     def precision(self) -> str:
         """What dense layers compute in: "fp32", "tf32", "bf16" or "fp16"."""
         return self._instances.precision.name
+
+    @property
+    def execution(self) -> str:
+        """How batches are computed: "cuda graphs", or "eager: " and why they are not captured."""
+        return self._instances.execution
 
     @property
     def takes_raw_rows(self) -> bool:
@@ -170,7 +176,7 @@ class InferenceSession:
             batch, problems = self._encoded(rows, raw)
             if problems:
                 raise RowsError.of(problems)
-            scores = self._computed(batch)
+            scores = self._computed(batch, checked=not isinstance(rows, Batch))
             finished(len(scores), 0)
         return self._named(scores)
 
@@ -183,7 +189,7 @@ class InferenceSession:
         """
         with self._answering() as finished:
             batch, problems = self._encoded(rows, raw)
-            scores = self._computed(batch)
+            scores = self._computed(batch, checked=not isinstance(rows, Batch))
             refused = [problem.row for problem in problems]
             if refused:
                 scores = scores.copy()
@@ -191,11 +197,19 @@ class InferenceSession:
             finished(len(scores) - len(refused), len(refused))
         return PartialPrediction(self._named(scores), tuple(problems))
 
+    def new_batch(self, size: int) -> Batch:
+        """Return a batch of padding rows to write encoded rows into, in page-locked memory where the model is on a GPU.
+
+        The GPU copies a large batch from there without a copy by the host. Bags are empty, or of their hotness.
+        """
+        batch = padding_batch(self.schema, size)
+        return batch.pin_memory() if self.device.type == "cuda" else batch
+
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
         """Predict padding rows in batches of these sizes, so that later requests wait for no compilation."""
         for size in self.settings.warm_up if sizes is None else sizes:
             with self._pinned():
-                self._computed(padding_batch(self.schema, min(size, self.settings.max_batch_size)))
+                self._computed(padding_batch(self.schema, min(size, self._most)), checked=True)
 
     # The end ----------------------------------------------------------------------------------------------
 
@@ -258,14 +272,15 @@ class InferenceSession:
     def _encoded(self, rows: Any, raw: bool | None) -> tuple[Batch, list[RowProblem]]:
         return self._encoder.encode(rows, raw=self.takes_raw_rows if raw is None else raw)
 
-    def _computed(self, batch: Batch) -> NDArray[np.float32]:
-        most = self.settings.max_batch_size
+    def _computed(self, batch: Batch, *, checked: bool) -> NDArray[np.float32]:
+        most = self._most
         if not batch.size:
             return np.empty((0, len(self.schema.labels)), np.float32)
         if batch.size <= most:
-            return self._instances.run(batch)
+            return self._instances.run(batch, checked=checked)
         starts = range(0, batch.size, most)
-        return np.concatenate([self._instances.run(cut(batch, start, start + most)) for start in starts])
+        parts = (cut(batch, start, start + most) for start in starts)
+        return np.concatenate([self._instances.run(part, checked=checked) for part in parts])
 
     def _named(self, scores: NDArray[np.float32]) -> Scores:
         names = [label.name for label in self.schema.labels]

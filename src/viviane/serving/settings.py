@@ -23,17 +23,24 @@ class SessionSettings(Settings):
     """"auto" (first GPU, else CPU), "cpu", "cuda", "cuda:1"."""
     precision: Literal["model", "fp32", "tf32", "bf16", "fp16"] = "model"
     """Of dense layers; "model" is the precision that the model was trained in, as `Model.predict` takes it."""
-    max_batch_size: int = Field(default=8192, ge=1)
-    """Most rows computed at once; a request with more rows is computed in parts."""
+    max_batch_size: int | None = Field(default=None, ge=1, le=1 << 20)
+    """Most rows computed at once; a request with more rows is computed in parts. None: 8192, on a GPU 65,536."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads that compute one request."""
-    instances: int = Field(default=1, ge=1)
-    """Requests that are computed at the same time; they share the weights, others wait."""
+    instances: int | None = Field(default=None, ge=1)
+    """Requests that are computed at the same time; they share the weights, others wait. None: 1, on a GPU 2."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Capture the forward pass in CUDA graphs for a ladder of batch sizes: "auto" does on a GPU where nothing prevents
+    it; True refuses what prevents it; False runs operation by operation."""
     rows: Literal["auto", "raw", "encoded"] = "auto"
     """What rows are unless a request says otherwise: "raw", as logged, which the model's own ETL turns into ids;
     "encoded", ids and numbers as the ETL writes them; "auto" takes raw rows where the model has an ETL."""
     warm_up: tuple[int, ...] = (1,)
     """Batch sizes that are computed once when the model is loaded."""
+
+    def batch_limit(self, device: str) -> int:
+        """Return `max_batch_size` on a kind of device, "cpu" or "cuda"."""
+        return self.max_batch_size or (65_536 if device == "cuda" else 8192)
 
     @field_validator("warm_up")
     @classmethod

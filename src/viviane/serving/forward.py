@@ -1,0 +1,36 @@
+"""A module's forward pass, from a batch on its device to predictions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from viviane.batch import Batch
+from viviane.training.dense_state import collections_of
+from viviane.training.objective import Objective
+from viviane.training.precision import Precision
+
+
+class Forward:
+    """Computes what `Model.predict` computes; called without autograd, by one thread at a time.
+
+    Args:
+        module: in eval mode.
+        device: of the module.
+    """
+
+    def __init__(self, module: nn.Module, objective: Objective, precision: Precision, device: torch.device) -> None:
+        self.device = device
+        self._module, self._objective, self._precision = module, objective, precision
+        self._collections = list(collections_of(module).values())
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return predictions, (B, L), float32, on the device."""
+        with self._precision.context(self.device):
+            output = self._module(batch)
+        return self._objective.predictions(output, batch.size).float()
+
+    def check(self) -> None:
+        """Raise what lookups on a GPU have found."""
+        for collection in self._collections:
+            collection.check()

@@ -1,0 +1,102 @@
+"""Packed inputs of captured forward passes: every batch keeps its predictions, whatever stands in the rows after it."""
+
+import numpy as np
+import pytest
+import torch
+from saved_models import ZOO
+
+from viviane.batch import Batch
+from viviane.core.errors import KeyRangeError
+from viviane.schema import Schema
+from viviane.serving import InferenceSession
+from viviane.serving.batches import padding_batch
+from viviane.serving.graphs import ladder
+from viviane.serving.id_ranges import IdRanges
+from viviane.serving.static_inputs import HostInputs, InputLayout
+
+
+def schema(**tags) -> Schema:
+    return Schema(
+        labels=[{"name": "y"}],
+        dense=[{"name": "x"}, {"name": "v", "dim": 3}],
+        categorical=[
+            {"name": "a", "num_ids": 20},
+            {"name": "m", "num_ids": 20, "kind": "multi_hot", "weights": "w", **tags},
+            {"name": "s", "num_ids": 9, "kind": "sequence", "max_length": 3, "dtype": "int64"},
+        ],
+    )
+
+
+def test_layout_and_refill() -> None:
+    layout = InputLayout(schema(max_length=2))
+    assert InputLayout.prevented(schema()) is not None
+    memory = torch.zeros(layout.num_bytes(8), dtype=torch.uint8)
+    inputs = HostInputs(layout, memory, 8)
+    rng = np.random.default_rng(0)
+    for count in (8, 3, 5):
+        columns = {
+            "x": rng.normal(size=count), "v": rng.normal(size=(count, 3)), "a": rng.integers(0, 20, count),
+            "m": [list(range(3, 3 + n)) for n in rng.integers(0, 3, count)],
+            "s": [[5] * n for n in rng.integers(0, 4, count)],
+        }  # fmt: skip
+        columns["w"] = [[0.5] * len(one) for one in columns["m"]]
+        batch = Batch.from_columns(schema(max_length=2), columns)
+        inputs.fill(batch, 0, count)
+        packed = layout.batch(layout.views(memory, 8), 8)
+        assert torch.equal(packed.dense[:count], batch.dense)
+        assert torch.equal(packed.one_hot[:count], batch.one_hot)
+        for name, places in (("m", 2), ("s", 3)):
+            bag = packed.bags[name]
+            assert bag.offsets.tolist() == [places * i for i in range(9)]
+            rows = bag.values.view(8, places)[:count].tolist()
+            wanted = [list(one) + [0] * (places - len(one)) for one in columns[name]]
+            assert rows == wanted
+        assert packed.bags["m"].weights.view(8, 2)[:count].tolist() == [
+            [0.5] * len(one) + [0.0] * (2 - len(one)) for one in columns["m"]
+        ]
+    inputs.fill(batch, 2, 4)
+    assert torch.equal(packed.one_hot[:2], batch.one_hot[2:4])
+
+
+@pytest.mark.parametrize("name", ["dlrm", "din", "bst", "mmoe", "wide_deep"])
+def test_padded_bags_and_rows_do_not_change_predictions(name, models, raw) -> None:
+    session = InferenceSession(models.path(name), device="cpu")
+    batch, problems = session._encoder.encode(raw(50, seed=3), raw=True)
+    assert not problems
+    bags = session.schema.bags
+    small = Schema(**{**session.schema.to_dict(), "categorical": [
+        {**one.to_dict(), "max_length": one.max_length or 8} if one in bags else one.to_dict()
+        for one in session.schema.categorical
+    ]})  # fmt: skip
+    layout = InputLayout(small)
+    memory = torch.zeros(layout.num_bytes(64), dtype=torch.uint8)
+    HostInputs(layout, memory, 64).fill(batch, 0, 50)
+    packed = layout.batch(layout.views(memory, 64), 64)
+    one, other = (session._instances.run(b, checked=True) for b in (batch, packed))
+    np.testing.assert_allclose(other[:50], one, rtol=1e-5, atol=1e-7)
+
+
+def test_ladder() -> None:
+    assert ladder(65_536) == (1, 8, 32, *(2**n for n in range(6, 17)))
+    assert ladder(1) == (1,)
+    assert ladder(8192)[-1] == 8192
+
+
+def test_id_ranges() -> None:
+    own = schema()
+    ranges = IdRanges(own, frozenset({"a", "m"}))
+    batch = padding_batch(own, 4)
+    ranges.check(batch)
+    batch.one_hot[2, 0] = 20
+    with pytest.raises(KeyRangeError, match="column 'a', row 2"):
+        ranges.check(batch)
+    batch.one_hot[2, 0] = -1
+    with pytest.raises(KeyRangeError, match="-1"):
+        ranges.check(batch)
+    IdRanges(own, frozenset({"m"})).check(batch)
+    batch = Batch.from_columns(
+        own, {"x": [0, 0], "v": np.zeros((2, 3)), "a": [1, 1], "m": [[], [3, 20]], "w": [[], [1, 1]], "s": [[], []]}
+    )
+    with pytest.raises(KeyRangeError, match="column 'm', row 1"):
+        ranges.check(batch)
+    assert len(ZOO) == 12
