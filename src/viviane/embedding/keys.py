@@ -26,6 +26,7 @@ from viviane.ops.key_rows import (
     SKIP,
     ColumnRule,
     KeyRules,
+    are_trusted,
     bag_rows,
     hashed,
     key_rows,
@@ -293,9 +294,10 @@ class RowMap(_KeyMap):
         """
         check_key_type(keys, self.features[0])
         name = ("key", *self.features)
-        kept = self.violations.words_for(name, keys.device) if self._raises and is_capturing(keys.device) else None
+        raises = self._raises and not are_trusted()
+        kept = self.violations.words_for(name, keys.device) if raises and is_capturing(keys.device) else None
         rows, record = key_rows(keys, self._rules, self._columns, kept, out)
-        if self._raises:
+        if raises:
             report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations, name)
         return rows
 
@@ -318,9 +320,10 @@ class BagRowMap(_KeyMap):
             check_key_type(bag.values, feature)
         keys, offsets = [bag.values for bag in bags], tuple(bag.offsets for bag in bags)
         device, name = offsets[0].device, ("bag key", *self.features)
-        kept = self.violations.words_for(name, device) if self._raises and is_capturing(device) else None
+        raises = self._raises and not are_trusted()
+        kept = self.violations.words_for(name, device) if raises and is_capturing(device) else None
         rows, joined, record = bag_rows(keys, offsets, self._rules, kept, out)
-        if self._raises:
+        if raises:
             starts = (0, *accumulate(len(one) for one in keys[:-1]))
             found = BagKeyOutOfRange(record, origin, self.features, self.tables, starts, offsets)
             report(found, self.violations, name)

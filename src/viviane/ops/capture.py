@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -43,9 +44,26 @@ def refuse_capture(device: torch.device, what: str, fix: str) -> None:
 
 _ahead: dict[torch.device, dict[Hashable, tuple[Tensor, Callable[[], None]]]] = {}
 """What was begun beside the rest, by its key, with what waits for it; see `make_ahead`."""
+_inline = threading.local()
 _branches: dict[torch.device, set[torch.cuda.Stream]] = {}
 _read: dict[torch.device, list[Tensor]] = {}
 """What blocks read that others made: until the blocks are joined nothing else may be recorded into its memory."""
+
+
+@contextmanager
+def without_branches() -> Iterator[None]:
+    """Let what this thread captures be one chain: a branch costs a graph more than overlap of short kernels saves.
+
+    Example:
+        >>> with without_branches(), branch(torch.device("cpu"), "lookup") as join:
+        ...     join()
+    """
+    before = getattr(_inline, "on", False)
+    _inline.on = True
+    try:
+        yield
+    finally:
+        _inline.on = before
 
 
 @contextmanager
@@ -70,7 +88,7 @@ def branch(
         ...     pass
         >>> join()
     """
-    if not is_capturing(device):
+    if not is_capturing(device) or getattr(_inline, "on", False):
         yield _nothing
         return
     device = _of_a_number(device)

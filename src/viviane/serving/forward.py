@@ -30,6 +30,10 @@ class Forward:
             output = self._module(batch)
         return self._objective.predictions(output, batch.size).float()
 
+    def key_records(self) -> list[Tensor]:
+        """Return the records that captured lookups write; the first number is 0 until a key is wrong."""
+        return [record for one in self._collections for record in one.key_records()]
+
     def check(self) -> None:
         """Raise what lookups on a GPU have found."""
         for collection in self._collections:

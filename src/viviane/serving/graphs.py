@@ -1,9 +1,9 @@
 """Forward passes captured in CUDA graphs, from ids in page-locked memory to probabilities in page-locked memory.
 
 A slot has a graph for each of a ladder of batch sizes, buffers that they share, and a stream of its own, so that as
-many requests are in flight as there are slots. A batch is padded to the next size of the ladder; a graph copies its
-inputs in with one copy, and its results out with one. Large batches with bags, and batches on the GPU, run eagerly:
-launches cost them little, and packing bags would cost more.
+many requests are in flight as there are slots. A batch is padded to the next size of the ladder; one kernel of a graph
+reads its inputs from page-locked memory, and one writes its results there. Large batches with bags, and batches on the
+GPU, run eagerly: launches cost them little, and packing bags would cost more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -19,17 +21,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.batch import Batch
+from viviane.core.errors import KeyRangeError
 from viviane.model.module import GraphModule
+from viviane.ops.capture import without_branches
+from viviane.ops.copies import Refill
+from viviane.ops.key_rows import trusted_keys
 from viviane.ops.packing_ahead import PackedWeights, constant_weights
 from viviane.serving.forward import Forward
 from viviane.serving.id_ranges import IdRanges
 from viviane.serving.loading import LoadedModel
+from viviane.serving.page_locked import device_view
 from viviane.serving.static_inputs import HostInputs, InputLayout
 from viviane.training.precision import Precision
 
 _WARM_UPS: Final = 2
+_CHECKED_BY_HOST: Final = 64
+"""Rows up to which the host checks ids while the GPU computes: kernels that report them would take longer."""
 _OWN_COPY: Final = 4096
-"""Rows from which inputs are copied by a call of its own, straight from page-locked memory where they are there."""
+"""Rows from which the copy engine brings inputs in, beside what another slot computes; fewer are read by a kernel."""
+_LARGE_BAGS: Final = 4096
+"""Rows from which batches with bags run eagerly."""
 PART: Final = 16_384
 """Rows above which a request is computed in parts."""
 _one_capture = threading.Lock()  # torch's allocator takes one capture at a time
@@ -51,6 +62,9 @@ def ladder(most: int) -> tuple[int, ...]:
 class GraphSlot:
     """Graphs of all sizes, and the buffers and the stream of one request in flight.
 
+    A graph reads the inputs from the addresses in `_words`, page-locked memory that the host writes before a replay,
+    and writes scores, and whether a key was out of range, to page-locked memory.
+
     Args:
         sizes: rising.
         packed: weights that all slots share, packed once.
@@ -59,89 +73,147 @@ class GraphSlot:
     def __init__(self, forward: Forward, layout: InputLayout, sizes: Sequence[int], packed: PackedWeights) -> None:
         self._forward, self._packed = forward, packed
         self._layout, self.sizes = layout, tuple(sizes)
-        self._stream = torch.cuda.Stream(forward.device)  # type: ignore[no-untyped-call]
+        device, most = forward.device, self.sizes[-1]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._host = torch.zeros(layout.num_bytes(self.sizes[-1]), dtype=torch.uint8, pin_memory=True)
-        self._device = torch.zeros_like(self._host, device=forward.device)
-        self._views = {size: layout.views(self._device, size) for size in self.sizes}
+        self._host = torch.zeros(layout.num_bytes(most), dtype=torch.uint8, pin_memory=True)
+        self._device = torch.zeros_like(self._host, device=device)
         self._inputs = {size: HostInputs(layout, self._host, size) for size in self.sizes}
-        self._results: dict[int, Tensor] = {}
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        names = [field.name for field in layout.fields if field.width]
+        self._places = [names.index(name) if name in names else -1 for name in ("dense", "one_hot")]
+        words = torch.zeros(len(names), dtype=torch.int64, pin_memory=True)
+        flags = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._words, self._flags = words.numpy(), flags.numpy()
+        self._words_there, self._flags_there = device_view(words, device), device_view(flags, device)
+        self._graphs: dict[int, _Captured] = {}
         with _one_capture:
             for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-                self._capture(size)
-        self._read = {size: result.numpy() for size, result in self._results.items()}
+                self._graphs[size] = self._capture(size, names)
 
-    def _capture(self, size: int) -> None:
-        batch = self._layout.batch(self._views[size], size)
+    def _capture(self, size: int, names: Sequence[str]) -> _Captured:
+        views = self._layout.views(self._device, size)
+        batch = self._layout.batch(views, size)
+        staged = self._layout.views(self._host, size)
+        refill = Refill([views[name] for name in names])
+        own_words = refill.words([staged[name] for name in names])
+        self._words[:] = own_words
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._forward.device))
-        with torch.cuda.stream(self._stream), torch.no_grad(), constant_weights(self._packed):
+        with ExitStack() as stack:
+            stack.enter_context(torch.cuda.stream(self._stream))
+            for context in (torch.no_grad(), constant_weights(self._packed), without_branches()):
+                stack.enter_context(context)
+            if size <= _CHECKED_BY_HOST:
+                stack.enter_context(trusted_keys())
             for _ in range(_WARM_UPS):
+                refill.fill(self._words_there)
                 scores = self._forward(batch)
-            self._results[size] = torch.zeros(scores.shape, dtype=torch.float32, pin_memory=True)
+            results = torch.zeros(scores.shape, dtype=torch.float32, pin_memory=True)
+            results_there = device_view(results, self._forward.device)
             self._forward.check()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 if size < _OWN_COPY:
-                    self._copy_in(size)
-                self._results[size].copy_(self._forward(batch), non_blocking=True)
+                    refill.fill(self._words_there)
+                # Written by kernels: a node that copies would begin 5 us after the kernel before it.
+                torch.add(self._forward(batch), 0, out=results_there)
+                records = [] if size <= _CHECKED_BY_HOST else self._forward.key_records()
+                if records:
+                    found = torch.stack([record[0] for record in records]).amax() if len(records) > 1 else records[0][0]
+                    torch.add(found.view(1), 0, out=self._flags_there)
         self._stream.synchronize()
-        self._graphs[size] = graph
-
-    def _copy_in(self, size: int) -> None:
-        num_bytes = self._layout.num_bytes(size)
-        self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
+        kept = (batch, refill, results, results_there)
+        return _Captured(graph, np.array(own_words), results.numpy(), views, staged, kept)
 
     def begin(self, batch: Batch, start: int, stop: int) -> int:
-        """Launch the forward pass of rows [start, stop) of a batch; returns the captured size.
+        """Launch the forward pass of rows [start, stop) of a batch on the host; returns the captured size.
 
         A batch in page-locked memory has to stay as it is until `finish`.
         """
         size = self.sizes[bisect_left(self.sizes, stop - start)]
-        direct = size >= _OWN_COPY and batch.dense.is_pinned() and batch.one_hot.is_pinned()
+        large = size >= _OWN_COPY
+        captured = self._graphs[size]
+        direct = size > _CHECKED_BY_HOST and HostInputs.can_be_read(batch, start, stop - start if large else size)
         if not direct:
             self._inputs[size].fill(batch, start, stop)
+        if not large:
+            self._words[:] = captured.own_words
+            if direct:
+                self._point_to(batch, start)
         before = torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)
         try:
-            if direct:
-                self._copy_directly(batch, start, stop, size)
-            elif size >= _OWN_COPY:
-                self._copy_in(size)
-            self._graphs[size].replay()
+            if large:
+                self._copy_in(captured, batch if direct else None, start, stop)
+            captured.graph.replay()
         finally:
             torch.cuda.set_stream(before)
         return size
 
-    def _copy_directly(self, batch: Batch, start: int, stop: int, size: int) -> None:
-        views = self._views[size]
-        for name, given in (("dense", batch.dense), ("one_hot", batch.one_hot)):
-            if given.shape[1]:
-                views[name][: stop - start].copy_(given[start:stop], non_blocking=True)
+    def _point_to(self, batch: Batch, start: int) -> None:
+        for place, one in zip(self._places, (batch.dense, batch.one_hot), strict=True):
+            if place >= 0:
+                self._words[place] = one.data_ptr() + start * one.shape[1] * one.element_size()
 
-    def begin_eagerly(self, batch: Batch) -> Tensor:
-        """Launch the forward pass of a batch on the current stream; returns its scores on the device."""
-        with torch.no_grad(), constant_weights(self._packed):
-            return self._forward(batch.to(self.device, non_blocking=True))
-
-    @property
-    def device(self) -> torch.device:
-        """The GPU."""
-        return self._forward.device
+    def _copy_in(self, captured: _Captured, batch: Batch | None, start: int, stop: int) -> None:
+        """Copy rows of a page-locked batch, or what was packed, by the GPU's copy engine."""
+        if batch is None:
+            for name, target in captured.inputs.items():
+                target[: stop - start].copy_(captured.staged[name][: stop - start], non_blocking=True)
+            return
+        for name, one in (("dense", batch.dense), ("one_hot", batch.one_hot)):
+            captured.inputs[name][: stop - start].copy_(one[start:stop], non_blocking=True)
 
     def finish(self, size: int, count: int) -> NDArray[np.float32]:
         """Wait for what `begin` launched, and return the scores, (count, L)."""
         self._stream.synchronize()
-        found: NDArray[np.float32] = self._read[size][:count].copy()
+        found: NDArray[np.float32] = self._graphs[size].scores[:count].copy()
         return found
+
+    def found_bad_key(self) -> bool:
+        """Whether a replay that has ended read a key that its table refuses; asked once for each."""
+        if not self._flags[0]:
+            return False
+        self._flags[0] = 0
+        return True
+
+    def forget_bad_key(self) -> None:
+        """Let lookups look for the next one."""
+        with suppress(KeyRangeError):
+            self._forward.check()
+
+    def run_eagerly(self, batch: Batch) -> NDArray[np.float32]:
+        """Run the forward pass operation by operation on the current stream."""
+        with torch.no_grad(), constant_weights(self._packed):
+            scores: NDArray[np.float32] = self._forward(batch.to(self._forward.device, non_blocking=True)).cpu().numpy()
+        self._forward.check()
+        return scores
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph of one size.
+
+    Args:
+        own_words: addresses of the slot's own page-locked inputs.
+        scores: page-locked, (B, L).
+        inputs, staged: what it reads on the device, and the page-locked memory that large sizes copy from.
+        kept: what the graph reads and writes.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    own_words: NDArray[np.int64]
+    scores: NDArray[np.float32]
+    inputs: dict[str, Tensor]
+    staged: dict[str, Tensor]
+    kept: tuple[object, ...]
 
 
 class GraphInstance:
-    """Computes one request at a time on a GPU; a large one in parts, where one slot copies while the other computes.
+    """Computes one request at a time on a GPU; a large one in parts, where one slot reads while the other computes.
 
     Args:
         slots: with the same sizes.
-        ranges: of ids, checked while the GPU computes, which reads zeros for ids out of range.
+        ranges: of ids, checked by the host in small batches while the GPU computes, which reads zeros for others.
         part: most rows of a part.
     """
 
@@ -150,33 +222,34 @@ class GraphInstance:
 
     def run(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
         """Return predictions, (B, L)."""
-        on_device = batch.dense.is_cuda
-        if on_device and batch.device != self._slots[0].device:
-            batch, on_device = batch.to("cpu"), False
-        if on_device or (batch.bags and batch.size >= _OWN_COPY):
-            return self._run_eagerly(batch, checked)
+        if batch.dense.is_cuda or (batch.bags and batch.size >= _LARGE_BAGS):
+            return self._slots[0].run_eagerly(batch)
         found: list[NDArray[np.float32]] = []
         waiting: list[tuple[GraphSlot, int, int]] = []
+        bad = False
+        for number, start in enumerate(range(0, batch.size, self._part)):
+            stop = min(batch.size, start + self._part)
+            slot = self._slots[number % len(self._slots)]
+            if len(waiting) == len(self._slots):
+                bad |= self._take(waiting, found)
+            waiting.append((slot, slot.begin(batch, start, stop), stop - start))
         try:
-            for number, start in enumerate(range(0, batch.size, self._part)):
-                stop = min(batch.size, start + self._part)
-                if len(waiting) == len(self._slots):
-                    slot, captured, count = waiting.pop(0)
-                    found.append(slot.finish(captured, count))
-                slot = self._slots[number % len(self._slots)]
-                waiting.append((slot, slot.begin(batch, start, stop), stop - start))
-            if not checked:
+            if batch.size <= _CHECKED_BY_HOST and not checked:
                 self._ranges.check(batch)
         finally:
-            found += [slot.finish(captured, count) for slot, captured, count in waiting]
+            while waiting:
+                bad |= self._take(waiting, found)
+        if bad:
+            for slot in self._slots:
+                slot.forget_bad_key()
+            self._ranges.check(batch)  # names the row; passes where the key was one of padding
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _run_eagerly(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
-        scores = self._slots[0].begin_eagerly(batch)
-        if not checked:
-            self._ranges.check(batch)
-        result: NDArray[np.float32] = scores.cpu().numpy()
-        return result
+    @staticmethod
+    def _take(waiting: list[tuple[GraphSlot, int, int]], found: list[NDArray[np.float32]]) -> bool:
+        slot, captured, count = waiting.pop(0)
+        found.append(slot.finish(captured, count))
+        return slot.found_bad_key()
 
 
 def graph_instance(

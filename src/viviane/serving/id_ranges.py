@@ -1,11 +1,10 @@
-"""Ids of a batch against the ranges of tables that refuse others, on the host or on a GPU."""
+"""Ids of a batch on the host against the ranges of tables that refuse others."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from viviane.batch import Batch
@@ -37,17 +36,13 @@ class IdRanges:
             [c.num_ids if c.name in strict and c.num_ids is not None else 2**64 - 1 for c in schema.one_hot], np.uint64
         )
         self._bags = {c.name: c.num_ids for c in schema.bags if c.name in strict and c.num_ids is not None}
-        self._device_limits: dict[torch.device, torch.Tensor] = {}
 
     def check(self, batch: Batch) -> None:
-        """Check all ids of a batch.
+        """Check all ids of a batch on the host.
 
         Raises:
             KeyRangeError: names column, row and id.
         """
-        if batch.device.type != "cpu":
-            self._check_on_device(batch)
-            return
         ids = batch.one_hot.numpy()
         if ids.size:
             # Negative ids become large unsigned ones: one pass finds both kinds.
@@ -62,18 +57,6 @@ class IdRanges:
                 at = int(np.flatnonzero((values < 0) | (values >= limit))[0])
                 row = int(np.searchsorted(bag.offsets.numpy(), at, side="right")) - 1
                 raise _out_of_range(name, row, int(values[at]), limit)
-
-    def _check_on_device(self, batch: Batch) -> None:
-        ids, device = batch.one_hot, batch.device
-        if device not in self._device_limits:
-            most = np.minimum(self._limits, np.uint64(2**63 - 1)).astype(np.int64)
-            self._device_limits[device] = torch.from_numpy(most).to(device)
-        limits = self._device_limits[device]
-        free = limits == 2**63 - 1
-        bad = [((ids < 0) | (ids >= limits)) & ~free] if ids.numel() else []
-        bad += [(batch.bags[name].values < 0) | (batch.bags[name].values >= n) for name, n in self._bags.items()]
-        if bad and bool(torch.stack([one.any() for one in bad]).any()):
-            self.check(batch.to("cpu"))
 
     def _refuse(self, column: int, row: int, value: int) -> None:
         raise _out_of_range(self._names[column], row, value, int(self._limits[column]))

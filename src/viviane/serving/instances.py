@@ -17,7 +17,6 @@ from viviane.core.errors import ConfigError
 from viviane.ops.packing_ahead import PackedWeights
 from viviane.serving.forward import Forward
 from viviane.serving.graphs import graph_instance, graphs_prevented
-from viviane.serving.id_ranges import IdRanges
 from viviane.serving.loading import LoadedModel
 from viviane.serving.settings import SessionSettings
 from viviane.training.precision import Precision
@@ -40,20 +39,15 @@ class EagerInstance:
     """Runs the module as training's evaluation does, operation by operation.
 
     Args:
-        ranges: of ids, where tables are not asked to refuse others; None where they are.
         lock: held while the module runs, where modules of several instances may not run side by side.
     """
 
-    def __init__(
-        self, forward: Forward, num_threads: int, ranges: IdRanges | None, lock: threading.Lock | None
-    ) -> None:
-        self._forward, self._num_threads, self._ranges = forward, num_threads, ranges
+    def __init__(self, forward: Forward, num_threads: int, lock: threading.Lock | None) -> None:
+        self._forward, self._num_threads = forward, num_threads
         self._lock = lock or nullcontext()
 
     def run(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
         """Return predictions, (B, L)."""
-        if self._ranges is not None and not checked:
-            self._ranges.check(batch)
         with self._lock, torch_threads(self._num_threads), torch.no_grad():
             scores = self._forward(batch.to(self._forward.device)).cpu()
             self._forward.check()
@@ -102,11 +96,10 @@ class Instances:
                 yield graph_instance(model, self.precision, most, packed, first=number == 0)
             return
         lock = threading.Lock() if count > 1 and model.has_dynamic_tables() else None
-        ranges = None if model.tables_refuse else IdRanges(model.schema, model.strict_ids)
         for number in range(count):
             module = model.module if number == 0 else model.replica()
             forward = Forward(module, model.objective, self.precision, model.device)
-            yield EagerInstance(forward, settings.num_threads, ranges, lock)
+            yield EagerInstance(forward, settings.num_threads, lock)
 
     def run(self, batch: Batch, *, checked: bool) -> NDArray[np.float32]:
         """Return predictions, (B, L); `checked`: ids are known to be in range."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ class LoadedModel:
         trained_in: the precision that `Model.predict` takes.
         etl: the file of the fitted ETL, or None.
         strict_ids: categorical columns whose ids have to be in range.
-        tables_refuse: lookups refuse other ids themselves.
     """
 
     name: str
@@ -47,7 +45,6 @@ class LoadedModel:
     device: torch.device
     etl: AnyPath | None
     strict_ids: frozenset[str]
-    tables_refuse: bool
 
     def has_dynamic_tables(self) -> bool:
         """Whether a table is dynamic, whose lookups may write beside its rows."""
@@ -77,14 +74,12 @@ def load_model(folder: AnyPath, device: torch.device, module: nn.Module | None =
     """
     blueprint = Model.blueprint(folder, device=str(device), module=module)
     solver, schema = blueprint.solver, blueprint.schema
-    loss_terms, strict, refuse = None, set(), True
+    loss_terms, strict = None, set()
     if module is None:
         plan = plan_graph(blueprint.nodes, schema, seed=solver.seed)
         loss_terms = terms(plan.losses, schema)
         strict = {name for one in plan.tables.values() for name in _strict(one.tables, one.features)}
-        refuse = device.type == "cpu"
-        make = partial(_tables, refuse=refuse)
-        module = GraphModule(plan, SGD(), device=device, seed=solver.seed, make=make)
+        module = GraphModule(plan, SGD(), device=device, seed=solver.seed, make=_tables)
     else:
         for one in collections_of(module).values():
             strict |= _strict(list(one.tables.values()), list(one.features.values()))
@@ -98,7 +93,7 @@ def load_model(folder: AnyPath, device: torch.device, module: nn.Module | None =
     trained_in = Precision("fp32" if solver.precision == "auto" else solver.precision)
     return LoadedModel(
         name=blueprint.name, schema=schema, module=module, objective=objective, trained_in=trained_in, device=device,
-        etl=blueprint.etl, strict_ids=frozenset(strict), tables_refuse=refuse,
+        etl=blueprint.etl, strict_ids=frozenset(strict),
     )  # fmt: skip
 
 
@@ -116,18 +111,12 @@ def _tables(
     device: torch.device | str,
     seed: int,
     name: str,
-    refuse: bool,
 ) -> EmbeddingCollection:
-    """Make tables without optimizer state; rows that the checkpoint fills anyway start at zero.
-
-    On a GPU tables do not look for ids out of range, which takes launches of its own: the host does, meanwhile.
-    """
+    """Make tables without optimizer state; rows that the checkpoint fills anyway start at zero."""
     bare: list[TableConfig | DynamicTableConfig] = []
     for table in tables:
         changes: dict[str, Any] = {"optimizer": None}
         if isinstance(table, TableConfig):
             changes["init"] = ZeroInit()
-            if not refuse and table.out_of_range == "raise":
-                changes["out_of_range"] = "ignore"
         bare.append(table.model_copy(update=changes))
     return EmbeddingCollection(bare, features, optimizer, device=device, seed=seed)

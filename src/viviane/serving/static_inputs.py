@@ -18,6 +18,7 @@ from viviane.batch import Bag, Batch, Layout
 from viviane.schema import Schema
 
 _ALIGNED: Final = 256  # bytes
+_WORD: Final = 16  # bytes that a kernel reads at once
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class InputLayout:
 
 
 class HostInputs:
-    """Page-locked memory of one captured size, which batches are packed into.
+    """Page-locked memory of one captured size, which batches are packed into where they do not lie in such memory.
 
     Args:
         memory: bytes; page-locked where a GPU copies from them.
@@ -121,6 +122,14 @@ class HostInputs:
         for name, places in self._layout.places.items():
             self._fill_bag(name, places, batch.bags[name], start, stop)
 
+    @staticmethod
+    def can_be_read(batch: Batch, start: int, size: int) -> bool:
+        """Whether a GPU can read `size` rows of a batch from where they are: page-locked, aligned, and no shorter.
+
+        Rows past the last are read if they are in the same allocation, such as that of `InferenceSession.new_batch`.
+        """
+        return not batch.bags and all(_readable(one, start, size) for one in (batch.dense, batch.one_hot))
+
     def _fill_bag(self, name: str, places: int, bag: Bag, start: int, stop: int) -> None:
         count = stop - start
         offsets = bag.offsets.numpy()[start : stop + 1]
@@ -139,3 +148,12 @@ class HostInputs:
                 target = self._arrays[field][:count]
                 target[...] = 0
                 target[inside] = flat
+
+
+def _readable(tensor: Tensor, start: int, size: int) -> bool:
+    width = tensor.shape[1]
+    if not width:
+        return True
+    first, item = tensor.storage_offset() + start * width, tensor.element_size()
+    fits = tensor.is_contiguous() and (first + size * width) * item <= tensor.untyped_storage().nbytes()
+    return fits and (tensor.data_ptr() + start * width * item) % _WORD == 0 and tensor.is_pinned()

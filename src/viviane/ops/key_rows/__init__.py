@@ -6,7 +6,9 @@ always zero: row R stands for "nothing here", row R + 1 for a missing value that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,11 +27,13 @@ __all__ = [
     "SKIP",
     "ColumnRule",
     "KeyRules",
+    "are_trusted",
     "bag_rows",
     "hashed",
     "key_rows",
     "lasting_record",
     "mix",
+    "trusted_keys",
 ]
 
 RAISE: Final = 0
@@ -82,6 +86,31 @@ class KeyRules:
         self.table = torch.tensor(table, dtype=torch.int64, device=device).view(-1, len(names))
         """(F, 5), int64: base, num_rows, policy, replacement, padding."""
         self.row_dtype = torch.int32 if null_row + 1 < 2**31 else torch.int64
+
+
+_trust = threading.local()
+
+
+@contextmanager
+def trusted_keys() -> Iterator[None]:
+    """Let lookups of this thread report no key: who calls them checks the keys. Keys out of range still read zeros.
+
+    Example:
+        >>> with trusted_keys():
+        ...     are_trusted()
+        True
+    """
+    before = are_trusted()
+    _trust.on = True
+    try:
+        yield
+    finally:
+        _trust.on = before
+
+
+def are_trusted() -> bool:
+    """Whether this thread is inside `trusted_keys`."""
+    return bool(getattr(_trust, "on", False))
 
 
 def lasting_record(device: torch.device) -> Tensor:

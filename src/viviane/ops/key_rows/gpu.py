@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from viviane.core.errors import VivianeError
-from viviane.ops.key_rows import HASH, NEVER, RAISE, REPLACE, KeyRules
+from viviane.ops.key_rows import HASH, NEVER, RAISE, REPLACE, KeyRules, are_trusted
 from viviane.ops.triton_parts.addresses import address_of, count_of, odd, pick
 from viviane.ops.triton_parts.launch import ceil_div, devices_agree, on_device, power_of_two
 
@@ -33,7 +34,7 @@ def key_rows(
     size, features = keys.shape[0], len(rules.columns)
     rows = torch.empty(size, features, dtype=rules.row_dtype, device=keys.device) if out is None else out
     policies = {rule.policy for rule in rules.columns}
-    watched = RAISE in policies and rows.numel() > 0
+    watched = RAISE in policies and rows.numel() > 0 and not are_trusted()
     record, place = _record(kept, watched, keys.device)
     if not rows.numel():
         return rows, record
@@ -67,7 +68,7 @@ def bag_rows(
     rows = torch.empty(sum(lengths), dtype=rules.row_dtype, device=device) if out is None else out
     joined = torch.empty(len(keys) * size + 1, dtype=torch.int64, device=device)
     policies = {rule.policy for rule in rules.columns}
-    watched = RAISE in policies and len(rows) > 0
+    watched = RAISE in policies and len(rows) > 0 and not are_trusted()
     record, place = _record(kept, watched, device)
     # What no launch reads has any address: that of nothing, zero, would be compiled for.
     keys_at = tuple(address_of(one if len(one) else offsets[0]) for one in keys)
@@ -87,8 +88,16 @@ def _record(kept: Tensor | None, watched: bool, device: torch.device) -> tuple[T
     """Return the record of a call, and the place in it where kernels look for the first offender."""
     if kept is not None:
         return kept, kept[3:]
-    record = torch.full((3,), NEVER if watched else 0, dtype=torch.int64, device=device)
+    if not watched:
+        return _nothing_found(device), _nothing_found(device)
+    record = torch.full((3,), NEVER, dtype=torch.int64, device=device)
     return record, record[1:]
+
+
+@cache
+def _nothing_found(device: torch.device) -> Tensor:
+    """The record of calls that look for nothing; nobody writes to it."""
+    return torch.zeros(3, dtype=torch.int64, device=device)
 
 
 @triton.jit
