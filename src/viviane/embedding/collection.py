@@ -25,7 +25,7 @@ from viviane.embedding.keys import Violations
 from viviane.embedding.lookup import Lookup, Part, gather, whole_table
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
-from viviane.embedding.plan import AnyKeys, Plan, Planner, place_features, read_keys
+from viviane.embedding.plan import AnyKeys, OneHotPlan, Plan, Planner, place_features, read_keys
 from viviane.embedding.state import (
     TableState,
     TableSummary,
@@ -222,6 +222,11 @@ class EmbeddingCollection(TableCollection):
             make = Planner(self.features, self.tables, self.all_storages(), self._places, self._violations, self.device)
             self._plans[key] = make.plan(one_hot)
         return self._plans[key]
+
+    def one_hot_plans(self, one_hot: Sequence[str]) -> tuple[OneHotPlan, ...] | None:
+        """Return how batches with these one-hot columns are looked up, where nothing else is; else None."""
+        plan = self._plan(tuple(one_hot))
+        return None if plan.pooled or plan.concat or plan.dynamic else plan.one_hot
 
     def check(self) -> None:
         """Raise what a GPU found since the last check: a key out of range in a table with "raise".

@@ -250,6 +250,11 @@ class _KeyMap:
         self._raises = any(rule.policy == RAISE for rule in rules)
 
     @property
+    def rules(self) -> KeyRules:
+        """The policies as kernels read them."""
+        return self._rules
+
+    @property
     def row_dtype(self) -> torch.dtype:
         """The type of rows."""
         return self._rules.row_dtype
@@ -280,6 +285,11 @@ class RowMap(_KeyMap):
     ) -> None:
         super().__init__(features, tables, bases, null_row, violations, device)
         self._columns = None if columns is None else torch.tensor(columns, dtype=torch.int64, device=device)
+
+    @property
+    def columns(self) -> Tensor | None:
+        """Which column of the keys each feature reads, (F,), int64; None: they are all, in order."""
+        return self._columns
 
     def __call__(
         self, keys: Tensor, offsets: Tensor | None = None, origin: str = "", out: Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -31,6 +32,25 @@ from viviane.parallel.exchanges import AnyInput
 from viviane.parallel.plan import AnyTable
 
 TableMaker: TypeAlias = Callable[..., TableCollection]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a graph's module; tensors are known by the numbers of their slots.
+
+    Args:
+        lookups: slot of the vectors (B, S, D), and the collection.
+        dense: slot, and the names and widths of its columns.
+        num_others: other sources: masks and ids.
+        steps: layer, slots it reads, slots it writes; in order.
+        outputs: slots of the logits.
+    """
+
+    lookups: list[tuple[int, TableCollection]]
+    dense: list[tuple[int, tuple[tuple[str, int], ...]]]
+    num_others: int
+    steps: list[Step]
+    outputs: tuple[int, ...]
 
 
 class Source(Protocol):
@@ -146,6 +166,19 @@ class GraphModule(nn.Module):
         sources, steps = self._path(name)
         result: Tensor = self._run(batch, sources, self._split(sources, steps))[self._slots[name]]
         return result
+
+    @property
+    def structure(self) -> Structure:
+        """What it is made of, for those who compute the same another way."""
+        lookups, dense, others = [], [], 0
+        for tops, source in self._sources:
+            if type(source) is _Stack:
+                lookups.append((tops[0], source.collection))
+            elif isinstance(source, _Dense):
+                dense.append((tops[0], source.widths))
+            else:
+                others += 1
+        return Structure(lookups, dense, others, list(self._steps), self._outputs)
 
     @property
     def id_columns(self) -> set[str]:

@@ -33,6 +33,16 @@ def padding_batch(schema: Schema, size: int) -> Batch:
     )
 
 
+def random_batch(schema: Schema, size: int) -> Batch:
+    """Return rows of random numbers and ids, the same at each call, for columns of one id that have a range."""
+    batch = padding_batch(schema, size)
+    generator = torch.Generator().manual_seed(size)
+    batch.dense.normal_(generator=generator)
+    for place, column in enumerate(schema.one_hot):
+        batch.one_hot[:, place] = torch.randint(0, column.id_range, (size,), generator=generator)
+    return batch
+
+
 def cut(batch: Batch, start: int, stop: int) -> Batch:
     """Return some rows of a batch, without labels."""
     stop = min(stop, batch.size)

@@ -30,6 +30,10 @@ class Forward:
             output = self._module(batch)
         return self._objective.predictions(output, batch.size).float()
 
+    def predictions(self, output: Tensor) -> Tensor:
+        """Return the predictions of what the module returned, (B, L), float32."""
+        return self._objective.predictions(output, len(output)).float()
+
     def key_records(self) -> list[Tensor]:
         """Return the records that captured lookups write; the first number is 0 until a key is wrong."""
         return [record for one in self._collections for record in one.key_records()]

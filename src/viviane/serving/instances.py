@@ -6,20 +6,26 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from typing import Final, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from viviane.batch import Batch
+from viviane.batch import Batch, Layout
 from viviane.core.errors import ConfigError
+from viviane.model.module import GraphModule
 from viviane.ops.packing_ahead import PackedWeights
+from viviane.serving.batches import random_batch
 from viviane.serving.forward import Forward
 from viviane.serving.graphs import graph_instance, graphs_prevented
 from viviane.serving.loading import LoadedModel
+from viviane.serving.program import Program, prevented
 from viviane.serving.settings import SessionSettings
 from viviane.training.precision import Precision
+
+_COMPARED: Final = (1, 33)
+"""Batch sizes for which a program has to give the bits of the module before it is used."""
 
 
 class Instance(Protocol):
@@ -55,6 +61,32 @@ class EagerInstance:
         return found
 
 
+class ProgramInstance:
+    """Runs the module as a program, on the CPU; where a key is out of range, eagerly, so that it is refused by name.
+
+    Args:
+        forward: the module operation by operation.
+    """
+
+    def __init__(self, forward: Forward, program: Program, num_threads: int) -> None:
+        self._forward, self._program, self._num_threads = forward, program, num_threads
+
+    def run(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
+        """Return predictions, (B, L)."""
+        with torch_threads(self._num_threads), torch.no_grad():
+            batch = batch.to("cpu")
+            logits = self._program(batch)
+            scores = self._forward(batch) if logits is None else self._forward.predictions(logits)
+        found: NDArray[np.float32] = scores.numpy()
+        return found
+
+    def agrees(self, batch: Batch) -> bool:
+        """Whether it gives the bits of the module."""
+        with torch_threads(self._num_threads), torch.no_grad():
+            logits = self._program(batch)
+            return logits is not None and torch.equal(self._forward.predictions(logits), self._forward(batch))
+
+
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Let torch compute on so many threads in this thread."""
@@ -79,16 +111,37 @@ class Instances:
         precision.check(model.device)
         self.precision = precision
         count = settings.instances or (2 if model.device.type == "cuda" else 1)
-        prevented = "cuda_graphs is off" if settings.cuda_graphs is False else graphs_prevented(model)
-        if settings.cuda_graphs is True and prevented is not None:
-            fix = 'set cuda_graphs="auto", which runs such a model eagerly'
-            raise ConfigError("the forward pass cannot be captured in CUDA graphs", value=prevented, fix=fix)
-        self.execution = "cuda graphs" if prevented is None else f"eager: {prevented}"
+        why = "cuda_graphs is off" if settings.cuda_graphs is False else graphs_prevented(model)
+        if settings.cuda_graphs is True and why is not None:
+            fix = 'set cuda_graphs="auto", which runs such a model without them'
+            raise ConfigError("the forward pass cannot be captured in CUDA graphs", value=why, fix=fix)
+        self.execution = "cuda graphs" if why is None else f"eager: {why}"
         self._free: queue.SimpleQueue[Instance] = queue.SimpleQueue()
-        for instance in self._make(model, settings, count, graphs=prevented is None):
+        for instance in self._programs(model, settings, count) or self._make(model, settings, count, why is None):
             self._free.put(instance)
 
-    def _make(self, model: LoadedModel, settings: SessionSettings, count: int, *, graphs: bool) -> Iterator[Instance]:
+    def _programs(self, model: LoadedModel, settings: SessionSettings, count: int) -> list[Instance]:
+        """Make instances that run programs, or none: then `execution` says why."""
+        if model.device.type != "cpu":
+            return []
+        layout = Layout.of(model.schema)
+        why = "dense layers are not in fp32" if self.precision.name != "fp32" else prevented(model.module, layout)
+        if why is None:
+            wide = any(column.dtype == "int64" for column in model.schema.one_hot)
+            id_dtype = torch.int64 if wide else torch.int32
+            found = []
+            for number in range(count):
+                module = cast(GraphModule, model.module if number == 0 else model.replica())
+                forward = Forward(module, model.objective, self.precision, model.device)
+                found.append(ProgramInstance(forward, Program(module, layout, id_dtype), settings.num_threads))
+            if all(found[0].agrees(random_batch(model.schema, size)) for size in _COMPARED):
+                self.execution = "program"
+                return [*found]
+            why = "this build of torch rounds otherwise"
+        self.execution = f"eager: {why}"
+        return []
+
+    def _make(self, model: LoadedModel, settings: SessionSettings, count: int, graphs: bool) -> Iterator[Instance]:
         if graphs:
             packed: PackedWeights = {}
             for number in range(count):

@@ -108,7 +108,7 @@ class InferenceSession:
 
     @property
     def execution(self) -> str:
-        """How batches are computed: "cuda graphs", or "eager: " and why they are not captured."""
+        """How batches are computed: "cuda graphs", "program" (one native call, on a CPU), or "eager: " and why."""
         return self._instances.execution
 
     @property

@@ -69,6 +69,15 @@ class Kernel:
         self._address: int = compiled.address
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
+    @property
+    def address(self) -> int:
+        """The address of its machine code, for `invoke`."""
+        return self._address
+
+    def call_at(self, call: int) -> None:
+        """Run in this thread on operands that are in memory already: the address of `call`."""
+        self._call(call)
+
     def __call__(self, operands: Sequence[int], *, tickets: int, threads: int) -> None:
         """Run until all tickets are taken, without the interpreter's lock."""
         call = (ctypes.c_int64 * (OPERANDS + len(operands)))(0, tickets, *operands)

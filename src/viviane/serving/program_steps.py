@@ -1,0 +1,146 @@
+"""The steps of a program: kernels and their operands, side by side in memory that the native call reads."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from viviane.core.errors import ConfigError
+from viviane.embedding.plan import OneHotPlan
+
+_OPERANDS: Final = 2
+_ROOM: Final = 16
+"""Words of a step: tickets taken, tickets, operands."""
+_MOST_STEPS: Final = 512
+_NEVER: Final = 2**63 - 1
+
+
+class Steps:
+    """Writes steps, and runs them.
+
+    Args:
+        capacity: most rows of a batch.
+        id_dtype: of the ids of batches.
+    """
+
+    def __init__(self, capacity: int, id_dtype: torch.dtype) -> None:
+        from viviane.ops.programs.cpu import kernels_key, program_kernel
+
+        self._capacity, self._id_dtype, self._key = capacity, id_dtype, kernels_key()
+        self._calls = np.zeros((_MOST_STEPS, _ROOM), np.int64)
+        self._table = np.zeros((_MOST_STEPS, 2), np.int64)
+        self._first_wrong = np.zeros(_MOST_STEPS, np.int64)
+        self._driver = program_kernel(self._key)
+        self._run = np.array([0, 1, 0, 0], np.int64)
+        self._kept: list[Any] = []
+        self._sizes: list[int] = []
+        self._dense: list[int] = []
+        self._keys: list[int] = []
+        self.count = 0
+
+    def keep(self, *things: Any) -> None:
+        """Keep what steps have addresses of."""
+        self._kept += things
+
+    def _add(self, kernel: Any, operands: list[int], size_at: int = 0) -> int:
+        """Write a step, and return where its operands begin among all words."""
+        if self.count == _MOST_STEPS:
+            raise ConfigError("the model has too many layers for a program", allowed=f"{_MOST_STEPS} steps")
+        step = self.count
+        self._calls[step, 1] = 1
+        self._calls[step, _OPERANDS : _OPERANDS + len(operands)] = operands
+        self._table[step] = kernel.address, self._calls.ctypes.data + step * _ROOM * 8
+        self.keep(kernel)
+        first = step * _ROOM + _OPERANDS
+        self._sizes.append(first + size_at)
+        self.count += 1
+        return first
+
+    def lookup(self, plan: OneHotPlan, out: int, stride: int) -> None:
+        """Look up one-hot features: keys to rows, rows to columns of `out`."""
+        from viviane.ops.embedding_bag.cpu import copy_kernel, scale_kernel
+        from viviane.ops.key_rows.cpu import key_kernel
+        from viviane.ops.native.numbers import KINDS
+
+        rules, weight, chosen = plan.row_map.rules, plan.storage.weight, plan.row_map.columns
+        features, dim = len(rules.columns), weight.shape[1]
+        table, places = rules.table.t().contiguous(), (ctypes.c_int64 * len(plan.places))(*plan.places)
+        rows = torch.empty(self._capacity * features, dtype=rules.row_dtype)
+        self.keep(table, rows, chosen, weight, places)
+        first_wrong = self._first_wrong.ctypes.data + 8 * len(self._keys)
+        key_run = key_kernel(self._id_dtype.itemsize, rows.element_size(), chosen is None, self._key)
+        picked = 0 if chosen is None else chosen.data_ptr()
+        operands = [0, 0, 1, picked, table.data_ptr(), rows.data_ptr(), 0, features, rules.null_row, first_wrong]
+        self._keys.append(self._add(key_run, operands, size_at=6))
+        if weight.dtype == torch.float32:
+            run = copy_kernel(dim * 4, self._key)
+        else:
+            run = scale_kernel(dim, KINDS[weight.dtype], KINDS[torch.float32], self._key)
+        operands = [weight.data_ptr(), rows.data_ptr(), rows.element_size(), out, ctypes.addressof(places), 0, 0]
+        self._add(run, [*operands, features, stride, 4, 0], size_at=6)
+
+    def copy(self, source: int | None, source_stride: int, out: int, stride: int, width: int) -> None:
+        """Copy columns of float32; from the batch's dense numbers where `source` is None."""
+        from viviane.ops.programs.cpu import columns_kernel
+
+        operands = [0, source or 0, 4 * source_stride, out, 4 * stride, 4 * width]
+        first = self._add(columns_kernel(self._key), operands)
+        if source is None:
+            self._dense.append(first + 1)
+
+    def linear(
+        self, x: int | None, stride: int, weight: Tensor, bias: Tensor, out: int, *, relu: bool = False,
+        crossed: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Add a fully connected layer, of the batch's dense numbers where x is None; `crossed`: x_0 and x_l."""
+        from viviane.ops.programs.cpu import linear_kernel, sgemm_address
+
+        weight, bias = weight.detach().contiguous(), bias.detach().contiguous()
+        self.keep(weight, bias)
+        operands = [0, x or 0, stride, weight.data_ptr(), bias.data_ptr(), out, *weight.shape, sgemm_address()]
+        first = self._add(linear_kernel(relu, crossed is not None, self._key), [*operands, *(crossed or (0, 0))])
+        if x is None:
+            self._dense.append(first + 1)
+
+    def interaction(
+        self, dense: int, embeddings: int, out: int, shape: tuple[int, int], *, pad: bool, itself: bool
+    ) -> None:
+        """Add dot products of all pairs of vectors; shape (S, D) of the embeddings, dense 0 where there is none."""
+        from viviane.ops.dot_interaction.cpu import dots_kernel
+
+        front = int(dense != 0)
+        self._add(dots_kernel(shape[0] + front, front, shape[1], pad, itself, self._key), [0, dense, embeddings, out])
+
+    # Running ----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Say that all steps are written."""
+        self._words = self._calls.reshape(-1)
+        self._at_sizes, self._at_dense = np.array(self._sizes, np.int64), np.array(self._dense, np.int64)
+        self._first_wrong = self._first_wrong[: len(self._keys)]
+
+    def begin(self, size: int, dense: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Say what the next run reads; returns what has to stay until it has ended."""
+        if not dense.is_contiguous() or dense.dtype != torch.float32:
+            dense = dense.float().contiguous()
+        if ids.dtype != self._id_dtype or not ids.is_contiguous():
+            ids = ids.to(self._id_dtype).contiguous()
+        self._words[self._at_sizes] = size
+        self._words[self._at_dense] = dense.data_ptr()
+        for at in self._keys:
+            self._words[at], self._words[at + 1] = ids.data_ptr(), ids.shape[1]
+        self._first_wrong[:] = _NEVER
+        return dense, ids
+
+    def run(self, first: int, count: int) -> None:
+        """Run some steps, in this thread, without the interpreter's lock."""
+        self._run[2], self._run[3] = self._table.ctypes.data + first * 16, count
+        self._driver.call_at(self._run.ctypes.data)
+
+    def found_bad_key(self) -> bool:
+        """Whether a key of the last run was out of the range of a table that refuses it."""
+        return bool((self._first_wrong != _NEVER).any())
