@@ -24,7 +24,7 @@ PYTEST = "-m pytest -q -W ignore -p no:cacheprovider --show-capture=no"
 ONE_GPU = (
     "tests/ops/gpu tests/embedding tests/nn/test_layers_cuda.py tests/etl/test_gpu_engine.py "
     "tests/training/test_gpu.py tests/training/test_captured_step.py tests/training/test_feed_gpu.py "
-    "tests/training/test_controls.py tests/training/test_recorded_models.py"
+    "tests/training/test_controls.py tests/training/test_recorded_models.py tests/serving/test_session_cuda.py"
 )
 SEVERAL_GPUS = (
     "tests/parallel/test_exchange_gpu.py tests/training/test_captured_group_cuda.py "
@@ -69,6 +69,7 @@ STAGES = (
     Stage("graphs", "benchmarks/embedding_graphs.py", 20),
     Stage("hash", "benchmarks/hash_gpu.py", 40),
     Stage("dense", "benchmarks/dense_gpu.py", 60),
+    Stage("serving", "benchmarks/serving_gpu.py", 60),
     Stage("product", "benchmarks/product_gpu.py", 15),
     Stage("feed", "benchmarks/feed_gpu.py", 75),
     Stage("etl", "benchmarks/etl_gpu.py", 60),

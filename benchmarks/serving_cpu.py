@@ -10,6 +10,8 @@ alternate, each of a fraction of a second, and the figure is the median round in
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import shutil
 import statistics
 import sys
 import time
@@ -247,11 +249,19 @@ def measure(case: Case, size: int, ways: dict[str, Predict], rounds: int) -> Non
     )  # fmt: skip
 
 
+def installed() -> list[str]:
+    """Return the peers that are installed here; torch.compile needs a C++ compiler."""
+    names = {"onnx": "onnxruntime", "openvino": "openvino"}
+    found = [name for name, module in names.items() if importlib.util.find_spec(module) is not None]
+    compiles = shutil.which("g++") is not None and not SMALL
+    return ["eager", "script", *(["compile"] if compiles else []), *found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="short rounds, without torch.compile")
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--peers", default="eager,script,onnx,openvino" + ("" if SMALL else ",compile"))
+    parser.add_argument("--peers", default=",".join(installed()), help="eager, script, compile, onnx, openvino")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for case in CASES:

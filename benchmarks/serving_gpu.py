@@ -196,6 +196,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="latency or bulk")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a forward pass")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("serving_gpu: no GPU here, nothing measured")
+        return
     with TemporaryDirectory() as folder:
         if "latency".startswith(options.only):
             measure_latency(Path(folder), options.kernels)

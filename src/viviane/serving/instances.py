@@ -110,7 +110,7 @@ class Instances:
             raise ConfigError("this torch computes no fp16 on the CPU", value="fp16", allowed="fp32, bf16")
         precision.check(model.device)
         self.precision = precision
-        count = settings.instances or (2 if model.device.type == "cuda" else 1)
+        self.count = count = settings.instances or (2 if model.device.type == "cuda" else 1)
         why = "cuda_graphs is off" if settings.cuda_graphs is False else graphs_prevented(model)
         if settings.cuda_graphs is True and why is not None:
             fix = 'set cuda_graphs="auto", which runs such a model without them'

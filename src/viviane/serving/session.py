@@ -112,6 +112,11 @@ class InferenceSession:
         return self._instances.execution
 
     @property
+    def instances(self) -> int:
+        """How many requests are computed at the same time."""
+        return self._instances.count
+
+    @property
     def takes_raw_rows(self) -> bool:
         """What `predict` takes rows for when it is not told: raw rows, or encoded ones."""
         return self._raw

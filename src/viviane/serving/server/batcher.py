@@ -117,7 +117,7 @@ class Batcher:
             self._waiting_rows += work.num_rows
             if self._idle:
                 self._turn.notify()
-            elif self._threads < self.session.settings.instances:
+            elif self._threads < self.session.instances:
                 self._threads += 1
                 threading.Thread(target=self._work, name="viviane-serving", daemon=True).start()
 

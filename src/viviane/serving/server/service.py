@@ -252,7 +252,7 @@ class Service:
             "input": [_config(one) for one in input_specs(session.inputs)],
             "output": [_config(one) for one in output_specs(session.outputs)],
             "instance_group": [{"name": model, "kind": "KIND_CPU" if session.device.type == "cpu" else "KIND_GPU",
-                                "count": session.settings.instances}],
+                                "count": session.instances}],
             "dynamic_batching": {"max_queue_delay_microseconds": int(batching.max_delay_ms * 1000)},
         }  # fmt: skip
 
