@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from viviane.config.base import Settings
-from viviane.core.errors import SchemaError, suggest
+from viviane.core.errors import SchemaError, SchemaNotFoundError, suggest
 from viviane.core.files import write_json_atomic
 from viviane.core.locations import AnyPath, location, published_location
 
@@ -245,7 +245,7 @@ class Schema(Settings):
         file = published_location(path)
         file = file / SCHEMA_FILE if file.is_dir() else file
         if not file.exists():
-            raise SchemaError("no schema here", where=str(file), fix="write the data set with `viviane etl`")
+            raise SchemaNotFoundError("no schema here", where=str(file), fix="write the data set with `viviane etl`")
         return cls.from_json_file(file)
 
     def difference(self, other: Schema) -> list[str]:

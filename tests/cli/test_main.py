@@ -46,7 +46,7 @@ def test_an_error_is_a_message_and_not_a_traceback(
     monkeypatch.delenv("VIVIANE_TRACEBACK", raising=False)
     with pytest.raises(SystemExit) as stop:
         main.main()
-    assert stop.value.code == 1
+    assert stop.value.code == 2
     message = capsys.readouterr().err
     assert message == ("error: a file is missing\n  where:   train/part-00000.parquet\n  do:      write it again\n")
 

@@ -29,9 +29,9 @@ def viviane(*words: object, cwd: Path, code: int = 0) -> str:
     """Run a command in this process; returns what it printed, an error's message included."""
     with contextlib.chdir(cwd):
         done = CliRunner().invoke(main.app, [str(word) for word in words])
-    failed = isinstance(done.exception, VivianeError)  # main() prints it and exits with 1
+    failed = isinstance(done.exception, VivianeError)  # main() prints it and exits with 2
     text = done.output + (f"error: {done.exception}" if failed else "")
-    assert (1 if failed else done.exit_code) == code, (text, done.exception)
+    assert (2 if failed else done.exit_code) == code, (text, done.exception)
     return text
 
 
@@ -87,12 +87,12 @@ def test_a_refused_run_changes_nothing(place: Path) -> None:
         return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
     before, words = content(), ["train", "c.json", "--run-folder", "runs/one"]
-    assert "already holds a run" in viviane(*words, cwd=place, code=1)
-    assert "of another model" in viviane(*words, "--resume", "--set", "model.dim=8", cwd=place, code=1)
+    assert "already holds a run" in viviane(*words, cwd=place, code=2)
+    assert "of another model" in viviane(*words, "--resume", "--set", "model.dim=8", cwd=place, code=2)
     with ThreadPoolExecutor(1) as pool, ExitStack() as held:
         pool.submit(lambda: held.enter_context(locked(folder))).result()
         for more in ([], ["--resume", "--set", "solver.epochs=9"]):
-            assert "another process is writing here" in viviane(*words, *more, cwd=place, code=1)
+            assert "another process is writing here" in viviane(*words, *more, cwd=place, code=2)
     assert content() == before
     assert not list(folder.parent.glob(".*"))
 
@@ -240,7 +240,7 @@ def test_mistakes_are_named(tmp_path: Path, changes, keys, message) -> None:
 
 def test_commands_say_what_is_wrong_and_end_with_1(place: Path) -> None:
     def fails(*words: object) -> str:
-        text = viviane(*words, cwd=place, code=1)
+        text = viviane(*words, cwd=place, code=2)
         assert "Traceback" not in text
         return text
 

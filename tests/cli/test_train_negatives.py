@@ -28,7 +28,7 @@ def viviane(*words: object, cwd: Path, code: int = 0) -> str:
         done = CliRunner().invoke(main.app, [str(word) for word in words])
     failed = isinstance(done.exception, VivianeError)
     text = done.output + (f"error: {done.exception}" if failed else "")
-    assert (1 if failed else done.exit_code) == code, (text, done.exception)
+    assert (2 if failed else done.exit_code) == code, (text, done.exception)
     return text
 
 
@@ -127,5 +127,5 @@ def test_streams_and_columns_that_are_not_there(place: Path) -> None:
     with pytest.raises(ConfigError, match="which a stream has not"):
         TrainConfig.from_dict(content)
     config(place, NCF, "odd.json", column=None, user="who")
-    assert "who" in viviane("train", "odd.json", "--run-folder", "runs/odd", cwd=place, code=1)
+    assert "who" in viviane("train", "odd.json", "--run-folder", "runs/odd", cwd=place, code=2)
     assert not (place / "runs/odd/train.json").exists()

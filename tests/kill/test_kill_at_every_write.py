@@ -207,7 +207,7 @@ def kill_at(number: int, case: Case, prepared: Prepared, forked: Warm, place: Pa
     for name, one, old, new in zip(case.outputs, found, prepared.old, prepared.new, strict=True):
         assert one in (old, new), f"{name} is neither the older nor the new one"
     code, said, _ = execute(forked, place, case.again or case.words)
-    complete = found == prepared.new and code == 1 and "exists" in said  # nothing was left to do
+    complete = found == prepared.new and code == 2 and "exists" in said  # nothing was left to do
     assert code == 0 or complete, said
     assert tuple(content(place / name) for name in case.outputs) == prepared.new
     assert hidden(place) == []

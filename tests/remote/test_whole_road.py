@@ -49,7 +49,7 @@ def viviane(*words: object, code: int = 0) -> str:
     done = CliRunner().invoke(main.app, [str(word) for word in words])
     failed = isinstance(done.exception, VivianeError)
     text = done.output + (f"error: {done.exception}" if failed else "")
-    assert (1 if failed else done.exit_code) == code, (text, done.exception)
+    assert (2 if failed else done.exit_code) == code, (text, done.exception)
     return text
 
 
@@ -201,7 +201,7 @@ def test_the_commands_take_urls(bucket: str, shared_store: Store, tmp_path: Path
     viviane("convert", f"{url}/out/train", f"{url}/fast", "--to", "viviane")
     assert len(Dataset(f"{url}/fast")) == 240
     assert "step" in viviane("checkpoint", "inspect", f"{url}/runs/a/checkpoints/step-00000004")
-    assert "error: " in viviane("evaluate", f"{url}/runs/none", f"{url}/out/valid", code=1)
+    assert "error: " in viviane("evaluate", f"{url}/runs/none", f"{url}/out/valid", code=2)
 
 
 def test_a_trainer_without_a_graph_takes_a_url(bucket: str) -> None:

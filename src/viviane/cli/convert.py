@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from viviane.core.errors import ConfigError
+from viviane.core.json_files import json_or_text
 
 if TYPE_CHECKING:
     from viviane.data import Dataset
@@ -109,8 +109,5 @@ def chosen_format(name: str, options: list[str], flag: str) -> Format:
         key, equals, text = one.partition("=")
         if not equals or key == "format":
             raise ConfigError("an option is written as name=value", where=flag, value=one, allowed="check_sum=false")
-        try:
-            settings[key] = json.loads(text)
-        except json.JSONDecodeError:
-            settings[key] = text
+        settings[key] = json_or_text(text, where=f"{flag} {key}")
     return format_of(settings, where=flag)

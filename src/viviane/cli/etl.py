@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from viviane.config.base import load_json
 from viviane.core.errors import ConfigError
+from viviane.core.json_files import read_json_object
 
 if TYPE_CHECKING:
     from viviane.etl import EtlConfig, FittedEtl, SequenceConfig, SequenceSummary, Summary
@@ -130,7 +130,7 @@ def _choose(
     if apply is not None:
         return FittedEtl.load(apply)
     if config is not None:
-        of_sequences = config.exists() and load_json(config).get("format") == SEQUENCES
+        of_sequences = config.exists() and read_json_object(config).get("format") == SEQUENCES
         return SequenceConfig.from_json_file(config) if of_sequences else EtlConfig.from_json_file(config)
     made: EtlConfig = PRESETS[str(preset)](**options)
     return made

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from viviane.core.errors import VivianeError, suggest
+from viviane.core.errors import suggest
+from viviane.core.machine_errors import as_own_error
 
 # command -> module that defines a Typer function of that name
 COMMANDS = {
@@ -37,8 +40,21 @@ COMMANDS = {
 }
 
 
+_FAILED = 2
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
+
+
 class _LazyGroup(TyperGroup):
     """Imports a command's module only when that command runs or shows its help."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends the process where it stands
+            _say("interrupted")
+            sys.exit(_INTERRUPTED)
 
     def list_commands(self, ctx: object) -> list[str]:
         return list(COMMANDS)
@@ -66,16 +82,27 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; a VivianeError ends it with exit code 1 and its message, without a traceback."""
+    """Run the command line and end the process.
+
+    Exit codes: 0 success; 1 a check that found differences; 2 wrong usage, or a VivianeError, whose message is printed
+    without a traceback unless VIVIANE_TRACEBACK is set; 130 Ctrl-C; 141 the reader of a pipe has gone. Refusals of the
+    machine (memory, disk, permissions, limits) are VivianeErrors, too.
+    """
     try:
         app()
-    except VivianeError as error:
-        if os.environ.get("VIVIANE_TRACEBACK"):
-            raise
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(1)
     except BrokenPipeError:
-        sys.exit(141)
+        sys.exit(_BROKEN_PIPE)
+    except Exception as error:
+        own = as_own_error(error)
+        if own is None or os.environ.get("VIVIANE_TRACEBACK"):
+            raise
+        _say(f"error: {own}")
+        sys.exit(_FAILED)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # where stderr cannot be written the exit code has to do
+        print(text, file=sys.stderr)  # noqa: T201
 
 
 if __name__ == "__main__":

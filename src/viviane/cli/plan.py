@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -70,6 +71,13 @@ class _Told(NamedTuple):
     memory_gb_per_s: float | None
     link_gb_per_s: float | None
 
+    def refuse_impossible(self) -> None:
+        """Refuse figures that are not finite and positive."""
+        for name, value in self._asdict().items():
+            if value is not None and not (math.isfinite(value) and value > 0):
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError("a figure of a device is a positive number", where=option, value=value)
+
     def refuse_missing(self, missing: Sequence[str], why: str) -> None:
         """Refuse to guess: a plan is as good as these figures."""
         given = [name for name in missing if getattr(self, name) is None]
@@ -98,6 +106,7 @@ def _machine(device: str, count: int, told: _Told, *, may_be_elsewhere: bool) ->
         where = torch.device("cuda")
     else:
         where = resolve_device(device)
+    told.refuse_impossible()
     memory_gb, speed, link = told
     if memory_gb is not None:
         held = int(memory_gb * 1e9)

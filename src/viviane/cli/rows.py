@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from viviane.core.errors import DataError
+from viviane.core.errors import DataError, DataNotFoundError
 from viviane.core.locations import AnyPath, published_location
 from viviane.data import Dataset
 from viviane.model import Model
@@ -27,7 +27,7 @@ def open_rows(path: str | AnyPath, model: Model, *, with_labels: bool) -> Iterat
     """
     place = published_location(path)
     if not place.exists():
-        raise DataError("no such input", where=str(place), allowed="a data set folder, or raw files")
+        raise DataNotFoundError("no such input", where=str(place), allowed="a data set folder, or raw files")
     if place.is_dir() and (place / SCHEMA_FILE).exists():
         yield Dataset(place)
         return
@@ -38,9 +38,14 @@ def open_rows(path: str | AnyPath, model: Model, *, with_labels: bool) -> Iterat
             fix="give a data set folder with schema.json, or train on data that `viviane etl` wrote",
         )
     from viviane.etl import FittedEtl
+    from viviane.etl.stage import MalformedRowError
 
     fitted = FittedEtl.load(model.etl)
     unfiltered = replace(fitted, config=fitted.config.model_copy(update={"filters": ()}))
     with tempfile.TemporaryDirectory(prefix="viviane-rows-") as folder:
-        unfiltered.transform(place, Path(folder) / "rows", labels=True if with_labels else None)
+        try:
+            unfiltered.transform(place, Path(folder) / "rows", labels=True if with_labels else None)
+        except MalformedRowError as error:  # the original suggests an option that only `viviane etl` has
+            fix = "correct it: every row of the input is used"
+            raise DataError(error.what, where=error.where, value=error.value, fix=fix) from None
         yield Dataset(Path(folder) / "rows")

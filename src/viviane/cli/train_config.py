@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from pydantic import Field, model_validator
 from viviane.config import Adam, OptimizerSettings, Solver
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import ConfigError, suggest
+from viviane.core.json_files import json_or_text
 from viviane.data import Dataset, NegativeDataset, Negatives
 from viviane.data.negative_dataset import schema_with_negatives
 from viviane.data.negatives import check_negatives
@@ -192,10 +192,7 @@ def change_settings(data: Any, change: str) -> None:
     path, equals, text = change.partition("=")
     if not equals or not path.strip("."):
         raise ConfigError("not a change", where="--set", value=change, allowed="path=value, such as solver.lr=0.01")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
+    value = json_or_text(text, where=f"--set {path}")
     *way, last = path.split(".")
     place = data
     for part in way:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
 
-from viviane.core.errors import ConfigError, suggest
-from viviane.core.locations import AnyPath, location
+from viviane.config.aliases import suggest_setting
+from viviane.core.errors import ConfigError, VivianeError
+from viviane.core.json_files import read_json
+from viviane.core.locations import AnyPath
 
 
 class Settings(BaseModel):
@@ -37,6 +38,16 @@ class Settings(BaseModel):
     # Nested settings are then validated by pydantic itself, so that an error keeps its full path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _representable(cls, value: Any) -> Any:
+        """Refuse what no file name, column name or 64-bit register can hold."""
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("text must not contain a NUL character")
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+            raise ValueError("the integer does not fit 64 bits")
+        return value
+
     @classmethod
     def from_dict(cls, data: Any, where: str | None = None) -> Self:
         """Build from plain data; `where` (a file's name) is put in front of errors."""
@@ -56,33 +67,12 @@ class Settings(BaseModel):
 
 
 def load_json(path: str | AnyPath) -> Any:
-    """Read strict JSON from a file or URL: no comments, no duplicate keys, no NaN.
+    """Read strict JSON from a file or URL, with the bounds of `viviane.core.json_files.parse_json`.
 
     Raises:
         ConfigError: naming the file, line and column.
     """
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                raise ConfigError("the same key stands twice in one JSON object", where=str(path), value=key)
-            result[key] = value
-        return result
-
-    def no_constant(name: str) -> Any:
-        raise ConfigError("JSON has no such number", where=str(path), value=name)
-
-    try:
-        text = location(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("cannot read the JSON file", where=str(path), value=str(error)) from error
-    try:
-        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"not valid JSON: {error.msg}", where=f"{path}, line {error.lineno}, column {error.colno}"
-        ) from error
+    return read_json(path)
 
 
 def validate(kind: Any, data: Any, where: str | None = None) -> Any:
@@ -104,13 +94,24 @@ def explain(error: ValidationError, kind: Any, where: str | None = None) -> Conf
     name = getattr(kind, "__name__", str(kind))
     cause = first.get("ctx", {}).get("error")
     if first["type"] == "extra_forbidden":
-        fix = suggest(str(first["loc"][-1]), _fields_at(kind, first["loc"][:-1]))
-        return ConfigError(f"{name}: unknown key{more}", where=place, value=first["input"], fix=fix)
+        fix = suggest_setting(str(first["loc"][-1]), _fields_at(kind, first["loc"][:-1]))
+        return ConfigError(f"{name}: unknown key{more}", where=place, value=shortened(first["input"]), fix=fix)
     if first["type"] == "missing":
         return ConfigError(f"{name}: a required key is missing{more}", where=place)
     if isinstance(cause, ConfigError):
         return cause
-    return ConfigError(f"{name}: {first['msg']}{more}", where=place, value=first["input"])
+    if isinstance(cause, VivianeError):
+        return ConfigError(str(cause), where=place)
+    return ConfigError(f"{name}: {first['msg']}{more}", where=place, value=shortened(first["input"]))
+
+
+def shortened(value: Any, limit: int = 200) -> Any:
+    """Return `value`, or the start of its text where that is longer than `limit` characters."""
+    try:
+        text = str(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits; objects nested deeply
+        return f"{type(value).__name__} that is too long to show"
+    return value if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _fields_at(kind: Any, path: tuple[int | str, ...]) -> set[str]:

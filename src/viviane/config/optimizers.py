@@ -38,11 +38,12 @@ Sources: Kingma and Ba 2015 (Adam); Duchi et al. 2011 (AdaGrad); Loshchilov and 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from viviane.config.base import Settings, validate
+from viviane.core.errors import ConfigError, suggest
 
 Update = Literal["local", "global"]
 
@@ -157,3 +158,44 @@ def optimizer_from_dict(data: Any, where: str | None = None) -> AnyOptimizer:
     """Build optimizer settings from plain data such as {"type": "adam", "lr": 0.001}."""
     result: AnyOptimizer = validate(OptimizerSettings, data, where)
     return result
+
+
+_BY_TYPE: Final[dict[str, type[AnyOptimizer]]] = {
+    kind.model_fields["type"].default: kind for kind in get_args(AnyOptimizer)
+}
+_TORCH_NAMES: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "AdaGrad", "rmsprop": "RMSProp"}
+
+
+def optimizer_settings(given: Any, where: str = "optimizer") -> AnyOptimizer:
+    """Return optimizer settings: as they are, or those of a name with its defaults, or of plain data.
+
+    Args:
+        given: settings, a name such as "adam", or a dict as a file holds it.
+        where: for the error.
+
+    Raises:
+        ConfigError: an unknown name, an optimizer of torch, which does not know embedding tables, or anything else.
+
+    Example:
+        >>> optimizer_settings("adam")
+        Adam(lr=None, ...)
+    """
+    if isinstance(given, get_args(AnyOptimizer)):
+        return given  # type: ignore[no-any-return]
+    if isinstance(given, str):
+        kind = _BY_TYPE.get(given.lower().replace("-", "_"))
+        if kind is None:
+            raise ConfigError("unknown optimizer", where=where, value=given, fix=suggest(given.lower(), _BY_TYPE))
+        return kind()
+    if isinstance(given, dict):
+        return optimizer_from_dict(given, where)
+    name = given.__name__ if isinstance(given, type) else type(given).__name__
+    is_own = isinstance(given, type) and issubclass(given, get_args(AnyOptimizer))
+    same = name if is_own else _TORCH_NAMES.get(name.lower())
+    raise ConfigError(
+        "not settings of an optimizer",
+        where=where,
+        value=name if not isinstance(given, int | float) else given,
+        allowed="viviane.Adam(lr=1e-3) and the like, or a name: " + ", ".join(_BY_TYPE),
+        fix=f"pass viviane.{same}()" if same else None,
+    )

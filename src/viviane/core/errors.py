@@ -58,7 +58,8 @@ class VivianeError(Exception):
 
 
 def _rebuild(kind: type[VivianeError], text: str, fields: dict[str, Any]) -> VivianeError:
-    error = kind.__new__(kind)
+    # Of several bases only the one that lays out the object may make it, and that is OSError where it is one.
+    error = OSError.__new__(kind) if issubclass(kind, OSError) else kind.__new__(kind)
     Exception.__init__(error, text)
     error.__dict__.update(fields)
     return error
@@ -72,8 +73,20 @@ class SchemaError(VivianeError, ValueError):
     """A schema contradicts itself, or data contradicts its schema."""
 
 
-class DataError(VivianeError):
+class ConfigNotFoundError(ConfigError, FileNotFoundError):
+    """A file of settings does not exist."""
+
+
+class SchemaNotFoundError(SchemaError, FileNotFoundError):
+    """There is no schema."""
+
+
+class DataError(VivianeError, ValueError):
     """A data file is missing, malformed, truncated or altered."""
+
+
+class DataNotFoundError(DataError, FileNotFoundError):
+    """A data set, raw file or fitted ETL does not exist."""
 
 
 class KeyRangeError(VivianeError, IndexError):
@@ -82,6 +95,10 @@ class KeyRangeError(VivianeError, IndexError):
 
 class CheckpointError(VivianeError):
     """A checkpoint is missing, truncated, altered or of another model."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint or saved model does not exist."""
 
 
 class NumericsError(VivianeError, ArithmeticError):
@@ -100,6 +117,10 @@ class ExportError(VivianeError):
     """A model cannot be exported, or an artifact is damaged, differs from its model, or is for another machine."""
 
 
+class MachineError(VivianeError, OSError):
+    """The machine refuses: no memory, a full or read-only disk, no permission, a limit of the process."""
+
+
 class MissingExtraError(VivianeError, ImportError):
     """An optional library is not installed; names the extra that brings it."""
 
@@ -114,3 +135,25 @@ def suggest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else "choose one of: " + ", ".join(names)
+
+
+def expect(what: str, value: Any, *kinds: type) -> None:
+    """Refuse an argument of another type.
+
+    Raises:
+        ConfigError: naming the argument, the type that it has and those that it may have.
+
+    Example:
+        >>> expect("threads", "4", int)
+        Traceback (most recent call last):
+        ...
+        viviane.core.errors.ConfigError: threads is of another type
+          value:   "str '4'"
+          allowed: int
+    """
+    if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
+        return
+    name = type(value).__name__
+    shown = f"{name} {value!r}" if isinstance(value, str | int | float) else name
+    allowed = " or ".join(kind.__name__ for kind in kinds)
+    raise ConfigError(f"{what} is of another type", value=shown[:200], allowed=allowed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -204,7 +205,11 @@ def location(path: str | Path | RemotePath) -> AnyPath:
     """
     if isinstance(path, RemotePath):
         return path
-    text = str(path)
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError("not a path", value=type(path).__name__, allowed="a str, a pathlib.Path, or a URL")
+    text = os.fsdecode(path)
+    if "\0" in text:
+        raise ConfigError("a path must not contain a NUL character", value=text)
     match = _URL.match(text)
     if match is None:
         return Path(unquote(urlsplit(text).path)) if text.startswith("file:/") else Path(path)

@@ -38,8 +38,8 @@ class Registry(Mapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         try:
             return self._items[name]
-        except KeyError:
-            raise ConfigError(f"unknown {self.kind}", value=name, fix=suggest(name, self._items)) from None
+        except (KeyError, TypeError):
+            raise ConfigError(f"unknown {self.kind}", value=name, fix=suggest(str(name), self._items)) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
@@ -48,4 +48,4 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._items)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._items
+        return isinstance(name, str) and name in self._items

@@ -35,6 +35,8 @@ def whole_numbers(values: Any, dtype: DTypeLike, where: str) -> NDArray[Any]:
             found = np.asarray(values, dtype=object)
         if found.dtype == object:
             return _from_objects(found, wanted, where)
+    except DataError:
+        raise
     except (ValueError, TypeError, OverflowError) as error:
         raise _refusal(str(error).splitlines()[0][:200], wanted, where) from error
     if found.dtype.kind not in "iufb":

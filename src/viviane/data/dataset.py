@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from viviane.batch import Batch
-from viviane.config.base import load_json
-from viviane.core.errors import ConfigError, DataError, SchemaError
+from viviane.core.errors import ConfigError, DataError, DataNotFoundError, SchemaError, expect
+from viviane.core.json_files import read_json_object
 from viviane.core.locations import AnyPath, RemotePath, location, published_location
 from viviane.core.remote.cache import local_copy
 from viviane.data.formats import MANIFEST_FILE, Format, Manifest, guess_format, named_format
@@ -62,6 +62,10 @@ class Dataset:
         *,
         stored: Schema | None = None,
     ) -> None:
+        if schema is not None:
+            expect("schema", schema, Schema)
+        if format is not None:
+            expect("format", format, str, Format)
         given = None if format is None else named_format(format)
         self.path = _readable(path, given)
         self.manifest = manifest = Manifest.load(self.path)
@@ -80,7 +84,7 @@ class Dataset:
             self.format = given or guess_format(local)
             if self.format.format == "parquet" and not self.path.is_dir():
                 fix = "give the folder that holds schema.json; a foreign file needs its `format`"
-                raise DataError("no such data set folder", where=str(path), fix=fix)
+                raise DataNotFoundError("no such data set folder", where=str(path), fix=fix)
             if schema is None:
                 schema = Schema.load(self.path if self.path.is_dir() else self.path.with_name(SCHEMA_FILE))
             files, entries, stored = self.format.files_at(local), None, stored or schema
@@ -100,7 +104,7 @@ class Dataset:
     def info(self) -> dict[str, Any]:
         """Statistics that the writer left in info.json: rows, source, best reachable AUC; empty without the file."""
         path = self.path / INFO_FILE
-        return dict(load_json(path)) if path.exists() else {}
+        return read_json_object(path, error=DataError) if path.exists() else {}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -202,7 +206,7 @@ def _readable(path: str | AnyPath, given: Format | None) -> AnyPath:
     if not isinstance(place, RemotePath):
         return place
     if not place.is_dir():
-        raise DataError("there is no data set folder at this URL", where=str(path),
+        raise DataNotFoundError("there is no data set folder at this URL", where=str(path),
                         fix="give the folder that holds schema.json; a single file is copied here first")  # fmt: skip
     if given is not None and given.format == "parquet":
         return place

@@ -157,6 +157,8 @@ def _array(values: Any, field: Any, where: str) -> Any:
     """Convert a column to its type: float64 is rounded to float32; ids are never rounded or wrapped."""
     try:
         return _converted(values, field.type)
+    except SchemaError:
+        raise
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise DataError(
             "a column cannot be converted without loss",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import struct
 import zipfile
 from importlib.metadata import version
 from typing import Any, Final
@@ -12,16 +13,21 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError, DataError, DataNotFoundError
 from viviane.core.files import write_bytes_atomic
+from viviane.core.json_files import expected_form, json_object, parse_json
 from viviane.core.locations import AnyPath, published_location
-from viviane.etl.config import EtlConfig
+from viviane.etl.config import Bucketize, CategoricalSpec, Categorify, DenseSpec, EtlConfig, LabelSpec
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned, Vocabulary
+from viviane.etl.values import combined
+from viviane.schema import Schema
 
 FORMAT: Final = "viviane-fitted-etl"
 VERSION: Final = 1
 _MANIFEST: Final = "manifest.json"
+_NEEDED: Final = frozenset({"config.json", "schema.json", "learned.json"})
+_MOST_EXPANSION: Final = 1000  # of Parquet: runs of one value take next to nothing
 
 
 def save_learned(fitted: Learned, path: AnyPath) -> AnyPath:
@@ -61,36 +67,127 @@ def load_learned(path: AnyPath) -> Learned:
         DataError: naming the file and the member that is missing, truncated or altered.
     """
     members = _verified(path)
+    learned = parse_json(members["learned.json"], where=f"{path}, learned.json", error=DataError)
     try:
-        config = EtlConfig.from_dict(json.loads(members["config.json"]), where=str(path))
+        with expected_form(str(path), DataError):
+            config = EtlConfig.from_dict(_json_of(path, members, "config.json"), where=str(path))
+            fitted = Learned(
+                config,
+                {name: _states(by) for name, by in learned["states"].items()},
+                {name: tuple(map(float, found)) for name, found in learned["borders"].items()},
+                {name: _vocabulary_of(members, number) for number, name in enumerate(learned["vocabularies"])},
+                {name: _groups_of(members, number) for number, name in enumerate(learned.get("groups", ()))},
+            )
+            _check_complete(fitted, str(path))
+            schema = Schema.from_dict(_json_of(path, members, "schema.json"), where=f"{path}, schema.json")
+            if schema != fitted.schema:
+                raise DataError("the schema of the fitted ETL is not that of its config", where=str(path))
     except ConfigError as error:
         raise DataError("the fitted ETL has a config that this version does not know", value=str(error)) from error
-    learned = json.loads(members["learned.json"])
-    vocabularies = {}
-    for number, name in enumerate(learned["vocabularies"]):
-        table = pq.read_table(io.BytesIO(members[_vocabulary(number)])).combine_chunks()
-        values, counts = (_one(table.column(column)) for column in ("value", "count"))
-        vocabularies[name] = Vocabulary(values, counts)
-    states = {name: {int(at): state for at, state in by.items()} for name, by in learned["states"].items()}
-    borders = {name: tuple(found) for name, found in learned["borders"].items()}
-    groups = {
-        name: Groups.of_table(pq.read_table(io.BytesIO(members[_groups(number)])))
-        for number, name in enumerate(learned.get("groups", ()))
-    }
-    return Learned(config, states, borders, vocabularies, groups)
+    except pa.ArrowException as error:
+        raise DataError("a table of the fitted ETL cannot be read", where=str(path), value=str(error)[:300]) from error
+    return fitted
+
+
+def _json_of(path: AnyPath, members: dict[str, bytes], name: str) -> Any:
+    return parse_json(members[name], where=f"{path}, {name}", error=DataError)
+
+
+def _states(by: Any) -> dict[int, dict[str, float]]:
+    return {int(at): {str(name): float(value) for name, value in state.items()} for at, state in by.items()}
+
+
+def _vocabulary_of(members: dict[str, bytes], number: int) -> Vocabulary:
+    table = _table(members[_vocabulary(number)])
+    return Vocabulary(*(combined(table.column(name)) for name in ("value", "count")))
+
+
+def _groups_of(members: dict[str, bytes], number: int) -> Groups:
+    return Groups.of_table(_table(members[_groups(number)]))
+
+
+def _table(data: bytes) -> pa.Table:
+    """Read a Parquet member whose declared size in memory is in proportion to its bytes."""
+    file = pq.ParquetFile(io.BytesIO(data))
+    described = file.metadata
+    size = sum(described.row_group(group).total_byte_size for group in range(described.num_row_groups))
+    if size > _MOST_EXPANSION * len(data) + (1 << 20):
+        raise DataError("a table of the fitted ETL expands too far", value=f"{len(data):,} to {size:,} bytes",
+                        allowed=f"{_MOST_EXPANSION} times its size")  # fmt: skip
+    return file.read().combine_chunks()
+
+
+def _check_complete(fitted: Learned, where: str) -> None:
+    """Refuse an ETL that lacks what its operators and encodings have to have learned."""
+    config = fitted.config
+    specs: tuple[LabelSpec | DenseSpec | CategoricalSpec, ...] = (*config.labels, *config.dense, *config.categorical)
+    for spec in specs:
+        states = fitted.states.get(spec.name, {})
+        for at, operator in enumerate(spec.operators):
+            lacking = [name for name in getattr(operator, "learns", ()) if name not in states.get(at, {})]
+            if lacking:
+                raise DataError("the fitted ETL lacks what an operator learned", value=lacking[0],
+                                where=f"{where}, column {spec.name!r}, operator {at}")  # fmt: skip
+    for column in config.categorical:
+        table, encoding = column.table, column.encoding
+        if isinstance(encoding, Categorify) and table not in fitted.vocabularies:
+            raise DataError("the fitted ETL lacks a vocabulary", where=where, value=table)
+        if isinstance(encoding, Bucketize) and table not in fitted.borders:
+            raise DataError("the fitted ETL lacks the borders of a column", where=where, value=table)
 
 
 def _verified(path: AnyPath) -> dict[str, bytes]:
     try:
         with published_location(path).open("rb") as file, zipfile.ZipFile(file) as archive:
-            members = {name: archive.read(name) for name in archive.namelist()}
-            manifest = json.loads(members.pop(_MANIFEST))
+            most = file.seek(0, io.SEEK_END)
+            entries = {entry.filename: entry for entry in archive.infolist()}
+            _check_sizes(path, archive.infolist(), most)
+            manifest = _manifest(path, archive.read(_MANIFEST))
+            names = [name for name in entries if name != _MANIFEST]
+            members = {name: archive.read(name) for name in names}
     except FileNotFoundError:
-        raise DataError("no such fitted ETL", where=str(path), fix="write it with `viviane etl`") from None
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError, NotImplementedError) as error:
+        raise DataNotFoundError("no such fitted ETL", where=str(path), fix="write it with `viviane etl`") from None
+    except DataError:
+        raise
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError, RuntimeError, struct.error) as error:
         raise DataError(
             "the fitted ETL is truncated, altered or another kind of file", where=str(path), value=str(error)
         ) from error
+    for name in sorted(members.keys() | manifest.keys() | _NEEDED):
+        known = manifest.get(name)
+        data = members.get(name)
+        if data is None or known is None or hashlib.sha256(data).hexdigest() != known:
+            what = "missing" if data is None else "altered" if known else "unknown"
+            raise DataError(f"a member of the fitted ETL is {what}", where=f"{path}, {name}", fix="fetch it again")
+    return members
+
+
+def _check_sizes(path: AnyPath, entries: list[zipfile.ZipInfo], most: int) -> None:
+    """Refuse members that would take more memory than the file takes on disk, before any is read."""
+    names = [entry.filename for entry in entries]
+    if len(names) != len(set(names)):
+        raise DataError("two members of the fitted ETL have one name", where=str(path))
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise DataError(
+                "a member of the fitted ETL is compressed; it holds stored members alone",
+                where=f"{path}, {entry.filename}", value=f"{entry.compress_size:,} to {entry.file_size:,} bytes",
+                fix="use the file that `viviane etl` wrote",
+            )  # fmt: skip
+    size = sum(entry.file_size for entry in entries)
+    if size > most:
+        raise DataError("the members of the fitted ETL are larger than the file", where=str(path),
+                        value=f"{size:,} bytes", allowed=f"{most:,} bytes")  # fmt: skip
+
+
+def _manifest(path: AnyPath, data: bytes) -> dict[str, str]:
+    """Return the check sum of each member.
+
+    Raises:
+        DataError: the manifest is malformed, or of another format or version.
+    """
+    where = f"{path}, {_MANIFEST}"
+    manifest = json_object(parse_json(data, where=where, error=DataError), where=where, error=DataError)
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         found = f"{manifest.get('format')} version {manifest.get('version')}"
         raise DataError(
@@ -100,13 +197,8 @@ def _verified(path: AnyPath) -> dict[str, bytes]:
             allowed=f"{FORMAT} version {VERSION}",
             fix="install the version of viviane that wrote it" if manifest.get("format") == FORMAT else None,
         )
-    for name in sorted(members.keys() | manifest["members"].keys()):
-        known = manifest["members"].get(name)
-        data = members.get(name)
-        if data is None or known is None or hashlib.sha256(data).hexdigest() != known["sha256"]:
-            what = "missing" if data is None else "altered" if known else "unknown"
-            raise DataError(f"a member of the fitted ETL is {what}", where=f"{path}, {name}", fix="fetch it again")
-    return members
+    with expected_form(where, DataError):
+        return {name: str(entry["sha256"]) for name, entry in manifest["members"].items()}
 
 
 def _vocabulary(number: int) -> str:
@@ -125,7 +217,3 @@ def _parquet(table: pa.Table) -> bytes:
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _one(column: Any) -> Any:
-    return column.chunk(0) if column.num_chunks else pa.array([], column.type)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from viviane.core.errors import ConfigError
-from viviane.core.locations import AnyPath, location
+from viviane.core.errors import ConfigNotFoundError, expect
+from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.registry import Registry
 from viviane.etl.archive import load_learned
 from viviane.etl.config import EtlConfig
@@ -63,12 +63,13 @@ def run(
         >>> run(config, folder / "raw.csv", folder / "out", split="rows:train=0.75,valid=0.25").rows
         {'train': 3, 'valid': 1}
     """
+    expect("config", config, EtlConfig, FittedEtl, str, Path, RemotePath)
     if isinstance(config, (EtlConfig, FittedEtl)):
         return run_job(config, input, location(output), **options)
     if str(config) in PRESETS:
         return run_job(PRESETS[str(config)](), input, location(output), **options)
     if not location(config).exists():
-        raise ConfigError("neither a preset nor a file", value=str(config), allowed=", ".join(PRESETS))
+        raise ConfigNotFoundError("neither a preset nor a file", value=str(config), allowed=", ".join(PRESETS))
     return run_job(EtlConfig.from_json_file(config), input, location(output), **options)
 
 

@@ -16,9 +16,11 @@ from typing import Any, Final, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from viviane.config.base import Settings
 from viviane.core.data_manifest import write_data_manifest
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError, DataError, VivianeError, expect
 from viviane.core.files import file_sha256, write_bytes_atomic, write_json_atomic
+from viviane.core.json_files import expected_form
 from viviane.core.locations import AnyPath, RemotePath
 from viviane.core.logging import get_logger
 from viviane.core.remote.published import upload_folder
@@ -105,6 +107,13 @@ def run_job(
     """Learn (from a config) or only apply (what was learned), and write; see `viviane.etl.run`."""
     if on_bad_row not in ("error", "reject"):
         raise ConfigError("unknown on_bad_row", value=on_bad_row, allowed="error, reject")
+    if threads is not None:
+        expect("threads", threads, int)
+        if threads < 1:
+            raise ConfigError("threads must be at least 1", value=threads)
+    expect("progress", progress, Callable)  # type: ignore[arg-type]
+    if split is not None:
+        expect("split", split, str, Settings)
     make = _maker(engine, master, spark, device)
     limit = parse_bytes(memory_limit)
     if limit < _LEAST_MEMORY_BYTES:
@@ -121,7 +130,8 @@ def run_job(
     )  # fmt: skip
     if resume and not overwrite and (earlier := finished(output, job)) is not None:
         _logger.info("%s is complete already: nothing to do", output)
-        return Summary(**{key: value for key, value in earlier.items() if key != "job"})
+        with expected_form(str(output), DataError):
+            return Summary(**{key: value for key, value in earlier.items() if key != "job"})
     refuse_existing(output, overwrite=overwrite)
     # Half for the engine, where Spark's heap shares it with DuckDB.
     run = _Run(what, config, split, limit, threads or os.cpu_count() or 1, progress)
@@ -137,6 +147,8 @@ def run_job(
                 progress=lambda rows: progress("read", rows, 0),
             )  # fmt: skip
             summary = run.steps(stager, work, output, job)
+    except VivianeError:
+        raise
     except OSError as error:
         raise DataError(
             "a file could not be read or written",

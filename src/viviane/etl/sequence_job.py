@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError, DataError, VivianeError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
+from viviane.core.json_files import expected_form, read_json_object
 from viviane.etl.deriving import ROW
 from viviane.etl.engine import DuckDbEngine
 from viviane.etl.expressions import kept
@@ -102,8 +102,11 @@ def sequences(
     files = find_sources(input, hive_partitioning=config.input.hive_partitioning)
     job = fingerprint("sequences", _LAYOUT, config.to_dict(), [one.stamp() for one in files], on_bad_row)
     note = output / NOTE_FILE
-    if resume and not overwrite and note.exists() and (known := json.loads(note.read_text())).pop("job", None) == job:
-        return SequenceSummary(**known)
+    if resume and not overwrite and note.exists():
+        known = read_json_object(note, error=DataError)
+        if known.pop("job", None) == job:
+            with expected_form(str(note), DataError):
+                return SequenceSummary(**known)
     threads = threads or os.cpu_count() or 1
     try:
         with workplace(output, job, resume=resume, overwrite=overwrite) as work:
@@ -118,6 +121,8 @@ def sequences(
             finally:
                 engine.close()
             write_json_atomic(work / "out" / NOTE_FILE, {"job": job, **asdict(summary)})
+    except VivianeError:
+        raise
     except OSError as error:
         raise DataError(
             "a file could not be read or written",

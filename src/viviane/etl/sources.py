@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Final, Literal, cast
 from urllib.parse import unquote
 
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError, DataError, DataNotFoundError
 from viviane.core.locations import AnyPath, RemotePath, location
 
 BLOCK_BYTES: Final = 8 << 20
@@ -54,6 +54,8 @@ def find_sources(paths: str | AnyPath | Sequence[str | AnyPath], *, hive_partiti
         DataError: a path does not exist or cannot be read.
     """
     files: list[AnyPath] = []
+    if not isinstance(paths, str | Path | RemotePath | Sequence):
+        raise ConfigError("not a path, nor a list of paths", value=type(paths).__name__)
     for item in [paths] if isinstance(paths, (str, Path, RemotePath)) else paths:
         path = location(item)
         found: list[AnyPath]
@@ -66,7 +68,7 @@ def find_sources(paths: str | AnyPath | Sequence[str | AnyPath], *, hive_partiti
         else:
             found = [Path(one) for one in sorted(glob.glob(str(item)))]  # noqa: PTH207 - patterns may be absolute
         if not found:
-            raise DataError("no such input file", where=str(item))
+            raise DataNotFoundError("no such input file", where=str(item))
         files += found
     twice = sorted({str(file) for file in files if files.count(file) > 1})
     if twice or not files:

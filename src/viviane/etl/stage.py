@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from viviane.core.errors import DataError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
+from viviane.core.json_files import expected_form, read_json_object
 from viviane.etl.cells import shown
 from viviane.etl.checks import unusable_rows
 from viviane.etl.config import EtlConfig, InputColumn
@@ -67,6 +68,10 @@ class _Job:
     parse: Callable[[], Chunk]
     show: Callable[[list[int]], list[str]]
     after: Position
+
+
+class MalformedRowError(DataError):
+    """A row of a raw file cannot be used; names file, line and column."""
 
 
 class Stager:
@@ -150,9 +155,11 @@ class Stager:
         """Return the complete shards of an earlier run, in order."""
         shards: list[Shard] = []
         while (note := self.folder / f"shard-{len(shards):05}.json").exists():
-            data = json.loads(note.read_text())
-            shard = Shard(note.with_suffix(".parquet"), data["rows"], data["rejected"], data["after"])
-            if not shard.file.exists() or shard.file.stat().st_size != data["bytes"]:
+            data = read_json_object(note, error=DataError)
+            with expected_form(str(note), DataError):
+                shard = Shard(note.with_suffix(".parquet"), data["rows"], data["rejected"], data["after"])
+                size = int(data["bytes"])
+            if not shard.file.exists() or shard.file.stat().st_size != size:
                 break
             shards.append(shard)
         return shards
@@ -231,7 +238,7 @@ class Stager:
         if self.on_bad_row == "error":
             line, column, problem, value = found[0]
             place = f", column {column!r}" if column else ""
-            raise DataError(
+            raise MalformedRowError(
                 f"a malformed row: {problem}",
                 where=f"{job.source.path}, {unit} {line}{place}",
                 value=value,

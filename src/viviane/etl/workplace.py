@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, DataError
 from viviane.core.exchange import put_in_place, reserved, sync_tree, tidy
 from viviane.core.files import write_json_atomic
+from viviane.core.json_files import read_json_object
 from viviane.core.locations import AnyPath, RemotePath, published_location
 from viviane.core.locks import hidden_name
 from viviane.core.logging import get_logger
@@ -59,7 +60,7 @@ def finished(output: AnyPath, job: str) -> dict[str, Any] | None:
     file = published_location(output) / SUMMARY_FILE
     if not file.exists():
         return None
-    summary: dict[str, Any] = json.loads(file.read_text())
+    summary = read_json_object(file, error=DataError)
     if summary.get("job") != job:
         return None
     if not isinstance(output, RemotePath):
@@ -95,6 +96,14 @@ def refuse_existing(output: AnyPath, *, overwrite: bool) -> None:
         )
 
 
+def _job_of(note: Path) -> Any:
+    """The job that unfinished work is of; "" where the note cannot be read, which is that of no job."""
+    try:
+        return read_json_object(note, error=DataError).get("job", "")
+    except DataError:
+        return ""
+
+
 @contextmanager
 def workplace(output: Path, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
     """Yield the work folder; its `out` takes the place of `output` when the block succeeds.
@@ -110,7 +119,7 @@ def workplace(output: Path, job: str, *, resume: bool, overwrite: bool) -> Itera
         work = work_folder(output)
         work.mkdir(exist_ok=True)
         note = work / "job.json"
-        known = json.loads(note.read_text())["job"] if note.exists() else None
+        known = _job_of(note) if note.exists() else None
         if known != job or not resume:
             if known is not None:
                 _logger.info("the unfinished work of another job is discarded: %s", work)

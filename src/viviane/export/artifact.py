@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, DataError, ExportError, suggest
+from viviane.core.json_files import read_json_object
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
 from viviane.data import Dataset
@@ -80,8 +80,7 @@ class Artifact:
     @property
     def parity(self) -> dict[str, Any]:
         """How each form was compared with the model when it was written."""
-        found: dict[str, Any] = load_json(self.folder / PARITY_FILE)
-        return found
+        return read_json_object(self.folder / PARITY_FILE, error=ExportError)
 
     def predict(self, rows: Any, *, raw: bool = False) -> NDArray[np.float32]:
         """Return a prediction for each row and label, (rows, L), as `Model.predict` does.

@@ -12,7 +12,8 @@ from torch import nn
 
 from viviane.batch import Batch
 from viviane.config import Adam, AnyOptimizer, Solver
-from viviane.core.errors import ConfigError, suggest
+from viviane.config.optimizers import optimizer_settings
+from viviane.core.errors import ConfigError, expect, suggest
 from viviane.core.files import write_bytes_atomic
 from viviane.core.locations import AnyPath, location
 from viviane.core.logging import get_logger
@@ -30,6 +31,7 @@ from viviane.schema import Schema
 from viviane.training import Callback, History, Trainer
 from viviane.training.checkpoint_write import take_part
 from viviane.training.dense_state import collections_of, dense_parameters
+from viviane.training.evaluation import choose_metrics
 from viviane.training.objective import LossTerm
 
 _log = get_logger("model")
@@ -60,6 +62,8 @@ class Model:
     def __init__(
         self, solver: Solver, schema: Schema | Dataset, *, name: str = "model", module: nn.Module | None = None
     ) -> None:
+        expect("solver", solver, Solver)
+        expect("schema", schema, Schema, Dataset)
         self.solver = solver
         self.schema = schema.schema if isinstance(schema, Dataset) else schema
         self.name = ModelFile(name=name).name
@@ -102,18 +106,19 @@ class Model:
 
     def compile(
         self,
-        optimizer: AnyOptimizer | None = None,
-        embedding_optimizer: AnyOptimizer | None = None,
-        metrics: Sequence[str] | None = None,
+        optimizer: AnyOptimizer | str | None = None,
+        embedding_optimizer: AnyOptimizer | str | None = None,
+        metrics: Sequence[str] | str | None = None,
         loss_weights: Mapping[str, float] | None = None,
         statistics: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the graph, make its weights, and settle how they are trained.
 
         Args:
-            optimizer: of the dense layers; None takes Adam().
+            optimizer: of the dense layers: settings, or a name such as "adam"; None takes Adam().
             embedding_optimizer: of tables without their own; None takes `optimizer`.
-            metrics: names, such as "auc" or "gauc:user"; the first one leads. None takes "auc" and "log_loss".
+            metrics: a name such as "auc" or "gauc:user", or several; the first one leads. None takes "auc" and
+                "log_loss".
             loss_weights: of several losses, by label tensor or loss node, as `loss_weight` there; they scale gradients.
             statistics: `info` of the training data, by which several processes share out tables.
 
@@ -123,7 +128,10 @@ class Model:
         if self._module is not None:
             raise ConfigError("the model is compiled already", fix="build another Model")
         group = join_processes(self.solver.device, self.solver.peer_timeout_s)
-        chosen = optimizer or Adam()
+        chosen = Adam() if optimizer is None else optimizer_settings(optimizer)
+        if embedding_optimizer is not None:
+            embedding_optimizer = optimizer_settings(embedding_optimizer, "embedding_optimizer")
+        metrics = None if metrics is None else choose_metrics(self.schema, metrics)
         if self._own_module is not None:
             if embedding_optimizer is not None:
                 fix = "give it to the EmbeddingCollection inside the module"
@@ -215,6 +223,8 @@ class Model:
             files: more JSON files of the run folder, by name.
         """
         before = self.trainer
+        for data in (train, *(() if validation is None else (validation,))):
+            before.check_schema(data)
         solver = self.solver if epochs is None else Solver(**{**self.solver.model_dump(), "epochs": epochs})
         graph = self._content().model_dump(mode="json", exclude_none=True, include={"nodes", "embedding_optimizer"})
         self._trainer = Trainer(

@@ -18,7 +18,7 @@ from torch import nn
 
 from viviane.config import OptimizerSettings, Solver
 from viviane.config.base import Settings, load_json
-from viviane.core.errors import CheckpointError, ConfigError, DataError, VivianeError
+from viviane.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DataError, VivianeError
 from viviane.core.exchange import recover, tidy
 from viviane.core.file_names import file_inside, refuse_link_outside
 from viviane.core.files import file_sha256, replace_folder, write_json_atomic
@@ -116,7 +116,7 @@ def find_model(path: str | AnyPath) -> Path:
         recover(place)
         if (place / FILES_FILE).exists() or (place / MODEL_FILE).exists():
             return place
-    raise CheckpointError(
+    raise CheckpointNotFoundError(
         "there is no saved model here",
         where=str(path),
         allowed=f"a folder with {MODEL_FILE}, or a run folder with model/",

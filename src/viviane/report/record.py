@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from viviane.core.errors import DataError
+from viviane.core.json_files import json_object, parse_json, read_json
 from viviane.schema import SCHEMA_FILE, Schema
 
 
@@ -83,23 +83,24 @@ class RunRecord:
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"not valid JSON: {error.msg}", where=f"{path}, line {error.lineno}") from error
+    value = read_json(path, error=DataError)
     return value if isinstance(value, dict) else {"value": value}
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError("cannot read the metrics of the run", where=str(path), value=str(error)) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            row = parse_json(line, where=f"{path}, line {number}", error=DataError)
+        except DataError:
             if number == len(lines):
                 break  # a run that was killed may leave half a last line
-            raise DataError(f"not valid JSON: {error.msg}", where=f"{path}, line {number}") from error
+            raise
+        rows.append(json_object(row, where=f"{path}, line {number}", error=DataError))
     return rows

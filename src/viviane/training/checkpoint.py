@@ -6,13 +6,13 @@ The format is logical: tables and parameters by name, in their true shape, whate
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from viviane.config.base import load_json
 from viviane.core.errors import CheckpointError
+from viviane.core.json_files import read_json
 from viviane.core.locations import AnyPath
 from viviane.core.remote.cache import local_copy
 from viviane.optim import DenseOptimizer
@@ -83,9 +83,16 @@ def load_checkpoint(
     for table, content in tables:
         table.restore(content, weights_only)
     tensors = read_tensors(path / PROGRESS_FILE) if PROGRESS_FILE in manifest.files else {}
-    history = load_json(path / HISTORY_FILE) if HISTORY_FILE in manifest.files else []
+    history = _history(path / HISTORY_FILE) if HISTORY_FILE in manifest.files else []
     saved_tables = {table.full: content for table, content in tables}
     return Progress(manifest.step, manifest.epoch, dict(manifest.progress), tensors, history, saved_tables)
+
+
+def _history(file: Path) -> list[dict[str, Any]]:
+    rows = read_json(file, error=CheckpointError)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise CheckpointError("the history of a checkpoint is a list of rows", where=str(file))
+    return rows
 
 
 def _verified(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from viviane.batch import Batch
-from viviane.core.errors import DataError, SchemaError
+from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.data import Dataset
 from viviane.data.streaming import KafkaStream
 from viviane.parallel import Group
@@ -49,7 +51,17 @@ def check_columns(schema: Schema, dataset: Dataset | KafkaStream, *, with_labels
 
     Raises:
         SchemaError: naming the columns.
+        ConfigError: it is no data set.
     """
+    if not isinstance(dataset, Dataset | KafkaStream):
+        raise ConfigError(
+            "not a data set",
+            value=str(dataset) if isinstance(dataset, str | PurePath) else type(dataset).__name__,
+            allowed="viviane.Dataset(folder), or to train on a viviane.KafkaStream",
+            fix=f"pass viviane.Dataset({str(dataset)!r})"
+            if isinstance(dataset, str | PurePath)
+            else "write the rows with viviane.write_dataset, which returns a Dataset",
+        )
     lines = schema.difference(dataset.schema)
     if not with_labels:
         labels = {label.name for label in schema.labels}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from viviane.batch import Batch
+from viviane.config.base import shortened
 from viviane.core.errors import ConfigError, SchemaError
 from viviane.metrics import METRICS, AverageLoss, CalibrationHistogram, Metric, MetricName, build_metric
 from viviane.nn.cross_entropy import IGNORED
@@ -25,13 +26,19 @@ from viviane.training.precision import Precision
 _NUM_BINS = 50
 
 
-def choose_metrics(schema: Schema, names: Sequence[str] | None) -> tuple[str, ...]:
+def choose_metrics(schema: Schema, names: Sequence[str] | str | None) -> tuple[str, ...]:
     """Return the metrics of a run: the named ones, or those that fit the labels.
 
     Raises:
         ConfigError: an unknown metric, one that fits none of the labels, or one by group without its column.
         SchemaError: the column of the groups is not a one-hot column of the data.
     """
+    if isinstance(names, str):
+        names = (names,)
+    elif names is not None and not (isinstance(names, Sequence) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(
+            "metrics are given by their names", value=shortened(names), allowed='"auc", ["auc", "log_loss"]'
+        )
     binary = any(label.task == "binary" for label in schema.labels)
     if names is None:
         return ("auc", "log_loss") if binary else ("mean_squared_error",) if schema.labels else ()

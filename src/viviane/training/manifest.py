@@ -25,7 +25,7 @@ import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from viviane.config.base import Settings, load_json
-from viviane.core.errors import CheckpointError, ConfigError, VivianeError
+from viviane.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, VivianeError
 from viviane.core.file_names import file_inside
 from viviane.core.files import file_sha256, write_json_atomic
 from viviane.training.key_ranges import overlap
@@ -224,7 +224,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST_FILE
     if not path.is_file():
-        raise CheckpointError("there is no checkpoint here", where=str(path), fix="name a folder with manifest.json")
+        fix = "name a folder with manifest.json"
+        raise CheckpointNotFoundError("there is no checkpoint here", where=str(path), fix=fix)
     try:
         body = load_json(path)
     except VivianeError as error:

@@ -7,7 +7,7 @@ thread launched it: backward's kernels come from autograd's thread, within the s
 from __future__ import annotations
 
 import gzip
-import json
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from viviane.core.errors import DataError
+from viviane.core.errors import DataError, DataNotFoundError
+from viviane.core.json_files import expected_form, json_object, parse_json, read_json
 from viviane.core.ranges import PREFIX
 
+_MOST_BYTES: Final = 2 << 30  # of a trace, decompressed
 STEP: Final = "step"
 _DEVICE_KINDS: Final = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "kernel"}
 _LAUNCHES: Final = ("cuda_runtime", "cuda_driver")
@@ -111,9 +113,10 @@ class Timeline:
             DataError: the file has no such range.
         """
         file = Path(path)
-        with gzip.open(file, "rt") if file.suffix == ".gz" else file.open(encoding="utf-8") as text:
-            events = [one for one in json.load(text)["traceEvents"] if one.get("ph") == "X"]
-        spans = _nested(one for one in map(_span, events) if one is not None)
+        content = json_object(_trace(file), where=str(path), error=DataError)
+        with expected_form(str(path), DataError):
+            events = [one for one in content["traceEvents"] if one.get("ph") == "X"]
+            spans = _nested(one for one in map(_span, events) if one is not None)
         steps = tuple(one for one in spans if not one.path)
         if not steps:
             raise DataError("the trace holds no step", where=str(path), fix="record it with `viviane trace`")
@@ -246,3 +249,17 @@ def _in_order(totals: Iterable[Names]) -> list[Names]:
     """Return paths as a tree is read: each range before those within it, ranges as they first came."""
     first = {path: i for i, path in enumerate(totals)}
     return sorted(first, key=lambda path: [first.get(path[: depth + 1], 0) for depth in range(len(path))])
+
+
+def _trace(file: Path) -> Any:
+    """Read the JSON of a trace, compressed or not."""
+    if file.suffix != ".gz":
+        return read_json(file, error=DataError, max_bytes=_MOST_BYTES)
+    try:
+        with gzip.open(file) as stream:
+            data = stream.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise DataNotFoundError("no such trace", where=str(file)) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError("the trace is truncated, altered or not gzip", where=str(file), value=str(error)) from error
+    return parse_json(data, where=str(file), error=DataError, max_bytes=_MOST_BYTES)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
+from viviane.config.optimizers import optimizer_settings
 from viviane.core.device import resolve_device
+from viviane.core.errors import expect
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.data import Dataset
 from viviane.data.streaming import KafkaStream
@@ -87,9 +89,9 @@ class Trainer:
         module: nn.Module,
         schema: Schema,
         solver: Solver,
-        optimizer: AnyOptimizer,
+        optimizer: AnyOptimizer | str,
         *,
-        metrics: Sequence[str] | None = None,
+        metrics: Sequence[str] | str | None = None,
         callbacks: Sequence[Callback] = (),
         run_folder: str | AnyPath | None = None,
         loss: LossFunction | None = None,
@@ -101,10 +103,14 @@ class Trainer:
         files: Mapping[str, Any] | None = None,
         group: Group | None = None,
     ) -> None:
+        expect("module", module, nn.Module)
+        expect("schema", schema, Schema)
+        expect("solver", solver, Solver)
+        chosen = optimizer_settings(optimizer)
         self.schema = schema
         self.group = group or join_processes(solver.device, solver.peer_timeout_s)
         self.solver = solver
-        self.optimizer = optimizer
+        self.optimizer = chosen
         self.device = resolve_device(solver.device)
         self.module = module.to(self.device)
         self.metrics = choose_metrics(schema, metrics)
@@ -120,13 +126,13 @@ class Trainer:
             "torch": torch.__version__,
             "module": type(module).__name__,
             "solver": solver.to_dict(),
-            "optimizer": optimizer.to_dict(),
+            "optimizer": chosen.to_dict(),
             "metrics": list(self.metrics),
             **(config or {}),
         }
         self.objective = Objective(schema, solver, loss, terms)
         self.objective.to(self.device)
-        self.stepper = TrainStep(self.module, self.objective, solver, optimizer, self.device, self.group)
+        self.stepper = TrainStep(self.module, self.objective, solver, chosen, self.device, self.group)
         self.precision: Precision | None = None if solver.precision == "auto" else Precision(solver.precision)
         self.step = 0
         self.epoch = 0

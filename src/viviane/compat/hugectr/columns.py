@@ -23,6 +23,7 @@ from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbeddi
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.sources import source_path
 from viviane.core.errors import ConfigError, DataError
+from viviane.core.json_files import expected_form
 from viviane.data.formats.file_list import METADATA_FILE, read_file_list
 from viviane.schema import Schema
 
@@ -231,10 +232,11 @@ def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[t
     if not path.is_file():
         raise DataError(f"{METADATA_FILE} is missing", where=str(path), fix="HugeCTR's Parquet needs it there")
     content = load_json(path)
-    named = {
-        kind: [one["col_name"] for one in sorted(content.get(kind, []), key=lambda one: int(one["index"]))]
-        for kind in ("labels", "conts", "cats")
-    }
+    with expected_form(str(path), DataError):
+        named = {
+            kind: [str(one["col_name"]) for one in sorted(content.get(kind, []), key=lambda one: int(one["index"]))]
+            for kind in ("labels", "conts", "cats")
+        }
     types = pq.read_schema(file)
     dense = tuple((name, _width(file, name, types.field(name).type)) for name in named["conts"])
     slots = [

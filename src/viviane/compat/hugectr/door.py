@@ -18,7 +18,7 @@ from viviane.compat.hugectr.notebook_run import run_notebook
 from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.symbols import HugectrModule, modules
 from viviane.compat.hugectr.tensors import want_gradients
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, ConfigNotFoundError
 
 _PATH: Final = "PYTHONPATH"
 _CHILD: Final = Path(__file__).parent / "child"
@@ -80,7 +80,7 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
     """
     path = Path(script)
     if not path.is_file():
-        raise ConfigError("no such script", value=str(path))
+        raise ConfigNotFoundError("no such script", value=str(path))
     if path.suffix == ".ipynb":
         with opened():
             run_notebook(path, args, program, run_file=_run, run_cell=_run_cell)

@@ -33,6 +33,7 @@ from viviane.compat.hugectr.tables import (
     with_offsets,
 )
 from viviane.core.errors import CheckpointError, ConfigError, suggest
+from viviane.core.json_files import expected_form
 from viviane.model import DenseLayer, Model, SparseEmbedding
 
 _TRANSPOSED = ("InnerProduct", "FusedInnerProduct", "GroupFusedInnerProduct", "MLP")
@@ -86,7 +87,8 @@ def load_dense(model: Model, file: str | Path, statistics: str | Path = "") -> N
             start += weight.numel()
     beside = Path(statistics or f"{path}.ntp.json")
     if beside.is_file():
-        _load_statistics(model, load_json(beside)["layers"], beside)
+        with expected_form(str(beside), CheckpointError):
+            _load_statistics(model, load_json(beside)["layers"], beside)
 
 
 def by_embedding(

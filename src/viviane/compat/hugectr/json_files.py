@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from viviane.compat.hugectr.arguments import say
-from viviane.core.errors import ConfigError, suggest
+from viviane.core.errors import ConfigNotFoundError, suggest
+from viviane.core.json_files import read_json
 
 
 def load(file: str | Path) -> Any:
@@ -18,22 +18,15 @@ def load(file: str | Path) -> Any:
         ConfigError: there is no such file, or it is not JSON; line and column are named.
     """
 
-    def last_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result and result[key] != value:
-                say(f"Warning: {file}: {key!r} stands twice in one object; the last one counts")
-            result[key] = value
-        return result
+    def last_one_counts(key: str, before: Any, value: Any) -> None:
+        if before != value:
+            say(f"Warning: {file}: {key!r} stands twice in one object; the last one counts")
 
     path = Path(file)
     if not path.is_file():
-        raise ConfigError("no such JSON file", where=str(path), value=str(path.resolve()),
+        raise ConfigNotFoundError("no such JSON file", where=str(path), value=str(path.resolve()),
                           fix="correct the path, which counts from the working directory")  # fmt: skip
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=last_of_each)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("the file is not JSON", where=str(path), value=str(error), fix="correct it") from error
+    return read_json(path, encoding="utf-8-sig", repeated_key=last_one_counts)
 
 
 def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:

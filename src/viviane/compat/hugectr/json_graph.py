@@ -26,6 +26,7 @@ from viviane.compat.hugectr.names import script_name
 from viviane.compat.hugectr.solver import Solver
 from viviane.core.errors import ConfigError
 from viviane.core.files import write_json_atomic
+from viviane.core.json_files import expected_form
 
 _EMBEDDING_SPELLINGS: Final = {
     "SparseEmbedding": "DistributedSlotSparseEmbeddingHash",
@@ -66,14 +67,13 @@ def read_graph(file: str | Path, include_dense_network: bool) -> list[Any]:
 
 def graph_layers(content: Any, include_dense_network: bool, where: str) -> list[Any]:
     """Return the layers of a graph that was read."""
-    layers = with_data_layer(content, where)
+    with expected_form(where):
+        layers = with_data_layer(content, where)
     result: list[Any] = []
-    for one in layers:
-        try:
+    for number, one in enumerate(layers):
+        name = one.get("name", one.get("top", "")) if isinstance(one, dict) else number
+        with expected_form(f"{where}, layer {name!r}"):
             found = _read_layer(one, layers[0], include_dense_network)
-        except KeyError as error:
-            name = one.get("name", one.get("top", ""))
-            raise ConfigError("a key is missing", where=f"{where}, layer {name!r}", value=error.args[0]) from error
         result += [] if found is None else [found]
     return result
 

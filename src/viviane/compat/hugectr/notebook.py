@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, suggest
+from viviane.core.json_files import expected_form
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def steps_of(notebook: str | Path) -> list[Step]:
     found: list[Step] = []
     for number, cell in enumerate(cells):
         if cell.get("cell_type") == "code":
-            found += _steps_of_cell(number, _text(cell.get("source", "")))
+            with expected_form(f"{notebook}, cell {number}"):
+                found += _steps_of_cell(number, _text(cell.get("source", "")))
     return found
 
 

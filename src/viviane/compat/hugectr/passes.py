@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from viviane.compat.hugectr.arguments import Arguments, Signature, note
 from viviane.compat.hugectr.files import load_sparse, sparse_embeddings, write_folder
 from viviane.compat.hugectr.tables import Keys, collection_of, read_rows, slots_of
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError, DataError, DataNotFoundError
 
 if TYPE_CHECKING:
     from viviane.compat.hugectr.model import Model
@@ -107,7 +107,7 @@ class EmbeddingTrainingCache:
         for file in files:
             path = Path(file)
             if not path.is_file():
-                raise DataError("no such keyset", where=str(path))
+                raise DataNotFoundError("no such keyset", where=str(path))
             if path.stat().st_size % width:
                 raise DataError("a keyset is keys alone", where=str(path), value=f"{path.stat().st_size} bytes",
                                 allowed=f"{width} bytes a key")  # fmt: skip

@@ -29,6 +29,7 @@ from viviane.compat.hugectr.solver import OptParams
 from viviane.compat.hugectr.tensors import tensor_of
 from viviane.compat.hugectr.versions import older_names
 from viviane.core.errors import ConfigError, DataError
+from viviane.core.json_files import expected_form, json_object
 from viviane.core.whole_numbers import whole_numbers
 from viviane.embedding import ConstantInit, DynamicOptions
 from viviane.model import Model, SparseEmbedding
@@ -48,7 +49,8 @@ class InferenceModel:
 
     def __init__(self, model_config_path: str, inference_params: InferenceParams) -> None:
         self.params = inference_params
-        content = _with_loss(load_json(model_config_path))
+        with expected_form(model_config_path):
+            content = _with_loss(load_json(model_config_path))
         self._graph = Graph.of(graph_layers(content, include_dense_network=True, where=model_config_path))
         self._columns = _raw_columns(self._graph.given, inference_params.i64_input_key)
         self._model = self._assemble()
@@ -242,7 +244,7 @@ class ParameterServer:
 
 
 def _params_of_3_0(config: str, cache: EmbeddingCache) -> InferenceParams:
-    clause = load_json(config).get("inference")
+    clause = json_object(load_json(config), where=config).get("inference")
     if clause is None:
         raise ConfigError("a clause is missing", where=config, value="inference")
     sparse = clause["sparse_model_file"]

@@ -14,6 +14,7 @@ from viviane.compat.hugectr.enums import (
 )
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.core.errors import ConfigError
+from viviane.core.json_files import expected_form
 
 _LARGEST: Final = 2**64 - 1
 
@@ -137,7 +138,11 @@ def server_from_json(file: str | Path) -> ParameterServerConfig:
     Raises:
         ConfigError: a key is missing, or updates are to come from Kafka.
     """
-    content = load_json(file)
+    with expected_form(str(file)):
+        return _server_of(load_json(file), file)
+
+
+def _server_of(content: Any, file: str | Path) -> ParameterServerConfig:
     for key in ("supportlonglong", "models"):
         if key not in content:
             raise ConfigError("a key is missing", where=str(file), value=key)

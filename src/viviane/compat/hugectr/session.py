@@ -15,6 +15,7 @@ from viviane.compat.hugectr.reading import DataReader, EarlyReader
 from viviane.compat.hugectr.solver import LearningRateScheduler, OptParams, Solver
 from viviane.compat.hugectr.train_json import solver_from_json
 from viviane.core.errors import ConfigError
+from viviane.core.json_files import expected_form, json_object
 
 _OLD: Final[dict[str, Any]] = {
     "eval_batches": None, "model_file": "", "dense_model_file": "", "dense_opt_states_file": "",
@@ -41,7 +42,8 @@ class SessionSolver(Solver):
 
 def solver_of_file(config_file: str | Path) -> SessionSolver:
     """Return the solver that the clause of a JSON file describes: SolverParser, before solver_parser_helper."""
-    return solver_from_json(load_json(config_file), SessionSolver)
+    with expected_form(str(config_file)):
+        return solver_from_json(load_json(config_file), SessionSolver)
 
 
 class SessionOptParams(OptParams):
@@ -66,7 +68,8 @@ class SessionOptParams(OptParams):
 
 def get_learning_rate_scheduler(config_file: str | Path) -> LearningRateScheduler:
     """Return the schedule that the optimizer clause of a JSON file describes."""
-    schedule = schedule_from_json(load_json(config_file)["optimizer"])
+    with expected_form(str(config_file)):
+        schedule = schedule_from_json(load_json(config_file)["optimizer"])
     return LearningRateScheduler(schedule.pop("lr"), **schedule)
 
 
@@ -87,11 +90,12 @@ class Session:
         use_model_oversubscriber: bool = False,
         temp_embedding_dir: str = "",
     ) -> None:
-        content = load_json(config_file)
+        content = json_object(load_json(config_file), where=config_file)
         for clause in ("optimizer", "layers"):
             if clause not in content:
                 raise ConfigError("a clause is missing", where=config_file, value=clause)
-        schedule = schedule_from_json(content["optimizer"])
+        with expected_form(config_file):
+            schedule = schedule_from_json(content["optimizer"])
         for name, value in schedule.items():
             setattr(solver_config, name, value)
         solver = solver_config

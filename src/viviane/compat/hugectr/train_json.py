@@ -15,6 +15,7 @@ from viviane.compat.hugectr.model import Model
 from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.solver import OptParams, Solver
 from viviane.core.errors import ConfigError
+from viviane.core.json_files import expected_form
 
 AnySolver = TypeVar("AnySolver", bound=Solver)
 _SAME_NAMES: Final = (
@@ -68,12 +69,15 @@ def train_from_json(file: str | Path) -> Model:
             (text for key, text in _ELSE.items() if key in keys), "give a file with solver, optimizer and layers"
         )
         raise ConfigError("the file has no layers to train", where=str(file), fix=fix)
-    clause = _solver_clause(content)
+    with expected_form(str(file)):
+        clause = _solver_clause(content)
     check_keys(clause, (*_SAME_NAMES, *_FIT, *_OTHERS, *_WEIGHTS, *_UNUSED), f"{file}, solver")
     optimizer = content.get("optimizer", {"type": "Adam"})
-    data = with_data_layer(content, str(file))[0]
+    with expected_form(str(file)):
+        data = with_data_layer(content, str(file))[0]
     layers = graph_layers(content, include_dense_network=True, where=str(file))
-    solver, rule = solver_from_json(content, Solver), optimizer_from_json(optimizer)
+    with expected_form(str(file)):
+        solver, rule = solver_from_json(content, Solver), optimizer_from_json(optimizer)
     if "source" not in data:
         return _describe(solver, rule, layers, file)
     model = Model(solver, reader_from_json(data), rule)

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from viviane.core.errors import ConfigError, DataError, RemoteError, VivianeError
 from viviane.core.file_names import check_file_name
+from viviane.core.json_files import json_object, parse_json
 from viviane.core.locations import RemotePath
 from viviane.core.remote.retry import retried
 from viviane.core.remote.systems import rename_over
@@ -66,15 +67,20 @@ class Published:
         """
         file = root / PUBLISHED_FILE
         try:
-            data = json.loads(file.read_bytes())
+            content = file.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            parsed = parse_json(content, where=str(file), error=RemoteError)
+            data = json_object(parsed, where=str(file), error=RemoteError)
             if data["format"] != _FORMAT or data["version"] != 1:
                 raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
             files = {name: PublishedFile(int(one["bytes"]), str(one["sha256"])) for name, one in data["files"].items()}
             for name in (data["folder"], *files):
                 check_file_name(name, where=str(file), error=RemoteError)
             return cls(root, str(data["folder"]), files)
-        except FileNotFoundError:
-            return None
+        except RemoteError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RemoteError(
                 "what was published cannot be read", where=str(file), value=str(error), fix="publish it again"

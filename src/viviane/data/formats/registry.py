@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from viviane.core.errors import ConfigError, DataError, suggest
+from viviane.core.errors import ConfigError, DataError, DataNotFoundError, suggest
 from viviane.data.formats.file_list import METADATA_FILE, is_file_list, read_file_list
 from viviane.data.formats.format import Format
 from viviane.data.formats.hugectr_parquet import HugectrParquetFormat
@@ -60,7 +60,9 @@ def guess_format(path: Path) -> Format:
     if path.is_dir():
         return HugectrParquetFormat() if (path / METADATA_FILE).exists() else ParquetFormat()
     if not path.exists():
-        raise DataError("no such data set folder", where=str(path), fix="give the folder that holds schema.json")
+        raise DataNotFoundError(
+            "no such data set folder", where=str(path), fix="give the folder that holds schema.json"
+        )
     if not is_file_list(path):
         raise DataError(
             "the file does not say what format it is in",

@@ -1,0 +1,58 @@
+"""Names that settings have in other libraries, for the suggestion in an error."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from viviane.core.errors import suggest
+
+# name elsewhere, lower case without "_" -> names here; the first one that the settings have is suggested
+_ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("learningrate", "baselr", "eta", "stepsize", "alpha"), ("lr",)),
+    **dict.fromkeys(("bs", "batchsize", "trainbatchsize", "batchsizetrain"), ("batch_size",)),
+    **dict.fromkeys(("batchsizeeval", "validbatchsize", "testbatchsize"), ("eval_batch_size",)),
+    **dict.fromkeys(("numepochs", "nepochs", "maxepochs", "epoch", "trainepochs"), ("epochs",)),
+    **dict.fromkeys(("maxiter", "numsteps", "totalsteps", "maxiterations", "numiterations"), ("max_steps",)),
+    **dict.fromkeys(("evalinterval", "evalsteps", "evalfreq", "valcheckinterval"), ("eval_every",)),
+    **dict.fromkeys(("maxevalbatches", "evalbatches", "limitvalbatches"), ("max_eval_batches",)),
+    **dict.fromkeys(("snapshot", "savesteps", "saveevery", "checkpointinterval"), ("checkpoint_every",)),
+    **dict.fromkeys(("savetotallimit", "maxtokeep"), ("keep_checkpoints",)),
+    **dict.fromkeys(("earlystopping", "earlystoppingrounds", "earlystoppatience"), ("patience",)),
+    **dict.fromkeys(("loadbestmodelatend", "restorebestweights"), ("restore_best",)),
+    **dict.fromkeys(("gradientclipval", "clipnorm", "maxgradnorm", "gradclip", "globalclipnorm"), ("clip_grad_norm",)),
+    **dict.fromkeys(("amp", "mixedprecision", "usemixedprecision", "fp16", "bf16"), ("precision",)),
+    **dict.fromkeys(("scaler", "lossscaling"), ("loss_scale",)),
+    **dict.fromkeys(("randomstate", "randomseed", "rngseed"), ("seed",)),
+    **dict.fromkeys(("classweight", "scaleposweight", "posweight"), ("class_weights",)),
+    **dict.fromkeys(("njobs", "numworkers", "nthreads"), ("num_threads", "threads")),
+    **dict.fromkeys(("accelerator", "gpu", "cuda", "usegpu"), ("device",)),
+    **dict.fromkeys(("warmup", "numwarmupsteps", "warmupiters"), ("warmup_steps",)),
+    **dict.fromkeys(("usecudagraph", "cudagraphs"), ("cuda_graph",)),
+    **dict.fromkeys(("beta", "betas", "momentum1"), ("beta1",)),
+    **dict.fromkeys(("eps", "adagradeps"), ("epsilon",)),
+    **dict.fromkeys(("l2", "l2reg", "wd", "decoupledweightdecay", "embeddingregularizer"), ("weight_decay",)),
+    **dict.fromkeys(("initialaccumulatorvalue", "initaccumulatorvalue"), ("initial_accumulator",)),
+    **dict.fromkeys(("rho", "smoothing"), ("decay", "label_smoothing")),
+    **dict.fromkeys(("momentumfactor",), ("momentum",)),
+    **dict.fromkeys(("embeddingdim", "embeddingsize", "embdim", "embeddingvecsize", "evsize"), ("dim",)),
+    **dict.fromkeys(("vocabsize", "vocabularysize", "numembeddings", "cardinality", "featuredim"), ("num_ids", "rows")),
+    **dict.fromkeys(("maxlen", "maxlength", "maxseqlen", "sequencelength"), ("max_length", "last")),
+    **dict.fromkeys(("sep", "delim"), ("delimiter", "separator")),
+    **dict.fromkeys(("minfreq", "mincount", "freqthreshold", "minfrequency"), ("min_count",)),
+}
+
+
+def suggest_setting(name: str, known: Collection[str]) -> str:
+    """Name the setting that was meant: the nearest spelling, or what another library's name is called here.
+
+    Example:
+        >>> suggest_setting("learning_rate", ["batch_size", "lr"])
+        "did you mean 'lr'?"
+        >>> suggest_setting("batch_sise", ["batch_size", "lr"])
+        "did you mean 'batch_size'?"
+    """
+    for alias in _ELSEWHERE.get(name.lower().replace("_", "").replace("-", ""), ()):
+        if alias in known:
+            return f"did you mean {alias!r}?"
+    return suggest(name, known)

@@ -1,0 +1,105 @@
+"""Errors of the machine (memory, disk, permissions, limits of the process) in the form of ours."""
+
+from __future__ import annotations
+
+import errno
+from typing import Final
+
+from viviane.core.errors import DataError, MachineError, VivianeError
+
+_FULL: Final = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota of the disk is used up",
+    errno.EFBIG: "a file would exceed the limit of the process (ulimit -f)",
+}
+_FIXES: Final = {
+    errno.ENOSPC: "make room, or choose another folder",
+    errno.EDQUOT: "make room, or choose another folder",
+    errno.EFBIG: "raise the limit: ulimit -f unlimited",
+    errno.EACCES: "correct the permissions, or choose another path",
+    errno.EPERM: "correct the permissions, or choose another path",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
+    errno.ENFILE: "the machine has too many open files: close other programs",
+    errno.ENOENT: "correct the path",
+    errno.ENOTDIR: "correct the path: a part of it is a file",
+    errno.EISDIR: "correct the path: it is a folder",
+    errno.EEXIST: "choose another path: something else has this name",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ELOOP: "correct the path: its links point at each other",
+}
+_NO_MEMORY: Final = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "cannot allocate memory",
+    "failed to allocate",
+    "bad_alloc",
+    "unable to allocate",
+)
+_NO_THREAD: Final = ("can't start new thread", "resource temporarily unavailable", "thread creation failed")
+
+
+def as_own_error(error: BaseException) -> VivianeError | None:
+    """Return the error of ours that says what an error of the operating system or of an allocator means.
+
+    Args:
+        error: what was raised.
+
+    Returns:
+        None for an error that is none of the machine's: a defect of the program.
+
+    Example:
+        >>> print(as_own_error(OSError(28, "No space left on device", "/data/part-00000.parquet")))
+        the disk is full
+          where:   /data/part-00000.parquet
+          value:   No space left on device
+          do:      make room, or choose another folder
+    """
+    if isinstance(error, VivianeError):
+        return error
+    text = str(error)
+    low = text.lower()
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(one in low for one in _NO_MEMORY)):
+        return MachineError(
+            "out of memory", value=_first_line(text) or type(error).__name__,
+            fix="use smaller batches, tables or fewer threads, or raise the limit of the process (ulimit -v)",
+        )  # fmt: skip
+    if isinstance(error, RuntimeError) and any(one in low for one in _NO_THREAD):
+        fix = "raise the limits of the process (ulimit -u, ulimit -v)"
+        return MachineError("no more threads can be started", value=_first_line(text), fix=fix)
+    if isinstance(error, OSError):
+        return _of_system(error, text)
+    return _of_text(error, text)
+
+
+def _of_text(error: BaseException, text: str) -> VivianeError | None:
+    """Return the error of a path that no file can have."""
+    if isinstance(error, UnicodeEncodeError):
+        return DataError("text that UTF-8 cannot express", value=_first_line(text))
+    if isinstance(error, ValueError) and "embedded null" in text:
+        return DataError("a path must not contain a NUL character", value=_first_line(text))
+    return None
+
+
+def _of_system(error: OSError, text: str) -> VivianeError:
+    number = error.errno if error.errno is not None else _errno_in(text)
+    where = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None) or None
+    fix = _FIXES.get(number) if number is not None else None
+    said = error.strerror or _first_line(text) or type(error).__name__
+    if number == errno.ENOMEM:
+        return MachineError("out of memory", where=where, value=said, fix="raise the limit of the process (ulimit -v)")
+    what = _FULL.get(number or 0, "a file could not be read or written" if where else "the operating system refused")
+    return MachineError(what, where=where, value=said, fix=fix)
+
+
+def _errno_in(text: str) -> int | None:
+    """Find the number in the messages of Arrow and others, which put it into the text alone."""
+    for number in (*_FULL, *_FIXES):
+        if f"errno {number}]" in text.lower() or f"errno={number}" in text.lower():
+            return number
+    return None
+
+
+def _first_line(text: str) -> str:
+    return (text.splitlines() or [""])[0][:300]
