@@ -169,7 +169,7 @@ def test_frozen_parts_do_not_move_and_unfrozen_do(model, data) -> None:
     model.freeze_embedding("emb")
     model.freeze_dense()
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
-    with pytest.raises(ConfigError, match="does not depend on anything that is trained"):
+    with pytest.raises(ConfigError, match="does not depend on any trained weight"):
         model.fit(data)
     model.unfreeze_dense()
     model.fit(data)

@@ -50,7 +50,7 @@ def recorded_equals_eager(folder):
         eager = fixed.fit(folder, group, "said", on_gpu(**same, cuda_graph=False), **options)
         assert note.fixed == ([True] * 16 + [False]) * 2
         # The first step from Python, then the two short ones.
-        assert recorded.cuda_graph == "replayed: 1 shape(s) recorded, 31 steps replayed"
+        assert recorded.cuda_graph == "replayed: 1 shape(s) captured, 31 steps replayed"
         assert eager.cuda_graph == "eager: solver.cuda_graph is False"
         assert fixed.differing(recorded, eager) == [], changes
         over_nccl = fixed.fit(folder, group, "said", on_gpu(**same, cuda_graph=True, peer_memory=False), **options)
@@ -157,7 +157,7 @@ def _train(trainer, batches):
 def what_prevents_it(folder):
     group = Group.world()
     free = fixed.fit(folder, group, "unsaid", on_gpu(epochs=1))
-    assert "code of your own" in free.cuda_graph  # the tests' module, without cuda_graph=True
+    assert "custom module" in free.cuda_graph  # the tests' module, without cuda_graph=True
     with pytest.raises(ConfigError, match=r"solver.cuda_graph[\s\S]*bags of 'seen'"):
         fixed.fit(folder, group, "unsaid", on_gpu(cuda_graph=True))
     trainer = fixed.make_trainer(group, on_gpu(cuda_graph=True), fixed.schema_of(HOTNESS))

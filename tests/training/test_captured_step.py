@@ -87,7 +87,7 @@ def test_a_cpu_says_why_it_records_nothing():
     trainer = make_trainer()
     trainer.train_step(fixed_batch())
     assert trainer.cuda_graph == "eager: no GPU: training runs on cpu"
-    with pytest.raises(ConfigError, match=r"cannot be recorded in a CUDA graph\n  where:   solver.cuda_graph"):
+    with pytest.raises(ConfigError, match=r"cannot be captured in a CUDA graph\n  where:   solver.cuda_graph"):
         make_trainer(Solver(device="cpu", cuda_graph=True))
 
 
@@ -108,7 +108,7 @@ def test_replays_give_the_bits_of_eager_steps(name, settings):
         losses.append(train(trainer, range(20)))
     assert losses[0] == losses[1]
     assert differing(eager, recorded) == []
-    assert recorded.cuda_graph == "replayed: 1 shape(s) recorded, 19 steps replayed"
+    assert recorded.cuda_graph == "replayed: 1 shape(s) captured, 19 steps replayed"
     assert eager.cuda_graph == "eager: solver.cuda_graph is False"
     assert len(set(losses[0])) == 20
 
@@ -212,7 +212,7 @@ def test_bad_gradients_are_found_in_the_graph():
 def test_auto_records_known_layers_and_says_what_stops_it():
     trainer = trainer_of("auto")
     train(trainer, range(6))
-    assert "(ClickModel) is code of your own" in trainer.cuda_graph
+    assert "(ClickModel) is a custom module" in trainer.cuda_graph
 
     class Waits(ClickModel):
         def forward(self, batch):
@@ -220,7 +220,7 @@ def test_auto_records_known_layers_and_says_what_stops_it():
 
     solver = BASE.model_copy(update={"cuda_graph": True})
     trainer = Trainer(Waits(), SCHEMA, solver, Adam(), progress=False)
-    with pytest.raises(ConfigError, match=r"could not be recorded(.|\n)*let forward and loss never wait"):
+    with pytest.raises(ConfigError, match=r"could not be captured(.|\n)*remove GPU synchronization"):
         train(trainer, range(3))
     assert torch.isfinite(trainer.train_step(fixed_batch()))
     hooked = trainer_of(True)

@@ -59,7 +59,7 @@ def make_trainer(group, solver, schema, **options):
 
 
 class Watch(Callback):
-    """Notes for every step whether its sizes were said beforehand; asks to stop after one of them."""
+    """Notes for every step whether its shapes were static; requests a stop after one of them."""
 
     def __init__(self, stop_at=0, rank=0):
         self.fixed, self.stop_at, self.rank = [], stop_at, rank
@@ -136,17 +136,17 @@ def loop_of_ones_own(group):
     assert (collection.batch_size, collection.hotness) == (8, {"seen": HOTNESS})
     trainer.train_step(own_batch(group, 1))
     assert trainer.stepper.num_rows == rows
-    with pytest.raises(DataError, match=r"another number of rows[\s\S]*batch 2[\s\S]*trainer.fix_sizes"):
+    with pytest.raises(DataError, match=r"static batch shape[\s\S]*batch 2[\s\S]*trainer.fix_sizes"):
         trainer.train_step(own_batch(group, 2, size=7))
     longer = Batch.from_columns(SCHEMA, {**even(8, 0), "seen": [[3, 4]] * 8})
-    with pytest.raises(DataError, match=r"number of ids[\s\S]*column 'seen'[\s\S]*3 a row"):
+    with pytest.raises(DataError, match=r"number of ids[\s\S]*column 'seen'[\s\S]*3 per row"):
         trainer.train_step(longer)
     trainer.fix_sizes(None)
     trainer.train_step(own_batch(group, 3, size=group.rank))
-    with pytest.raises(ConfigError, match="does not divide by"):
+    with pytest.raises(ConfigError, match="is not divisible by"):
         trainer.fix_sizes(rows + 1)
     unsaid = make_trainer(group, settings(), SCHEMA)
-    with pytest.raises(ConfigError, match="bags of 'seen' have any number of ids"):
+    with pytest.raises(ConfigError, match="bags of 'seen' have no fixed hotness"):
         unsaid.fix_sizes(rows)
     unsaid.fix_sizes(rows, {"seen": HOTNESS})
     unsaid.train_step(own_batch(group, 1))
@@ -170,8 +170,8 @@ def one_nan_stops_all(group):
 
 def settings_that_are_refused(group, folder):
     for kind, changes, words in (
-        ("unsaid", {}, "bags of 'seen' have any number of ids"),
-        ("said", {"batch_size": 31}, "31 rows does not divide"),
+        ("unsaid", {}, "bags of 'seen' have no fixed hotness"),
+        ("said", {"batch_size": 31}, "batch_size 31 is not divisible"),
     ):
         with pytest.raises(ConfigError, match=rf"{words}[\s\S]*set fixed_sizes='auto'"):
             fit(folder, group, kind, settings(fixed_sizes=True, **changes))
@@ -231,7 +231,7 @@ def decisions(group, folder, *, fails=False, kind="said", between=None, **change
     trainer.fit(Dataset(folder / kind / "train"))
     every = group.gather_data([fake.seen, fake.describe()])
     assert all(one == every[0] for one in every)
-    # Said is what lasts: not that the last batch of an epoch is shorter.
+    # Only lasting reasons are logged, not that the last batch of an epoch is shorter.
     lasts = fake.describe().startswith("eager: several processes")
     assert {f"eager: {reason}" for reason in fake.warned} == ({fake.describe()} if lasts else set())
     return fake.seen, fake.describe()
@@ -260,7 +260,7 @@ def alike_decisions(group, folder, run):
     assert words.startswith("replayed: 1 shape(s)")
     seen, words = decisions(group, folder, fixed_sizes=True, fails=True)
     assert seen == ["eager"] * 17
-    assert words == f"eager: recording failed on rank {group.size - 1}: no memory"
+    assert words == f"eager: capture failed on rank {group.size - 1}: no memory"
     seen, _ = decisions(group, folder, fixed_sizes=True, between=Loads(run))
     assert seen == ["eager"] * 3 + ["replay"] * 7 + ["eager"] * 3 + ["replay"] * 3 + ["eager"]
     for kind, changes, why in (
@@ -269,7 +269,7 @@ def alike_decisions(group, folder, run):
     ):
         seen, words = decisions(group, folder, kind=kind, **changes)
         assert set(seen) == {"eager"}
-        assert words == f"eager: several processes train together, and sizes of batches were not said beforehand: {why}"
+        assert words == f"eager: several processes train together, and batch shapes are not static: {why}"
 
 
 def bags_that_no_table_reads(group):
@@ -280,7 +280,7 @@ def bags_that_no_table_reads(group):
     batch = own_batch(group, 0)
     assert shape_mismatch_reason(trainer.stepper, batch) is None
     more = replace(batch, bags={**batch.bags, "liked": Bag.from_lists([[3]] * 8)})
-    assert "bags of 'liked' have any number of ids" in shape_mismatch_reason(trainer.stepper, more)
+    assert "bags of 'liked' have no fixed hotness" in shape_mismatch_reason(trainer.stepper, more)
     trainer.fix_sizes(None)
     assert "shorter" in shape_mismatch_reason(trainer.stepper, batch)
 

@@ -245,7 +245,7 @@ def frozen_parts(group):
 
 
 def fixed_rows_alike(group):
-    """Sizes that were said beforehand: the same bits, and a request to stop is received in one step by all."""
+    """Static shapes: the same bits, and all ranks receive a request to stop in the same step."""
     free, fixed = make_trainer(group, settings()), make_trainer(group, settings())
     sync = fixed.stepper.sync
     sync.set_static_shape(8, fixed.stepper.exchange)
@@ -260,7 +260,7 @@ def fixed_rows_alike(group):
     assert fixed.stepper.num_rows == 8 * group.size
     ends = [tensors_of(trainer) for trainer in (free, fixed)]
     assert all(torch.equal(ends[1][name], part) for name, part in ends[0].items())
-    with pytest.raises(DataError, match="another number of rows"):
+    with pytest.raises(DataError, match="static batch shape"):
         sync.begin(Batch.from_columns(SCHEMA, columns(7, seed=0)))
     sync.clear_static_shape()
     fixed.train_step(Batch.from_columns(SCHEMA, columns(group.rank, seed=0)))

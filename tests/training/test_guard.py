@@ -191,7 +191,7 @@ def test_a_module_with_everything_frozen_is_told():
             return self.layer(batch.dense)
 
     trainer = Trainer(Frozen(), SCHEMA, SOLVER, SGD(), progress=False)
-    with pytest.raises(ConfigError, match="does not depend on anything that is trained"):
+    with pytest.raises(ConfigError, match="does not depend on any trained weight"):
         trainer.train_step(make_batch())
 
 

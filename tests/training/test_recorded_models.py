@@ -83,7 +83,7 @@ def train(name, precision, graph):
 def test_a_graph_of_layers_is_recorded_with_the_bits_of_eager_steps(name, precision):
     _, losses, tensors = train(name, precision, False)
     trainer, recorded_losses, recorded = train(name, precision, True)
-    assert trainer.cuda_graph.startswith("replayed: 1 shape(s) recorded")
+    assert trainer.cuda_graph.startswith("replayed: 1 shape(s) captured")
     assert losses == recorded_losses
     assert_same_bits(tensors, recorded)
     assert len(set(losses)) == STEPS

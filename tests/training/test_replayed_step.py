@@ -48,7 +48,7 @@ def test_replays_move_as_eager_steps(replays, settings):
         results.append((losses, first, train(trainer, range(12, 20)), all_of(trainer)))
     for one, other in zip(results[0], results[1], strict=True):
         assert one == other if isinstance(one, list) else not assert_same_bits(one, other)
-    assert replayed.cuda_graph == "replayed: 1 shape(s) recorded, 19 steps replayed"
+    assert replayed.cuda_graph == "replayed: 1 shape(s) captured, 19 steps replayed"
     last, without = results[0][3], results[2][3]
     assert bool(settings) == any(not torch.equal(one, without[name]) for name, one in last.items())
 
@@ -126,7 +126,7 @@ def test_an_end_of_the_group_lets_graphs_go(replays):
     del held
     gc.collect()
     assert graph() is None
-    assert trainer.cuda_graph == "replayed: 1 shape(s) recorded, 3 steps replayed"
+    assert trainer.cuda_graph == "replayed: 1 shape(s) captured, 3 steps replayed"
     train(trainer, range(4, 8))
     assert steps._graphs
     group.let_go()  # those of later recordings, too
@@ -154,14 +154,14 @@ def test_a_group_forgets_methods_of_objects_that_are_gone():
 
 
 def test_why_steps_are_not_recorded_is_said_once(replays, monkeypatch, caplog):
-    reasons = {"now": "the module is code of your own"}
+    reasons = {"now": "the module is a custom module"}
     monkeypatch.setattr(captured, "ineligible_reason", lambda step: reasons["now"])
     trainer = trainer_of("auto")
     train(trainer, range(3))
     for table in ("user", "item"):  # what a recording takes for given changes: it is asked anew
         trainer.module.tables.freeze(table)
         train(trainer, range(3, 5))
-    assert [one.message for one in caplog.records] == ["training step: eager: the module is code of your own"]
+    assert [one.message for one in caplog.records] == ["training step: eager: the module is a custom module"]
     reasons["now"] = "the module has hooks"
     trainer.module.tables.unfreeze("user")
     train(trainer, range(5, 7))
@@ -170,12 +170,12 @@ def test_why_steps_are_not_recorded_is_said_once(replays, monkeypatch, caplog):
 
 def test_a_recording_that_fails_is_an_error_or_leaves_steps_eager(replays):
     replays.failure = RuntimeError("operation not permitted when stream is capturing")
-    with pytest.raises(ConfigError, match="could not be recorded in a CUDA graph"):
+    with pytest.raises(ConfigError, match="could not be captured in a CUDA graph"):
         train(trainer_of(True), range(3))
     eager, trainer = trainer_of(False), trainer_of("auto")
     train(eager, range(8))
     train(trainer, range(8))
-    assert trainer.cuda_graph == "eager: recording failed: operation not permitted when stream is capturing"
+    assert trainer.cuda_graph == "eager: capture failed: operation not permitted when stream is capturing"
     assert differing(eager, trainer) == []
 
 

@@ -1,4 +1,4 @@
-"""What prevents a training step from being recorded in a CUDA graph, in words."""
+"""Reasons why a training step cannot be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def ineligible_reason(step: TrainStep) -> str | None:
-    """Say why a step cannot be recorded, or None where it can; what a batch adds is not part of it.
+    """Return why a step cannot be captured, or None if it can. Batches are not considered.
 
     Args:
         step: the training step.
@@ -29,9 +29,9 @@ def ineligible_reason(step: TrainStep) -> str | None:
 
 
 def shape_mismatch_reason(step: TrainStep, batch: Batch) -> str | None:
-    """Say why a batch may look otherwise in another process, which then might not replay; None where it does not.
+    """Return why the shapes of a batch may differ between ranks, so that some ranks could not replay; None if not.
 
-    The answer is the same in all processes: it asks what was said beforehand, and for the names of columns.
+    All ranks return the same: the function reads only the static shapes and the names of columns.
 
     Args:
         step: the training step.
@@ -42,9 +42,9 @@ def shape_mismatch_reason(step: TrainStep, batch: Batch) -> str | None:
         return None
     if sync.is_static:
         names = [name for name in batch.bags if name not in sync.hotness]
-        return f"several processes train together, and bags of {names[0]!r} have any number of ids"
+        return f"several processes train together, and bags of {names[0]!r} have no fixed hotness"
     why = "this batch is shorter than others" if is_short(step) else step.dynamic_shape_reason
-    return f"several processes train together, and sizes of batches were not said beforehand: {why}"
+    return f"several processes train together, and batch shapes are not static: {why}"
 
 
 def is_short(step: TrainStep) -> bool:
@@ -59,23 +59,23 @@ def _ineligible_reasons(step: TrainStep) -> Iterator[str]:
     if step.device.type != "cuda":
         yield f"no GPU: training runs on {step.device}"
     if step.loss_scale is not None and step.guard is None:
-        yield "fp16 without nan_guard looks for overflows on the host"
+        yield "fp16 without nan_guard checks for overflows on the host"
     if not kernels_serve(step.device):
-        yield "VIVIANE_OPS chooses plain torch for embedding tables"
-    # Frozen ones count, too: they may be trained later, and one kernel moves all or none (see `TrainStep`).
+        yield "VIVIANE_OPS selects the torch reference for embedding tables"
+    # Frozen parameters count too: they may be trained later, and one kernel updates all or none (see `TrainStep`).
     unfit = dense_reason(list(step.parameters.values()))
     if step.parameters and unfit is not None:
         yield f"dense parameters: {unfit}"
     for collection in step.collections.values():
         for storage in collection.all_storages():
             if isinstance(storage, DynamicStorage):
-                yield f"table {next(iter(storage.tables))!r} is dynamic: its keys get rows on the host"
+                yield f"table {next(iter(storage.tables))!r} is dynamic: the host assigns rows to its keys"
     yield from _module_ineligible_reasons(step.module, trusts=solver.cuda_graph is True)
     if solver.cuda_graph == "auto" and step.objective.own_loss is not None:
-        yield f"a loss of your own runs Python at every step; {_TRUST}"
+        yield f"a custom loss runs Python in every step; {_TRUST}"
 
 
-_TRUST = "with cuda_graph=True it is recorded, and must depend on nothing but the batch and tensors"
+_TRUST = "with cuda_graph=True it is captured, and may depend on the batch and on tensors only"
 
 
 def _module_ineligible_reasons(module: nn.Module, *, trusts: bool) -> Iterator[str]:
@@ -85,6 +85,6 @@ def _module_ineligible_reasons(module: nn.Module, *, trusts: bool) -> Iterator[s
         if kind.__module__.startswith("torch._dynamo"):
             yield f"{place} is compiled by torch.compile"
         if any(getattr(part, hooks) for hooks in _HOOKS):
-            yield f"{place} has hooks, which a replay would leave out"
+            yield f"{place} has hooks, which a replay does not run"
         if not trusts and not f"{kind.__module__}.".startswith(_TRUSTED_PACKAGES):
-            yield f"{place} ({kind.__name__}) is code of your own, whose Python runs at every step; {_TRUST}"
+            yield f"{place} ({kind.__name__}) is a custom module, whose Python code runs in every step; {_TRUST}"

@@ -1,12 +1,12 @@
-"""The whole training step in one CUDA graph: when it is recorded, replayed, and what a bad batch does to it.
+"""Capture and replay of the whole training step in one CUDA graph, and the handling of failed steps.
 
-A replay cannot ask the host whether its numbers are good. The decision is made on the device: loss, gradients and keys
-set a flag, and where it is set the gate of all updates is closed, for this step and all later ones, until the host has
-seen it. It looks a few steps later; by then the weights are as the step before the bad one left them, and the bad batch
-goes through the eager step's checks once more for a message that names what was wrong.
+The host cannot check a replay before its update, so the device decides. A NaN or infinite loss or gradient, or an
+invalid key, sets a flag. The flag closes the gate of all updates, for this step and all later ones, until the host
+reads it a few steps later. The weights are then those before the failed step. The host runs the failed batch through
+the checks of the eager step once more to raise an error that names the cause.
 
-Gradients that overflow under a dynamic loss scale are no such error: the gate is closed for that step alone, the device
-halves the scale and goes on, and the host's scale and counts follow as verdicts come in.
+An overflow under a dynamic loss scale is not an error: the gate is closed for that step only, and the device halves the
+scale. The host updates its copy of the scale and its step counts when it reads the step status.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 _log = get_logger("training.captured")
 _EAGER_STEPS = {"auto": 3, True: 1}
-"""Steps of a shape before it is recorded: they plan lookups and compile kernels, and show that the shape comes back."""
+"""Warm-up steps of a shape before its capture: they plan lookups, compile kernels, and show that the shape recurs."""
 _MAX_GRAPHS = 4
 _MAX_SHAPES = 1024
 _MAX_DOUBLINGS = 16
-_MAX_IN_FLIGHT = 8  # the host is held up by a reader's threads now and then, for a millisecond or two
+_MAX_IN_FLIGHT = 8  # bridges delays of the host by the reader's threads, 1 to 2 ms
 _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A replay whose verdict the host has not seen yet."""
+    """A replay in flight: the host has not read its step status yet."""
 
     number: int
     step: int
@@ -60,16 +60,16 @@ class _InFlight:
 
 
 class CapturedSteps:
-    """Records the step of a `TrainStep` for each shape of batch, and replays it.
+    """Captures the step of a `TrainStep` for each batch shape, and replays it.
 
     Args:
-        step: whose forward, backward and update are recorded.
+        step: the training step.
 
     Attributes:
-        reason: why steps are not recorded; None where they are or will be.
+        reason: why steps are not captured; None if they are or will be.
         shape_mismatch_reason: why the last batch may have other shapes on another rank; None if it cannot.
-        num_captured: shapes of batch that were recorded since weights, modes or the optimizer's state last changed.
-        num_replays: steps that were replays.
+        num_captured: batch shapes captured since weights, modes or the optimizer's state last changed.
+        num_replays: number of replayed steps.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -77,9 +77,9 @@ class CapturedSteps:
         self.setting = step.solver.cuda_graph
         self.num_captured = self.num_replays = 0
         self.rolled_back = 0
-        """Steps that the last error took back: they were counted, and moved nothing."""
+        """Steps that the last error rolled back: they were counted, but updated nothing."""
         self.has_updated = False
-        """Whether a step from Python has moved weights since graphs were last dropped."""
+        """Whether an eager step has updated weights since graphs were last dropped."""
         self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self._shape_counts: Counter[Hashable] = Counter()
         self._live_graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -99,27 +99,27 @@ class CapturedSteps:
 
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
-            "the training step cannot be recorded in a CUDA graph", where="solver.cuda_graph", value=reason,
-            fix="set cuda_graph='auto', which trains the same without a graph, or change what prevents it",
+            "the training step cannot be captured in a CUDA graph", where="solver.cuda_graph", value=reason,
+            fix="set cuda_graph='auto', which gives the same results without a graph, or remove the cause",
         )  # fmt: skip
 
     def describe(self) -> str:
-        """Say in a line whether steps are replayed, or why not."""
+        """Return in one line whether steps are replayed, or why not."""
         if self.reason is not None:
             return f"eager: {self.reason}"
         if not self.num_captured and self.shape_mismatch_reason is not None:
             return f"eager: {self.shape_mismatch_reason}"
         if not self.num_captured:
-            return f"eager so far: a shape of batch is recorded after {_EAGER_STEPS[self.setting]} step(s)"
-        return f"replayed: {self.num_captured} shape(s) recorded, {self.num_replays} steps replayed"
+            return f"eager so far: a batch shape is captured after {_EAGER_STEPS[self.setting]} step(s)"
+        return f"replayed: {self.num_captured} shape(s) captured, {self.num_replays} steps replayed"
 
     # Steps --------------------------------------------------------------------------------------------------
 
     def __call__(self, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor | None:
-        """Train on a batch by a replay and return its loss; None: the batch is left to the eager step.
+        """Train on a batch by a replay and return its loss; None: the caller runs the eager step.
 
         Raises:
-            NumericsError, KeyRangeError, DataError: what an earlier replay found; see `rolled_back`.
+            NumericsError, KeyRangeError, DataError: an earlier replay failed; see `rolled_back`.
         """
         if self._is_disabled:
             return None
@@ -147,10 +147,10 @@ class CapturedSteps:
             if len(self._shape_counts) > _MAX_SHAPES:
                 self._shape_counts.clear()
             self._shape_counts[key] += 1
-            # Where shapes come and go, each that was recorded in vain makes the next one wait twice as long.
+            # With many shapes, each evicted graph doubles the warm-up of later captures.
             if self._shape_counts[key] <= _EAGER_STEPS[self.setting] << min(self._num_evicted, _MAX_DOUBLINGS):
                 return None
-            # Means and optimizer state begin with a step from Python that moves weights: one that overflows does not.
+            # An eager step that updates weights creates means and optimizer state; one that overflows does not.
             begins = self.step.solver.ema_decay is not None and self.step.mean is None
             found = None if begins or not self.has_updated else self._record(key, batch, precision)
             if found is None:
@@ -170,7 +170,7 @@ class CapturedSteps:
         if not self._in_flight:
             step_status.load_scale(own.loss_scale)
         current = None if own.device.type != "cuda" else torch.cuda.current_stream(torch.cuda.current_device())
-        loss = torch.empty_like(found.loss)  # its own memory: the next replay writes to that of the graph again
+        loss = torch.empty_like(found.loss)  # a copy: the next replay overwrites the graph's loss
         if own.sync is not None:
             own.sync.begin(batch)
         with self._overlap.before(batch, found.input_done, current):
@@ -198,19 +198,19 @@ class CapturedSteps:
         assert self._graph_capture is not None
         return self._graph_capture.overlap
 
-    # Verdicts -----------------------------------------------------------------------------------------------
+    # Step status --------------------------------------------------------------------------------------------
 
     def wait_all(self) -> None:
-        """Wait for all replays, and raise what they found.
+        """Wait for all replays in flight, and raise if one failed.
 
         Raises:
-            NumericsError, KeyRangeError, DataError: no weight has been changed by that step or a later one.
+            NumericsError, KeyRangeError, DataError: neither that step nor a later one changed a weight.
         """
         while self._in_flight:
             self._wait_oldest()
 
     def _wait_oldest(self) -> None:
-        """Wait for the oldest replay under way and look at its verdict."""
+        """Wait for the oldest replay in flight and read its step status."""
         oldest = self._in_flight.popleft()
         if oldest.done is not None:
             oldest.done.synchronize()
@@ -220,46 +220,46 @@ class CapturedSteps:
         self._counts.end(skipped=self._step_status.sync_scale(oldest.number, self.step.loss_scale, where))
 
     def _raise_failure(self, oldest: _InFlight) -> NoReturn:
-        """Undo the counts of the bad step and of those after it, and raise what was wrong."""
+        """Roll back the counts of the failed step and of later ones, and raise the cause."""
         if oldest.done is not None:
             torch.cuda.synchronize(self.step.device)
         self.rolled_back = self._counts.roll_back()
         self.num_replays -= self.rolled_back
         self._in_flight.clear()
         self._step_status.reset()
-        self._overlap.reset()  # what follows is a step from Python
+        self._overlap.reset()  # the next step is eager
         for collection in self.step.collections.values():
             for record in collection.key_records():
                 record.zero_()
         self.step.diagnose(oldest.batch, oldest.step, oldest.precision)
         error = NumericsError(
-            "a recorded step found NaN or infinite numbers, and the same batch without the graph does not",
+            "a replayed step found NaN or infinite numbers, but the eager step of the same batch does not",
             where=f"step {oldest.step}, {oldest.batch.origin}",
             fix=FIX,
         )
-        raise self.step.group.all_know(error)  # a verdict is of all processes
+        raise self.step.group.all_know(error)  # all ranks have the same step status
 
     # CapturedGraph ----------------------------------------------------------------------------------------------
 
     def drop_graphs(self) -> None:
-        """Drop all graphs, in all processes alike, after a checkpoint was loaded.
+        """Drop all graphs, on all ranks, after a checkpoint was loaded.
 
-        Addresses do not tell: of several processes one might get the old ones back by chance and replay, and then wait
-        for the others; and a graph moves tables by one count of steps that may be of several ages now.
+        Comparing addresses is not enough. One rank may get its old addresses again by chance, replay, and wait for the
+        others forever. And a graph uses one step count for all tables, which may have different ones now.
         """
         self.wait_all()
         self._reset()
 
     def release(self) -> None:
-        """Drop all graphs without a look at what they found: NCCL does not end while graphs hold its exchanges.
+        """Drop all graphs without reading their status: NCCL does not shut down while graphs hold its collectives.
 
-        They are taken apart, too: one that a frame of an error's traceback still refers to would live on.
+        Graphs are reset as well: a traceback may still refer to one and keep it alive.
         """
         if self._live_graphs and self.step.device.type == "cuda":
             torch.cuda.synchronize(self.step.device)
         self._in_flight.clear()
         self._counts.clear()
-        self._graph_capture = None  # with a verdict that has not been looked at
+        self._graph_capture = None  # and with it the unread step status
         self._graphs.clear()
         self._shape_counts.clear()
         for graph in list(self._live_graphs):
@@ -273,13 +273,13 @@ class CapturedSteps:
         self.has_updated = False
 
     def _reset_if_changed(self) -> None:
-        """Drop all graphs where something that they repeat has changed."""
+        """Drop all graphs if the state that they captured has changed."""
         state = self._captured_state()
         if state == self._state:
             return
         if self._graphs:
             self.wait_all()
-            _log.info("recording the training step anew: weights, freezing, modes or the optimizer's state changed")
+            _log.info("capturing the training step again: weights, freezing, modes or the optimizer's state changed")
             self._reset()
         self._modules = [vars(one) for one in self.step.module.modules()]
         self._state = self._captured_state()
@@ -288,13 +288,13 @@ class CapturedSteps:
             self._warn_eager(self.reason)
 
     def _warn_eager(self, reason: str) -> None:
-        """Say once why steps are not recorded; all processes have the same reason."""
+        """Warn once why steps are not captured; all ranks have the same reason."""
         if reason != self._last_warning and self.step.group.rank == 0:
             _log.warning("training step: eager: %s", reason)
         self._last_warning = reason
 
     def _captured_state(self) -> Hashable:
-        """Return all that a graph takes for given besides the batch."""
+        """Return the state that a graph depends on besides the batch."""
         own = self.step
         parameters = own.parameters.values()
         places, trained = [p.data_ptr() for p in parameters], [p.requires_grad for p in parameters]
@@ -307,7 +307,7 @@ class CapturedSteps:
             for collection in own.collections.values()
             for part in collection.parts()
         ]
-        modules = [  # a walk over all of them takes a tenth of the host's part of a step
+        modules = [  # iterating over modules() each time would take a tenth of the host's time per step
             (one["training"], len(one["_modules"]), len(one["_forward_hooks"]), len(one["_forward_pre_hooks"]))
             for one in self._modules
         ]
@@ -330,16 +330,16 @@ class CapturedSteps:
         self._live_graphs.update(made.graphs())
         self.step.group.before_end(self.release)
         self.num_captured += 1
-        _log.info("recorded the training step in a CUDA graph: %d rows, %s", batch.size, precision.name)
+        _log.info("captured the training step in a CUDA graph: %d rows, %s", batch.size, precision.name)
         return made
 
     def _all_captured(self, failure: Exception | None) -> bool:
-        """Settle whether all processes have a recording: where one has none, no process replays, since it waits."""
+        """Return whether the capture succeeded on all ranks: if it failed on one, no rank replays."""
         every = self.step.group.gather_data(None if failure is None else _first_words(failure))
         bad = [rank for rank, words in enumerate(every) if words is not None]
         if bad:
             place = f" on rank {bad[0]}" if self.step.sync is not None else ""
-            self._fail(f"recording failed{place}: {every[bad[0]]}", failure)
+            self._fail(f"capture failed{place}: {every[bad[0]]}", failure)
         return not bad
 
     def _fail(self, reason: str, error: Exception | None) -> None:
@@ -347,26 +347,27 @@ class CapturedSteps:
         self._graphs.clear()
         if self.setting is True:
             raise self.step.group.all_know(ConfigError(
-                "the training step could not be recorded in a CUDA graph", where="solver.cuda_graph",
-                value=self.reason, fix="set cuda_graph='auto' or False, or let forward and loss never wait for the GPU",
+                "the training step could not be captured in a CUDA graph", where="solver.cuda_graph",
+                value=self.reason,
+                fix="set cuda_graph='auto' or False, or remove GPU synchronization from forward and loss",
             )) from error  # fmt: skip
         self._warn_eager(reason)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one: streams and events are of that."""
+    """Make a GPU the current device: streams and events belong to it."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return _NOTHING  # to make it what it is takes longer than to ask
+        return _NOTHING  # setting the current device takes longer than comparing it
     return torch.cuda.device(device)
 
 
 def _table_state(storage: Storage | DynamicStorage) -> Hashable:
-    """Return where a storage's rows are, and whether somebody has replaced a table and its count of steps."""
+    """Return the address of a storage's rows, and whether a table and its step count were replaced."""
     return storage.weight.data_ptr(), isinstance(storage, Storage) and storage.steps.were_set
 
 
 def _first_words(error: BaseException) -> str:
-    """Return the first line of the error that others followed from."""
+    """Return the first line of the root cause of an error."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""What a CUDA graph records of a training step, and the verdict that its updates wait for."""
+"""The training step as it is captured in a CUDA graph, and the step status that gates its updates."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _FRESH = (0, -1, 0)
 
 
 class StepStatus:
-    """Whether recorded steps may move weights: decided on the device, told to the host.
+    """Whether captured steps may update weights: decided on the device, and written back to the host.
 
     Args:
         device: a GPU.
-        controls: the numbers of the steps.
-        num_slots: replays under way whose verdicts the host may look at, and the next one.
+        controls: the values of the steps.
+        num_slots: the most replays in flight, plus one.
 
     Attributes:
         status: see `viviane.ops.dense_update.update_status`.
         overflow, scaling: of a dynamic loss scale; see `viviane.ops.dense_update.update_scaled_status`.
-        flags: what one process finds for all: `overflow`, and the first of `status`.
+        flags: `overflow` and the first entry of `status`, which are summed over the ranks.
         gate: of all updates.
-        count: how many steps were judged, (1,), int64, on the device.
-        num_skipped: steps that overflowed, of those that the host has looked at.
+        count: number of decided steps, (1,), int64, on the device.
+        num_skipped: skipped steps among those whose status the host has read.
     """
 
     def __init__(self, device: torch.device, controls: Controls, num_slots: int) -> None:
@@ -58,38 +58,38 @@ class StepStatus:
         self._last_scale: list[float] = []
         is_gpu = device.type == "cuda"
         self._host_rows = torch.zeros(num_slots, len(self._words) + 1, dtype=torch.int64, pin_memory=is_gpu)
-        self._host_view = self._host_rows.numpy()  # to look into a tensor takes ten times as long
+        self._host_view = self._host_rows.numpy()  # reading through numpy takes a tenth of the time
         self._ends = [torch.cuda.Event() for _ in range(num_slots)] if is_gpu else []  # type: ignore[no-untyped-call]
         self.number = 0
-        """Of the next step, as the device counts."""
+        """The number of the next step in the device's count."""
 
     def load_scale(self, scale: LossScale | None) -> None:
-        """Let the device go on with the host's loss scale, where it is a dynamic one that has changed on the host.
+        """Copy a dynamic loss scale to the device if it has changed on the host.
 
-        No replay is under way: of those the host does not know yet what scale they leave.
+        No replay may be in flight: the host does not know the scale after it yet.
         """
         if scale is not None and scale.is_dynamic and scale.state() != self._last_scale:
             self._last_scale = scale.state()
             self.scaling[:2].copy_(torch.tensor(self._last_scale, dtype=torch.float64))
 
     def write_back(self, words: Tensor, loss: Tensor, signal: Tensor | None = None) -> None:
-        """Tell the host the status of the step that was judged, and its loss; to be recorded after that.
+        """Write the status of the decided step and its loss to host memory; captured after `update_status`.
 
         Args:
             words: of the step's `HostControlBlock`.
             loss: 0-dim.
-            signal: (1,), float32, a number that processes have summed.
+            signal: (1,), float32, summed over the ranks.
         """
         write_back(words, loss, self._words, self._host_rows, self.count, signal)
 
     def signal(self, number: int) -> NDArray[np.int64]:
-        """Return where a step tells its signal, (1,): there after its end, and until others have taken all slots."""
+        """Return the host memory of a step's signal, (1,): valid from the end of the step until its slot is reused."""
         return self._host_view[number % len(self._host_view), -1:]
 
     def end(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Count a step, and return the end of all that a stream was given; None where nothing is waited for.
+        """Count a step and record an event at the end of a stream; return None on a CPU.
 
-        The event of the step before the last `num_slots` is used again.
+        Events are reused after `num_slots` steps.
         """
         self.number += 1
         if stream is None:
@@ -99,17 +99,17 @@ class StepStatus:
         return done
 
     def is_bad(self, number: int) -> bool:
-        """Whether what was told says that this step, or one before it, was bad."""
+        """Return whether this step or an earlier one failed, by the status that the device wrote back."""
         _, bad, first, *_ = self._host_view[number % len(self._host_view)].tolist()
         return bool(bad) and 0 <= first <= number
 
     def sync_scale(self, number: int, scale: LossScale | None, where: str) -> bool:
-        """Let the host's loss scale follow the device's by one step; returns whether that step was skipped.
+        """Update the host's loss scale by one step of the device's; return whether that step was skipped.
 
         Args:
-            number: of the step after the last one that was looked at; it was not bad.
+            number: of the step after the last one read; it has not failed.
             scale: of the host.
-            where: the step and its batch.
+            where: the step and its batch, for messages.
         """
         if scale is None or not scale.is_dynamic:
             return False
@@ -123,7 +123,7 @@ class StepStatus:
         return skipped
 
     def reset(self) -> None:
-        """Begin anew, after the host has seen a bad step; the loss scale stays."""
+        """Reset the status after the host has read a failure; the loss scale stays."""
         self._words[:4].copy_(torch.tensor([0, *_FRESH]))
         self._host_rows.zero_()
         self.number = 0
@@ -138,18 +138,18 @@ def run_captured_step(
     control_block: HostControlBlock,
     input_done: torch.cuda.Event | None = None,
 ) -> Tensor:
-    """Run a step as a graph is to repeat it: forward, backward, verdict, update; returns the loss.
+    """Run a step in the form that is captured: forward, backward, status, update; return the loss.
 
     Args:
-        step: whose parts are run.
+        step: the training step.
         batch: static tensors.
         precision: of the dense layers.
-        step_status: whose gate decides about the updates.
+        step_status: its gate decides about the updates.
         workspace: of the check of dense gradients.
         control_block: has been read.
-        input_done: recorded where the verdict is there, and nothing is left but updates that read nothing of the batch.
+        input_done: recorded after the last read of the batch: the status is known, only updates are left.
     """
-    forget_branches(step.device)  # of a graph that somebody else recorded
+    forget_branches(step.device)  # of another capture
     with _step_values(step, step_status, control_block):
         guard, gate = step.guard, step_status.gate
         follows = step.loss_scale is not None and step.loss_scale.held is not None
@@ -163,7 +163,7 @@ def run_captured_step(
         if guard is not None and step.sync is None:
             check_finite([one.contiguous() for one in step.gradients.all()], found, workspace)
         mark([one for collection in step.collections.values() for one in collection.key_records()], step_status.status)
-        if step.sync is not None:  # what one process found closes the gates of all
+        if step.sync is not None:  # a failure on one rank closes the gates of all
             step.group.all_reduce(step_status.flags)
         if follows:
             update_scaled_status(
@@ -177,13 +177,13 @@ def run_captured_step(
         if input_done is not None:
             for collection in step.collections.values():
                 collection.settle_rows()
-        with branch(step.device, "tell", priority=FIRST):  # before the update has all its blocks wait for room
+        with branch(step.device, "tell", priority=FIRST):  # before the blocks of the update fill the queue
             step_status.write_back(control_block.words, mean, None if step.sync is None else step.exchange.received[1:])
             if input_done is not None:
                 input_done.record()
         scale = step._unscaled(step._clip_scale())
         if step.optimizer is not None:
-            with branch(step.device, "dense update"):  # beside the tables'
+            with branch(step.device, "dense update"):  # overlaps the update of the tables
                 step.optimizer.step(scale=scale)
         for collection in step.collections.values():
             collection.step(step_status.controls.lr, scale, step_status.controls.factor, gate)
@@ -197,7 +197,7 @@ def run_captured_step(
 
 @contextmanager
 def _step_values(step: TrainStep, step_status: StepStatus, control_block: HostControlBlock) -> Iterator[None]:
-    """Take the numbers of a step, which are there once branches are joined, and a dynamic loss scale at once."""
+    """Load the values of a step, valid once branches are joined; with a dynamic loss scale, load them immediately."""
     scale = step.loss_scale
     if scale is None or not scale.is_dynamic:
         with branch(step.device, "numbers"):
@@ -205,7 +205,9 @@ def _step_values(step: TrainStep, step_status: StepStatus, control_block: HostCo
         yield
         return
     step_status.controls.take(control_block.numbers, step_status.scaling[2])
-    scale.held = step_status.scaling[0].to(torch.float32)  # a copy: the verdict settles the scale of the next step
+    scale.held = step_status.scaling[0].to(
+        torch.float32
+    )  # a copy: `update_scaled_status` writes the scale of the next step
     try:
         yield
     finally:
@@ -214,7 +216,7 @@ def _step_values(step: TrainStep, step_status: StepStatus, control_block: HostCo
 
 @contextmanager
 def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
-    """Look at gradients of lookups and sums of dense ones as soon as they are there, beside the rest of backward."""
+    """Check gradients of lookups and sums of dense gradients as soon as they exist, overlapped with backward."""
 
     def look(gradient: Tensor) -> None:
         if not watch.covers(gradient):
@@ -224,7 +226,7 @@ def _watching(step: TrainStep, status: Tensor) -> Iterator[None]:
     for collection in step.collections.values():
         collection.gradient_watch = look
     if step.sync is not None:
-        # The sums are looked at, which one bad number of any process makes bad.
+        # A non-finite gradient on any rank makes the sum non-finite, so checking the sums is enough.
         step.exchange.look = lambda sums: check_finite([sums], status)
     with watching(status) as watch:
         try:

@@ -1,4 +1,4 @@
-"""The numbers of a step that the host decides, on the device: rates, and what dense optimizers compute with."""
+"""The values of a step that the host decides, on the device: learning rates and hyper-parameters of the optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RATES = 2
 
 
 def all_numbers(optimizer: DenseOptimizer, place: int) -> list[float]:
-    """Return what `viviane.ops.dense_update` reads of a group's present step.
+    """Return the values that `viviane.ops.dense_update` reads in the current step of a parameter group.
 
     Example:
         >>> from viviane.config import SGD
@@ -28,13 +28,13 @@ def all_numbers(optimizer: DenseOptimizer, place: int) -> list[float]:
 
 
 def step_values(lr: float, factor: float, optimizer: DenseOptimizer | None, means: Sequence[float] = ()) -> list[float]:
-    """Return the numbers of a step, as `Controls` holds them.
+    """Return the values of a step in the order of `Controls`.
 
     Args:
         lr: the learning rate.
         factor: the schedule's factor.
-        optimizer: whose groups count this step already.
-        means: numbers of a running mean.
+        optimizer: its groups have counted this step already.
+        means: values of a running mean of weights.
     """
     values = [lr, factor]
     if optimizer is not None:
@@ -44,7 +44,7 @@ def step_values(lr: float, factor: float, optimizer: DenseOptimizer | None, mean
 
 
 class Controls:
-    """A vector on the device, float64: learning rate, its factor, numbers of each parameter group, and of the mean.
+    """A float64 vector on the device: learning rate, its factor, values of each parameter group, and of the mean.
 
     The host writes them to the `HostControlBlock` while the previous step's update still reads its own values; `take`
     copies them to where the step reads them. If steps may be skipped before the host knows it, the host writes one row
@@ -53,8 +53,8 @@ class Controls:
     Args:
         device: of the parameters.
         num_groups: parameter groups of the dense optimizer.
-        num_means: numbers of a running mean of weights.
-        num_rows: how many rows are told; 1: nothing is to be chosen.
+        num_means: values of a running mean of weights.
+        num_rows: number of rows the host writes; 1: there is nothing to select.
 
     Attributes:
         width: length of the packed vector.
@@ -78,32 +78,32 @@ class Controls:
         return self._vector[1]
 
     def group(self, place: int) -> Tensor:
-        """Return the numbers of a group, (NUM_DENSE_NUMBERS,)."""
+        """Return the values of a parameter group, (NUM_DENSE_NUMBERS,)."""
         start = _RATES + place * NUM_DENSE_NUMBERS
         return self._vector[start : start + NUM_DENSE_NUMBERS]
 
     @property
     def means(self) -> Tensor:
-        """The numbers of a running mean, (num_means,)."""
+        """The values of a running mean, (num_means,)."""
         return self._vector[self._means :]
 
     def pack(self, rows: Sequence[Sequence[float]], num_skipped: int = 0) -> list[float]:
-        """Return what the host tells of the next step, (width,).
+        """Return the vector that the host writes for the next step, (width,).
 
         Args:
-            rows: see `step_values`; row i is for i skipped steps that the host does not know of yet.
-            num_skipped: how many those are that it knows of.
+            rows: see `step_values`; row i applies if i steps in flight are skipped.
+            num_skipped: skipped steps that the host knows of.
         """
         if self.num_rows == 1:
             return list(rows[0])
         return [number for i in range(self.num_rows) for number in rows[min(i, len(rows) - 1)]] + [float(num_skipped)]
 
     def take(self, values: Tensor, num_skipped: Tensor | None = None) -> None:
-        """Take what was told, on the device; to be recorded before anything that reads the numbers.
+        """Load a packed vector on the device; captured before anything that reads the values.
 
         Args:
             values: (width,), float64, on the device.
-            num_skipped: how many steps were skipped, 0-dim, float64; None where nothing is to be chosen.
+            num_skipped: number of skipped steps, 0-dim, float64; None if there is only one row.
         """
         if num_skipped is None:
             self._vector.copy_(values)
@@ -113,13 +113,13 @@ class Controls:
 
 
 class DeviceMover:
-    """Moves all dense parameters of a group in one launch.
+    """Updates all dense parameters of a group in one launch.
 
-    Outside of a capture the numbers of the step are sent along; a recorded launch reads those of `controls`.
+    An eager launch copies the values of the step to the device; a captured launch reads those of `controls`.
 
     Args:
-        controls: of recorded steps; set before a capture.
-        gate: of recorded steps.
+        controls: of captured steps; set before a capture.
+        gate: of captured steps.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class DeviceMover:
         states: list[list[Tensor]],
         scale: float | Tensor,
     ) -> None:
-        """Move the tensors."""
+        """Update the tensors."""
         device, group = params[0].device, optimizer.param_groups[place]
         gate, factor = None, scale if isinstance(scale, Tensor) else None
         if not isinstance(scale, Tensor) and scale != 1.0:
@@ -153,14 +153,14 @@ class DeviceMover:
         )  # fmt: skip
 
     def reserve(self, optimizer: DenseOptimizer) -> list[Tensor]:
-        """Reserve what recorded launches will read, before a capture; to be kept as long as the graph."""
+        """Reserve the memory that captured launches read, before a capture; keep it as long as the graph."""
         groups = enumerate(optimizer.param_groups)
         return [self._workspaces.setdefault(i, Workspace()).reserve(group["params"]) for i, group in groups]
 
     def write(self) -> list[Tensor]:
-        """Write what recorded launches will read, after a capture; returns what else they read, to be kept, too.
+        """Write what captured launches read, after a capture; return further tensors to keep as long as the graph.
 
-        Steps from Python make that, and put other tensors in its place once other parameters have gradients.
+        Eager steps create these tensors, and replace them when other parameters have gradients.
         """
         for workspace in self._workspaces.values():
             workspace.write()

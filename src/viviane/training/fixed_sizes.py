@@ -1,8 +1,7 @@
-"""Training batches that look alike in all processes: when they do, and who says so beforehand.
+"""Static batch shapes: when all ranks train on batches of the same shapes.
 
-A process that knows how many rows and ids the others have need not ask them, and no GPU waits for an answer. Every
-process decides by what all of them know alike (settings, schema, the data set's number of rows), so nobody asks either
-whether sizes are known.
+If shapes are static, ranks do not exchange sizes and no GPU waits for the host. Each rank decides from facts that all
+ranks share (settings, schema, number of rows of the data set), so this decision needs no communication either.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ _log = get_logger("training.sizes")
 
 
 class FixedSizes:
-    """Says a fit's sizes before its whole batches, and frees them before a shorter one.
+    """Makes the shapes of a fit's full batches static, and dynamic again before a shorter batch.
 
     Args:
-        step: whose batches they are.
-        schema: of the data; tells which bags have one number of ids.
+        step: the training step.
+        schema: of the data; it tells the hotness of bags.
         feed: of the batches.
 
     Raises:
-        ConfigError: `solver.fixed_sizes` or `solver.cuda_graph` is True, and sizes cannot be said.
+        ConfigError: `solver.fixed_sizes` or `solver.cuda_graph` is True, and batch shapes are not static.
 
     Attributes:
-        reason: why sizes are exchanged in every step; None where they are said, or one process trains.
+        reason: why shapes are dynamic; None if they are static, or one process trains.
     """
 
     def __init__(self, step: TrainStep, schema: Schema, feed: DeviceFeed) -> None:
@@ -48,14 +47,14 @@ class FixedSizes:
         self.end()
         step.dynamic_shape_reason = self.reason
         if self.reason is None:
-            _log.info("sizes of batches are known beforehand: %d rows in each process", self.rows)
+            _log.info("batch shapes are static: %d rows per rank", self.rows)
             return
-        _log.info("processes tell each other the sizes of every batch: %s", self.reason)
+        _log.info("batch shapes are dynamic, ranks exchange them in every step: %s", self.reason)
         for setting in ("fixed_sizes", "cuda_graph"):
             if getattr(step.solver, setting) is True:
                 raise ConfigError(
-                    "sizes of batches cannot be said beforehand", where=f"solver.{setting}", value=self.reason,
-                    fix=f"set {setting}='auto', which trains the same without, or change what prevents it",
+                    "batch shapes are not static", where=f"solver.{setting}", value=self.reason,
+                    fix=f"set {setting}='auto', which gives the same results with dynamic shapes, or remove the cause",
                 )  # fmt: skip
 
     def _reason(self, schema: Schema) -> str | None:
@@ -63,15 +62,15 @@ class FixedSizes:
         if solver.fixed_sizes is False:
             return "solver.fixed_sizes is False"
         if solver.fixed_sizes == "auto" and self.step.device.type == "cpu":
-            return "on CPUs solver.fixed_sizes=True does it"
+            return "on CPUs only solver.fixed_sizes=True makes them static"
         if not self.feed.has_length:
-            return "batches of a stream have any number of rows"
+            return "the length of a stream is not known"
         if self.rows is None:
-            return f"a batch of {solver.batch_size} rows does not divide by {self.step.group.size} processes"
+            return f"batch_size {solver.batch_size} is not divisible by {self.step.group.size} processes"
         return find_dynamic_shape(self.step, schema, self.hotness)
 
     def follow(self) -> None:
-        """Say or free sizes for the batch that was handed out last; all processes call it before its step."""
+        """Switch to static or dynamic shapes for the next step; all ranks call it before the step."""
         sync = self.step.sync
         if sync is None:
             return
@@ -80,13 +79,13 @@ class FixedSizes:
             self.step.fix_sizes(self.rows if wanted else None, self.hotness)
 
     def end(self) -> None:
-        """Let batches differ again: after the last step of a fit."""
+        """Return to dynamic shapes after the last step of a fit."""
         if self.step.sync is not None and self.step.sync.is_static:
             self.step.fix_sizes(None)
 
 
 def hotness_of(schema: Schema) -> dict[str, int]:
-    """Return the ids of every row, by column with bags of one length.
+    """Return the hotness of every bag column that has one.
 
     Example:
         >>> tags = {"name": "tags", "num_ids": 9, "kind": "multi_hot", "hotness": 3}
@@ -97,34 +96,34 @@ def hotness_of(schema: Schema) -> dict[str, int]:
 
 
 def find_dynamic_shape(step: TrainStep, schema: Schema, hotness: Mapping[str, int]) -> str | None:
-    """Say why the shapes of what is looked up do not follow from a batch's size; None where they do.
+    """Return why the shapes of lookups depend on more than the batch size; None if they do not.
 
     Args:
-        step: whose tables are looked up.
+        step: the training step.
         schema: of the batches.
-        hotness: ids of every row, by column with bags.
+        hotness: ids per row, by bag column.
     """
     for collection in step.collections.values():
         if getattr(collection, "deduplicate_ids", False):
-            return "deduplicate_ids is on: how many ids differ is not known beforehand"
+            return "deduplicate_ids is on: the number of distinct ids varies"
         for name, feature in collection.features.items():
             if not isinstance(collection.tables[feature.table], TableConfig):
-                return f"table {feature.table!r} is dynamic: its keys get rows on the host"
+                return f"table {feature.table!r} is dynamic: the host assigns rows to its keys"
             column = schema.categorical_column(name)
             if column.weights is not None:
                 return f"the ids of {name!r} have weights"
             if column.kind != "one_hot" and name not in hotness:
-                return f"bags of {name!r} have any number of ids (a column's `hotness` says how many)"
+                return f"bags of {name!r} have no fixed hotness (set the column's `hotness`)"
     return None
 
 
 def set_static_sizes(
     step: TrainStep, schema: Schema, batch_size: int | None, hotness: Mapping[str, int] | None
 ) -> None:
-    """Say sizes for a loop of one's own; see `Trainer.fix_sizes`.
+    """Set static shapes in a custom training loop; see `Trainer.fix_sizes`.
 
     Raises:
-        ConfigError: the batch does not divide by the processes, or ids of a column have no fixed number.
+        ConfigError: the batch size is not divisible by the number of processes, or a bag column has no hotness.
     """
     if step.sync is None:
         return
@@ -132,10 +131,10 @@ def set_static_sizes(
     if batch_size is not None:
         reason = find_dynamic_shape(step, schema, found)
         if batch_size % step.group.size:
-            reason = f"a batch of {batch_size} rows does not divide by {step.group.size} processes"
+            reason = f"batch_size {batch_size} is not divisible by {step.group.size} processes"
         if reason is not None:
             raise ConfigError(
-                "sizes of batches cannot be said beforehand", where="Trainer.fix_sizes", value=reason,
-                fix="leave the call out: processes then tell each other the sizes of every batch",
+                "batch shapes are not static", where="Trainer.fix_sizes", value=reason,
+                fix="remove the call: ranks then exchange the shapes of every batch",
             )  # fmt: skip
     step.fix_sizes(None if batch_size is None else batch_size // step.group.size, found)

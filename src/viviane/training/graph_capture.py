@@ -1,4 +1,4 @@
-"""Recording a training step in CUDA graphs, and what is to be put in order where a recording breaks off."""
+"""Capture of a training step in CUDA graphs, and recovery from a failed capture."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ _log = get_logger("training.recording")
 
 @dataclass
 class CapturedGraph:
-    """A recorded step.
+    """A captured step.
 
     Args:
         graph: the step.
-        batch: what it reads.
-        loss: what it returns.
-        kept: what it needs to stay.
-        control_block: what the host tells it.
-        first: what goes before it, beside the update of the step before; None: nothing does.
-        input_done: recorded by the graph where nothing is left but the update, which reads nothing of the batch; None
-            where nothing goes before it.
+        batch: the static batch that it reads.
+        loss: its result.
+        kept: tensors that must live as long as the graph.
+        control_block: the values that the host passes to it.
+        first: the graph of the input work, which overlaps the previous step's update; None: `graph` includes it.
+        input_done: the event that `graph` records after its last read of the batch; None if `first` is None.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -54,16 +53,16 @@ class CapturedGraph:
     input_done: torch.cuda.Event | None = None
 
     def graphs(self) -> list[torch.cuda.CUDAGraph]:
-        """Return its graphs."""
+        """Return all graphs of the step."""
         return [one for one in (self.first, self.graph) if one is not None]
 
 
 class GraphCapture:
-    """Records steps, all on one stream.
+    """Captures steps, all on one stream.
 
     Args:
-        step: whose parts are recorded.
-        num_slots: replays whose numbers and batches may be on their way to the device at once.
+        step: the training step.
+        num_slots: the most replays in flight, plus one.
     """
 
     def __init__(self, step: TrainStep, num_slots: int) -> None:
@@ -72,25 +71,25 @@ class GraphCapture:
         means = 0 if step.mean is None else len(step.mean.numbers)
         self._num_slots = num_slots
         follows = step.loss_scale is not None and step.loss_scale.is_dynamic
-        rows = num_slots if follows else 1  # of a dynamic loss scale any replay under way may turn out to move nothing
+        rows = num_slots if follows else 1  # with a dynamic loss scale any replay in flight may be skipped
         self.step_status = StepStatus(step.device, Controls(step.device, groups, means, rows), num_slots)
         self.overlap = OverlappedInput(step.device)
         self._goes_ahead, self._is_in_vain = True, False
-        # What it computes goes before sorts and lookups beside it, which would else fill all multiprocessors first.
+        # Compute has priority over concurrent sorts and lookups, which would otherwise fill all multiprocessors first.
         self._stream = torch.cuda.Stream(step.device, priority=URGENT)  # type: ignore[no-untyped-call]
 
     def record(self, batch: Batch, precision: Precision) -> tuple[CapturedGraph | None, Exception | None]:
-        """Return the recorded step, or what kept it from being recorded.
+        """Capture a step and return it, or the error that prevented it.
 
         Args:
-            batch: whose shape the step has.
+            batch: an example of the batch shape.
             precision: of the dense layers.
         """
         batch.wait()
         made, failure = self._record(batch, precision)
         if not self._goes_ahead:
             return made, failure
-        # Where one process records the step without a first graph, the others would wait in theirs.
+        # All ranks or none have a first graph: its collectives would wait for a rank that has none.
         self._goes_ahead = not any(self.step.group.gather_data(self._is_in_vain))
         if self._goes_ahead:
             return made, failure
@@ -107,7 +106,7 @@ class GraphCapture:
         if optimizer is not None and isinstance(mover, DeviceMover):
             mover.controls, mover.gate = self.step_status.controls, self.step_status.gate
             kept = [*mover.reserve(optimizer), workspace.reserve(list(own.parameters.values()))]
-        if own.sync is not None:  # NCCL makes its connections for sums now, not in the recording
+        if own.sync is not None:  # NCCL opens its connections for sums now, not during the capture
             own.group.all_reduce(torch.zeros_like(self.step_status.flags))
             self._open_peers()
         made, failure = self._capture(batch, precision, workspace, kept)
@@ -134,12 +133,12 @@ class GraphCapture:
 
         counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
         own._discard()
-        gc.collect()  # a reference cycle that still holds gradients would keep its memory from the graph
+        gc.collect()  # gradients held by a reference cycle would keep their memory from the graph
         try:
-            # The outer context: where a capture breaks off, torch's own leaves its stream the current one.
+            # The outer context restores the current stream: torch's own does not if a capture fails.
             with self._through_peers(), torch.cuda.stream(torch.cuda.current_stream(own.device)):
-                if own.mean is None and self._goes_ahead:  # a mean of rows visits those of the batch after the update
-                    # A module may look up something else than the batch, whose keys need not even be resolvable.
+                if own.mean is None and self._goes_ahead:  # a mean of rows reads the batch after the update
+                    # A module may look up other keys than the batch's, which may not be resolvable.
                     self._is_in_vain = True
                     first = self.overlap.record(sharded, static.batch, fill, pools[0])
                     self._is_in_vain = first is not None
@@ -150,8 +149,8 @@ class GraphCapture:
                         input_done = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
                     loss = run_captured_step(own, static.batch, precision, status, workspace, control_block, input_done)
         except Exception as error:
-            # The allocator of some versions of torch goes on waiting for the end of a capture that broke off, and
-            # until then gives no memory back that two streams have used, such as that of every batch of a feed.
+            # In some versions of torch the allocator still waits for the end of a failed capture. Until then it frees
+            # no memory that two streams have used, such as that of every batch of a feed.
             for pool in pools:
                 with suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(static.batch.device.index or 0, pool)
@@ -169,21 +168,21 @@ class GraphCapture:
         return [one for one in self.step.collections.values() if isinstance(one, ShardedCollection)]
 
     def _open_peers(self) -> None:
-        """Let lookups write into the memory of the other GPUs, where the solver wants it and they reach it."""
+        """Let lookups write to peer memory if the solver allows it and the GPUs can access it."""
         setting = self.step.solver.peer_memory
         if setting is False:
             return
         for collection in self._sharded():
             reason = collection.exchanges.open_peers()
             if reason is None:
-                _log.info("recorded lookups write into the memory of the other GPUs")
+                _log.info("captured lookups write to peer memory")
                 continue
             if setting is True:
                 raise self.step.group.all_know(ConfigError(
-                    "lookups cannot write into the memory of the other GPUs", where="solver.peer_memory",
-                    value=reason, fix="set peer_memory='auto', which takes NCCL then, or change what prevents it",
+                    "lookups cannot write to peer memory", where="solver.peer_memory",
+                    value=reason, fix="set peer_memory='auto', which falls back to NCCL, or remove the cause",
                 ))  # fmt: skip
-            _log.info("recorded lookups are exchanged over NCCL: %s", reason)
+            _log.info("captured lookups are exchanged over NCCL: %s", reason)
 
     @contextmanager
     def _through_peers(self) -> Iterator[None]:
@@ -193,11 +192,11 @@ class GraphCapture:
             yield
 
     def _put_in_order(self) -> None:
-        """Let training go on after a capture that broke off."""
+        """Restore the state of the device after a failed capture."""
         device = self.step.device
         forget_branches(device)
         torch.cuda.synchronize(device)
         index = torch.cuda.current_device() if device.index is None else device.index
         generator = torch.cuda.default_generators[index]
-        # A capture that broke off leaves the generator waiting for its end; a copy of its state does not.
+        # After a failed capture the generator waits for its end; a generator with a cloned state does not.
         generator.graphsafe_set_state(generator.clone_state())

@@ -1,4 +1,4 @@
-"""What the host tells a replay, in page-locked memory that the graph reads: nothing is copied between two replays."""
+"""The host control block: page-locked memory in which the host passes a replay its values, without a copy."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from viviane.ops.host_control_block import read_row
 
 
 class HostControlBlock:
-    """A row for each replay under way: where its loss goes, the numbers of its step, where its batch is.
+    """One row per replay in flight: the address of its loss, the values of its step, the addresses of its batch.
 
-    The device counts its steps and reads the row of the next one (`read`, which a graph repeats).
+    The device counts the steps. `read`, which is captured, reads the row of the next step.
 
     Args:
         device: of the steps.
-        num_numbers: numbers of a step, float64.
-        num_words: whole numbers of a batch; see `viviane.training.static_batch.StaticBatch`.
-        num_slots: how many rows there are: a row is written again after so many steps, when its own must be over.
-        count: how many steps there were, (1,), int64, on the device.
+        num_numbers: values of a step, float64.
+        num_words: words of a batch, int64; see `viviane.training.static_batch.StaticBatch`.
+        num_slots: number of rows. A row is reused after this many steps; its step must be finished by then.
+        count: number of finished steps, (1,), int64, on the device.
 
     Example:
         >>> box = HostControlBlock(torch.device("cpu"), 2, 1, num_slots=2, count=torch.tensor([5]))
@@ -34,11 +34,11 @@ class HostControlBlock:
         width = 1 + num_numbers + num_words
         self._count = count
         self._rows = torch.zeros(num_slots, width, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._ints = self._rows.numpy()  # a number is set in a tenth of the time that a tensor takes
+        self._ints = self._rows.numpy()  # writing through numpy takes a tenth of the time
         self._floats = self._ints.view(np.float64)
         self._numbers = slice(1, 1 + num_numbers)
         self.words = torch.zeros(width, dtype=torch.int64, device=device)
-        """What `read` has read; the first is the address of the loss."""
+        """The row that `read` has read; the first word is the address of the loss."""
         self.numbers = self.words[self._numbers].view(torch.float64)
         self.batch = self.words[1 + num_numbers :]
 
@@ -46,8 +46,8 @@ class HostControlBlock:
         """Write the row of a step.
 
         Args:
-            step: its number, as the device counts.
-            loss: address of the memory that the loss is written to.
+            step: its number in the device's count.
+            loss: address to which the device writes the loss.
             numbers, batch: see the class.
         """
         slot = step % len(self._ints)
@@ -57,5 +57,5 @@ class HostControlBlock:
         row[self._numbers.stop :] = batch
 
     def read(self) -> None:
-        """Let the device read the row of its next step."""
+        """Read the row of the next step on the device."""
         read_row(self._rows, self._count, self.words)

@@ -1,11 +1,11 @@
-"""What a replayed step over several GPUs does before it needs weights, beside the update of the step before.
+"""Overlap of a step's input work with the update of the previous step, on several GPUs.
 
-The batch is copied, its keys become rows, and ids go to their owners: one small kernel after another. None of it needs
-weights. So it is a graph of its own, on a stream of its own, which waits for an event in the middle of the step before:
-from there on that step reads nothing of its batch (see `TableCollection.settle_rows`).
+Copying the batch, finding the rows of keys, and input_dist are many small kernels that need no weights. They form a
+separate graph on a separate stream. It waits for an event in the middle of the previous step: after that event the
+previous step no longer reads its batch (see `TableCollection.settle_rows`).
 
-On one GPU all of it is part of the step: its first layers and the cast of its weights run beside the keys, and would
-else hold up the lookups (DLRM-DCNv2 took 1 to 2% longer).
+On one GPU this work stays in the step, where it overlaps the first layers and the cast of weights. Separated, it would
+delay the lookups (DLRM-DCNv2 took 1 to 2% longer).
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from viviane.parallel import ShardedCollection
 
 
 class OverlappedInput:
-    """Runs blocks beside the update of the last replay, on a stream of their own.
+    """Runs a step's input work on a side stream, overlapped with the update of the last replay.
 
     Args:
-        device: of the steps. On a CPU blocks run where they stand.
+        device: of the steps. On a CPU the work runs immediately.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # An update has all its blocks wait for room: what does not go before them comes after all of them.
+        # The blocks of an update queue for all multiprocessors: kernels of lower priority run after all of them.
         self._stream = torch.cuda.Stream(device, priority=FIRST) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._input_done: torch.cuda.Event | None = None
 
     def reset(self) -> None:
-        """Let the next block wait for all of the current stream: the last step was no replay."""
+        """Make the next input wait for the whole current stream: the last step was not a replay."""
         self._input_done = None
 
     @contextmanager
     def before(
         self, batch: Batch, input_done: torch.cuda.Event | None, current: torch.cuda.Stream | None
     ) -> Iterator[None]:
-        """Run a block before a replay of this batch, which waits for it.
+        """Run the enclosed input work before the replay of this batch; the replay waits for it.
 
-        It runs beside the update of the last replay where the batch says when it is there (`Batch.ready_after`). Who
-        calls keeps the batch until the replay is over.
+        The work overlaps the update of the last replay if the batch has a ready event (`Batch.ready_after`). The caller
+        keeps the batch alive until the replay is finished.
 
         Args:
             batch: of the replay.
-            input_done: which the replay will record where it has read its batch; None: the block is not to run beside
-                anything, and so runs on the current stream.
+            input_done: the event that the replay records after its last read of the batch; None: no overlap, the work
+                runs on the current stream.
             current: the current stream.
         """
         last, self._input_done = self._input_done, None
@@ -74,19 +74,19 @@ class OverlappedInput:
     def record(
         self, collections: Sequence[ShardedCollection], batch: Batch, fill: Callable[[], None], pool: Any
     ) -> torch.cuda.CUDAGraph | None:
-        """Record how a batch is filled and its keys are resolved; None where no collection does that ahead.
+        """Capture filling the batch and resolving its keys; return None if no collection resolves keys ahead.
 
         Args:
             collections: of the module.
             batch: static tensors.
             fill: fills them.
-            pool: of the graph's memory, which nobody else uses.
+            pool: of the graph's memory; not shared.
         """
         able = [one for one in collections if one.resolves_ahead]
         if not able:
             return None
         graph = torch.cuda.CUDAGraph()
-        forget_branches(batch.device)  # of a graph that somebody else recorded
+        forget_branches(batch.device)  # of another capture
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             fill()
             for one in able:

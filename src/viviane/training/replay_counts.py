@@ -1,4 +1,4 @@
-"""How many steps moved weights, where the host hears of a replay some steps later: counts of optimizer and mean."""
+"""Counts of the steps that updated weights, when the host learns a replay's status some steps later."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 
 
 class ReplayCounts:
-    """Counts replays as they start, and takes those back that moved nothing as soon as the host hears of them.
+    """Counts replays when they start, and rolls back skipped ones when the host reads their status.
 
-    Adam's correction of the first steps and the warm-up of a running mean count steps that moved weights. A replay
-    whose gradients overflow is none, and those under way after it were counted one too far. So their numbers are
-    written for every count that may turn out to be right, and the device takes the one that is (`Controls.take`).
+    Adam's bias correction and the warm-up of a running mean depend on the number of steps that updated weights. A
+    skipped replay is not such a step, but the replays in flight after it were counted as if it were. So the host
+    writes their values for every possible count, and the device selects the right ones (`Controls.take`).
 
     Args:
-        step: whose optimizer and mean are counted.
+        step: the training step, with its optimizer and running mean.
     """
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
-        self._places: deque[tuple[float, ...]] = deque()  # of the mean, before each replay under way
+        self._places: deque[tuple[float, ...]] = deque()  # of the mean, before each replay in flight
 
     def start(self, rate: float, factor: float, num_rows: int) -> list[list[float]]:
-        """Count a replay; return its numbers, and those where 1, 2, ... of the replays under way turn out to be none.
+        """Count a replay; return its values if 0, 1, 2, ... of the replays in flight are skipped.
 
         Args:
             rate, factor: see `step_values`.
-            num_rows: the most to return.
+            num_rows: the most rows to return.
         """
         mean = self.step.mean
         self._count(1)
@@ -49,10 +49,10 @@ class ReplayCounts:
         return rows[::-1]
 
     def end(self, *, skipped: bool) -> None:
-        """Note that the host has heard of the oldest replay under way.
+        """Finish the oldest replay in flight: the host has read its status.
 
         Args:
-            skipped: whether it moved nothing; then those after it come one step earlier.
+            skipped: whether it updated nothing; later replays then move back by one step.
         """
         if not skipped:
             self._places.popleft()
@@ -61,7 +61,7 @@ class ReplayCounts:
         self._go_back(self._places.pop())
 
     def roll_back(self) -> int:
-        """Take back all replays under way; returns how many."""
+        """Roll back all replays in flight and return their number."""
         taken = len(self._places)
         if taken:
             self._count(-taken)
@@ -70,7 +70,7 @@ class ReplayCounts:
         return taken
 
     def clear(self) -> None:
-        """Leave replays under way as they are counted, without a look at them."""
+        """Forget the replays in flight; their counts stay."""
         self._places.clear()
 
     def _go_back(self, place: tuple[float, ...]) -> None:

@@ -37,20 +37,20 @@ from viviane.training.step_sync import StepSync, check_collections, share_first_
 
 
 class TrainStep:
-    """Moves all weights of a module by one batch.
+    """Updates all weights of a module by one batch.
 
-    Dense parameters follow the optimizer's settings; each embedding collection follows its own, which it was
-    built with. All of them share the schedule, and the clipping factor
+    Dense parameters use the optimizer's settings; each embedding collection uses the settings it was built with. All
+    of them share the schedule and the clipping factor
 
         c = min(1, clip_grad_norm / ||g||),     ||g||^2 = sum over dense gradients and distinct rows' gradients
 
-    In a group of processes every one of them calls it with its share of the global batch, which may have no rows.
-    Gradients, the clipping factor, batch statistics and the loss that is returned are those of the global batch.
+    In a process group every rank calls it with its local batch, which may be empty. Gradients, the clipping factor,
+    batch statistics and the returned loss are those of the global batch.
 
     Args:
-        module, objective, solver, device: what is trained, and how.
+        module, objective, solver, device: see `Trainer`.
         optimizer: settings of the dense optimizer.
-        group: the processes that train together; None: this one alone.
+        group: the ranks that train together; None: this process only.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class TrainStep:
         self.guard = NanGuard(module, self.collections, self.gradients) if solver.nan_guard else None
         self.sync: StepSync | None = None
         self.num_rows = 0
-        """Rows of the last batch, over all processes."""
+        """Rows of the last global batch."""
         self.dynamic_shape_reason: str | None = "trainer.fix_sizes was not called"
-        """Why sizes of batches were not said beforehand, in a group; None once they were."""
+        """Why batch shapes are dynamic, in a group; None if they are static."""
         if self.optimizer is not None and dense_reason(list(self.parameters.values())) is None:
             self.optimizer.mover = DeviceMover()
         if self.group.size > 1:
@@ -101,7 +101,7 @@ class TrainStep:
         self.captured = CapturedSteps(self)
 
     def _join(self) -> None:
-        """Prepare to train with other processes."""
+        """Prepare to train with other ranks."""
         share_first_weights(self.module, self.group)
         self.sync = StepSync(self.group)
         wire = self.solver.dense_wire_dtype
@@ -120,13 +120,13 @@ class TrainStep:
 
         Args:
             batch: on the device.
-            step: the number of this step, from 1.
+            step: number of this step, from 1.
             precision: of the dense layers.
             lr: a learning rate instead of the schedule's.
 
         Raises:
-            NumericsError: NaN or infinite input, loss or gradients; no weight has been changed.
-            KeyRangeError: a key out of range; no weight has been changed.
+            NumericsError: NaN or infinite input, loss or gradients; no weight was changed.
+            KeyRangeError: a key is out of range; no weight was changed.
         """
         with precision.products():
             return self._train(batch, step, precision, lr)
@@ -170,11 +170,11 @@ class TrainStep:
         return mean
 
     def fix_sizes(self, rows: int | None, hotness: Mapping[str, int] | None = None) -> None:
-        """Say beforehand what training batches look like, in all processes alike; None: they may differ again.
+        """Set the static shape of training batches, with the same arguments on all ranks; None: dynamic shapes.
 
         Args:
-            rows: of every process's batch.
-            hotness: ids of every row, by column with bags; see `ShardedCollection.fix_sizes`.
+            rows: of every local batch.
+            hotness: ids per row, by bag column; see `ShardedCollection.fix_sizes`.
         """
         if self.sync is None:
             return
@@ -190,7 +190,7 @@ class TrainStep:
                 collection.fix_sizes(rows, own)
 
     def load(self, folder: str | AnyPath, *, weights_only: bool = False) -> Progress:
-        """Load a checkpoint into the module and the optimizers, and return the place in training that it was saved at.
+        """Load a checkpoint into the module and the optimizers, and return the saved position in training.
 
         Raises:
             CheckpointError: see `viviane.training.checkpoint.load_checkpoint`.
@@ -211,9 +211,9 @@ class TrainStep:
 
     @timed_as("backward")
     def _backward(self, loss: Tensor) -> Tensor:
-        """Run backward, sum dense gradients over the processes, and return the loss of the global batch, detached."""
+        """Run backward, sum dense gradients over the ranks, and return the detached loss of the global batch."""
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
-        start = self._one if scaled.dtype == self._one.dtype and not scaled.dim() else None  # else autograd makes it
+        start = self._one if scaled.dtype == self._one.dtype and not scaled.dim() else None
         if self.sync is None:
             scaled.backward(start)  # type: ignore[no-untyped-call]
             return loss.detach()
@@ -225,7 +225,7 @@ class TrainStep:
         return mean
 
     def _overflows(self, loss: Tensor, batch: Batch, step: int) -> bool:
-        """Whether gradients are not finite in float16, on any process; a loss that is not finite is the guard's."""
+        """Return whether float16 gradients overflow on any rank; the guard handles a loss that is not finite."""
         if self.loss_scale is None:
             return False
         gradients = self.gradients.all()
@@ -238,25 +238,25 @@ class TrainStep:
             return False
         try:
             self.loss_scale.overflow(f"step {step}, {batch.origin}")
-        except NumericsError as error:  # raised in all processes
+        except NumericsError as error:  # raised on all ranks
             raise self.group.all_know(error) from None
         return True
 
     def _unscaled(self, scale: float | Tensor) -> float | Tensor:
-        """Return what gradients are multiplied by where this is what they would be without a loss scale."""
+        """Return the factor of gradients, divided by the loss scale."""
         return scale if self.loss_scale is None else scale / self.loss_scale.factor
 
     def scaling(self) -> dict[str, list[float]]:
-        """Return what a checkpoint keeps of the loss scale: {"loss_scale": ...} in fp16."""
+        """Return the loss scale's state for a checkpoint: {"loss_scale": ...} in fp16."""
         return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
 
     def take_scaling(self, values: Mapping[str, Any]) -> None:
-        """Go on with the loss scale of a checkpoint, where it has one."""
+        """Restore the loss scale of a checkpoint, if it has one."""
         if self.loss_scale is not None:
             self.loss_scale.restore(values.get("loss_scale"))
 
     def forward_backward(self, batch: Batch, precision: Precision) -> None:
-        """Run forward and backward and leave the gradients; for timing."""
+        """Run forward and backward and keep the gradients; for timing."""
         batch.wait()
         self._forward(batch, precision).backward()  # type: ignore[no-untyped-call]
 
@@ -267,9 +267,9 @@ class TrainStep:
         loss = self.objective.loss(output, batch) if self.sync is None else self._share(output, batch)
         if not loss.requires_grad:
             raise ConfigError(
-                "the loss does not depend on anything that is trained",
+                "the loss does not depend on any trained weight",
                 where=type(self.module).__name__,
-                fix="unfreeze a parameter or a table, and let the module's output come from it",
+                fix="unfreeze a parameter or a table that the module's output depends on",
             )
         penalty = self.objective.penalty(self.parameters.values(), self.num_rows or batch.size)
         if penalty is None:
@@ -277,7 +277,7 @@ class TrainStep:
         return loss + (penalty if self.sync is None else penalty * self.sync.share_of_rows(batch))
 
     def _share(self, output: object, batch: Batch) -> Tensor:
-        """Return what this process's rows add to the loss of the global batch."""
+        """Return the contribution of the local batch to the loss of the global batch."""
         assert self.sync is not None
         divisors = self.objective.divisors(batch)
         count = 1 if self.objective.own_loss is not None else len(self.objective.terms)
@@ -285,7 +285,7 @@ class TrainStep:
         if divisors is not None:
             shares = self.sync.shares(divisors)
         if not batch.size:
-            return self.objective.logits(output, 0).sum()  # 0, through which backward reaches every weight
+            return self.objective.logits(output, 0).sum()  # 0, but backward still reaches every weight
         return self.objective.loss(output, batch, shares=shares)
 
     @timed_as("clip")
@@ -296,11 +296,11 @@ class TrainStep:
         gradients = self.gradients.all()
         squares = [one.grad_norm_squared().double() for one in self.collections.values()]
         if gradients:
-            kind = torch.float32 if self.gradients.beside else None  # 16 bits are widened as they are read
+            kind = torch.float32 if self.gradients.beside else None  # 16-bit gradients are widened as they are read
             squares.append(torch.stack(torch._foreach_norm(gradients, dtype=kind)).double().square().sum())
         norm = torch.stack(squares).sum().sqrt() / (1.0 if self.loss_scale is None else self.loss_scale.factor)
         scale = (limit / norm).clamp(max=1.0).to(torch.float32)
-        return float(scale) if self.device.type == "cpu" else scale  # a GPU is not made to wait for the number
+        return float(scale) if self.device.type == "cpu" else scale  # no synchronization on a GPU
 
     @timed_as("update")
     def _update(self, scale: float | Tensor, step: int, lr: float | None) -> None:
@@ -321,22 +321,22 @@ class TrainStep:
         if self.mean is not None:
             self.mean.follow()
         if self.loss_scale is not None:
-            self.loss_scale.hold()  # not before the gradients were divided by it
+            self.loss_scale.hold()  # only after the gradients were divided by it
         self.gradients.drop()
         self.captured.has_updated = True
 
     def _rates_on_device(self, rate: float, factor: float) -> tuple[Tensor, Tensor]:
-        """Return rates as a graph reads them: then tables count on the device already when one is recorded."""
+        """Return rates on the device, as a graph reads them: tables then count steps on the device before a capture."""
         both = torch.tensor([rate, factor], dtype=torch.float64).pin_memory().to(self.device, non_blocking=True)
         return both[0], both[1]
 
     def diagnose(self, batch: Batch, step: int, precision: Precision) -> None:
-        """Run a batch's checks, without an update, and raise what they find; gradients are dropped.
+        """Run the checks of a batch without an update, and raise what they find; gradients are dropped.
 
         Raises:
             NumericsError, KeyRangeError, DataError: see `__call__`.
         """
-        scale, self.loss_scale = self.loss_scale, copy(self.loss_scale)  # a diagnosis is no step that settles it
+        scale, self.loss_scale = self.loss_scale, copy(self.loss_scale)  # a diagnosis must not change the loss scale
         try:
             self._begin(batch, step)
             loss = self._forward(batch, precision)
@@ -349,7 +349,7 @@ class TrainStep:
             self._roll_back()
 
     def _check_keys(self) -> None:
-        """Raise what any process found among its keys: all of them come here, for a step that all have refused."""
+        """Raise an error if any rank has an invalid key; all ranks call it after a failed step."""
         failure: VivianeError | None = None
         try:
             for collection in self.collections.values():
@@ -364,7 +364,7 @@ class TrainStep:
                 raise self.group.all_know(ProcessError(f"rank {rank}: {words}"))
 
     def _roll_back(self) -> None:
-        """Undo a step that moves nothing: drop its gradients, and what forward did to batch statistics."""
+        """Roll back a step without an update: drop its gradients, and restore batch statistics."""
         self._discard()
         if self.guard is not None:
             self.guard.restore_buffers()

@@ -1,6 +1,6 @@
-"""What the processes of a group settle in every training step.
+"""What the ranks of a group agree on in every training step.
 
-Shapes: B rows of this process's share of the global batch, n processes.
+Shapes: B rows in the local batch, n ranks.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from viviane.parallel import Group
 from viviane.training.dense_exchange import DenseExchange
 from viviane.training.dense_state import collections_of, dense_buffers, dense_parameters
 
-_LATE = 6  # steps after which a signal is read: the host need not wait for it, though it is some replays ahead
-_FREE = "call trainer.fix_sizes(None) in all processes before such a batch"
+_LATE = 6  # steps until a signal is read: long enough that the host, several replays ahead, does not wait for it
+_FREE = "call trainer.fix_sizes(None) on all ranks before such a batch"
 
 
 class StepSync:
-    """The size of the global batch, whether anyone asks to stop, and this process's share of the loss.
+    """Agrees on the size of the global batch, requests to stop, and this rank's share of the loss.
 
-    A loss of a global batch is a mean over all its rows. Every process computes the mean over its own rows, l_r; with
-    W_r what it divides by (the number of rows, or the sum of sample weights of rows that have the label),
+    The loss of a global batch is the mean over all its rows. Rank r computes the mean l_r over its local batch. Let W_r
+    be its divisor (the number of rows, or the sum of the sample weights of rows that have the label). Then
 
         loss = sum_r s_r l_r,     s_r = W_r / sum_q W_q
 
-    so s_r l_r is what each of them sends backward, and gradients are summed over the processes.
+    Rank r runs backward from s_r l_r, and gradients are summed over the ranks.
 
     Args:
-        group: the processes.
+        group: the ranks that train together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -45,21 +45,21 @@ class StepSync:
         self.num_rows = 0
         """Rows of the global batch."""
         self.stop_requested = False
-        """Whether this process was asked to stop; all of them hear of it in the next step."""
+        """Whether this rank was asked to stop; all ranks learn it in the next step."""
         self.stop_agreed = False
 
         self._fixed: _StaticShape | None = None
 
     def set_static_shape(self, rows: int, exchange: DenseExchange, hotness: Mapping[str, int] | None = None) -> None:
-        """Say beforehand that every process's batch has so many rows, on all processes alike: no host waits then.
+        """Set the static shape of local batches, with the same arguments on all ranks. Hosts no longer wait then.
 
-        Requests to stop travel with the dense gradients from then on, and are heard `_LATE` steps later, in the same
-        step everywhere.
+        Requests to stop are then sent with the dense gradients, and read `_LATE` steps later, in the same step on all
+        ranks.
 
         Args:
-            rows: of every process's batch.
+            rows: of every local batch.
             exchange: of the dense gradients.
-            hotness: ids of every row, by column with bags.
+            hotness: ids per row, by bag column.
         """
         exchange.is_static = True
         if self._fixed is None or self._fixed.exchange is not exchange:
@@ -67,7 +67,7 @@ class StepSync:
         self._fixed.rows, self._fixed.hotness = rows, dict(hotness or {})
 
     def clear_static_shape(self) -> None:
-        """Let batches have any number of rows again, on all processes alike."""
+        """Return to dynamic shapes; all ranks call it."""
         if self._fixed is not None:
             self.stop_agreed = self.stop_agreed or self._fixed.rest()
             self._fixed.exchange.is_static = False
@@ -75,25 +75,25 @@ class StepSync:
 
     @property
     def is_static(self) -> bool:
-        """Whether batches have a number of rows that was said beforehand."""
+        """Whether batches have a static number of rows."""
         return self._fixed is not None
 
     @property
     def hotness(self) -> Mapping[str, int]:
-        """Ids of every row that were said, by column with bags."""
+        """Static number of ids per row, by bag column."""
         return {} if self._fixed is None else self._fixed.hotness
 
     def has_static_shape(self, batch: Batch) -> bool:
-        """Whether a batch has the same shapes on all processes: its rows and the ids of all its bags were said."""
+        """Return whether the number of rows and the hotness of all bags of a batch are static."""
         return self._fixed is not None and self._fixed.hotness.keys() >= batch.bags.keys()
 
     def begin(self, batch: Batch, *, is_bad: bool = False) -> list[int]:
-        """Exchange sizes before a step; returns the ranks whose input is bad.
+        """Exchange batch sizes before a step and return the ranks whose input is invalid.
 
-        Where sizes are fixed nothing is exchanged, and nobody is said to be bad.
+        With static shapes nothing is exchanged, and the result is empty.
 
         Raises:
-            DataError: the batch has another number of rows, or of ids, than was said.
+            DataError: the batch does not have the static shape.
         """
         if self._fixed is not None:
             return self._begin_static(self._fixed, batch)
@@ -105,35 +105,35 @@ class StepSync:
     def _begin_static(self, fixed: _StaticShape, batch: Batch) -> list[int]:
         if batch.size != fixed.rows:
             raise DataError(
-                "the batch has another number of rows than was said", where=batch.origin, value=batch.size,
+                "the number of rows differs from the static batch shape", where=batch.origin, value=batch.size,
                 allowed=str(fixed.rows), fix=_FREE,
             )  # fmt: skip
         for name, count in fixed.hotness.items():
             if name in batch.bags and batch.bags[name].values.shape[0] != count * batch.size:
                 raise DataError(
-                    "the bags have another number of ids than was said", where=f"column {name!r}, {batch.origin}",
-                    value=batch.bags[name].values.shape[0], allowed=f"{count} a row", fix=_FREE,
+                    "the number of ids differs from the static batch shape", where=f"column {name!r}, {batch.origin}",
+                    value=batch.bags[name].values.shape[0], allowed=f"{count} per row", fix=_FREE,
                 )  # fmt: skip
         self.num_rows = fixed.rows * self.group.size
         self.stop_agreed = fixed.next(self.stop_requested) or self.stop_agreed
         return []
 
     def expect_signals(self, signals: NDArray[np.int64], done: torch.cuda.Event | None) -> None:
-        """Say where the signals of the step that has begun will be: on the host, for a replay writes them there.
+        """Set where the replay that has begun writes its signals in host memory.
 
         Args:
-            signals: of all processes, summed.
-            done: after which they are there, and stay for `_LATE` steps; None: they are.
+            signals: the sums over all ranks; they stay valid for `_LATE` steps.
+            done: the event after which they are valid; None: they are valid already.
         """
         assert self._fixed is not None
         self._fixed.pending_signals = (signals, done)
 
     def share_of_rows(self, batch: Batch) -> float:
-        """Return this process's share of the global batch's rows."""
+        """Return the local batch's share of the rows of the global batch."""
         return batch.size / max(1, self.num_rows)
 
     def shares(self, divisors: Sequence[Tensor]) -> list[Tensor]:
-        """Return s_r of this process for each term of a loss, of what each divides by."""
+        """Return s_r of this rank for each term of a loss, given the divisor of each term."""
         own = torch.stack(list(divisors))
         total = self.group.all_reduce(own.clone())
         return list((own / total.clamp_min(torch.finfo(torch.float32).tiny)).float().unbind())
@@ -143,23 +143,23 @@ _Signals = tuple[NDArray[Any], torch.cuda.Event | None]
 
 
 class _StaticShape:
-    """Signals of steps under way: every step's are read `_LATE` steps later, when they have long been there."""
+    """The static shape, and the signals of steps in flight: each is read `_LATE` steps later, without waiting."""
 
     def __init__(self, exchange: DenseExchange) -> None:
         self.exchange = exchange
         self.rows = 0
         self.hotness: dict[str, int] = {}
         self.pending_signals: _Signals | None = None
-        """Of the last step, where somebody has said it."""
+        """Signals of the last step, if a replay writes them."""
         self._said = False
         self._ring: deque[_Signals] = deque()
         self._has_begun = False
 
     def next(self, asks: bool) -> bool:
-        """Begin a step: keep the last one's signals, say this process's own; returns whether an older one asks to stop.
+        """Begin a step: keep the last step's signals and send this rank's; return whether an older one asks to stop.
 
         Args:
-            asks: whether this process was asked to stop.
+            asks: whether this rank was asked to stop.
         """
         self._keep_last()
         self._has_begun = True
@@ -169,7 +169,7 @@ class _StaticShape:
         return len(self._ring) >= _LATE and self._read()
 
     def rest(self) -> bool:
-        """Wait for all steps; returns whether any of them asks to stop."""
+        """Wait for all steps and return whether any of them requests a stop."""
         self._keep_last()
         self.exchange.signals.zero_()
         return sum(self._read() for _ in range(len(self._ring))) > 0
@@ -197,25 +197,26 @@ class _StaticShape:
 
 
 def check_collections(module: nn.Module, group: Group) -> None:
-    """Refuse tables that each process would train on its own rows alone.
+    """Refuse tables that each rank would train on its local batch only.
 
     Raises:
-        ConfigError: an EmbeddingCollection, or a ShardedCollection of other processes, in a group of several.
+        ConfigError: the group has several ranks, and the module an EmbeddingCollection or a ShardedCollection of
+            another group.
     """
     if group.size == 1:
         return
     for name, collection in collections_of(module).items():
         if isinstance(collection, EmbeddingCollection):
             raise ConfigError(
-                "every process would train its own tables", where=f"module {name!r}", value=type(collection).__name__,
+                "every rank would train its own tables", where=f"module {name!r}", value=type(collection).__name__,
                 fix="build it with viviane.parallel.make_tables(..., group=join_processes()), which gives a "
-                "ShardedCollection where there are several processes",
+                "ShardedCollection if there are several ranks",
             )  # fmt: skip
 
 
 @torch.no_grad()
 def share_first_weights(module: nn.Module, group: Group) -> None:
-    """Let every process begin with rank 0's dense weights and buffers."""
+    """Broadcast rank 0's dense weights and buffers."""
     for tensor in _dense(module):
         whole = tensor.detach().contiguous()
         group.broadcast(whole, 0)
@@ -223,10 +224,10 @@ def share_first_weights(module: nn.Module, group: Group) -> None:
 
 
 def agree_on_weights(module: nn.Module, group: Group) -> None:
-    """Check that dense weights and buffers are the same bits on every process.
+    """Check that dense weights and buffers are bit-identical on all ranks.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they differ.
     """
     if group.size == 1:
         return
