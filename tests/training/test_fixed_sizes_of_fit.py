@@ -264,7 +264,7 @@ def alike_decisions(group, folder, run):
     seen, _ = decisions(group, folder, fixed_sizes=True, between=Loads(run))
     assert seen == ["eager"] * 3 + ["replay"] * 7 + ["eager"] * 3 + ["replay"] * 3 + ["eager"]
     for kind, changes, why in (
-        ("said", {}, "on CPUs solver.fixed_sizes=True does it"),
+        ("said", {}, "on CPUs only solver.fixed_sizes=True makes them static"),
         ("said", {"fixed_sizes": False}, "solver.fixed_sizes is False"),
     ):
         seen, words = decisions(group, folder, kind=kind, **changes)
