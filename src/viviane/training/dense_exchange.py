@@ -1,4 +1,4 @@
-"""Dense gradients summed over processes in a few flat buckets, while backward still runs."""
+"""All-reduce of dense gradients in flat buckets, overlapped with backward."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from viviane.ops.capture import URGENT, branch
 from viviane.ops.copies import copy_each, copy_large
 from viviane.parallel import Group
 
-_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; below, NCCL is far from its bandwidth
-_LEAST_BUCKETS = 3  # of a small model: the last one waits for the end of backward, and should be a part of it only
+_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; smaller buckets are far below the bandwidth of NCCL
+_LEAST_BUCKETS = 3  # of a small model: the last bucket starts after backward, so it should hold only a part
 _SMALLEST_BUCKET = 1 << 20
-_ALIGNED = 8  # numbers: each gradient begins where a thread of a GPU can read or write 16 bytes at once
+_ALIGNED = 8  # elements: a GPU thread can access each gradient in units of 16 bytes
 
 
 NUM_SIGNALS = 1
-"""Numbers beside the loss that all processes sum in every step; the first: how many of them were asked to stop."""
+"""Values that all ranks sum with the loss in every step; the first: how many ranks were asked to stop."""
 
 
 class _Bucket:
-    """Gradients of some parameters in one flat tensor: numbers, then a 1 for each gradient that is there.
+    """Gradients of some parameters in one flat tensor: values, then a 1 for each gradient that exists.
 
     Args:
         parameters: of one type and device.
-        dtype: of the flat tensor, that is on the wire.
+        dtype: of the flat tensor, which is the type on the wire.
         device: its device.
-        extra: numbers at the end that are summed along with them.
+        extra: further values at the end that are summed as well.
         beside: see `DenseExchange`.
     """
 
@@ -45,7 +45,7 @@ class _Bucket:
         beside: dict[Tensor, Tensor] | None,
     ) -> None:
         self.parameters = list(parameters)
-        sizes = [-(-one.numel() // _ALIGNED) * _ALIGNED for one in parameters]  # zeros stand between them
+        sizes = [-(-one.numel() // _ALIGNED) * _ALIGNED for one in parameters]  # padded with zeros
         self.flat = torch.zeros(sum(sizes) + len(sizes) + extra, dtype=dtype, device=device)
         parts = torch.split(self.flat, [*sizes, len(sizes), extra])
         self.views = [part[: one.numel()].view(one.shape) for part, one in zip(parts, parameters, strict=False)]
@@ -63,7 +63,7 @@ class _Bucket:
         self.wait: Callable[[], None] | None = None
 
     def complete(self) -> None:
-        """Take over the gradients that are there; zeros where this process has none."""
+        """Copy the gradients into the bucket; zeros for parameters without a gradient on this rank."""
         pairs = [(self.views[i], gradient) for i in self.filled if (gradient := self.parameters[i].grad) is not None]
         copy_each([view for view, _ in pairs], [gradient for _, gradient in pairs])
         self.present.fill_(1.0)
@@ -73,10 +73,10 @@ class _Bucket:
                 self.present[i].zero_()
 
     def hand_out(self, present: Sequence[bool]) -> None:
-        """Give parameters the sums; those that have no gradient on any process stay without.
+        """Set the gradients of parameters to the sums; parameters without a gradient on any rank keep None.
 
         Args:
-            present: for each parameter, whether a process has a gradient.
+            present: for each parameter, whether any rank has a gradient.
         """
         if self.wide is not None:
             copy_large(self.wide, self.numbers)
@@ -85,7 +85,7 @@ class _Bucket:
                 continue
             if self.beside is None:
                 parameter.grad = view
-            else:  # as it lies on the wire: the cast back would be one more pass over memory, and `wide` one more copy
+            else:  # in the wire type: a cast back would be one more pass over memory and one more copy
                 self.beside[parameter], parameter.grad = view, None
         self.filled.clear()
 
@@ -93,22 +93,22 @@ class _Bucket:
 class DenseExchange:
     """Sums gradients of parameters over a group.
 
-    A bucket starts over the wire when backward has finished all its gradients, in the order of the buckets on every
-    process; the last parameters, whose gradients come first, are in the first one.
+    The all-reduce of a bucket starts when backward has finished all its gradients, in the same order on all ranks. The
+    first bucket holds the last parameters, whose gradients are finished first.
 
     Args:
         parameters: dense ones.
-        group: the processes.
-        wire_dtype: of gradients between processes; None: each parameter's own.
-        beside: takes sums of another type than their parameter's, by parameter, as they arrived; None: they are cast
-            into its type, and become its `grad`.
+        group: the ranks.
+        wire_dtype: type of the gradients sent; None: the type of each parameter.
+        beside: receives, by parameter, sums whose type differs from the parameter's; None: they are cast to its type
+            and become its `grad`.
 
     Attributes:
-        signals: (NUM_SIGNALS,), float32, this process's; summed over all processes along with the loss.
-        is_static: whether a parameter that had a gradient on some process in the first step has one in every step, so
-            that a GPU is not asked.
-        look: what looks at the sums of each bucket as soon as they are there, beside backward where a graph is
-            recorded; then `finish` does not tell if this process's gradients were finite, which saves a pass over them.
+        signals: (NUM_SIGNALS,), float32, of this rank; summed over all ranks with the loss.
+        is_static: whether the set of parameters with a gradient on any rank is the same in every step, so that it is
+            read from the GPU only once.
+        look: called with the sums of each bucket, overlapped with backward in a captured step; `finish` then does not
+            check that this rank's gradients are finite, which saves a pass over them.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DenseExchange:
             waiting.append(parameter)
         if waiting:
             self._add(waiting)
-        if self.buckets and self.buckets[0].flat.dtype != torch.float32:  # numbers are not rounded to sixteen bits
+        if self.buckets and self.buckets[0].flat.dtype != torch.float32:  # not rounded to 16 bits
             self.buckets.insert(0, _Bucket([], torch.float32, self.signals.device, 1 + NUM_SIGNALS, None))
         self._place = {id(p): (b, i) for b, one in enumerate(self.buckets) for i, p in enumerate(one.parameters)}
         self._hooked: set[int] = set()
@@ -148,7 +148,7 @@ class DenseExchange:
         weakref.finalize(self, _remove, self._handles)
 
     def _choose_bucket(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return the bytes at which a bucket is full."""
+        """Return the size of a full bucket in bytes."""
         if not parameters or not parameters[0].is_cuda:
             return _BUCKET_BYTES["cpu"]
         return min(_BUCKET_BYTES["cuda"], max(_SMALLEST_BUCKET, self._wire_bytes(parameters) // _LEAST_BUCKETS))
@@ -168,11 +168,11 @@ class DenseExchange:
         """Prepare for a backward pass.
 
         Args:
-            loss: this process's share, 0-dim; summed along.
+            loss: this rank's share, 0-dim; it is summed as well.
         """
         self._hook()
         if self.beside is not None:
-            self.beside.clear()  # of a pass whose gradients nobody dropped
+            self.beside.clear()  # of a pass whose gradients were not dropped
         self._is_on, self._next = True, 0
         self._finite = torch.zeros((), device=loss.device)
         self._loss = loss.detach().clone()
@@ -184,7 +184,7 @@ class DenseExchange:
         self._start_full()
 
     def _hook(self) -> None:
-        """Hook parameters that are trained and were not so far: frozen ones take no hook."""
+        """Register hooks on trained parameters that have none; a frozen parameter accepts no hook."""
         me = weakref.ref(self)
 
         def ready(parameter: Tensor) -> None:
@@ -205,7 +205,7 @@ class DenseExchange:
         self._start_full()
 
     def _start_full(self) -> None:
-        """Start the next buckets, as long as they have all their gradients."""
+        """Start the all-reduce of the next buckets whose gradients are complete."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             if len(bucket.filled) < len(bucket.parameters):
@@ -221,7 +221,7 @@ class DenseExchange:
             return
         device = bucket.flat.device
         gradients = [one.grad for one in bucket.parameters if one.grad is not None]
-        with branch(device, "buckets", gradients, priority=URGENT):  # backward goes on beside the casts
+        with branch(device, "buckets", gradients, priority=URGENT):  # the casts overlap backward
             bucket.complete()
             bucket.wait = self.group.start_all_reduce(bucket.flat)
         if bucket.numbers.numel():
@@ -231,9 +231,9 @@ class DenseExchange:
 
     @timed_as("dense exchange")
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Wait for all sums; returns the loss of all processes, and a number that is finite where gradients here were.
+        """Wait for all sums; return the global loss, and a value that is finite if this rank's gradients are.
 
-        Both 0-dim.
+        Both are 0-dim.
         """
         self._is_on = False
         while self._next < len(self.buckets):
@@ -248,11 +248,11 @@ class DenseExchange:
 
     @property
     def received(self) -> Tensor:
-        """The sums of the last step over all processes: its loss, then the signals; float32."""
+        """The sums of the last step over all ranks: the loss, then the signals; float32."""
         return self.buckets[0].extra
 
     def _presence(self, number: int, bucket: _Bucket) -> list[bool]:
-        """Return which gradients of a bucket are there on some process."""
+        """Return which gradients of a bucket exist on any rank."""
         count = len(bucket.parameters)
         if len(bucket.filled) == count:
             return [True] * count
@@ -262,7 +262,7 @@ class DenseExchange:
         return self._present[key]
 
     def drop(self) -> None:
-        """End a pass that failed: nothing is summed any more."""
+        """Abort a failed pass: nothing more is summed."""
         self._is_on = False
         for bucket in self.buckets:
             bucket.filled.clear()

@@ -1,10 +1,9 @@
-"""From the reader to the device: batches are copied ahead of the step, on a stream of their own.
+"""Prefetch of batches from the reader to the device, on a stream of its own.
 
-The reader's threads write small batches into one piece of page-locked memory together, and one copy moves them all:
-a copy, its event and its memory cost the host as much for one small batch as for eight. The copy of a batch
-runs under the steps of those before it; the step waits for it on the device, and the host waits for nothing but the
-reader. Memory is bounded: so many batches are copied ahead, or those of one piece, and so many steps may be queued on
-the device. Rows that are shuffled may be put in order on the device; see `viviane.data.device_shuffle`.
+The reader's threads pack several small batches into one page-locked allocation that one copy moves: a copy, its
+event and its memory cost the host as much for one small batch as for eight. The copy overlaps earlier steps. The step
+waits for it on the device; the host waits only for the reader. Memory is bounded by the number of prefetched batches
+and of queued steps. Rows can be shuffled on the device; see `viviane.data.device_shuffle`.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from viviane.data.run import Cut, Run
 from viviane.data.streaming import KafkaStream, StreamReader
 from viviane.parallel import Group
 
-_AHEAD: Final = 4  # batches: the copy of a run of small ones takes as long as a step or two
-_MOST_QUEUED: Final = 12  # steps: more than replays are ahead of the host's look at them; a bound on batches that wait
-_STEPS_BETWEEN: Final = 2  # an event is recorded before every other step: it takes the host as long as a small kernel
+_AHEAD: Final = 4  # batches: the copy of a run of small batches takes as long as one or two steps
+_MOST_QUEUED: Final = 12  # steps: more than the replays in flight; bounds the number of waiting batches
+_STEPS_BETWEEN: Final = 2  # an event is recorded before every second step: it costs the host as much as a small launch
 _MOST_THREADS: Final = 8
 _MOST_COPYING: Final = 4
 ShuffleOn = Literal["auto", "host", "device"]
@@ -38,27 +37,27 @@ ShuffleOn = Literal["auto", "host", "device"]
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A batch that was taken from the reader, or the error in its place, or the end; and the position after it."""
+    """A prefetched batch, or an error, or None at the end; and the reader's position after it."""
 
     batch: Batch | Exception | None
     place: tuple[int, int]
 
 
 class DeviceFeed:
-    """Iterates over a reader's epoch, the batches on a device. On a CPU it hands on what the reader gives.
+    """Iterates over the batches of a reader's epoch on a device. On a CPU it yields the reader's batches.
 
-    Position and errors are those of the batches that were handed out, whatever was copied ahead: a saved state
-    continues with exactly the next batch, and an error comes in place of its batch.
+    Position and errors refer to the batches that were yielded, not to prefetched ones: a restored state continues with
+    exactly the next batch, and an error is raised in place of its batch.
 
     Args:
-        reader: of the batches; with pin_memory, where the device is a GPU.
-        device: where the batches go.
-        shuffle_on: where rows that are shuffled are put in order: "host", by the reader's threads; "device", on a GPU,
-            which has some windows of rows in its memory then; "auto": there, where `Reader.why_not_mixed_on` has
-            nothing against it. Batches are the same.
+        reader: of the batches; with pin_memory if the device is a GPU.
+        device: of the batches.
+        shuffle_on: where rows are shuffled: "host", by the reader's threads; "device", on the GPU, which then holds
+            shuffle windows in its memory; "auto": on the GPU if `Reader.why_not_mixed_on` returns None. The batches
+            are the same.
 
     Raises:
-        ConfigError: shuffle_on is "device", and something prevents it.
+        ConfigError: shuffle_on is "device", but a device shuffle is not possible.
 
     Example:
         >>> import tempfile
@@ -77,7 +76,7 @@ class DeviceFeed:
         if shuffle_on == "device" and reason is not None:
             raise ConfigError(
                 f"rows cannot be shuffled on the device: {reason}", value=shuffle_on, allowed="auto, host",
-                fix='take "auto", which does it where it can be done',
+                fix='set "auto", which falls back to the host',
             )  # fmt: skip
         self._mixed_on = device if shuffle_on != "host" and reason is None else None
         self._place = (reader.epoch, reader.position)
@@ -94,13 +93,13 @@ class DeviceFeed:
         shuffle_on: ShuffleOn = "auto",
         **options: Any,
     ) -> Self:
-        """Return the feed of a process's share of every batch.
+        """Return the feed of a rank's local batches.
 
         Args:
             dataset: what to read.
-            batch_size: rows of a batch, over all processes.
-            device: where the batches go.
-            group: the processes that share them; None: this one alone.
+            batch_size: rows of the global batch.
+            device: of the batches.
+            group: the ranks that share them; None: this process only.
             shuffle_on: see `DeviceFeed`.
             options: of the reader; see `Reader`. Threads and page-locked memory are chosen for the device.
         """
@@ -116,7 +115,7 @@ class DeviceFeed:
         """Number of batches of an epoch.
 
         Raises:
-            TypeError: a stream has none.
+            TypeError: the length of a stream is not known.
         """
         if isinstance(self.reader, StreamReader):
             raise TypeError("a stream has no number of batches")
@@ -129,12 +128,12 @@ class DeviceFeed:
 
     @property
     def has_length(self) -> bool:
-        """Whether an epoch has a known number of rows: that of a stream has none."""
+        """Whether the number of rows of an epoch is known; that of a stream is not."""
         return isinstance(self.reader, Reader)
 
     @property
     def share_of_whole(self) -> int | None:
-        """Rows of every process's share of a whole batch; None: shares differ, or it is a stream, whose batches may."""
+        """Rows of the local batch of a full batch; None if ranks differ, or for a stream."""
         reader = self.reader
         if isinstance(reader, StreamReader) or reader.batch_size % reader.num_ranks:
             return None
@@ -142,7 +141,7 @@ class DeviceFeed:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the batch that was handed out last is whole over all processes: each knows it without asking."""
+        """Whether the last global batch was full; each rank computes it without communication."""
         reader = self.reader
         if isinstance(reader, StreamReader):
             return False
@@ -164,12 +163,12 @@ class DeviceFeed:
 
     @property
     def _only_copies(self) -> bool:
-        """Whether the reader's threads do nothing but copy rows: neither decode them nor put them in order."""
+        """Whether the reader's threads only copy rows, and neither decode nor shuffle them."""
         reader = self.reader
         return self._mixed_on is not None and isinstance(reader, Reader) and reader.dataset.storage.mapped
 
     def _why_not_there(self) -> str | None:
-        """Say what prevents rows from being put in order on the device."""
+        """Return why rows cannot be shuffled on the device, or None if they can."""
         if self.device.type != "cuda":
             return "it is no GPU"
         if not isinstance(self.reader, Reader):
@@ -177,9 +176,9 @@ class DeviceFeed:
         return self.reader.why_not_mixed_on(self.device)
 
     def read_on(self, until_epoch: int) -> None:
-        """Have epochs before this one read one after another, without a wait between; see `Reader`'s until_epoch.
+        """Read the epochs before this one without a pause between them; see `until_epoch` of `Reader`.
 
-        It counts when an epoch begins. A stream has no epochs to read on to.
+        It takes effect when an epoch begins, and does nothing for a stream.
         """
         if isinstance(self.reader, Reader):
             self.reader.until_epoch = until_epoch
@@ -197,7 +196,7 @@ class DeviceFeed:
         waiting = self._waiting
         ended = False
         while True:
-            # Only the first is waited for: what the reader has not got yet would hold up a step that is ready.
+            # Wait for the first batch only: waiting for more would delay a step that is ready.
             while not ended and len(waiting) <= _AHEAD and (not waiting or self.reader.ready):
                 waiting.append(self._take(cuts, copies))
                 ended = not isinstance(waiting[-1].batch, Batch)
@@ -211,7 +210,7 @@ class DeviceFeed:
             yield first.batch
 
     def _take(self, cuts: Iterator[Cut], copies: _Copies) -> _Waiting:
-        """Take the reader's next batch, and have its copy begin."""
+        """Take the reader's next batch and start its copy."""
         try:
             with time_range("read"):
                 cut = next(cuts, None)
@@ -224,18 +223,18 @@ class DeviceFeed:
             return copies.start(cut, place)
 
     def state(self) -> dict[str, Any]:
-        """Return the reader's position after the batches that were handed out."""
+        """Return the reader's position after the batches that were yielded."""
         epoch, batches = self._place
         return {**self.reader.state(), "epoch": epoch, "batches": batches}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with exactly the batch that would have come after `state` was taken; see `Reader.restore`."""
+        """Continue with the batch after those yielded when `state` was taken; see `Reader.restore`."""
         self._waiting.clear()
         self.reader.restore(state)
         self._place = (self.reader.epoch, self.reader.position)
 
     def close(self) -> None:
-        """Stop the reader's threads; the position stays."""
+        """Stop the reader's threads and keep the position."""
         self.reader.close()
         if self._waiting:
             self.restore(self.state())
@@ -250,7 +249,7 @@ class DeviceFeed:
 
 
 class _Copies:
-    """Copies to a GPU on their own stream, and a bound on the steps that are queued there."""
+    """Copies to a GPU on a stream of its own, and a bound on the number of queued steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
@@ -260,9 +259,9 @@ class _Copies:
         self._there: weakref.WeakKeyDictionary[Run, tuple[Run, torch.cuda.Event]] = weakref.WeakKeyDictionary()
 
     def start(self, cut: Cut, place: tuple[int, int]) -> _Waiting:
-        """Queue the copy of a batch; the memory it comes from is not written to before the copy is done.
+        """Queue the copy of a batch; its host memory is not reused before the copy is finished.
 
-        Batches of one run are copied together, with the first of them.
+        The batches of a run are copied at once, with the first of them.
         """
         run, number, origin = cut
         found = self._there.get(run)
@@ -284,7 +283,7 @@ class _Copies:
         return there, copied
 
     def finish(self, waiting: _Waiting) -> None:
-        """Let what the current stream does from here on come after the copy."""
+        """Make the current stream wait for the copy."""
         assert isinstance(waiting.batch, Batch)
         if self._num_finished % _STEPS_BETWEEN == 0:
             self._hold_back()
@@ -292,7 +291,7 @@ class _Copies:
         waiting.batch.wait()
 
     def _hold_back(self) -> None:
-        """Wait until few enough steps are queued."""
+        """Wait until the number of queued steps is within the bound."""
         if len(self.queued) < _MOST_QUEUED // _STEPS_BETWEEN - 1:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         else:
@@ -303,11 +302,11 @@ class _Copies:
 
 
 def num_threads(only_copies: bool = False) -> int:
-    """Return the reader's threads for one GPU: half of the cores that a process of this machine has, 2 to 8.
+    """Return the number of reader threads for one GPU: half of the cores per process, 2 to 8.
 
     Args:
-        only_copies: they do nothing but copy rows, and so wait for memory: 4 are enough, and more are in the way of
-            the thread that launches kernels.
+        only_copies: the threads only copy rows, so they are bound by memory: 4 are enough, and more would slow down the
+            thread that launches kernels.
 
     Example:
         >>> 2 <= num_threads() <= 8

@@ -1,4 +1,4 @@
-"""The NaN guard of several processes: what one of them finds stops all, with the same words."""
+"""The NaN guard of a process group: a failure on one rank stops all ranks with the same message."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from viviane.training.step_sync import StepSync
 
 
 class GroupGuard(NanGuard):
-    """Checks a step as `NanGuard` does; every decision is one of the group.
+    """Checks a step as `NanGuard` does; all ranks decide together.
 
-    The loss is looked at after backward, since backward exchanges and every process takes part in it. All processes
-    search together for the cause: a forward pass exchanges too.
+    The loss is checked after backward, because all ranks take part in the collectives of backward. All ranks search for
+    the cause together, because a forward pass has collectives too.
 
     Args:
-        sync: what the processes settle; `before` begins its step.
+        sync: what the ranks agree on; `before` begins its step.
     """
 
     sync: StepSync
     local_sums: Tensor
-    """Finite where this process's own dense gradients were, before they were summed over the group."""
+    """Finite if this rank's dense gradients were, before they were summed over the group."""
 
     def before(self, batch: Batch, step: int) -> None:
-        """Copy the buffers and agree on the size of the global batch; on the CPU, look at the input."""
+        """Save the buffers and agree on the size of the global batch; on the CPU, check the input."""
         self.save_buffers()
         is_bad = batch.device.type == "cpu" and not all_finite(numbers_of(batch))
         if self.sync.begin(batch, is_bad=is_bad):
@@ -38,11 +38,11 @@ class GroupGuard(NanGuard):
 
     @timed_as("check values")
     def check_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
-        """Wait for backward."""
+        """Do nothing: the loss is checked after backward."""
 
     @timed_as("check values")
     def check_gradients(self, loss: Tensor, batch: Batch, step: int) -> None:
-        """Look at this process's loss, dense gradients and rows' gradients, and agree on them."""
+        """Check this rank's loss, dense gradients and row gradients, and agree on the result."""
         features = [name for one in self.collections.values() for name in one.nonfinite_gradients()]
         flags = torch.isfinite(torch.stack([loss.detach(), self.local_sums.to(loss.dtype)])).tolist()
         group = self.sync.group
@@ -51,7 +51,7 @@ class GroupGuard(NanGuard):
             return
         if any(one[0] for one in every):
             self._refuse_losses(loss, batch, step, is_bad=not flags[0])
-        # A sum may overflow where every term is finite: only the terms themselves are judged.
+        # The sum of finite values may overflow, so the values themselves decide.
         names = [f"feature {name!r}" for name in features]
         for name, gradient in self.gradients.named().items():
             if not bool(torch.isfinite(gradient).all()):
@@ -62,11 +62,11 @@ class GroupGuard(NanGuard):
 
     def _refuse_losses(self, loss: Tensor, batch: Batch, step: int, *, is_bad: bool) -> NoReturn:
         self.restore_buffers()
-        output = self._bad_output(batch)  # on every process: it runs forward
+        output = self._bad_output(batch)  # on every rank: it runs forward
         found = bad_input(batch) or self._bad_weights() or output
         cause = "; ".join(found) or "input, weights and all layers' outputs are finite: the loss function itself"
         words = f"the loss is {float(loss.detach())}: {cause}" if is_bad else ""
-        # Batch statistics carry a bad number to all processes: it came from where it was seen first.
+        # Batch statistics spread a NaN to all ranks: its source is the rank that found it earliest in forward.
         self._refuse_together(words, step, batch, place=0 if bad_input(batch) else self.num_looked_at)
 
     def _refuse_together(self, what: str, step: int, batch: Batch, place: int = 0) -> NoReturn:

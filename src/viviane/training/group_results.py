@@ -1,4 +1,4 @@
-"""Work that all processes of a group do together: where one fails, all of them fail, with its message."""
+"""Run a function on all ranks of a group: if it fails on one rank, all ranks raise its message."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The NaN guard: refuses a bad number before it reaches a weight, and says where it came from.
+"""The NaN guard: stops a step before NaN or infinite values reach a weight, and names their source.
 
-What it costs on the CPU: a sum over the batch's numbers, over the dense gradients and over the rows' gradients,
-all of which are in cache or needed anyway. On a GPU the three flags are read once a step, just before the
-update: the sparse update has to wait there for the number of distinct rows in any case.
+Cost on the CPU: one sum over the batch, one over the dense gradients and one over the gradients of rows, which are in
+cache or needed anyway. On a GPU the flags are read once per step, just before the update, where the sparse update waits
+for the number of distinct rows in any case.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from viviane.training.dense_gradients import DenseGradients
 from viviane.training.dense_state import dense_buffers, dense_parameters
 
 _MAX_NAMES = 5
-FIX = "weights are as the step before left them; lower lr or set clip_grad_norm if the data is right"
+FIX = "weights are unchanged since the previous step; lower lr or set clip_grad_norm if the data is right"
 
 
 class NanGuard:
-    """Checks a step's input, loss and gradients.
+    """Checks the input, loss and gradients of a step.
 
-    Buffers (batch statistics) are copied before forward, since forward itself changes them, and put back
-    when the step is refused: weights and buffers are then what they were after the last good step.
+    Buffers (batch statistics) are saved before forward, which changes them, and restored if the step fails: weights and
+    buffers are then those after the last successful step.
 
     Args:
-        module: the module in training.
+        module: the trained module.
         collections: its embedding collections.
         gradients: of its dense parameters.
     """
@@ -46,28 +46,28 @@ class NanGuard:
         self._buffers = list(dense_buffers(module, persistent_only=False).values())
         self._saved = [b.clone() for b in self._buffers]
         self.num_looked_at = 0
-        """Outputs up to the first bad one, in the last search for it."""
+        """Number of module outputs checked in the last search, up to the first that is not finite."""
 
     def before(self, batch: Batch, step: int) -> None:
-        """Copy the buffers; on the CPU, look at the input before anything is computed from it."""
+        """Save the buffers; on the CPU, check the input before forward."""
         self.save_buffers()
         if batch.device.type == "cpu" and not all_finite(numbers_of(batch)):
             raise _refuse("the batch holds NaN or infinite numbers", step, batch, "; ".join(bad_input(batch)))
 
     def save_buffers(self) -> None:
-        """Copy what a forward pass may change besides its output."""
+        """Save the buffers that a forward pass may change."""
         for saved, buffer in zip(self._saved, self._buffers, strict=True):
             saved.copy_(buffer)
 
     @timed_as("check values")
     def check_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
-        """On the CPU, look at the loss before backward."""
+        """On the CPU, check the loss before backward."""
         if loss.device.type == "cpu" and not math.isfinite(loss.item()):
             self._refuse_loss(loss, batch, step)
 
     @timed_as("check values")
     def check_gradients(self, loss: Tensor, batch: Batch, step: int) -> None:
-        """Look at all gradients (on a GPU: the loss too) before the update."""
+        """Check all gradients (on a GPU also the loss) before the update."""
         gradients = self.gradients.all()
         flag = torch.stack([g.sum() for g in gradients]).sum() if gradients else torch.zeros((), device=loss.device)
         if loss.device.type != "cpu":
@@ -77,7 +77,7 @@ class NanGuard:
             return
         if not math.isfinite(loss.item()):
             self._refuse_loss(loss, batch, step)
-        # A sum may overflow where every term is finite: only the terms themselves are judged.
+        # The sum of finite values may overflow, so the values themselves decide.
         parameters = [name for name, one in self.gradients.named().items() if not bool(torch.isfinite(one).all())]
         if parameters or features:
             named = [*(f"feature {name!r}" for name in features), *(f"parameter {name!r}" for name in parameters)]
@@ -90,13 +90,13 @@ class NanGuard:
         raise _refuse(f"the loss is {float(loss.detach())}", step, batch, cause)
 
     def restore_buffers(self) -> None:
-        """Undo what a refused forward did to batch statistics."""
+        """Restore the buffers after a failed step."""
         with torch.no_grad():
             for saved, buffer in zip(self._saved, self._buffers, strict=True):
                 buffer.copy_(saved)
 
     def restore_buffers_unless(self, gate: Tensor) -> None:
-        """Undo it on the device, where the gate is 0."""
+        """Restore the buffers on the device if the gate is 0."""
         with torch.no_grad():
             for saved, buffer in zip(self._saved, self._buffers, strict=True):
                 buffer.copy_(torch.where(gate != 0, buffer, saved))
@@ -164,7 +164,7 @@ def numbers_of(batch: Batch) -> list[Tensor]:
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """Sum first, which reads once and stores nothing; only an odd sum is looked at number by number."""
+    """Return whether all values are finite: check the sum first, and the values only if the sum is not finite."""
     return all(not t.numel() or math.isfinite(t.sum().item()) or bool(torch.isfinite(t).all()) for t in tensors)
 
 
