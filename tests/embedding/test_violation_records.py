@@ -43,9 +43,9 @@ def test_an_error_of_a_single_batch_empties_the_lasting_records_too():
 
 def test_a_record_stays_by_name_and_is_written_in_place():
     violations = Violations()
-    room = violations.room(("key", "f"), torch.device("cpu"))
-    assert violations.room(("key", "f"), torch.device("cpu")) is room
-    assert violations.room(("key", "g"), torch.device("cpu")) is not room
+    room = violations.words_for(("key", "f"), torch.device("cpu"))
+    assert violations.words_for(("key", "f"), torch.device("cpu")) is room
+    assert violations.words_for(("key", "g"), torch.device("cpu")) is not room
     for value in (4, 5):
         violations.keep(("key", "f"), found(value))
     assert [one.tolist() for one in violations.lasting_records()] == [[1, 2, 5]]

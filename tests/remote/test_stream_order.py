@@ -122,7 +122,7 @@ class Stopped:
     def stop(self, partition: int) -> None:
         self.paused.add(partition)
 
-    def go_on(self, partition: int) -> None:
+    def resume(self, partition: int) -> None:
         self.paused.discard(partition)
 
 

@@ -125,11 +125,11 @@ def test_a_vanished_folder_is_named_at_the_end(data, tmp_path, slow_disk):
 
 def remove_soon(folder):
     def remove():
-        while not list(folder.glob(".step-*/tables")):
+        while not list(folder.glob(".step-*/**/tables")):
             time.sleep(0.001)
         folder.rename(folder.with_name("elsewhere"))
 
-    threading.Thread(target=remove).start()
+    threading.Thread(target=remove, daemon=True).start()
 
 
 @pytest.mark.slow

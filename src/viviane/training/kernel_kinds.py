@@ -9,7 +9,7 @@ KINDS: Final = ("matrix products", "lookups", "updates", "sorts", "exchanges", "
 _OWN: Final = {
     "matrix products": (
         "cross_forward cross_backward cross_last interaction_forward interaction_backward input_gradient "
-        "narrow_forward narrow_backward tile_product"
+        "narrow_forward narrow_backward tile_product forward query key_value bias sum row candidate"
     ),
     "lookups": (
         "gather pool join key record bag_key bag_record entry_sources bag_sources find take put settle erase draw "
