@@ -18,6 +18,8 @@ from viviane.core.remote.published import publish_folder
 if TYPE_CHECKING:
     from viviane.training import Manifest
 
+_MOST = 65536  # processes
+
 ACTIONS = {
     "inspect": "PATH: what it holds",
     "diff": "A B: which tensors differ, and by how much; exit code 1 where any does",
@@ -30,7 +32,9 @@ def command(
     action: Annotated[str, typer.Argument(metavar="ACTION", help="; ".join(f"{n} {w}" for n, w in ACTIONS.items()))],
     path: Annotated[Path, typer.Argument(help="A checkpoint: a folder with manifest.json.")],
     other: Annotated[Path | None, typer.Argument(metavar="[B|OUT]", help="Of diff, reshard, export.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="reshard: cut tables by rows into so many.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, max=_MOST, help="reshard: cut tables by rows into so many.")
+    ] = None,
     plan: Annotated[Path | None, typer.Option(help="reshard: a plan's JSON file, as `viviane plan` writes.")] = None,
     kind: Annotated[str, typer.Option("--format", help="export: npy, safetensors or parquet.")] = "npy",
     as_json: Annotated[bool, typer.Option("--json", help="inspect, diff: print JSON.")] = False,

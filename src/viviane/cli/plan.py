@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from viviane.parallel.planner import Planned, Planner
 
 _ROWS_LOOKED_AT = 4096
+_MOST = 65536  # processes of a plan
 _H200 = {"memory_gb": 141, "memory_gb_per_s": 4300, "link_gb_per_s": 360}
 """For examples in messages: what a large copy and a kernel that stores over NVLink reach there."""
 _CPU_LINK_SHARE = 4  # of the memory's speed: bytes between processes of one machine are copied in and out
@@ -26,8 +27,12 @@ _CPU_LINK_SHARE = 4  # of the memory's speed: bytes between processes of one mac
 
 def command(
     config: Annotated[Path, typer.Argument(help="JSON file of `viviane train`: data, solver, optimizer, model.")],
-    processes: Annotated[int | None, typer.Option(min=1, help="How many, one a device of the solver's.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs; this machine need not have them.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, max=_MOST, help="How many, one a device of the solver's.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=_MOST, help="How many GPUs; this machine need not have them.")
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: solver.batch_size=8192.")
     ] = None,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path, PureWindowsPath
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from viviane.core.errors import DataError, VivianeError
 
 AnyFolder = TypeVar("AnyFolder")
+_LONGEST_BYTES: Final = 255  # of a part of a path, on every common file system
+_LONGEST_PATH_BYTES: Final = 2048
 _SEPARATORS = "\\:"  # of Windows: folders, drives, streams
 
 
@@ -42,6 +44,11 @@ def check_file_name(name: object, *, where: str, error: type[VivianeError] = Dat
     good = good and text.isprintable() and not any(part.endswith((" ", ".")) for part in parts)
     if good and sys.platform == "win32":
         good = not any(PureWindowsPath(part).is_reserved() for part in parts)
+    # Whether text can be encoded at all is settled by isprintable: halves of surrogate pairs are not printable.
+    sizes = [len(part.encode()) for part in parts] if good else [0]
+    if max(sizes) > _LONGEST_BYTES or sum(sizes) > _LONGEST_PATH_BYTES:
+        raise error("a file name is too long", where=where, value=f"{text[:80]}...",
+                    allowed=f"{_LONGEST_BYTES} bytes in each part, {_LONGEST_PATH_BYTES} together")  # fmt: skip
     if not good:
         raise error(
             "a file name leads out of its folder" if isinstance(name, str) else "a file name is not text",

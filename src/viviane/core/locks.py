@@ -45,6 +45,8 @@ def hidden_name(path: Path, ending: str) -> Path:
         'runs/.mine.viviane.lock'
     """
     name = path.name
+    if not name:
+        raise ConfigError("an output needs a name", value=str(path), fix="give the path of a file or a folder")
     if len(name.encode()) > _LONGEST_NAME:
         name = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     return path.with_name(f".{name}.viviane.{ending}")

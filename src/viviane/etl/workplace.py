@@ -21,6 +21,7 @@ from viviane.core.remote.cache import cache_folder
 
 SUMMARY_FILE: Final = "etl.json"
 _UNITS: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_MOST_DIGITS: Final = 20
 _UNITS_2: Final = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _logger = get_logger("etl")
 
@@ -37,7 +38,7 @@ def parse_bytes(text: str | int) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(text))
     unit = (_UNITS | _UNITS_2).get(match[2].lower()) if match else None
-    if match is None or unit is None:
+    if match is None or unit is None or len(match[1]) > _MOST_DIGITS:
         raise ConfigError("not a size", value=str(text), allowed="a number of bytes, or with kB, MB, GB, MiB, GiB")
     return int(float(match[1]) * unit)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from viviane.core.errors import ConfigError, SchemaError, suggest
+from viviane.core.errors import ConfigError, SchemaError, VivianeError, suggest
 from viviane.embedding import DynamicOptions, DynamicTableConfig, FeatureConfig, TableConfig
 from viviane.model.ids import id_places
 from viviane.model.losses import GraphLoss, in_order
@@ -237,7 +237,13 @@ def _add_layer(plan: Plan, node: DenseLayer, schema: Schema, seed: int) -> tuple
         else:
             _check_bottom(plan, bottom, where)
             inputs.append(plan.shapes[bottom])
-    layer = build_layer(node.type, node.params, inputs, seed=seed, name=node.name)
+    try:
+        layer = build_layer(node.type, node.params, inputs, seed=seed, name=node.name)
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # sizes that torch cannot have
+        if isinstance(error, VivianeError):
+            raise
+        said = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise ConfigError("torch cannot make the layer", where=where, value=said, fix="give it other sizes") from error
     if isinstance(layer, Loss):
         _add_loss(plan, node, layer, where)
         return ()

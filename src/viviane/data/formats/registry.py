@@ -45,7 +45,7 @@ def format_of(data: Any, where: str | None = None) -> Format:
         ConfigError: an unknown name or option.
     """
     name = data.get("format") if isinstance(data, dict) else None
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         fix = suggest(str(name), FORMATS)
         raise ConfigError("unknown data format", where=where, value=name, allowed=", ".join(FORMATS), fix=fix)
     return FORMATS[name].from_dict(data, where=where)
