@@ -10,6 +10,8 @@ import typer
 from viviane.core.errors import ConfigError
 from viviane.core.exchange import tidy
 
+_MOST_COLUMNS = 100_000
+
 
 def command(
     out: Annotated[Path, typer.Argument(help="Folder (parquet) or text file (criteo; .gz compresses).")],
@@ -18,8 +20,8 @@ def command(
     layout: Annotated[
         str, typer.Option("--format", help="parquet: a data set to train on; criteo: raw text for the ETL.")
     ] = ("parquet"),
-    num_dense: Annotated[int, typer.Option(help="Dense columns.")] = 13,
-    num_categorical: Annotated[int, typer.Option(help="One-hot columns.")] = 26,
+    num_dense: Annotated[int, typer.Option(min=0, max=_MOST_COLUMNS, help="Dense columns.")] = 13,
+    num_categorical: Annotated[int, typer.Option(min=0, max=_MOST_COLUMNS, help="One-hot columns.")] = 26,
     cardinalities: Annotated[str | None, typer.Option(help="Distinct values per column: 10,1000,5e6.")] = None,
     max_cardinality: Annotated[str, typer.Option(help="Largest column; the others are spread below.")] = "100_000",
     alpha: Annotated[float, typer.Option(help="Exponent of the power law of key frequencies.")] = 1.1,
@@ -27,10 +29,12 @@ def command(
     signal: Annotated[float, typer.Option(help="Standard deviation of the planted logit; 0 is noise.")] = 1.5,
     missing_dense: Annotated[float, typer.Option(help="Share of missing dense values.")] = 0.05,
     missing_categorical: Annotated[float, typer.Option(help="Share of missing categories.")] = 0.02,
-    multi_hot: Annotated[int, typer.Option(help="Multi-hot columns M1, M2, ... (parquet).")] = 0,
+    multi_hot: Annotated[
+        int, typer.Option(min=0, max=_MOST_COLUMNS, help="Multi-hot columns M1, M2, ... (parquet).")
+    ] = 0,
     hotness: Annotated[int, typer.Option(help="Longest bag of a multi-hot column.")] = 5,
     seed: Annotated[int, typer.Option(help="Chooses the planted model and the rows.")] = 0,
-    threads: Annotated[int, typer.Option(help="Threads that make rows.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, max=4096, help="Threads that make rows.")] = 2,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Write synthetic click data whose best reachable AUC is known."""
