@@ -53,7 +53,7 @@ def as_own_error(error: BaseException) -> VivianeError | None:
         >>> print(as_own_error(OSError(28, "No space left on device", "/data/part-00000.parquet")))
         the disk is full
           where:   /data/part-00000.parquet
-          value:   No space left on device
+          value:   'No space left on device'
           do:      make room, or choose another folder
     """
     if isinstance(error, VivianeError):
