@@ -1,10 +1,14 @@
 """Run a program that kills itself before its n-th write: argv is n, then code, then the code's own words.
 
+Where n is `record:FOLDER` the program is not killed. Before each write it copies what the working directory holds to
+FOLDER, which is what a kill at that moment would leave: one run shows the outcome of all kills. See `States`.
+
 A write is what changes what other processes find under the working directory: a file opened for writing, a name made,
 renamed, exchanged or removed, a flush, and what pyarrow and DuckDB write without Python's knowledge. With n = 0 the
 program runs to its end and prints its writes as the last line, JSON.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -20,14 +24,72 @@ from viviane.etl.engine import DuckDbEngine
 _NAMES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 
 
-class Writes:
-    """Counts writes under a folder, and ends the process before number `limit`."""
+class States:
+    """What a folder held at each of many moments; equal contents and equal states are kept once.
 
-    def __init__(self, root: Path, limit: int) -> None:
+    `states.json` is a list of states, each a list of [path, kind, mode, mtime in ns, content], and the number of the
+    state before each write.
+    """
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self._root, self._folder = root, folder
+        self._states: dict[str, int] = {}
+        self._moments: list[int] = []
+        (folder / "contents").mkdir(parents=True)
+
+    def take(self) -> None:
+        """Keep the present state, after the last one."""
+        entries = [self._entry(one) for one in sorted(self._root.rglob("*"))]
+        # When a folder changed is no part of a state: nothing reads it, and it differs after each write.
+        self._moments.append(self._states.setdefault(json.dumps(entries), len(self._states)))
+
+    def _entry(self, path: Path) -> tuple[str, str, int, int, str]:
+        found = path.lstat()
+        name = str(path.relative_to(self._root))
+        if path.is_symlink():
+            return name, "link", 0, 0, str(path.readlink())
+        if path.is_dir():
+            return name, "folder", found.st_mode & 0o777, 0, ""
+        data = path.read_bytes()
+        content = hashlib.sha256(data).hexdigest()
+        if not (kept := self._folder / "contents" / content).exists():
+            kept.write_bytes(data)
+        return name, "file", found.st_mode & 0o777, found.st_mtime_ns, content
+
+    def save(self) -> None:
+        """Write states.json."""
+        states = [json.loads(one) for one in self._states]
+        (self._folder / "states.json").write_text(json.dumps({"states": states, "moments": self._moments}))
+
+
+def restore(recorded: Path, entries: list[list], root: Path) -> None:
+    """Make a folder that holds a recorded state."""
+    root.mkdir()
+    for name, kind, mode, mtime, content in entries:
+        path = root / name
+        if kind == "link":
+            path.symlink_to(content)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.write_bytes((recorded / "contents" / content).read_bytes())
+            os.utime(path, ns=(mtime, mtime))
+        if kind != "link":
+            path.chmod(mode)
+
+
+class Writes:
+    """Counts writes under a folder, and ends the process before number `limit` or keeps the state before each."""
+
+    def __init__(self, root: Path, limit: int, states: States | None = None) -> None:
         self.root, self.limit, self.seen = str(root.resolve()), limit, list[str]()
+        self.states = states
         self._guard = threading.RLock()
+        self._own = threading.local()
 
     def note(self, kind: str, path: object = "") -> None:
+        if getattr(self._own, "busy", False):
+            return
         text = os.path.abspath(os.fsdecode(path)) if path else self.root  # noqa: PTH100
         if not text.startswith(self.root):
             return
@@ -35,6 +97,10 @@ class Writes:
             self.seen.append(f"{kind} {os.path.relpath(text, self.root)}")
             if len(self.seen) == self.limit:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.states is not None:
+                self._own.busy = True
+                self.states.take()
+                self._own.busy = False
 
     def hook(self, event: str, words: tuple) -> None:
         if event == "open":
@@ -58,7 +124,9 @@ class Writes:
 
 
 def main() -> None:
-    writes = Writes(Path(), int(sys.argv[1]))
+    kind, _, folder = sys.argv[1].partition(":")
+    states = States(Path().resolve(), Path(folder)) if kind == "record" else None
+    writes = Writes(Path(), 0 if states else int(kind), states)
     code = sys.argv[2]
     writes.around(os, "fsync")
     writes.around(exchange, "exchange")
@@ -72,6 +140,8 @@ def main() -> None:
         exec(compile(code, "<killed>", "exec"), {"__name__": "__main__"})
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if states is not None:
+        states.save()
     print("\n" + json.dumps(writes.seen))
     sys.exit(status)
 

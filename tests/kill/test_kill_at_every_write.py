@@ -1,10 +1,13 @@
 """kill -9 at every write of train, etl, generate, convert and save, new and over an older output.
 
-Afterwards the older or the new output is whole, the next run works, and nothing is left behind.
+Afterwards the older or the new output is whole, the next run works, and nothing is left behind. The quick tests kill.
+The slow ones run a program once and keep what its folder holds before each write, which is what a kill at that moment
+leaves; the next run starts from each of these states, and some of them are compared with those of real kills.
 """
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kill.killed import restore
 from viviane.core.errors import VivianeError
 from viviane.data import Dataset
 from viviane.etl import FittedEtl
@@ -105,7 +109,7 @@ def program(words: tuple[str, ...]) -> list[str]:
     return [words[0], *words[1:]] if is_code else [COMMAND, *words]
 
 
-def execute(forked: Warm, folder: Path, words: tuple[str, ...], limit: int = 0) -> tuple[int, str, list[str]]:
+def execute(forked: Warm, folder: Path, words: tuple[str, ...], limit: int | str = 0) -> tuple[int, str, list[str]]:
     """Return exit code, what was printed, and the writes."""
     done = forked.run([KILLED, str(limit), *program(words)], cwd=folder)
     lines = done.stdout.strip().splitlines()
@@ -201,8 +205,14 @@ def kill_at(number: int, case: Case, prepared: Prepared, forked: Warm, place: Pa
     shutil.copytree(prepared.folder, place)
     code, said, _ = execute(forked, place, case.words, number)
     if code == 0:
+        shutil.rmtree(place)
         return  # threads: this run had fewer writes
     assert code == -9, said
+    check_next_run(case, prepared, forked, place)
+
+
+def check_next_run(case: Case, prepared: Prepared, forked: Warm, place: Path) -> None:
+    """Check what a kill has left in `place`, run the program again, check what that leaves, and remove it."""
     found = tuple(content(place / name) for name in case.outputs)
     for name, one, old, new in zip(case.outputs, found, prepared.old, prepared.new, strict=True):
         assert one in (old, new), f"{name} is neither the older nor the new one"
@@ -235,12 +245,51 @@ def test_some_writes(name: str, inputs: Path, forked: Warm, tmp_path: Path) -> N
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", CASES)
 def test_every_write(name: str, inputs_with_models: Path, forked: Warm, tmp_path: Path) -> None:
-    prepared = prepare(CASES[name], inputs_with_models, forked, tmp_path)
-    assert len(prepared.writes) > 10
-    for number in range(1, len(prepared.writes) + 1):
+    case = CASES[name]
+    prepared = prepare(case, inputs_with_models, forked, tmp_path)
+    place, recorded = tmp_path / "killed", tmp_path / "recorded"
+    shutil.copytree(prepared.folder, place)
+    code, said, writes = execute(forked, place, case.words, f"record:{recorded}")
+    assert code == 0, said
+    shutil.rmtree(place)
+    assert len(writes) > 10
+    kept = json.loads((recorded / "states.json").read_text())
+    assert len(kept["moments"]) == len(writes)
+    for state, entries in enumerate(kept["states"]):
+        restore(recorded, entries, place)
         try:
-            kill_at(number, CASES[name], prepared, forked, tmp_path / "killed")
+            check_next_run(case, prepared, forked, place)
         except (AssertionError, VivianeError) as error:
-            where = f"killed at write {number} of {len(prepared.writes)}, {prepared.writes[number - 1]}"
+            number = kept["moments"].index(state) + 1
+            where = f"killed at write {number} of {len(writes)}, {writes[number - 1]}"
             raise AssertionError(f"{where}: {error}") from error
-    print(f"{name}: {len(prepared.writes)} writes")
+    print(f"{name}: {len(writes)} writes, {len(kept['states'])} states")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["etl over", "save over", "train"])
+def test_a_kill_leaves_the_recorded_state(name: str, inputs_with_models: Path, forked: Warm, tmp_path: Path) -> None:
+    case = CASES[name]
+    prepared = prepare(case, inputs_with_models, forked, tmp_path)
+    place, recorded = tmp_path / "killed", tmp_path / "recorded"
+    shutil.copytree(prepared.folder, place)
+    code, said, writes = execute(forked, place, case.words, f"record:{recorded}")
+    assert code == 0, said
+    kept = json.loads((recorded / "states.json").read_text())
+    for number in [len(writes) * tenth // 10 for tenth in range(1, 10)]:
+        shutil.rmtree(place)
+        shutil.copytree(prepared.folder, place)
+        code, said, _ = execute(forked, place, case.words, number)
+        assert code == -9, said
+        assert kinds(place) == kinds_of(kept["states"][kept["moments"][number - 1]]), writes[number - 1]
+
+
+def kinds(folder: Path) -> list[tuple[str, bool]]:
+    """Return the names under a folder without what is drawn at random, and whether each is a folder."""
+    found = sorted((str(one.relative_to(folder)), one.is_dir()) for one in folder.rglob("*"))
+    return [(re.sub(r"[0-9a-f]{8,}|tfevents.*", "*", name), folder) for name, folder in found]
+
+
+def kinds_of(entries: list[list]) -> list[tuple[str, bool]]:
+    found = sorted((name, kind == "folder") for name, kind, *_ in entries)
+    return [(re.sub(r"[0-9a-f]{8,}|tfevents.*", "*", name), folder) for name, folder in found]

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from viviane.training import captured, controls
-from viviane.training.captured_step import StepStatus, run_captured_step
-from viviane.training.controls import Controls
-from viviane.training.graph_capture import CapturedGraph
-from viviane.training.host_control_block import HostControlBlock
-from viviane.training.overlap import OverlappedInput
-from viviane.training.static_batch import StaticBatch
+from viviane.training import trainer_base as trainers
+from viviane.training.graph import captured
+from viviane.training.graph.capture import CapturedGraph
+from viviane.training.graph.captured_step import StepStatus, run_captured_step
+from viviane.training.graph.controls import Controls
+from viviane.training.graph.host_control_block import HostControlBlock
+from viviane.training.graph.overlap import OverlappedInput
+from viviane.training.graph.static_batch import StaticBatch
+from viviane.training.step import dense_mover
 
 CPU = torch.device("cpu")
 
@@ -28,9 +30,9 @@ class Rerun:
         for group in groups:
             group["step"] -= 1
         with pytest.MonkeyPatch.context() as patch:  # dense weights move by the device's numbers, through the gate
-            patch.setattr(controls, "is_capturing", lambda device: True)
+            patch.setattr(dense_mover, "is_capturing", lambda device: True)
             mover = self.step.optimizer.mover
-            mover.controls, mover.gate = self.step_status.controls, self.step_status.gate
+            mover.device_numbers, mover.gate = self.step_status.controls.group, self.step_status.gate
             self.run()
         for group, count in zip(groups, counts, strict=True):
             group["step"] = count
@@ -57,7 +59,7 @@ class Through:
 
 
 class GraphCapture:
-    """As `viviane.training.graph_capture.GraphCapture`; `failure` is what every recording fails by."""
+    """As `viviane.training.graph.capture.GraphCapture`; `failure` is what every recording fails by."""
 
     failure: Exception | None = None
 
@@ -87,15 +89,15 @@ def replays(monkeypatch):
     monkeypatch.setattr(captured, "GraphCapture", recorder)
     reason = lambda step: None if step.solver.cuda_graph else "no graph is wanted"  # noqa: E731
     monkeypatch.setattr(captured, "ineligible_reason", reason)
+    monkeypatch.setattr(trainers, "replays_of", captured.CapturedSteps)
     return recorder
 
 
 def let_replay(trainer):
     """Let a trainer's steps be replayed, where its solver wants that; steps from Python move by the same formulas."""
     trainer.stepper.captured._is_disabled = not trainer.solver.cuda_graph
-    trainer.stepper.optimizer.mover = controls.DeviceMover()
+    trainer.stepper.optimizer.mover = dense_mover.DenseMover()
     for collection in trainer.stepper.collections.values() if trainer.solver.cuda_graph else ():
         for storage in collection.all_storages():
             storage.steps.hold(CPU)  # tables count as on a GPU: on the device, through the gate
-    trainer.stepper._rates_on_device = lambda rate, factor: (rate, factor)
     return trainer

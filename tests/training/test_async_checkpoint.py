@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,9 +15,9 @@ from viviane.core.errors import CheckpointError
 from viviane.data import Dataset
 from viviane.embedding import row_snapshot
 from viviane.training import Callback, read_manifest, verify_checkpoint
-from viviane.training.checkpoint_store import CheckpointStore
-from viviane.training.checkpoint_tools import compare_checkpoints
-from viviane.training.held_rows import HeldRows
+from viviane.training.checkpoint.held_rows import HeldRows
+from viviane.training.checkpoint.store import CheckpointStore
+from viviane.training.checkpoint.tools import compare_checkpoints
 
 HERE = Path(__file__).parent
 
@@ -154,24 +152,21 @@ def test_a_file_that_may_not_grow_ends_the_run(data, tmp_path, warm):
     assert verify_checkpoint(tmp_path / "run/checkpoints/step-00000005").step == 5
 
 
-def test_killed_while_a_thread_writes(data, tmp_path):
+def test_killed_while_a_thread_writes(data, tmp_path, warm):
     code = (
-        "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[3])\n"
-        "from click_model import *; from viviane.training.held_rows import HeldRows\n"
+        "import os, signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[3])\n"
+        "from click_model import *; from viviane.training.checkpoint.held_rows import HeldRows\n"
         "pieces, calls = HeldRows.pieces, []\n"
         "def slowly(self):\n"
         "    calls.append(1)\n"
-        "    if len(calls) > 8: print('writing', flush=True); time.sleep(60)\n"  # in the second save
+        "    if len(calls) > 8: os.kill(os.getpid(), signal.SIGKILL)\n"  # in the second save
         "    yield from pieces(self)\n"
         "HeldRows.pieces = slowly\n"
         "solver = Solver(batch_size=16, checkpoint_every=9, device='cpu', async_checkpoint=True, num_threads=1)\n"
         "make_trainer(solver, run_folder=sys.argv[2]).fit(Dataset(Path(sys.argv[1]) / 'train'))\n"
     )
     run = tmp_path / "run"
-    process = subprocess.Popen([sys.executable, "-c", code, data, run, HERE], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "writing\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    assert warm.run(["-c", code, data, run, HERE], cwd=tmp_path).returncode == -signal.SIGKILL
     store = CheckpointStore(run / "checkpoints", 2)
     assert store.steps() == [9]
     assert list((run / "checkpoints").glob(".step-00000018.*.tmp")), "the kill hit no save"

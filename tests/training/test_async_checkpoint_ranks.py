@@ -15,9 +15,9 @@ from viviane.data import Dataset
 from viviane.embedding import row_snapshot
 from viviane.parallel import Group
 from viviane.training import read_manifest, verify_checkpoint
-from viviane.training.checkpoint_store import CheckpointStore
-from viviane.training.checkpoint_tools import compare_checkpoints
-from viviane.training.held_rows import HeldRows
+from viviane.training.checkpoint.held_rows import HeldRows
+from viviane.training.checkpoint.store import CheckpointStore
+from viviane.training.checkpoint.tools import compare_checkpoints
 
 
 def job(folder):

@@ -7,8 +7,8 @@ from click_model import assert_same_bits, make_batch, make_trainer, tensors_of
 
 from viviane.config import Solver
 from viviane.embedding.row_mean import RowMean
-from viviane.training.average import WeightMean
-from viviane.training.dense_state import dense_tensors
+from viviane.training.checkpoint.dense_state import dense_tensors
+from viviane.training.step.average import WeightMean
 
 
 def solver(**values):

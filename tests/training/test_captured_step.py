@@ -12,7 +12,7 @@ from viviane.batch import Batch
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp, Solver
 from viviane.core.errors import ConfigError, KeyRangeError, NumericsError
 from viviane.training import Trainer
-from viviane.training.static_batch import StaticBatch, batch_shape
+from viviane.training.graph.static_batch import StaticBatch, batch_shape
 
 ON_GPU = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -227,7 +227,7 @@ def test_auto_records_known_layers_and_says_what_stops_it():
     train(hooked, range(3))
     handle = hooked.module.net[0].register_forward_hook(lambda *_: None)
     train(hooked, range(3))
-    assert hooked.cuda_graph == "eager: module 'net.0' has hooks, which a replay would leave out"
+    assert hooked.cuda_graph == "eager: module 'net.0' has hooks, which a replay does not run"
     handle.remove()
     train(hooked, range(3))
     assert hooked.cuda_graph.startswith("replayed")

@@ -16,7 +16,7 @@ from torch import nn
 from viviane.config import SGD, AdaGrad, Solver
 from viviane.core.errors import CheckpointError
 from viviane.training import Trainer, read_manifest, verify_checkpoint, write_checkpoint
-from viviane.training.checkpoint_store import CheckpointStore
+from viviane.training.checkpoint.store import CheckpointStore
 
 SOLVER = Solver(batch_size=32, lr=0.02, device="cpu")
 

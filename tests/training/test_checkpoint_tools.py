@@ -14,10 +14,10 @@ from viviane.cli.main import app
 from viviane.config import AdaGrad, Adam
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
-from viviane.parallel import Plan, TablePlan
+from viviane.parallel import ShardingPlan, TablePlan
 from viviane.training import Progress, load_checkpoint, read_manifest, verify_checkpoint, write_checkpoint
-from viviane.training.checkpoint_export import export_checkpoint
-from viviane.training.checkpoint_tools import compare_checkpoints, reshard
+from viviane.training.checkpoint.export import export_checkpoint
+from viviane.training.checkpoint.tools import compare_checkpoints, reshard
 
 KEYS = torch.tensor([7, -1, 2**63 - 1, 0])
 
@@ -57,7 +57,7 @@ def cli(*arguments, code=0):
 
 
 def plan(item, half):
-    return Plan(world_size=3, tables=[TablePlan(table="item", **item), TablePlan(table="half", **half),
+    return ShardingPlan(world_size=3, tables=[TablePlan(table="item", **item), TablePlan(table="half", **half),
                                       TablePlan(table="raw", kind="table", ranks=[0])])  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_reshard_from_the_command_line_and_its_refusals(saved, tmp_path):
     for error, way in (
         (r"whole rows[\s\S]*half", {"plan": plan({"kind": "table", "ranks": [0]}, bad)}),
         ("either a number", {}),
-        ("lacks a table", {"plan": Plan(world_size=1, tables=[TablePlan(table="x", kind="replicated")])}),
+        ("lacks a table", {"plan": ShardingPlan(world_size=1, tables=[TablePlan(table="x", kind="replicated")])}),
     ):
         with pytest.raises(ConfigError, match=error):
             reshard(path, tmp_path / "none", **way)

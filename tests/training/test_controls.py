@@ -7,8 +7,9 @@ from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.ops.dense_update import update_status
 from viviane.ops.rules import NUM_DENSE_NUMBERS
 from viviane.optim import build_dense_optimizer
-from viviane.training.captured_step import StepStatus
-from viviane.training.controls import Controls, DeviceMover, step_values
+from viviane.training.graph.captured_step import StepStatus
+from viviane.training.graph.controls import Controls, step_values
+from viviane.training.step.dense_mover import DenseMover
 
 RULES = [
     SGD(weight_decay=0.01),
@@ -41,7 +42,7 @@ def moved(rule, mover, steps=5):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.type)
 def test_a_mover_moves_as_the_formulas(rule):
     plain, _ = moved(rule, None)
-    by_mover, _ = moved(rule, DeviceMover())
+    by_mover, _ = moved(rule, DenseMover())
     for one, other in zip(plain, by_mover, strict=True):
         # Five steps of about ten float32 operations on numbers of about 1; ftrl divides by rates of 0.02 and more.
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
@@ -50,7 +51,7 @@ def test_a_mover_moves_as_the_formulas(rule):
 
 @pytest.mark.parametrize("scale", [0.375, torch.tensor(0.37)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mover", [None, DeviceMover()])
+@pytest.mark.parametrize("mover", [None, DenseMover()])
 def test_gradients_are_multiplied_before_all_else_and_may_lie_beside(mover, dtype, scale):
     results = []
     for direct in (True, False):
@@ -103,7 +104,7 @@ def test_the_device_takes_the_numbers_of_the_steps_that_were_not_skipped():
     for known, skipped, wanted in ((0, 0, 10.0), (0, 2, 12.0), (4, 5, 11.0)):
         take([[0.1, 1.0, 10.0], [0.1, 1.0, 11.0], [0.1, 1.0, 12.0]], known, skipped)
         assert (controls.lr.item(), controls.factor.item(), controls.means.tolist()) == (0.1, 1.0, [wanted])
-    take([[0.2, 1.0, 3.0]], 1, 1)  # nothing is under way
+    take([[0.2, 1.0, 3.0]], 1, 1)  # nothing is in progress
     assert controls.means.tolist() == [3.0]
 
 

@@ -18,10 +18,10 @@ from viviane.core.errors import CheckpointError, ConfigError
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.optim.dense import build_dense_optimizer
 from viviane.training import Progress, load_checkpoint, read_manifest, verify_checkpoint, write_checkpoint
-from viviane.training.checkpoint_export import export_checkpoint
-from viviane.training.checkpoint_tools import compare_checkpoints, reshard
-from viviane.training.manifest import MAX_SHARDS, ShardEntry, TableEntry, TensorEntry
-from viviane.training.tensor_files import write_tensors
+from viviane.training.checkpoint.export import export_checkpoint
+from viviane.training.checkpoint.manifest import MAX_SHARDS, ShardEntry, TableEntry, TensorEntry
+from viviane.training.checkpoint.tensor_files import write_tensors
+from viviane.training.checkpoint.tools import compare_checkpoints, reshard
 
 
 class Model(nn.Module):

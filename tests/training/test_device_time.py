@@ -15,16 +15,18 @@ import viviane.ops
 from viviane.config import Adam, Solver
 from viviane.report.timeline import replayed_svg
 from viviane.report.trace_page import gap_lines, kind_cells, replayed_summary, write_trace_page
-from viviane.training import Trainer, captured, trace
-from viviane.training.capture_rules import _module_ineligible_reasons
-from viviane.training.device_time import by_kind, device_time, starts
-from viviane.training.kernel_kinds import KINDS, OWN_KERNELS, kind_of
-from viviane.training.timeline import Timeline
+from viviane.training import Trainer
+from viviane.training.graph import captured
+from viviane.training.graph.capture_rules import _module_ineligible_reasons
+from viviane.training.profiling import trace
+from viviane.training.profiling.device_time import by_kind, device_time, starts
+from viviane.training.profiling.kernel_kinds import KINDS, OWN_KERNELS, kind_of
+from viviane.training.profiling.timeline import Timeline
 
 __all__ = ["replays"]
 
 # A step of 100 us, on streams 7 (main), 8 (a branch) and 9 (copies); offsets from its first kernel:
-#   lookup 0-20 | product 25-60, beside it check 30-40 and sort 50-70 on 8 | NCCL 70-80 | nothing until update 85-95
+#   lookup 0-20 | product 25-60, next to it check 30-40 and sort 50-70 on 8 | NCCL 70-80 | nothing until update 85-95
 # The host copies the next batch at 60-90 on 9. Gaps: 20-25, 80-85, 95-100; two streams: 30-40, 50-60.
 KERNELS = [
     ("gather_kernel", 7, 0, 20),
@@ -75,7 +77,7 @@ def test_whole_steps_by_kind_with_gaps_and_overlap(tmp_path, late):
         "matrix products": pytest.approx((0.035, 0.015, 1)),  # 25-30 and 40-50
         "lookups": pytest.approx((0.020, 0.020, 1)),
         "updates": pytest.approx((0.010, 0.010, 1)),
-        "sorts": pytest.approx((0.020, 0.010, 1)),  # 60-70: a copy of the host is beside it
+        "sorts": pytest.approx((0.020, 0.010, 1)),  # 60-70: a copy of the host is next to it
         "exchanges": pytest.approx((0.010, 0.010, 1)),
         "copies": pytest.approx((0.030, 0, 1)),
         "others": pytest.approx((0.010, 0, 1)),

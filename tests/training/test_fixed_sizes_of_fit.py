@@ -24,8 +24,9 @@ from viviane.data import Dataset, write_dataset
 from viviane.parallel import Group
 from viviane.schema import Schema
 from viviane.training import Callback
-from viviane.training.capture_rules import shape_mismatch_reason
-from viviane.training.captured import CapturedSteps
+from viviane.training.graph.capture_rules import shape_mismatch_reason
+from viviane.training.graph.captured import CapturedSteps
+from viviane.training.step.executor import Diagnosis
 
 HOTNESS = 3
 
@@ -195,7 +196,6 @@ class FakeSteps(CapturedSteps):
     def __init__(self, step, *, fails=False):
         super().__init__(step)
         self.reason, self._is_disabled, self.fails, self.seen, self.warned = None, False, fails, [], []
-        step._rates_on_device = lambda rate, factor: (rate, factor)
         step.captured = self
 
     def __call__(self, batch, step, precision, lr):
@@ -288,7 +288,7 @@ def bags_that_no_table_reads(group):
 def one_key_is_told_to_all(group):
     """The check of a refused step: each process raises, the others with the words of the one that has the key."""
     trainer = make_trainer(group, settings(), schema_of(HOTNESS))
-    trainer.stepper._check_keys()
+    Diagnosis(trainer.stepper, 1).check_keys()
     if group.rank == group.size - 1:
 
         def check():
@@ -298,7 +298,7 @@ def one_key_is_told_to_all(group):
     kind = KeyRangeError if group.rank == group.size - 1 else ProcessError
     words = "" if kind is KeyRangeError else f"rank {group.size - 1}: "
     with pytest.raises(kind, match=rf"^{words}key out of range[\s\S]*'user'[\s\S]*60"):
-        trainer.stepper._check_keys()
+        Diagnosis(trainer.stepper, 1).check_keys()
 
 
 def everything(folder, run):

@@ -1,6 +1,7 @@
 """Training over 1, 2 and 4 processes against one process that sees the whole batches."""
 
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from group_model import NUM_VALID, SCHEMA, Clicks, columns, make_data, make_trai
 
 from viviane.batch import Batch
 from viviane.config import SGD, Adam
-from viviane.core.errors import ConfigError, DataError, NumericsError
+from viviane.core.errors import ConfigError, DataError, NumericsError, VivianeError
 from viviane.data import Dataset
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.metrics import Auc, AverageLoss, build_metric, roc_auc
@@ -25,7 +26,7 @@ from viviane.model.module import GraphModule
 from viviane.parallel import Group, make_tables
 from viviane.schema import Schema
 from viviane.training import Trainer
-from viviane.training.dense_exchange import DenseExchange
+from viviane.training.step.dense_exchange import DenseExchange
 
 METRICS = ["auc", "log_loss", "accuracy", "calibration"]
 # Sums of float32 gradients in another order, through 51 steps of Adam and AdaGrad. Two rows of 161 whose scores are
@@ -298,6 +299,51 @@ def dense_sums_in_sixteen_bits(group):
             assert all(one.grad is None for one in unused.parameters())
 
 
+def sums_of_a_dropped_pass(group):
+    """A pass fails on every rank after its first sums have started, on the last rank late: the next one is right."""
+    layer = torch.nn.Linear(300, 200, bias=False)
+    exchange = DenseExchange(list(layer.parameters()), group)
+    for scale in (1.0, 3.0):
+        exchange.begin(torch.tensor(scale))
+        if scale == 1.0 and group.rank == group.size - 1:
+            time.sleep(0.3)
+        (layer.weight.sum() * scale * (group.rank + 1)).backward()
+        if scale == 1.0:
+            exchange.drop()
+            layer.weight.grad = None
+    mean, _ = exchange.finish()
+    ranks = group.size * (group.size + 1) // 2
+    assert torch.equal(layer.weight.grad, torch.full((200, 300), 3.0 * ranks))
+    assert float(mean) == 3.0 * group.size
+
+
+def refused_model_is_known_everywhere(group, folder, run):
+    """What rank 0 refuses, or cannot write, ends `save` on all ranks; what is saved afterwards is whole."""
+    train = Dataset(folder / "train")
+    model = Model(settings(epochs=1), SCHEMA)
+    model.add(Input(label={"click": ["click"]}, dense="x", sparse={"cats": ["user", "item"]}))
+    model.add(SparseEmbedding("emb", bottom="cats", dim=2))
+    model.add(DenseLayer("flat", "Reshape", bottom="emb", leading_dim=4))
+    model.add(DenseLayer("all", "Concat", bottom=["flat", "x"]))
+    model.add(DenseLayer("z", "MLP", bottom="all", num_outputs=[1], act_type="none"))
+    model.add(DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["z", "click"]))
+    model.compile("sgd")
+    taken, blocked = run / "taken", run / "blocked"
+    if group.rank == 0:
+        taken.mkdir()
+        (taken / "letter.txt").write_text("mine")
+        blocked.write_text("a file where a folder should be")
+    group.gather_numbers([0])
+    for place, words in ((taken, "not a saved model"), (blocked / "model", "could not be written")):
+        with pytest.raises(VivianeError, match=words) as caught:
+            model.save(place)
+        assert group.rank == 0 or "rank 0" in str(caught.value)
+    model.save(run / "model")
+    assert [one.name for one in taken.iterdir()] == ["letter.txt"]
+    loaded = Model.load(run / "model", device="cpu")
+    np.testing.assert_allclose(loaded.predict(train)[:5], model.predict(train)[:5], rtol=1e-6)
+
+
 def refusals(group):
     if group.size > 1:
         table = TableConfig(name="user", num_rows=53, dim=4)
@@ -319,6 +365,8 @@ def everything(folder, run):
     frozen_parts(group)
     fixed_rows_alike(group)
     dense_sums_in_sixteen_bits(group)
+    sums_of_a_dropped_pass(group)
+    refused_model_is_known_everywhere(group, folder, run)
     refusals(group)
 
 

@@ -1,8 +1,9 @@
-"""Processes that die, stall, fail or are told to end, under torchrun: the job ends in time and says who it was."""
+"""Processes that die, stall, fail or are told to end: the job ends in time and says who it was."""
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,8 +44,26 @@ def folder(tmp_path_factory):
     return made
 
 
-def test_a_killed_process_ends_the_job_by_name(folder, tmp_path):
-    code, output = finish(start([folder, tmp_path / "run", "kill", 1, 23]))
+def trouble_of_two(warm, tmp_path, *arguments):
+    """Start two ranks without torchrun, whose start takes longer than the test; return what rank 0 ended with."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in (0, 1):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        ranks.append(warm.start([SCRIPT, *arguments], cwd=tmp_path, env=environment))
+    try:
+        done = ranks[0].wait(90)
+    finally:
+        if ranks[1].poll() is None:
+            ranks[1].kill()
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_killed_process_ends_the_job_by_name(folder, tmp_path, warm):
+    code, output = trouble_of_two(warm, tmp_path, folder, tmp_path / "run", "kill", 1, 23)
     assert code != 0
     assert re.search(
         r"rank 1 \(process \d+ on .+\) has died; it was last seen at step \d+, and rank 0 is at step 24", output
@@ -62,9 +81,9 @@ def test_a_restarted_job_ends_in_the_same_bits(folder, tmp_path):
     assert all(torch.equal(ends[0][name], part) for name, part in ends[1].items())
 
 
-def test_a_stalled_process_ends_the_job_by_name(folder, tmp_path):
+def test_a_stalled_process_ends_the_job_by_name(folder, tmp_path, warm):
     began = time.monotonic()
-    code, output = finish(start([folder, tmp_path / "run", "stop", 1, 9]))
+    code, output = trouble_of_two(warm, tmp_path, folder, tmp_path / "run", "stop", 1, 9)
     assert code != 0
     assert re.search(
         r"rank 1 \(process .+\) has stalled: no sign of life for \d+ s; .* rank 0 is at step 10", output

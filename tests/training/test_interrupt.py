@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+
+from warm import Warm
 
 LAST_WORDS = """
 import io, os, signal, sys, time
@@ -37,9 +38,10 @@ time.sleep(60)
         (["60", "own", "2"], 7, ""),  # a handler of the program's own stays
     ],
 )
-def test_the_error_is_said_and_the_process_ends(arguments: list[str], code: int, words: str) -> None:
-    command = [sys.executable, "-c", LAST_WORDS, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_the_error_is_said_and_the_process_ends(
+    arguments: list[str], code: int, words: str, warm: Warm, tmp_path: Path
+) -> None:
+    done = warm.run(["-c", LAST_WORDS, *arguments], cwd=tmp_path)
     assert done.stderr == words
     assert done.returncode == code
 
@@ -56,9 +58,10 @@ with Interrupt(int(sys.argv[1]), 2).listening() as interrupt:
 
 
 @pytest.mark.parametrize(("rank", "times"), [(0, 1), (1, 0)])
-def test_a_program_without_logging_of_its_own_hears_once_that_it_was_asked_to_end(rank: int, times: int) -> None:
-    command = [sys.executable, "-c", HEARD, str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_a_program_without_logging_of_its_own_hears_once_that_it_was_asked_to_end(
+    rank: int, times: int, warm: Warm, tmp_path: Path
+) -> None:
+    done = warm.run(["-c", HEARD, str(rank)], cwd=tmp_path)
     assert done.stdout == "True\n"
     words = "interrupted: ending after this step; press Ctrl-C again to stop at once\n"
     assert done.stderr.count(words) == times

@@ -39,19 +39,18 @@ def straight(data: Path, tmp_path_factory: pytest.TempPathFactory):
     return finish(data, tmp_path_factory.mktemp("straight") / "run", 8)
 
 
-def test_killed_while_training(data, tmp_path, straight):
+def test_killed_while_training(data, tmp_path, straight, warm):
     run = tmp_path / "run"
     chance = random.Random(4)
     for wanted in (7, 35):  # two kills: at a few steps past the first, and past a later, checkpoint
-        process = start(data, run, 8, 0.01)
+        process = warm.start([SCRIPT, data, run, 8, 0.01], cwd=tmp_path)
         deadline = time.monotonic() + 60
         while not any(int(p.name[5:]) >= wanted for p in run.glob("checkpoints/step-*")):
             assert process.poll() is None, "the run ended before it was killed"
             assert time.monotonic() < deadline
             time.sleep(0.001)
         time.sleep(chance.random() * 0.02)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        assert process.kill() == -signal.SIGKILL
     done = max(int(p.name[5:]) for p in run.glob("checkpoints/step-*"))
     assert done < straight[0].step, "killed too late to prove anything"
     trainer, history = finish(data, run, 8)

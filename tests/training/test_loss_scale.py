@@ -15,9 +15,9 @@ from viviane.batch import Batch
 from viviane.config import Solver
 from viviane.core.errors import ConfigError, NumericsError, VivianeError
 from viviane.parallel import Group
-from viviane.training import loss_scale
-from viviane.training.loss_scale import LossScale
-from viviane.training.precision import Precision
+from viviane.training.step import loss_scale
+from viviane.training.step.loss_scale import LossScale
+from viviane.training.step.precision import Precision
 
 
 def solver(**changes):

@@ -7,7 +7,7 @@ from click_model import assert_same_bits, tensors_of
 import viviane as vv
 from viviane.batch import Bag, Batch, Layout
 from viviane.embedding import EmbeddingCollection
-from viviane.training import captured_step
+from viviane.training.graph import captured_step
 from viviane.zoo import DCN, DLRM, DeepFM, WideDeep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -19,8 +19,10 @@ import processes
 from viviane.config import Adam
 from viviane.core.errors import KeyRangeError, NumericsError
 from viviane.parallel import Group
-from viviane.training import captured, loss_scale
-from viviane.training.capture_rules import _ineligible_reasons
+from viviane.training import trainer_base as trainers
+from viviane.training.graph import captured
+from viviane.training.graph.capture_rules import ineligible_reasons
+from viviane.training.step import loss_scale
 
 __all__ = ["replays"]
 SETTINGS = [{}, {"clip_grad_norm": 0.05}, {"ema_decay": 0.9}, {"ema_decay": 0.5, "clip_grad_norm": 0.05}]
@@ -159,7 +161,7 @@ def test_an_overflow_that_no_scale_prevents_is_an_error(replays):
 def test_only_an_unguarded_scale_keeps_steps_from_being_recorded(replays):
     for settings, words in (({}, None), ({"loss_scale": 8.0}, None), ({"nan_guard": False}, "without nan_guard")):
         step = trainer_of(False, precision="fp16", **settings).stepper
-        found = [one for one in _ineligible_reasons(step) if "fp16" in one]
+        found = [one for one in ineligible_reasons(step) if "fp16" in one]
         assert (words in found[0]) if words else not found
 
 
@@ -181,6 +183,7 @@ def test_a_graph_gives_scales_skips_and_bits_of_eager_steps(restless, settings):
 def in_a_group():
     group, found = Group.world(), []
     captured.GraphCapture, captured.ineligible_reason = GraphCapture, lambda step: None
+    trainers.replays_of = captured.CapturedSteps
     loss_scale.INTERVAL = 3
     for graph in (False, True):
         given = group_model.settings(precision="fp16", device="cpu", cuda_graph=graph, clip_grad_norm=0.3)

@@ -15,9 +15,11 @@ from viviane.config import Adam, Solver
 from viviane.core.errors import ConfigError, NumericsError
 from viviane.embedding import FeatureConfig, TableConfig
 from viviane.ops import capture
-from viviane.parallel import Group, Plan, ShardedCollection, TablePlan
-from viviane.training import Trainer, captured, graph_capture
-from viviane.training.capture_rules import _ineligible_reasons
+from viviane.parallel import Group, ShardedCollection, ShardingPlan, TablePlan
+from viviane.training import Trainer
+from viviane.training.graph import capture as graph_capture
+from viviane.training.graph import captured
+from viviane.training.graph.capture_rules import ineligible_reasons
 
 __all__ = ["replays"]
 BASE = Solver(batch_size=32, lr=0.02, device="cpu", warmup_steps=5, decay_start=8, decay_steps=9, end_lr=1e-3)
@@ -216,7 +218,7 @@ def test_a_frozen_weight_that_no_kernel_moves_keeps_steps_from_being_recorded():
     module.register_parameter("wide", torch.nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False))
     step = Trainer(module, SCHEMA, BASE, Adam(), progress=False, tensorboard=False).stepper
     assert step.optimizer.mover is None
-    assert "dense parameters: only float32 parameters have a kernel" in list(_ineligible_reasons(step))
+    assert "dense parameters: only float32 parameters have a kernel" in list(ineligible_reasons(step))
 
 
 def test_what_a_branch_reads_is_kept_until_branches_are_joined(monkeypatch):
@@ -352,7 +354,7 @@ def test_keys_are_not_resolved_ahead_where_that_is_in_vain(first, fails, was_tak
 )
 def test_memory_of_other_gpus_is_asked_for_as_the_solver_says(setting, reason, asks):
     """True refuses what prevents it, "auto" leaves the exchange to NCCL then; nothing asks where it is False."""
-    plan = Plan(world_size=1, tables=[TablePlan(table="item", kind="table", ranks=[0])])
+    plan = ShardingPlan(world_size=1, tables=[TablePlan(table="item", kind="table", ranks=[0])])
     tables = [TableConfig(name="item", num_rows=4, dim=2)]
     emb = ShardedCollection(tables, [FeatureConfig(name="item", table="item")], Adam(), plan=plan)
     asked = []

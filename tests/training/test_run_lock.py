@@ -1,11 +1,7 @@
 """One job writes a run folder at a time; a run that is refused changes nothing."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -33,9 +29,9 @@ def wait_until_held(run: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_second_run_is_refused_and_says_which_is_at_it(data, train, valid, tmp_path):
+def test_a_second_run_is_refused_and_says_which_is_at_it(data, train, valid, tmp_path, warm):
     run = tmp_path / "run"
-    first = subprocess.Popen([sys.executable, str(SCRIPT), str(data), str(run), "8", "0.5"])
+    first = warm.start([SCRIPT, data, run, 8, 0.5], cwd=tmp_path)
     try:
         wait_until_held(run)
         for resume in (False, True):
@@ -44,8 +40,7 @@ def test_a_second_run_is_refused_and_says_which_is_at_it(data, train, valid, tmp
             assert f"process {first.pid} on " in str(caught.value)
             assert str(run) in str(caught.value)
     finally:
-        os.kill(first.pid, signal.SIGKILL)
-        first.wait()
+        first.kill()
     make_trainer(LONG.model_copy(update={"max_steps": 8}), run_folder=run).fit(train, valid, resume=True)
     assert not list(tmp_path.glob(".*"))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

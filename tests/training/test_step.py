@@ -10,12 +10,13 @@ from torch import nn
 
 from viviane.batch import Bag, Batch
 from viviane.config import SGD, Solver
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, DataError
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.schema import Schema
 from viviane.training import Trainer
-from viviane.training.objective import Objective
-from viviane.training.precision import Precision
+from viviane.training.graph.capture_rules import ineligible_reasons
+from viviane.training.step.objective import Objective
+from viviane.training.step.precision import Precision
 
 SOLVER = Solver(batch_size=16, lr=1.0, device="cpu")
 ONE = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}], categorical=[{"name": "c", "num_ids": 4}])
@@ -46,7 +47,7 @@ BATCH = Batch.from_columns(ONE, {"y": [1.0, 0.0], "x": [4.0, 0.0], "c": [3, 3]})
 
 
 def test_a_step_by_hand():
-    # At logit 0, d loss / d logit = (0.5 - y) / B: -0.25 and 0.25. Key 3 stands twice: its gradients sum to 0.
+    # At logit 0, d loss / d logit = (0.5 - y) / B: -0.25 and 0.25. Key 3 occurs twice: its gradients sum to 0.
     trainer = product()
     assert float(trainer.train_step(BATCH)) == pytest.approx(math.log(2), rel=1e-6)
     assert row_of(trainer, 3) == 0.0
@@ -163,7 +164,7 @@ def test_auto_precision_disturbs_nothing_and_is_remembered(train, valid, tmp_pat
     fixed.fit(train, valid)
     assert_same_bits(tensors_of(auto), tensors_of(fixed))
     # A resumed run takes what was chosen, without timing again.
-    monkeypatch.setattr("viviane.training.trainer.choose_precision", lambda *a: pytest.fail("timed again"))
+    monkeypatch.setattr("viviane.training.trainer_base.choose_precision", lambda *a: pytest.fail("timed again"))
     again = make_trainer(solver.model_copy(update={"epochs": 2}), run_folder=tmp_path / "run")
     again.fit(train, valid, resume=True)
     assert again.precision == Precision(chosen)
@@ -199,3 +200,39 @@ def test_a_bag_of_one_key_many_times():
     many = Bag(torch.full((100_000,), 7), torch.tensor([0, 0, 100_000, 100_000, 100_000]))
     full = Batch(batch.layout, batch.labels, batch.dense, batch.one_hot, {"seen": many}, origin="one key")
     assert torch.isfinite(trainer.train_step(full))
+
+
+class Recorder:
+    """A step hook that notes when it is called, and may fail."""
+
+    def __init__(self, trainer):
+        self.trainer, self.seen, self.failure = trainer, [], None
+        self.weight = trainer.module.net[0].weight
+
+    def before_lookup(self, batch, step):
+        self.before = self.weight.detach().clone()
+        self.seen.append(("before", batch.size, step))
+        if self.failure is not None:
+            raise self.failure
+
+    def after_update(self, batch, step):
+        self.seen.append(("after", batch.size, step))
+        assert not torch.equal(self.weight, self.before)
+        assert not self.trainer.stepper.gradients.named()
+
+
+def test_hooks_are_called_around_lookups_and_updates():
+    """And an error in the first of them leaves weights and batch statistics as they were."""
+    trainer = make_trainer()
+    hook = Recorder(trainer)
+    trainer.stepper.hooks.append(hook)
+    trainer.train_step(make_batch())
+    assert hook.seen == [("before", make_batch().size, 1), ("after", make_batch().size, 1)]
+    found = list(ineligible_reasons(trainer.stepper))
+    assert "a step hook (Recorder) runs Python around every step" in found
+    before, hook.failure = tensors_of(trainer), DataError("the cache cannot load its rows")
+    with pytest.raises(DataError, match="cannot load its rows"):
+        trainer.train_step(make_batch())
+    assert_same_bits(before, tensors_of(trainer))
+    assert trainer.step == 1
+    assert hook.seen[2:] == [("before", make_batch().size, 2)]

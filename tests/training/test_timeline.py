@@ -6,7 +6,7 @@ import pytest
 
 from viviane.core.errors import DataError
 from viviane.report.timeline import timeline_svg, window
-from viviane.training.timeline import Timeline, Work, busy
+from viviane.training.profiling.timeline import Timeline, Work, busy
 
 
 def host(name: str, start: float, length: float, thread: int = 1) -> dict:

@@ -16,7 +16,7 @@ from viviane.report import write_report
 from viviane.schema import Schema
 from viviane.training.checks import check_binary_labels
 from viviane.training.history import History
-from viviane.training.objective import Objective
+from viviane.training.step.objective import Objective
 
 
 @pytest.mark.parametrize("bad", [2.0, 3.0, -1.0, -0.01, 1.01, 1e30])

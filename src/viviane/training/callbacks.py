@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from viviane.config import Solver
 from viviane.core.errors import ConfigError, suggest
 from viviane.schema import Schema
-from viviane.training.history import higher_is_better, is_better
-
-if TYPE_CHECKING:
-    from viviane.training.history import History
-    from viviane.training.trainer import Trainer
+from viviane.training.history import History, higher_is_better, is_better
+from viviane.training.trainer_base import TrainerBase
 
 
 class Callback:
@@ -35,11 +33,11 @@ class Callback:
     """Names of the metrics that `measure` adds to each evaluation, "catalogue/..."; the first one leads the run, so
     that `patience` and `restore_best` follow it. More of each is better."""
 
-    def measure(self, trainer: Trainer) -> dict[str, float]:
+    def measure(self, trainer: TrainerBase) -> dict[str, float]:
         """Return the values of `measures` for the weights as they are; called at each evaluation of fit."""
         return {}
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: TrainerBase) -> None:
         """Called once before the first step of a fit, after a resume was loaded."""
 
     def on_step_end(self, step: int, loss: Tensor) -> None:
@@ -61,6 +59,16 @@ class Callback:
     def should_stop(self) -> bool:
         """Say whether the run that was resumed had been stopped by this callback already."""
         return False
+
+
+class EvaluationLines(Callback):
+    """Prints a line for each evaluation: `fit(verbose=2)`."""
+
+    def on_evaluate_end(self, step: int, metrics: dict[str, float]) -> None:
+        """Print step and figures."""
+        values = "  ".join(f"{name} {value:.5f}" for name, value in metrics.items())
+        sys.stdout.write(f"step {step}  {values}\n")
+        sys.stdout.flush()
 
 
 class StopAtTarget(Callback):
@@ -149,7 +157,7 @@ def measures_of(callbacks: Sequence[Callback]) -> list[str]:
     return [name for callback in callbacks for name in callback.measures]
 
 
-def measured_by(callbacks: Sequence[Callback], trainer: Trainer) -> dict[str, float]:
+def measured_by(callbacks: Sequence[Callback], trainer: TrainerBase) -> dict[str, float]:
     """Return what callbacks measure, checked against the names that they announced.
 
     Raises:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config.base import shortened
 from viviane.core.errors import ConfigError, SchemaError
+from viviane.embedding.module_parts import collections_of
 from viviane.metrics import METRICS, AverageLoss, CalibrationHistogram, Metric, MetricName, build_metric
 from viviane.nn.cross_entropy import IGNORED
 from viviane.parallel import Group
 from viviane.schema import LabelColumn, Schema
-from viviane.training.dense_state import collections_of
-from viviane.training.objective import Objective
-from viviane.training.precision import Precision
+from viviane.training.step.objective import Objective
+from viviane.training.step.precision import Precision
 
 _NUM_BINS = 50
 

@@ -26,6 +26,7 @@ from viviane.data import Dataset, Reader
 from viviane.data.run import Cut, Run
 from viviane.data.streaming import KafkaStream, StreamReader
 from viviane.parallel import Group
+from viviane.training.look_ahead import LookAhead
 
 _AHEAD: Final = 4  # batches: the copy of a run of small batches takes as long as one or two steps
 _MOST_QUEUED: Final = 12  # steps: more than the replays in flight; bounds the number of waiting batches
@@ -81,6 +82,8 @@ class DeviceFeed:
         self._mixed_on = device if shuffle_on != "host" and reason is None else None
         self._place = (reader.epoch, reader.position)
         self._waiting: deque[_Waiting] = deque()
+        self.look_ahead: LookAhead | None = None
+        """Told of batches before their turn."""
         self._copies = _Copies(device) if device.type == "cuda" else None
 
     @classmethod
@@ -151,6 +154,8 @@ class DeviceFeed:
         """Continue at the current position."""
         if self._waiting:
             self.close()
+        if self._copies is None and self.look_ahead is not None and self.look_ahead.is_needed:
+            return self._looked_ahead(iter(self.reader), self.look_ahead)
         if self._copies is None:
             return self._at_once(iter(self.reader))
         return self._copied_ahead(self._cuts(), self._copies)
@@ -191,6 +196,35 @@ class DeviceFeed:
             if batch is None:
                 return
             yield batch
+
+    def _looked_ahead(self, batches: Iterator[Batch], ahead: LookAhead) -> Iterator[Batch]:
+        """Yield the reader's batches, and announce those that follow."""
+        waiting, announced, ended = self._waiting, 0, False
+        while True:
+            while not ended and len(waiting) <= ahead.num_batches:
+                with time_range("read"):
+                    waiting.append(self._next(batches))
+                ended = not isinstance(waiting[-1].batch, Batch)
+            for one in [*waiting][announced:]:
+                if not isinstance(one.batch, Batch) or not ahead.announce(one.batch):
+                    break
+                announced += 1
+            first = waiting.popleft()
+            announced = max(0, announced - 1)
+            self._place = first.place
+            if isinstance(first.batch, Exception):
+                raise first.batch
+            if first.batch is None:
+                return
+            yield first.batch
+            ahead.forget(first.batch)
+
+    def _next(self, batches: Iterator[Batch]) -> _Waiting:
+        try:
+            batch = next(batches, None)
+        except Exception as error:
+            return _Waiting(error, self._place)
+        return _Waiting(batch, (self.reader.epoch, self.reader.position))
 
     def _copied_ahead(self, cuts: Iterator[Cut], copies: _Copies) -> Iterator[Batch]:
         waiting = self._waiting
@@ -236,6 +270,8 @@ class DeviceFeed:
     def close(self) -> None:
         """Stop the reader's threads and keep the position."""
         self.reader.close()
+        if self.look_ahead is not None:
+            self.look_ahead.end()
         if self._waiting:
             self.restore(self.state())
 

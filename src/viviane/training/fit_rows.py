@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from viviane.core.logging import get_logger
-from viviane.training.events import EventWriter
+from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from viviane.training.place import Progress
-    from viviane.training.trainer import Trainer
+from viviane.training.trackers import Sinks
+from viviane.training.trainer_base import TrainerBase
 
 _log = get_logger("training")
 
 
 class FitRows:
-    """Adds up losses on the device, and writes rows to the history, the run folder, TensorBoard and the log.
+    """Adds up losses on the device, and writes rows to the history, the run folder, trackers and the log.
 
     Args:
         trainer: that trains.
         folder: of the run, where this process writes one.
     """
 
-    def __init__(self, trainer: Trainer, folder: RunFolder | None) -> None:
+    def __init__(self, trainer: TrainerBase, folder: RunFolder | None) -> None:
         self.trainer, self.folder = trainer, folder
-        self.events: EventWriter | None = None
+        self.events: Sinks | None = None
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=trainer.device)
         self._loss_rows = 0
         self._last_step, self._last_time = trainer.step, perf_counter()

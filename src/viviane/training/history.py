@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from viviane.core.errors import ConfigError, suggest
+from viviane.core.html import html_table
 from viviane.metrics import MetricName
 
 CATALOGUE = "catalogue"
@@ -53,6 +54,7 @@ class History:
     Attributes:
         rows: the rows, oldest first.
         restored_step: the step whose weights the model has, where `restore_best` went back to them.
+        run_folder: of the run, where it has one; `viviane.report.write_report` takes it.
         stopped: why fit ended: "epochs", "max_steps", "target", "patience", "callback" or "interrupted".
 
     Example:
@@ -65,6 +67,7 @@ class History:
         self.rows: list[dict[str, Any]] = rows if rows is not None else []
         self.stopped = ""
         self.restored_step: int | None = None
+        self.run_folder: str | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -98,6 +101,15 @@ class History:
     def best(self, metric: str, split: str = "valid") -> float:
         """Return the best value of a metric."""
         return float(self.best_row(metric, split)[metric])
+
+    def _repr_html_(self) -> str:
+        """Return the evaluations, or without any the training rows, as a table for notebooks."""
+        rows = [row for row in self.rows if row.get("split") == "valid"] or self.rows
+        names = list(dict.fromkeys(name for row in rows for name in row if name not in ("split", "samples_per_second")))
+        note = f"stopped: {self.stopped}" if self.stopped else ""
+        if self.restored_step is not None:
+            note += f"; weights of step {self.restored_step}"
+        return html_table("History", names, [[row.get(name) for name in names] for row in rows], note)
 
     def last(self, split: str = "valid") -> dict[str, Any] | None:
         """Return the newest row of a split, or None."""

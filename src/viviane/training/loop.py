@@ -6,11 +6,12 @@ import itertools
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -21,21 +22,21 @@ from viviane.core.optional import require
 from viviane.data import Dataset
 from viviane.data.streaming import KafkaStream
 from viviane.parallel import num_restarts
-from viviane.training.callbacks import measured_by
-from viviane.training.checkpoint_store import CheckpointStore
+from viviane.training.callbacks import Callback, measured_by
+from viviane.training.checkpoint.store import CheckpointStore
 from viviane.training.environment import Interrupt
-from viviane.training.events import EventWriter, open_events
+from viviane.training.events import open_events
 from viviane.training.feed import DeviceFeed
 from viviane.training.fit_rows import FitRows
-from viviane.training.fixed_sizes import FixedSizes
 from viviane.training.history import History, higher_is_better, is_better
+from viviane.training.look_ahead import LookAhead
+from viviane.training.profiling.stages import StageTimes
 from viviane.training.progress import ProgressLine
 from viviane.training.run_folder import RunFolder, hold_folder
-from viviane.training.stages import StageTimes
-from viviane.training.step_sync import agree_on_weights
-
-if TYPE_CHECKING:
-    from viviane.training.trainer import Trainer
+from viviane.training.step.fixed_sizes import FixedSizes
+from viviane.training.step.step_sync import agree_on_weights
+from viviane.training.trackers import Sinks
+from viviane.training.trainer_base import TrainerBase
 
 _log = get_logger("training")
 _NUM_TIMING_BATCHES = 2
@@ -52,14 +53,22 @@ class FitLoop:
 
     Args:
         trainer: whose module is trained.
+        callbacks: hooks into the fit.
+        lead_metric: decides which checkpoint is the best.
         train, validation: the data.
         interrupt: Ctrl-C.
     """
 
     def __init__(
-        self, trainer: Trainer, train: Dataset | KafkaStream, validation: Dataset | None, interrupt: Interrupt
+        self,
+        trainer: TrainerBase,
+        callbacks: Sequence[Callback],
+        lead_metric: str,
+        train: Dataset | KafkaStream,
+        validation: Dataset | None,
+        interrupt: Interrupt,
     ) -> None:
-        self.trainer = trainer
+        self.trainer, self.callbacks, self.lead_metric = trainer, callbacks, lead_metric
         self.group = trainer.group
         self.solver = trainer.solver
         self.validation = validation
@@ -67,6 +76,7 @@ class FitLoop:
         self.train = train
         self.first_step, self.first_epoch = trainer.step, trainer.epoch
         self.reader = self._new_reader(trainer.epoch)
+        self.reader.look_ahead = LookAhead(trainer.module)
         if self._epoch_length() == 0:
             raise ConfigError(
                 "the training set gives no batch", where=str(train.path),
@@ -103,6 +113,10 @@ class FitLoop:
             raise ConfigError(
                 "restore_best over several processes needs a run folder", fix="pass run_folder=, on a disk all see"
             )
+        in_tiers = any(part.has_tiers for one in self.trainer.stepper.collections.values() for part in one.parts())
+        if in_tiers and self.solver.async_checkpoint is True:
+            fix = 'set "auto" or False: rows in tiers are read while no step moves them'
+            raise ConfigError("tables in tiers cannot be saved beside training", where="async_checkpoint", fix=fix)
         if self.trainer.tensorboard:
             require("tensorboard", extra="tracking", purpose="writing TensorBoard events")
             if self.folder is None:
@@ -121,7 +135,7 @@ class FitLoop:
             self.progress = ProgressLine(self._last_step(), self.trainer.step, shown)
             self.rows.events = events
             try:
-                for callback in self.trainer.callbacks:
+                for callback in self.callbacks:
                     callback.on_fit_start(self.trainer)
                 self._epochs()
                 self.sizes.end()
@@ -136,17 +150,25 @@ class FitLoop:
                 if self.folder is not None and self.writes:
                     with suppress(OSError):  # a full disk: the error that ends the run says so already
                         self.folder.write_stages(self.times.seconds)
+        self.trainer.history.run_folder = None if self.folder is None else str(self.folder.path)
         return self.trainer.history
 
-    def _open_events(self) -> EventWriter | None:
-        if self.folder is None or not self.writes:
+    def _open_events(self) -> Sinks | None:
+        if not self.writes:
             return None
-        return open_events(self.folder.tensorboard, self.trainer.tensorboard, self.trainer.step)
+        trainer = self.trainer
+        events = None
+        if self.folder is not None:
+            events = open_events(self.folder.tensorboard, trainer.tensorboard, trainer.step)
+        for tracker in trainer.trackers:
+            tracker.start(str(trainer.config.get("name", trainer.config["module"])), trainer.config, trainer.step)
+        sinks = [*([] if events is None else [events]), *trainer.trackers]
+        return Sinks(sinks) if sinks else None
 
     def _open(self, resume: bool, spare: Path) -> None:
         """Prepare the run folder, go back to a checkpoint, settle the precision."""
         trainer = self.trainer
-        up = higher_is_better(trainer.lead_metric)
+        up = higher_is_better(self.lead_metric)
         if self.folder is None:
             if resume:
                 raise ConfigError("resume=True needs a run folder", fix="pass run_folder= to the trainer")
@@ -203,8 +225,8 @@ class FitLoop:
         self.rows.restore(place)
         self.times.seconds.update(loop["stages"])
         states: list[dict[str, Any]] = values["callbacks"]
-        if len(states) == len(trainer.callbacks):
-            for callback, state in zip(trainer.callbacks, states, strict=True):
+        if len(states) == len(self.callbacks):
+            for callback, state in zip(self.callbacks, states, strict=True):
                 callback.restore(state)
         else:
             self._warn("the callbacks are not those of the run that is resumed: their states start anew")
@@ -218,7 +240,7 @@ class FitLoop:
         return whole if self.solver.max_steps is None else min(whole, self.first_step + self.solver.max_steps)
 
     def _epochs(self) -> None:
-        for callback in self.trainer.callbacks:
+        for callback in self.callbacks:
             if callback.should_stop():
                 self.stopped = callback.reason
         self.stopped = self._agreed(self.stopped)
@@ -289,7 +311,7 @@ class FitLoop:
             self.store.finish()  # of several processes all have agreed to stop, for this or for another reason
         if step % self.trainer.log_every == 0:
             self.rows.write_train(self.reader.epoch)
-        for callback in self.trainer.callbacks:
+        for callback in self.callbacks:
             callback.on_step_end(step, loss)
         if self.solver.eval_every is not None and step % self.solver.eval_every == 0:
             self._evaluate()
@@ -315,7 +337,7 @@ class FitLoop:
         if self.solver.restore_best and self.stopped != "interrupted":
             self._restore_best()
         self.trainer.history.stopped = self.stopped
-        for callback in self.trainer.callbacks:
+        for callback in self.callbacks:
             callback.on_fit_end(self.trainer.history)
         if self.trainer.mirror is not None and self.writes:
             self.trainer.mirror.push_files()
@@ -329,11 +351,11 @@ class FitLoop:
         start = perf_counter()
         with self.times.measure("evaluate"):
             evaluation = self.trainer.gather(self.validation, max_batches=self.solver.max_eval_batches)
-            values = {**evaluation.compute(), **measured_by(self.trainer.callbacks, self.trainer)}
+            values = {**evaluation.compute(), **measured_by(self.callbacks, self.trainer)}
         self.last_evaluated = step
-        value = values[self.trainer.lead_metric]
+        value = values[self.lead_metric]
         self.score = value if math.isfinite(value) else None
-        improved = is_better(self.trainer.lead_metric, value, self.best)
+        improved = is_better(self.lead_metric, value, self.best)
         self.best = value if improved else self.best
         self.rows.write("valid", self.reader.epoch, values, evaluation.num_rows / (perf_counter() - start))
         self.progress.evaluated(values)
@@ -342,7 +364,7 @@ class FitLoop:
         if self.folder is not None and self.writes:
             self.folder.write_histogram(histogram)
             self.folder.write_stages(self.times.seconds)
-        for callback in self.trainer.callbacks:
+        for callback in self.callbacks:
             if callback.on_evaluate_end(step, values) and not self.stopped:
                 self.stopped = callback.reason
         self.stopped = self._agreed(self.stopped)
@@ -359,7 +381,7 @@ class FitLoop:
             place = self.trainer.place()
             place.values["reader"] = self.reader.state()
             place.values["score"] = self.score if self.last_evaluated == step else None
-            place.values["callbacks"] = [callback.state() for callback in self.trainer.callbacks]
+            place.values["callbacks"] = [callback.state() for callback in self.callbacks]
             place.values["loop"] = {
                 "first_step": self.first_step,
                 "first_epoch": self.first_epoch,

@@ -16,11 +16,11 @@ class ProgressLine:
     Args:
         total_steps: steps of the whole run.
         done_steps: steps of earlier processes, on a resume.
-        shown: True or False; None shows it where stderr is a terminal.
+        shown: True or False; None shows it where stderr is a terminal, and in a notebook.
     """
 
     def __init__(self, total_steps: int, done_steps: int = 0, shown: bool | None = None) -> None:
-        self.shown = sys.stderr.isatty() if shown is None else shown
+        self.shown = (sys.stderr.isatty() or in_notebook()) if shown is None else shown
         self._bar: Any = None
         self._metric = ""
         self._rows = 0
@@ -40,7 +40,7 @@ class ProgressLine:
             TextColumn("loss {task.fields[loss]:.4f}{task.fields[metric]}"),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=Console(stderr=True, force_terminal=in_notebook() or None, force_jupyter=False),
             auto_refresh=False,
         )
         self._task = bar.add_task(
@@ -78,3 +78,15 @@ class ProgressLine:
             self._bar.refresh()
             self._bar.stop()
             self._bar = None
+
+
+def in_notebook() -> bool:
+    """Whether the process is a notebook's kernel, whose output takes a line that overwrites itself.
+
+    Example:
+        >>> in_notebook()
+        False
+    """
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return type(shell).__name__ == "ZMQInteractiveShell"

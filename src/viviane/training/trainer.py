@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
-from viviane.config.optimizers import optimizer_settings
-from viviane.core.device import resolve_device
-from viviane.core.errors import expect
-from viviane.core.locations import AnyPath, RemotePath, location
+from viviane.core.locations import AnyPath
 from viviane.data import Dataset
 from viviane.data.streaming import KafkaStream
-from viviane.parallel import Group, join_processes
+from viviane.parallel import Group
 from viviane.schema import Schema
-from viviane.training.average import WeightMean
 from viviane.training.callbacks import Callback, measures_of, solver_callbacks
-from viviane.training.checkpoint_write import write_checkpoint
-from viviane.training.checks import check_binary_labels, check_columns
-from viviane.training.environment import Interrupt, torch_switches
-from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
-from viviane.training.feed import DeviceFeed
-from viviane.training.fixed_sizes import set_static_sizes
-from viviane.training.history import History, finite_or_none, has_direction
+from viviane.training.environment import Interrupt
+from viviane.training.history import History, has_direction
 from viviane.training.loop import FitLoop
-from viviane.training.objective import LossFunction, LossTerm, Objective
-from viviane.training.place import Progress
-from viviane.training.precision import Precision, choose_precision
-from viviane.training.random_state import group_random_state, restore_group_random_state, seed_rank
-from viviane.training.remote_run import RunMirror, staged
-from viviane.training.step import TrainStep
+from viviane.training.step.objective import LossFunction, LossTerm
+from viviane.training.trackers import trackers_of
+from viviane.training.trainer_base import TrainerBase
 
 
-class Trainer:
+class Trainer(TrainerBase):
     """Trains a module whose forward takes a Batch and returns logits (B,), (B, 1), or (B, L) in the schema's order.
 
     Every EmbeddingCollection inside the module is stepped by the sparse rule it was built with; all other
@@ -59,7 +40,8 @@ class Trainer:
         loss: a function (logits (B, L), batch) -> a number, instead of the built-in loss.
         terms: losses over columns of the output, such as a graph's, instead of one for each label.
         tensorboard: write events into the run folder; None does where tensorboard is installed.
-        progress: show a line of progress; None does at a terminal.
+        progress: show a line of progress; None does at a terminal and in a notebook.
+        tracker: "mlflow", "wandb" or "tensorboard", a `viviane.training.Tracker`, or several of these.
         log_every: steps between rows of the training loss.
         config, files: more entries for the run folder's config.json; more JSON files beside it, by name.
         group: the processes that train together; None takes all that torchrun started, or this one alone. Each
@@ -69,6 +51,7 @@ class Trainer:
         ConfigError: settings that contradict each other, an unknown metric, a device that is not there.
 
     Example:
+        >>> from viviane.batch import Batch
         >>> from viviane.config import SGD
         >>> schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x", "dim": 2}])
         >>> class Linear(nn.Module):
@@ -98,45 +81,21 @@ class Trainer:
         terms: Sequence[LossTerm] | None = None,
         tensorboard: bool | None = None,
         progress: bool | None = None,
+        tracker: Any = None,
         log_every: int = 100,
         config: Mapping[str, Any] | None = None,
         files: Mapping[str, Any] | None = None,
         group: Group | None = None,
     ) -> None:
-        expect("module", module, nn.Module)
-        expect("schema", schema, Schema)
-        expect("solver", solver, Solver)
-        chosen = optimizer_settings(optimizer)
-        self.schema = schema
-        self.group = group or join_processes(solver.device, solver.peer_timeout_s)
-        self.solver = solver
-        self.optimizer = chosen
-        self.device = resolve_device(solver.device)
-        self.module = module.to(self.device)
-        self.metrics = choose_metrics(schema, metrics)
+        super().__init__(
+            module, schema, solver, optimizer, metrics=metrics, run_folder=run_folder, loss=loss, terms=terms,
+            tensorboard=tensorboard, progress=progress, log_every=log_every, config=config, files=files, group=group,
+        )  # fmt: skip
         self.callbacks = list(callbacks)
         self.callbacks[:0] = solver_callbacks(solver, self.all_metrics, self.lead_metric, schema)
-        place = None if run_folder is None else location(run_folder)
-        self.mirror = RunMirror(place) if isinstance(place, RemotePath) else None
-        self.run_folder = self.mirror.local if self.mirror is not None else cast("Path | None", place)
-        self.tensorboard, self.progress = tensorboard, progress
-        self.log_every, self.files = log_every, dict(files or {})
-        self.config = {
-            "viviane": version("viviane"),
-            "torch": torch.__version__,
-            "module": type(module).__name__,
-            "solver": solver.to_dict(),
-            "optimizer": chosen.to_dict(),
-            "metrics": list(self.metrics),
-            **(config or {}),
-        }
-        self.objective = Objective(schema, solver, loss, terms)
-        self.objective.to(self.device)
-        self.stepper = TrainStep(self.module, self.objective, solver, chosen, self.device, self.group)
-        self.precision: Precision | None = None if solver.precision == "auto" else Precision(solver.precision)
-        self.step = 0
-        self.epoch = 0
-        self.history = History()
+        self.trackers, events_wanted = trackers_of(tracker)
+        if events_wanted:
+            self.tensorboard = True
 
     @property
     def all_metrics(self) -> list[str]:
@@ -150,89 +109,6 @@ class Trainer:
             if has_direction(name):
                 return name
         return "loss"
-
-    # Training ---------------------------------------------------------------------------------------------
-
-    def train_step(self, batch: Batch, lr: float | None = None) -> Tensor:
-        """Train on one batch; returns its loss, detached and on the device.
-
-        The first step seeds the global random generators with the solver's seed, so that a loop of your own and
-        fit draw the same dropout.
-
-        Args:
-            batch: rows, on any device.
-            lr: a learning rate for this step instead of the schedule's.
-
-        Raises:
-            DataError: a binary label is not between 0 and 1, in a batch that comes from the CPU.
-            NumericsError, KeyRangeError: NaN or infinite numbers; a key out of range; no weight has been changed.
-        """
-        if batch.device.type == "cpu":
-            check_binary_labels(batch, self.schema, self.group)
-        there = batch.to(self.device)
-        if self.step == 0:
-            seed_rank(self.solver.seed, self.group.rank)
-        precision = self.precision or self.choose_precision([there])
-        with self._counting():
-            loss = self.stepper(there, self.step + 1, precision, lr)
-        self.step += 1
-        return loss
-
-    def fix_sizes(self, batch_size: int | None, hotness: Mapping[str, int] | None = None) -> None:
-        """Say what the next batches of a loop of your own look like, in all processes alike; `fit` does so by itself.
-
-        Then no GPU waits for another's sizes, and steps can be replayed from a CUDA graph. One process needs none of
-        it. Call it with None before a batch that is shorter, and after the last one.
-
-        Args:
-            batch_size: rows of the batches, over all processes; every one of them has the same share.
-            hotness: ids of every row, by column with bags; None takes those of the schema.
-
-        Raises:
-            ConfigError: the rows do not divide by the processes, or bags have any number of ids.
-        """
-        set_static_sizes(self.stepper, self.schema, batch_size, hotness)
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Take steps back that a replay refused: the host hears of it some steps later."""
-        captured = self.stepper.captured
-        captured.rolled_back = 0
-        try:
-            yield
-        finally:
-            self.step -= captured.rolled_back
-
-    def settle(self) -> None:
-        """Wait for all steps that are under way on a GPU, and raise what they found.
-
-        Raises:
-            NumericsError, KeyRangeError: of a step some steps ago; weights and `step` are those before it.
-        """
-        with self._counting():
-            self.stepper.captured.wait_all()
-
-    @property
-    def cuda_graph(self) -> str:
-        """Whether steps are replays of a CUDA graph, or why they are not."""
-        return self.stepper.captured.describe()
-
-    def switches(self) -> AbstractContextManager[None]:
-        """Return the context fit runs in: the solver's `deterministic` and `num_threads`; for a loop of your own."""
-        return torch_switches(self.solver, self.device)
-
-    def choose_precision(self, batches: Sequence[Batch]) -> Precision:
-        """Settle precision "auto" by timing forward and backward on these batches; weights are not touched."""
-        if self.precision is None:
-            there = [batch.to(self.device) for batch in batches]
-            self.module.train()
-            chosen = choose_precision(self.module, there, self.stepper.forward_backward, self.device)
-            self.precision = Precision(self.group.from_first(lambda: chosen.name))  # rank 0's clock decides
-        return self.precision
-
-    def learning_rate(self, step: int | None = None) -> float:
-        """Return the schedule's learning rate of a step, by default of the next one."""
-        return self.stepper.schedule.lr(self.step + 1 if step is None else step)
 
     def fit(self, train: Dataset | KafkaStream, validation: Dataset | None = None, resume: bool = False) -> History:
         """Train for `solver.epochs` more epochs, or `solver.max_steps` more steps.
@@ -260,7 +136,7 @@ class Trainer:
             self.module.train()
             if isinstance(train, KafkaStream):
                 train = train.connected(self.group.gather_numbers, lambda: interrupt.asked)
-            loop = FitLoop(self, train, validation, interrupt)
+            loop = FitLoop(self, self.callbacks, self.lead_metric, train, validation, interrupt)
             try:
                 self.history = loop.run(resume)
                 self.settle()
@@ -270,143 +146,3 @@ class Trainer:
                 self.group.report(error)
                 raise
         return self.history
-
-    # Evaluation -------------------------------------------------------------------------------------------
-
-    def evaluate(
-        self, dataset: Dataset, batch_size: int | None = None, max_batches: int | None = None
-    ) -> dict[str, float]:
-        """Return "loss" and the metrics over a data set, exactly; training state is not touched.
-
-        Of several processes each evaluates its share, and all get the same figures.
-
-        Args:
-            dataset: rows with labels.
-            batch_size: None takes the solver's eval_batch_size.
-            max_batches: stop after so many batches.
-        """
-        self.check_schema(dataset)
-        return self.gather(dataset, batch_size, max_batches).compute()
-
-    def gather(self, dataset: Dataset, batch_size: int | None = None, max_batches: int | None = None) -> Evaluation:
-        """Run over a data set and return metrics and calibration bins, not yet computed."""
-        self.settle()
-        precision = self._settled_precision()
-        evaluation = Evaluation(self.schema, self.metrics)
-        size = self.eval_batch_size(batch_size)
-        with self.averaged(), self._share(dataset, size, max_batches) as reader:
-            return evaluate(self.module, reader, self.objective, evaluation, precision, self.device).join(self.group)
-
-    def _share(self, dataset: Dataset, batch_size: int, max_batches: int | None = None) -> DeviceFeed:
-        return DeviceFeed.open(dataset, batch_size, self.device, self.group, max_batches=max_batches)
-
-    def predict(self, dataset: Dataset, batch_size: int | None = None) -> NDArray[np.float32]:
-        """Return predictions (rows, L), float32, in the order of the files; on every process those of all rows.
-
-        Probabilities of binary labels; the module's own output for regression labels.
-        """
-        self.check_schema(dataset, with_labels=False)
-        self.settle()
-        precision, size, rows = self._settled_precision(), self.eval_batch_size(batch_size), len(dataset)
-        with self.averaged(), self._share(dataset, size) as reader:
-            own = predict(self.module, reader, rows, self.objective, precision, self.device)
-        if self.group.size == 1:
-            return own
-        return in_order(own, [min(size, rows - start) for start in range(0, rows, size)], self.group)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Let the module hold the running mean of its weights for a block, where solver.ema_decay keeps one."""
-        self.settle()
-        mean = self.stepper.mean
-        return nullcontext() if mean is None else mean.in_place()
-
-    def eval_batch_size(self, batch_size: int | None = None) -> int:
-        """Return the rows of an evaluation or prediction batch."""
-        return batch_size or self.solver.eval_batch_size or max(self.solver.batch_size, 8192)
-
-    def _settled_precision(self) -> Precision:
-        """Return the precision; before "auto" was settled by training, float32."""
-        return self.precision or Precision("fp32")
-
-    def check_schema(self, dataset: Dataset | KafkaStream, *, with_labels: bool = True) -> None:
-        """Refuse a data set whose columns are not the model's; with_labels=False lets labels be absent."""
-        check_columns(self.schema, dataset, with_labels=with_labels)
-
-    # Checkpoints ------------------------------------------------------------------------------------------
-
-    def place(self) -> Progress:
-        """Return where training stands: counts, precision, every process's random generators, history."""
-        self.settle()
-        arrays, random = group_random_state(self.device, self.group)
-        precision = None if self.precision is None else self.precision.name
-        rows = [finite_or_none(row) for row in self.history.rows]
-        values = {"precision": precision, "random": random, **self.stepper.scaling()}
-        place = Progress(self.step, self.epoch, values, arrays, rows)
-        if self.stepper.mean is not None:
-            place.tensors |= self.stepper.mean.tensors()
-            place.values["mean_steps"] = self.stepper.mean.num_steps
-        return place
-
-    def take_place(self, place: Progress) -> None:
-        """Go to where `place` stood."""
-        self.step, self.epoch = place.step, place.epoch
-        self.history = History(place.history)
-        name = place.values.get("precision")
-        if self.solver.precision == "auto" and name is not None:
-            self.precision = Precision(name)
-        if place.tensors:
-            random = place.values["random"]
-            restore_group_random_state(place.tensors, random, self.device, self.group, self.solver.seed, self.step)
-        self.stepper.take_scaling(place.values)
-        self.take_mean(place)
-
-    def go_on_from(self, before: Trainer) -> None:
-        """Go on where another trainer of the same module stands: optimizer, counts, generators, running mean."""
-        self.stepper.optimizer = before.stepper.optimizer
-        place = before.place()
-        place.values.pop("mean_steps", None)
-        self.take_place(place)
-        mean, decay = before.stepper.mean, self.solver.ema_decay
-        self.stepper.mean = None if mean is None or decay is None else mean.attach(decay)
-
-    def take_mean(self, place: Progress) -> None:
-        """Take over the running mean of weights of `place`; without one it starts at the weights as they are."""
-        self.stepper.mean = None
-        if self.solver.ema_decay is not None and "mean_steps" in place.values:
-            self.stepper.mean = WeightMean(self.module, self.solver.ema_decay)
-            self.stepper.mean.restore(place, place.values["mean_steps"])
-
-    def save_checkpoint(self, folder: str | AnyPath, *, optimizer_state: bool = True) -> None:
-        """Write weights, optimizer state and the place in training to a folder, atomically.
-
-        Args:
-            folder: a folder or a URL; an existing checkpoint there is replaced when the new one is whole.
-            optimizer_state: False writes weights only: those that the model predicts with.
-
-        Raises:
-            CheckpointError: the disk is full or not writable; an older checkpoint stays whole.
-            RemoteError: the store does not answer or refuses.
-        """
-        self.settle()
-        with staged(folder, self.group) as path:
-            if optimizer_state:
-                place, optimizer = self.place(), self.stepper.optimizer
-                write_checkpoint(path, self.module, optimizer=optimizer, progress=place, group=self.group)
-                return
-            with self.averaged():
-                write_checkpoint(path, self.module, optimizer_state=False, group=self.group)
-
-    def load_checkpoint(self, folder: str | AnyPath, *, weights_only: bool = False) -> None:
-        """Verify a checkpoint and load it into the module, the optimizers and the counts.
-
-        Args:
-            folder: written by `save_checkpoint` or found in a run folder.
-            weights_only: take the weights and start everything else anew.
-
-        Raises:
-            CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
-        """
-        self.settle()
-        place = self.stepper.load(folder, weights_only=weights_only)
-        if not weights_only:
-            self.take_place(place)

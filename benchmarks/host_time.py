@@ -1,0 +1,128 @@
+"""Host time of a training step on one CPU thread: Python, torch's dispatcher and the launch of kernels.
+
+    python benchmarks/host_time.py [--profile] [--small]
+
+The model has DCN's graph at Criteo's 26 + 13 columns with narrow layers and tables, and batches of one row: the calls
+are those of a full batch, and kernels have almost nothing to compute. The figure is CPU time of the thread, the median
+of the fastest fifth of the steps, because other processes only ever add to it. The peer is the same graph in plain
+PyTorch with `nn.Embedding` and `torch.optim.Adam(foreach=True)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+from collections.abc import Callable
+from time import thread_time
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import viviane as vv
+from record import record
+from viviane.batch import Batch
+from viviane.zoo import DCN
+
+GOAL_MS = 0.25
+NUM_CATEGORICAL, NUM_DENSE, DIM, HIDDEN = 26, 13, 4, (8, 8)
+
+
+class PlainDCN(nn.Module):
+    """The same graph in plain PyTorch."""
+
+    def __init__(self, num_ids: int, num_cross: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(num_ids, DIM) for _ in range(NUM_CATEGORICAL)])
+        width = NUM_CATEGORICAL * DIM + NUM_DENSE
+        self.cross = nn.ModuleList([nn.Linear(width, 1) for _ in range(num_cross)])
+        sizes = [width, *HIDDEN]
+        self.deep = nn.Sequential(
+            *(one for i in range(len(HIDDEN)) for one in (nn.Linear(*sizes[i : i + 2]), nn.ReLU()))
+        )
+        self.last = nn.Linear(width + HIDDEN[-1], 1)
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        x = torch.cat([dense, *(table(ids[:, i]) for i, table in enumerate(self.tables))], 1)
+        crossed = x
+        for layer in self.cross:
+            crossed = x * layer(crossed) + crossed
+        out: Tensor = self.last(torch.cat([crossed, self.deep(x)], 1))
+        return out
+
+
+def batch_of(schema: vv.Schema) -> Batch:
+    """One row."""
+    rng = np.random.default_rng(0)
+    columns = {"y": rng.integers(0, 2, 1)}
+    columns |= {one.name: rng.normal(size=1).astype("float32") for one in schema.dense}
+    columns |= {one.name: rng.integers(3, 200, 1) for one in schema.categorical}
+    return Batch.from_columns(schema, columns)
+
+
+def own_step() -> Callable[[], object]:
+    schema = vv.Schema(
+        labels=[{"name": "y"}],
+        dense=[{"name": f"x{i}"} for i in range(NUM_DENSE)],
+        categorical=[{"name": f"c{i}", "num_ids": 200} for i in range(NUM_CATEGORICAL)],
+    )
+    model = vv.Model(vv.Solver(batch_size=512, device="cpu", num_threads=1), schema)
+    model.add(DCN(dim=DIM, deep_mlp=list(HIDDEN)))
+    model.compile(vv.Adam())
+    batch, trainer = batch_of(schema), model.trainer
+    return lambda: trainer.train_step(batch)
+
+
+def plain_step() -> Callable[[], object]:
+    model = PlainDCN(200, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
+    dense, ids, label = torch.randn(1, NUM_DENSE), torch.randint(200, (1, NUM_CATEGORICAL)), torch.ones(1, 1)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.binary_cross_entropy_with_logits(model(dense, ids), label).backward()
+        optimizer.step()
+
+    return step
+
+
+def milliseconds(step: Callable[[], object], count: int) -> tuple[float, float, float]:
+    """Return the median of the fastest fifth of the steps, and the 20th and 80th percentile of all."""
+    for _ in range(30):
+        step()
+    seconds = []
+    for _ in range(count):
+        start = thread_time()
+        step()
+        seconds.append(thread_time() - start)
+    times = np.sort(np.asarray(seconds)) * 1e3
+    return float(np.median(times[: count // 5])), float(np.quantile(times, 0.2)), float(np.quantile(times, 0.8))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--small", action="store_true", help="few steps; prints only")
+    parser.add_argument("--profile", action="store_true", help="print the functions that take most of the time")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    count = 100 if arguments.small else 1500
+    step = own_step()
+    own, low, high = milliseconds(step, count)
+    plain, _, _ = milliseconds(plain_step(), count)
+    record(
+        bench="host_time", case="DCN, 26 + 13 columns, 1 CPU thread", metric="host time of a training step", value=own,
+        unit="ms", better="lower", goal=GOAL_MS, peer="plain PyTorch, ms", peer_value=plain, spread=(low, high),
+        shape={"rows": 1, "dim": DIM, "hidden": list(HIDDEN)},
+    )  # fmt: skip
+    if arguments.profile:
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(count):
+            step()
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+
+
+if __name__ == "__main__":
+    main()

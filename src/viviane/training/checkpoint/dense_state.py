@@ -1,0 +1,110 @@
+"""The dense weights of a module and the state of their optimizer, as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from viviane.core.errors import CheckpointError
+from viviane.embedding.module_parts import dense_buffers, dense_modules, dense_parameters
+from viviane.optim import DenseOptimizer
+
+
+def dense_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint stores of a module outside its tables: parameters and persistent buffers.
+
+    Raises:
+        CheckpointError: a submodule keeps extra state that is not a tensor (torch would pickle it).
+    """
+    tensors: dict[str, Tensor] = {**dense_parameters(module), **dense_buffers(module)}
+    for prefix, part in dense_modules(module):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            raise CheckpointError(
+                "a submodule keeps extra state, which only a pickle could hold",
+                where=prefix.rstrip(".") or "the module itself",
+                value=type(part).__name__,
+                fix="keep the state in a buffer (register_buffer)",
+            )
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def optimizer_tensors(
+    optimizer: DenseOptimizer, parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return an optimizer's state: (tensors, plain values) by "<parameter>:<state>".
+
+    Step counts that a parameter group keeps stand among the plain values as ":<group>:step".
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            where = f"{names[id(parameter)]}:{key}"
+            if isinstance(value, Tensor):
+                tensors[where] = value.detach()
+            elif value is None or isinstance(value, bool | int | float | str):
+                values[where] = value
+            else:
+                raise CheckpointError(
+                    "the dense optimizer keeps state that is neither a tensor nor a number",
+                    where=where,
+                    value=type(value).__name__,
+                )
+    for i, group in enumerate(optimizer.param_groups):
+        if "step" in group:
+            values[f":{i}:step"] = group["step"]
+    return tensors, values
+
+
+def restore_optimizer(
+    optimizer: DenseOptimizer,
+    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    where: str,
+) -> None:
+    """Put back what `optimizer_tensors` returned, in place of the optimizer's present state.
+
+    Raises:
+        CheckpointError: state of a parameter that the optimizer does not have, or of another shape.
+    """
+    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    fresh: dict[Tensor, dict[str, Any]] = {}
+    steps: dict[int, int] = {}
+    for full, value in {**tensors, **values}.items():
+        name, _, key = full.rpartition(":")
+        if name.startswith(":"):
+            steps[int(name[1:])] = value
+            continue
+        parameter = parameters.get(name)
+        if parameter is None or id(parameter) not in ours:
+            raise CheckpointError("optimizer state of a parameter that is not trained here", where=where, value=name)
+        if isinstance(value, Tensor):
+            if value.dim() and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {name!r} has another shape",
+                    where=where,
+                    value=list(value.shape),
+                    allowed=str(list(parameter.shape)),
+                )
+            fresh.setdefault(parameter, {})[key] = value.to(parameter.device, copy=True)
+        else:
+            fresh.setdefault(parameter, {})[key] = value
+    for state in fresh.values():
+        if set(state) != set(optimizer.state_names):
+            raise CheckpointError(
+                "the dense weights were trained by another optimizer",
+                where=where,
+                value=f"state: {', '.join(sorted(state))}",
+                allowed=", ".join(optimizer.state_names) or "none",
+                fix="resume with the optimizer of that run, or load with weights_only=True",
+            )
+    if steps.keys() != {i for i, group in enumerate(optimizer.param_groups) if "step" in group}:
+        raise CheckpointError("the optimizer has other parameter groups", where=where, value=sorted(steps))
+    for i, step in steps.items():
+        optimizer.param_groups[i]["step"] = step
+    optimizer.state.clear()
+    optimizer.state.update(fresh)

@@ -1,0 +1,183 @@
+"""Load a module, its optimizer state and its place in training from a folder of named tensors.
+
+The format is logical: tables and parameters by name, in their true shape, whatever the machine held them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from viviane.core.errors import CheckpointError
+from viviane.core.json_files import read_json
+from viviane.core.locations import AnyPath
+from viviane.core.remote.cache import local_copy
+from viviane.embedding.module_parts import dense_parameters
+from viviane.optim import DenseOptimizer
+from viviane.parallel import Group
+from viviane.training.checkpoint.dense_state import dense_tensors, restore_optimizer
+from viviane.training.checkpoint.group_results import on_all_ranks
+from viviane.training.checkpoint.manifest import (
+    DENSE_FILE,
+    HISTORY_FILE,
+    OPTIMIZER_FILE,
+    PROGRESS_FILE,
+    Manifest,
+    TensorEntry,
+    read_manifest,
+    verify_files,
+)
+from viviane.training.checkpoint.saved_table import Progress, SavedTable
+from viviane.training.checkpoint.table_files import TableFile, table_files
+from viviane.training.checkpoint.table_parts import group_of
+from viviane.training.checkpoint.tensor_files import read_tensors
+
+_MAX_DIFFERENCES: Final = 20
+
+
+def load_checkpoint(
+    folder: str | AnyPath,
+    module: nn.Module,
+    *,
+    optimizer: DenseOptimizer | None = None,
+    weights_only: bool = False,
+    group: Group | None = None,
+) -> Progress:
+    """Verify a checkpoint, then copy it into a module of the same shape and its dense optimizer.
+
+    Nothing is changed before every file was verified and every name and shape compared. The checkpoint may be of
+    another number of processes, or another plan: each process reads what it needs, and verifies its share of files.
+
+    Args:
+        folder: the checkpoint.
+        module: takes parameters, buffers and embedding tables.
+        optimizer: the dense optimizer; None where the module has no dense parameters.
+        weights_only: leave the dense optimizer alone and start the tables' optimizers anew.
+        group: the processes that call it together; None takes those that have the module's tables.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
+    """
+    path, group = local_copy(folder), group or group_of(module)
+    manifest, tables = on_all_ranks(group, lambda: _verified(path, module, weights_only, group))
+    saved = _dense(path, manifest)
+    if optimizer is not None and not weights_only:
+        if OPTIMIZER_FILE not in manifest.files:
+            raise CheckpointError(
+                "the checkpoint lacks the state of the dense optimizer", where=str(path / OPTIMIZER_FILE),
+                fix="load it with weights_only=True",
+            )  # fmt: skip
+        restore_optimizer(
+            optimizer,
+            dense_parameters(module),
+            read_tensors(path / OPTIMIZER_FILE),
+            manifest.dense_optimizer_values,
+            str(path / OPTIMIZER_FILE),
+        )
+    with torch.no_grad():
+        for name, tensor in dense_tensors(module).items():
+            tensor.copy_(saved[name])
+    for table, content in tables:
+        table.restore(content, weights_only)
+    tensors = read_tensors(path / PROGRESS_FILE) if PROGRESS_FILE in manifest.files else {}
+    history = _history(path / HISTORY_FILE) if HISTORY_FILE in manifest.files else []
+    saved_tables = {table.full: content for table, content in tables}
+    return Progress(manifest.step, manifest.epoch, dict(manifest.progress), tensors, history, saved_tables)
+
+
+def load_dense_weights(path: Path, module: nn.Module, manifest: Manifest) -> None:
+    """Verify the file of the dense weights alone, and copy it into a module whose tables are elsewhere.
+
+    Args:
+        path: the checkpoint, a folder of this machine.
+        module: takes parameters and buffers.
+        manifest: of the checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or altered, or of another model.
+    """
+    verify_files(path, manifest, [DENSE_FILE])
+    copy_dense(_dense(path, manifest), module, str(path / DENSE_FILE))
+
+
+def copy_dense(saved: Mapping[str, Tensor], module: nn.Module, where: str) -> None:
+    """Copy named tensors into a module's parameters and buffers, when all of them fit.
+
+    Raises:
+        CheckpointError: names, shapes or types differ; nothing is changed then.
+    """
+    own = dense_tensors(module)
+    kinds = {name: str(TensorEntry.of(tensor)) for name, tensor in own.items()}
+    found = {name: str(TensorEntry.of(tensor)) for name, tensor in saved.items()}
+    wrong = sorted(name for name in kinds.keys() | found.keys() if kinds.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError("the dense weights are of another model", where=f"{where}, {name}",
+                              value=found.get(name, "absent"), allowed=kinds.get(name, "absent"))  # fmt: skip
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+
+
+def _history(file: Path) -> list[dict[str, Any]]:
+    rows = read_json(file, error=CheckpointError)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise CheckpointError("the history of a checkpoint is a list of rows", where=str(file))
+    return rows
+
+
+def _verified(
+    path: Path, module: nn.Module, weights_only: bool, group: Group
+) -> tuple[Manifest, list[tuple[TableFile, SavedTable]]]:
+    """Verify this process's share of the files, and map the tables that it needs."""
+    manifest = read_manifest(path)
+    by_size = sorted(manifest.files, key=lambda name: (manifest.files[name].bytes, name))
+    verify_files(path, manifest, by_size[group.rank :: group.size])
+    _compare(path, manifest, module)
+    if not weights_only and not manifest.optimizer_state:
+        raise CheckpointError(
+            "the checkpoint holds weights only, training cannot go on from it",
+            where=str(path),
+            fix="load it with weights_only=True, or resume from a checkpoint of a run folder",
+        )
+    return manifest, [
+        (table, table.read(path, manifest.tables[table.full], weights_only)) for table in table_files(module)
+    ]
+
+
+def _dense(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Read the dense weights, and compare their names, shapes and types with the manifest's."""
+    found = read_tensors(path / DENSE_FILE)
+    kinds = {name: str(TensorEntry.of(tensor)) for name, tensor in found.items()}
+    listed = {name: str(entry) for name, entry in manifest.dense.items()}
+    wrong = sorted(name for name in kinds.keys() | listed.keys() if kinds.get(name) != listed.get(name))
+    if wrong:
+        raise CheckpointError(
+            "the dense weights are not those that the manifest lists", where=f"{path / DENSE_FILE}, {wrong[0]!r}",
+            value=kinds.get(wrong[0], "absent"), allowed=listed.get(wrong[0], "absent"), fix="use another checkpoint",
+        )  # fmt: skip
+    return found
+
+
+def _compare(path: Path, manifest: Manifest, module: nn.Module) -> None:
+    """Refuse a checkpoint whose names or shapes are not the module's."""
+    mine = {name: str(TensorEntry.of(tensor)) for name, tensor in dense_tensors(module).items()}
+    theirs = {name: str(entry) for name, entry in manifest.dense.items()}
+    mine |= {f"table {table.full}": table.signature for table in table_files(module)}
+    theirs |= {f"table {full}": entry.signature for full, entry in manifest.tables.items()}
+    lines = [f"{name}: only in the checkpoint, {theirs[name]}" for name in sorted(theirs.keys() - mine.keys())]
+    lines += [f"{name}: only in the model, {mine[name]}" for name in sorted(mine.keys() - theirs.keys())]
+    both = sorted(mine.keys() & theirs.keys())
+    lines += [f"{n}: {theirs[n]} in the checkpoint, {mine[n]} in the model" for n in both if mine[n] != theirs[n]]
+    if lines:
+        more = [f"and {len(lines) - _MAX_DIFFERENCES} more"] if len(lines) > _MAX_DIFFERENCES else []
+        listed = "".join(f"\n    {line}" for line in [*lines[:_MAX_DIFFERENCES], *more])
+        raise CheckpointError(
+            f"the checkpoint is of another model:{listed}",
+            where=str(path),
+            fix="build the model with the settings it was saved with",
+        )

@@ -1,0 +1,361 @@
+"""The manifest of a checkpoint: what it holds, of which model, and the size and check sum of every file.
+
+    step-00001000/
+        manifest.json               this, with a check sum of itself
+        dense.safetensors           parameters and buffers outside embedding tables, by name
+        dense_optimizer.safetensors their optimizer state, "<parameter>:<state>"
+        progress.safetensors        states of the random generators
+        tables/<collection>.<table>.safetensors     weight, state.<name>, mean; of dynamic tables keys, rows, ... too
+        tables/<collection>.<table>.1-of-4.safetensors  the same of some keys and columns, where a table is spread
+        history.json                rows of metrics so far
+
+No file holds a pickle: nothing in a checkpoint can run code when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import gcd
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import torch
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from viviane.config.base import Settings, load_json
+from viviane.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, VivianeError
+from viviane.core.file_names import file_inside
+from viviane.core.files import file_sha256, write_json_atomic
+
+MANIFEST_FILE: Final = "manifest.json"
+DENSE_FILE: Final = "dense.safetensors"
+OPTIMIZER_FILE: Final = "dense_optimizer.safetensors"
+PROGRESS_FILE: Final = "progress.safetensors"
+HISTORY_FILE: Final = "history.json"
+FORMAT: Final = "viviane-checkpoint"
+VERSION: Final = 1
+SHARDED_VERSION: Final = 2  # with tables of several files, which readers of version 1 do not know
+MAX_SHARDS: Final = 4096
+"""Files of a table at most; comparing all pairs of them takes seconds."""
+_Size = Annotated[int, Field(ge=0, le=1 << 62)]
+
+
+class FileEntry(Settings):
+    """Size and check sum of one file."""
+
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class TensorEntry(Settings):
+    """Shape and type of one parameter or buffer."""
+
+    shape: tuple[_Size, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorEntry:
+        """Describe a tensor."""
+        return cls(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class ShardEntry(Settings):
+    """A file with some keys and columns of a table.
+
+    Args:
+        keys: start, stop, step of the range of keys; row i is of key start + i * step.
+        columns: start, stop.
+    """
+
+    file: str
+    keys: tuple[_Size, _Size, Annotated[int, Field(ge=1, le=1 << 62)]]
+    columns: tuple[_Size, _Size]
+
+    @property
+    def rows(self) -> range:
+        """Its keys."""
+        return range(*self.keys)
+
+    def overlaps(self, other: ShardEntry) -> bool:
+        """Say whether both hold a number of the same key and column."""
+        if max(self.columns[0], other.columns[0]) >= min(self.columns[1], other.columns[1]):
+            return False
+        return bool(overlap(self.rows, other.rows))
+
+
+class TableEntry(Settings):
+    """One embedding table: where its rows are and what optimizer state goes with them.
+
+    Args:
+        file: with the whole table; None where it has shards.
+        shards: they cover the table, without overlap.
+        weight: of the whole table; of a dynamic table, a row for each key.
+        has_mean: whether the running mean of its rows is there too, as "mean".
+    """
+
+    file: str | None = None
+    shards: tuple[ShardEntry, ...] = ()
+    weight: TensorEntry
+    state: tuple[str, ...] = ()
+    has_mean: bool = False
+    step: int = 0
+    is_dynamic: bool = False
+
+    @property
+    def signature(self) -> str:
+        """What must agree between a checkpoint and a module: type and shape; a dynamic table may have any rows."""
+        return f"{self.weight.dtype}[keys, {self.weight.shape[1]}]" if self.is_dynamic else str(self.weight)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All its files."""
+        return (self.file,) if self.file is not None else tuple(shard.file for shard in self.shards)
+
+    @model_validator(mode="after")
+    def _check(self) -> TableEntry:
+        if (self.file is None) != bool(self.shards):
+            raise ValueError("a table has either a file or shards")
+        if len(self.weight.shape) != 2:
+            raise ValueError(f"a table has rows and columns, not the shape {list(self.weight.shape)}")
+        if self.shards:
+            self._check_shards()
+        return self
+
+    def _check_shards(self) -> None:
+        """Refuse shards that leave the table, leave a part of it out, or hold a part twice."""
+        rows, dim = self.weight.shape
+        if len(self.shards) > MAX_SHARDS:
+            raise ValueError(f"{len(self.shards)} shards, at most {MAX_SHARDS} are allowed")
+        if self.is_dynamic:
+            raise ValueError("a dynamic table has one file")
+        for one in self.shards:
+            if not (one.columns[0] <= one.columns[1] <= dim and (not one.rows or one.rows[-1] < rows)):
+                raise ValueError(f"the shard {one.file!r} leaves the table")
+        if sum(len(one.rows) * (one.columns[1] - one.columns[0]) for one in self.shards) != rows * dim:
+            raise ValueError("the shards do not cover the table")
+        for twice in _overlapping(self.shards):
+            raise ValueError(f"the shards {twice[0].file!r} and {twice[1].file!r} overlap")
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what a table does not have: one without shards is described as in version 1."""
+        body: dict[str, Any] = serialize(self)
+        del body["shards" if self.file is not None else "file"]
+        if not self.has_mean:
+            del body["has_mean"]
+        return body
+
+
+class Manifest(Settings):
+    """What a checkpoint holds.
+
+    Args:
+        step, epoch: how far training was.
+        dense: parameters and buffers outside tables.
+        optimizer_state: False where only weights were saved.
+        tables: embedding tables, by "<collection>.<table>".
+        progress: what the training loop needs to go on: reader position, generators, early stopping.
+        files: every other file of the folder.
+        plans: of collections over several processes, by name: what `Solver.plan` takes.
+    """
+
+    format: Literal["viviane-checkpoint"] = FORMAT
+    version: int = VERSION
+    viviane: str
+    torch: str
+    step: int
+    epoch: int
+    dense: dict[str, TensorEntry]
+    optimizer_state: bool
+    dense_optimizer_values: dict[str, Any]
+    tables: dict[str, TableEntry]
+    progress: dict[str, Any]
+    files: dict[str, FileEntry]
+    plans: dict[str, Any] = Field(default_factory=dict)
+
+
+def _overlapping(shards: Sequence[ShardEntry]) -> Iterator[tuple[ShardEntry, ShardEntry]]:
+    """Yield pairs of shards with a number in common.
+
+    Shards of equal columns and steps are sorted, so that neighbours alone need a look; those of different kinds are
+    compared in pairs.
+    """
+    kinds: dict[tuple[int, ...], list[ShardEntry]] = {}
+    for one in shards:
+        if one.rows:
+            kinds.setdefault((*one.columns, one.keys[2]), []).append(one)
+    for alike in kinds.values():
+        alike.sort(key=lambda one: (one.keys[0] % one.keys[2], one.keys[0]))
+        yield from ((one, other) for one, other in pairwise(alike) if one.overlaps(other))
+    groups = list(kinds.values())
+    for number, group in enumerate(groups):
+        for later in groups[number + 1 :]:
+            yield from ((one, other) for one in group for other in later if one.overlaps(other))
+
+
+def version_of(tables: Mapping[str, TableEntry]) -> int:
+    """Return the version of the format that tables need."""
+    return SHARDED_VERSION if any(table.shards for table in tables.values()) else VERSION
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, sealed with a check sum of itself.
+
+    Raises:
+        CheckpointError: two tables would have one file.
+    """
+    _check_names(manifest, folder / MANIFEST_FILE)
+    body = manifest.to_dict()
+    write_json_atomic(folder / MANIFEST_FILE, {**body, "sha256": _seal(body)})
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read and verify the manifest alone; `verify_checkpoint` looks at the other files too.
+
+    Raises:
+        CheckpointError: there is no checkpoint, its format is unknown, the manifest was altered, or it names files
+            that are not its own.
+    """
+    path = Path(folder) / MANIFEST_FILE
+    if not path.is_file():
+        fix = "name a folder with manifest.json"
+        raise CheckpointNotFoundError("there is no checkpoint here", where=str(path), fix=fix)
+    try:
+        body = load_json(path)
+    except VivianeError as error:
+        raise CheckpointError(
+            "the checkpoint's manifest was truncated or altered", where=str(path), value=error.value
+        ) from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise CheckpointError("not a checkpoint of Viviane", where=str(path), allowed=f"format {FORMAT!r}")
+    if body.get("version") not in (VERSION, SHARDED_VERSION):
+        raise CheckpointError(
+            "the checkpoint has another format version",
+            where=str(path),
+            value=body.get("version"),
+            allowed=f"version {VERSION} or {SHARDED_VERSION}",
+            fix=f"read it with viviane {body.get('viviane')}, which wrote it",
+        )
+    sealed = body.pop("sha256", None)
+    if sealed != _seal(body):
+        raise CheckpointError(
+            "the checkpoint's manifest was altered: its check sum differs",
+            where=str(path),
+            fix="use another checkpoint",
+        )
+    try:
+        manifest = Manifest.from_dict(body, where=str(path))
+    except ConfigError as error:
+        raise CheckpointError(
+            "the checkpoint's manifest is malformed", where=error.where, value=error.what, fix="use another checkpoint"
+        ) from error
+    _check_names(manifest, path)
+    return manifest
+
+
+def _check_names(manifest: Manifest, path: Path) -> None:
+    """Refuse names that leave the folder, and files that are read without being listed."""
+    for name in manifest.files:
+        file_inside(path.parent, name, where=str(path), error=CheckpointError)
+    owner: dict[str, str] = {}
+    listed = [(f"table {full!r}", name) for full, entry in manifest.tables.items() for name in entry.files]
+    for what, name in [("the dense weights", DENSE_FILE), *listed]:
+        if name not in manifest.files or name == MANIFEST_FILE:
+            raise CheckpointError(
+                "the manifest names a file that is not in its list", where=f"{path}, {what}", value=name,
+                allowed="a name under \"files\", with size and check sum", fix="use another checkpoint",
+            )  # fmt: skip
+        if name in owner:
+            raise CheckpointError(
+                "two parts of the checkpoint name one file", where=f"{path}, {owner[name]} and {what}", value=name,
+                fix="use another checkpoint",
+            )  # fmt: skip
+        owner[name] = what
+
+
+def verify_checkpoint(folder: str | Path) -> Manifest:
+    """Read every file of a checkpoint and compare sizes and check sums.
+
+    Raises:
+        CheckpointError: naming the file that is missing, truncated or altered.
+    """
+    manifest = read_manifest(folder)
+    verify_files(Path(folder), manifest, manifest.files)
+    return manifest
+
+
+def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read some files of a checkpoint and compare sizes and check sums; errors as of `verify_checkpoint`."""
+    for name in names:
+        entry = manifest.files[name]
+        file = file_inside(path, name, where=str(path / MANIFEST_FILE), error=CheckpointError)
+        if not file.is_file():
+            raise CheckpointError("a file of the checkpoint is missing", where=str(file), fix="use another checkpoint")
+        size = file.stat().st_size
+        if size != entry.bytes:
+            kind = "truncated" if size < entry.bytes else "altered: it is too long"
+            raise CheckpointError(
+                f"a file of the checkpoint was {kind}",
+                where=str(file),
+                value=f"{size} bytes",
+                allowed=f"{entry.bytes} bytes",
+                fix="use another checkpoint",
+            )
+        found = file_sha256(file)
+        if found != entry.sha256:
+            raise CheckpointError(
+                "a file of the checkpoint was altered: its check sum differs",
+                where=str(file),
+                value=found,
+                allowed=entry.sha256,
+                fix="use another checkpoint",
+            )
+
+
+def _seal(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def overlap(one: range, other: range) -> range:
+    """Return the keys that are in both ranges; steps are positive.
+
+    With steps s and t the common keys are lcm(s, t) apart; the first is found by the Chinese remainder theorem.
+
+    Example:
+        >>> list(overlap(range(1, 30, 4), range(0, 30, 3)))
+        [9, 21]
+        >>> list(overlap(range(0, 10, 2), range(1, 10, 2)))
+        []
+    """
+    if not one or not other:
+        return range(0)
+    common = gcd(one.step, other.step)
+    distance = other.start - one.start
+    if distance % common:
+        return range(0)
+    step = one.step // common * other.step
+    turns = distance // common * pow(one.step // common, -1, other.step // common) % (other.step // common)
+    first = one.start + turns * one.step
+    missing = max(one.start, other.start) - first
+    if missing > 0:
+        first += -(-missing // step) * step
+    return range(first, min(one[-1], other[-1]) + 1, step)
+
+
+def positions(part: range, whole: range) -> slice:
+    """Return where the keys of `part`, which are all in `whole`, stand there.
+
+    Example:
+        >>> positions(range(9, 22, 12), range(1, 30, 4))
+        slice(2, 6, 3)
+    """
+    start = (part[0] - whole.start) // whole.step
+    step = max(1, part.step // whole.step)
+    return slice(start, start + (len(part) - 1) * step + 1, step)

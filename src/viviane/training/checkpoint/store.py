@@ -1,0 +1,223 @@
+"""The checkpoints of one run: step-00001000/, ... and index.json with the latest and the best."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Final, Literal
+
+from torch import nn
+
+from viviane.core.errors import CheckpointError, VivianeError
+from viviane.core.files import write_json_atomic
+from viviane.core.logging import get_logger
+from viviane.embedding import CachedStorage
+from viviane.embedding.module_parts import collections_of
+from viviane.optim import DenseOptimizer
+from viviane.parallel import Group
+from viviane.training.checkpoint.background import BackgroundWriter
+from viviane.training.checkpoint.group_results import on_all_ranks, on_first_rank
+from viviane.training.checkpoint.manifest import read_manifest, verify_checkpoint
+from viviane.training.checkpoint.remote_run import RunMirror
+from viviane.training.checkpoint.saved_table import Progress
+from viviane.training.checkpoint.write import Content, collect, write_content
+
+SMALL_BYTES: Final = 16 << 20
+"""A process with fewer bytes of rows writes them as fast as it starts a thread and holds them."""
+INDEX_FILE: Final = "index.json"
+_STEP = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.(step-\d{8,}|index\.json)\..+\.(tmp|old|lock)")
+_log = get_logger("training.checkpoint")
+
+
+class CheckpointStore:
+    """Keeps the newest checkpoints of a run and the best one.
+
+    Which one is the best is read from the checkpoints themselves (`progress["score"]`), so that a process
+    killed between a save and the index loses nothing.
+
+    Args:
+        folder: where they stand.
+        keep: how many of the newest stay; the best stays besides.
+        higher_is_better: how scores compare.
+        group: the processes that save together; of several, rank 0 alone looks after the folder.
+
+    Example:
+        >>> CheckpointStore("runs/none", keep=2).steps()
+        []
+    """
+
+    def __init__(
+        self, folder: str | Path, keep: int, *, higher_is_better: bool = True, group: Group | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+        self.higher_is_better = higher_is_better
+        self.group = group or Group()
+        self._writer = BackgroundWriter()
+        self._beside: Group | None = None
+        self.mirror: RunMirror | None = None
+        """Where each whole checkpoint is published besides."""
+
+    def clean(self) -> None:
+        """Remove what killed saves left behind; only names that saves make."""
+        if self.group.rank > 0:
+            return
+        for leftover in self.folder.glob(".*"):
+            if _LEFTOVER.fullmatch(leftover.name):
+                _log.info("removing %s, left by a save that was killed", leftover)
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self.folder / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, rising."""
+        if not self.folder.exists():
+            return []
+        found = [_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir()]
+        return sorted(int(match[1]) for match in found if match)
+
+    def save(
+        self,
+        module: nn.Module,
+        optimizer: DenseOptimizer | None,
+        progress: Progress,
+        *,
+        beside: bool | Literal["auto"] = False,
+    ) -> Path:
+        """Write a checkpoint, then the index, then remove those that are too old.
+
+        `progress.values["score"]` is the first metric of an evaluation at this very step, or None.
+
+        Args:
+            module, optimizer, progress: what is written, as it is now.
+            beside: write in a thread while training goes on; "auto" does where a process has more than
+                `SMALL_BYTES` to write. At most one save is in work: the next one waits for it, and raises its error.
+
+        Raises:
+            CheckpointError: this save or the one before it failed.
+        """
+        self.finish()
+        path, hold = self.path(progress.step), beside if isinstance(beside, bool) else self._is_large(module)
+        content = on_all_ranks(self.group, lambda: collect(module, optimizer, progress, self.group, hold=hold))
+        if hold:
+            group = self._group_beside()
+            self._writer.start(str(path), lambda: self._write(path, content, progress.step, group))
+        else:
+            self._write(path, content, progress.step, self.group)
+        return path
+
+    def _write(self, path: Path, content: Content, step: int, group: Group) -> None:
+        try:
+            write_content(path, content, group)
+        finally:
+            content.close()
+        on_first_rank(group, lambda: self._tidy(path, step))
+
+    def _is_large(self, module: nn.Module) -> bool:
+        """Say whether any process has much to write."""
+        storages = [one for collection in collections_of(module).values() for one in collection.all_storages()]
+        own = sum(one.weight.numel() * one.weight.element_size() for one in storages)
+        in_tiers = any(isinstance(one, CachedStorage) for one in storages)
+        told = self.group.gather_numbers([own, int(in_tiers)])
+        if any(one[1] for one in told):
+            return False  # rows in tiers are read while nothing moves them
+        return max(one[0] for one in told) > SMALL_BYTES
+
+    def _group_beside(self) -> Group:
+        """Return the same processes for the thread that writes: its exchanges stand in no order to training's."""
+        if self._beside is None:
+            self._beside = self.group.for_thread()
+        return self._beside
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save in a thread has failed; `finish` raises its error."""
+        return self._writer.has_failed
+
+    def finish(self) -> None:
+        """Wait for a save that is in work.
+
+        Raises:
+            CheckpointError: it failed; names the folder.
+        """
+        try:
+            self._writer.finish()
+        except CheckpointError as error:
+            raise self.group.all_know(error) from error.__cause__
+
+    def close(self) -> None:
+        """Wait for a save that is in work, where an error ends training already: the save's own is logged."""
+        try:
+            self._writer.finish()
+        except VivianeError as error:
+            _log.warning("%s", error)
+
+    def _tidy(self, path: Path, step: int) -> None:
+        have = self.steps()
+        best = self._best(have)
+        index = {
+            "latest": path.name,
+            "best": None if best is None else {"folder": self.path(best[0]).name, "score": best[1]},
+        }
+        write_json_atomic(self.folder / INDEX_FILE, index)
+        kept = {*have[-self.keep :], step, *([] if best is None else [best[0]])}
+        for old in have:
+            if old not in kept:
+                self._remove(old)
+        if self.mirror is not None:
+            self.mirror.push()
+
+    def latest_whole(self) -> Path | None:
+        """Return the newest checkpoint whose files are all as they were written; None where there is none at all.
+
+        A damaged one is named in the log and an older one is taken: since resuming repeats the same steps
+        bit by bit, that costs time and nothing else.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole.
+        """
+        damaged: CheckpointError | None = None
+        for step in reversed(self.steps()):
+            try:
+                verify_checkpoint(self.path(step))
+            except CheckpointError as error:
+                damaged = damaged or error
+                _log.warning("skipping a damaged checkpoint: %s", error)
+            else:
+                return self.path(step)
+        if damaged is not None:
+            raise damaged
+        return None
+
+    def best_path(self) -> Path | None:
+        """Return the folder of the checkpoint with the best score; None where none was evaluated."""
+        best = self._best(self.steps())
+        return None if best is None else self.path(best[0])
+
+    def _best(self, steps: list[int]) -> tuple[int, float] | None:
+        """Return (step, score); of equal scores the earlier."""
+        best: tuple[int, float] | None = None
+        for step in steps:
+            try:
+                score = read_manifest(self.path(step)).progress.get("score")
+            except CheckpointError:
+                continue  # a damaged one cannot be the best; `latest_whole` names it
+            if score is not None and (best is None or (score > best[1] if self.higher_is_better else score < best[1])):
+                best = (step, score)
+        return best
+
+    def discard_after(self, step: int) -> None:
+        """Remove checkpoints beyond a step: damaged ones, which training will write again."""
+        for later in self.steps() if self.group.rank == 0 else []:
+            if later > step:
+                self._remove(later)
+
+    def _remove(self, step: int) -> None:
+        """Rename before removing: a process that is killed here leaves no half of a checkpoint under its name."""
+        gone = self.folder / f".{self.path(step).name}.removed.old"
+        self.path(step).rename(gone)
+        shutil.rmtree(gone)

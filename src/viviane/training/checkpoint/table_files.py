@@ -1,0 +1,196 @@
+"""Embedding tables in a checkpoint: files of named tensors, one for a whole table, or one for each shard.
+
+A table of a `TableConfig` writes weight (num_rows, dim) and state.<name>; a dynamic one its keys, rows, weight
+(K, dim), times and numbers of use, state.<name>, and what waits for admission.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import quote
+
+import torch
+from torch import Tensor, nn
+
+from viviane.core.errors import CheckpointError
+from viviane.embedding import CachedStorage, DynamicStorage, DynamicTableConfig, Storage, TableCollection
+from viviane.embedding.dynamic_content import misfits, state_entries
+from viviane.embedding.module_parts import collections_of
+from viviane.ops.row_update import initial_state
+from viviane.training.checkpoint.manifest import ShardEntry, TableEntry, TensorEntry
+from viviane.training.checkpoint.saved_table import MEAN, STATE, SavedTable
+from viviane.training.checkpoint.table_parts import TablePart, parts_of
+from viviane.training.checkpoint.tiered_restore import restore_rows
+
+_FOR_TRAINING = (STATE, "admission.")
+
+
+def table_file(full: str, index: int = 0, count: int = 1) -> str:
+    """Return the name of a table's file.
+
+    Example:
+        >>> table_file("tables.user"), table_file("tables.user", 1, 4)
+        ('tables/tables.user.safetensors', 'tables/tables.user.2-of-4.safetensors')
+    """
+    shard = "" if count == 1 else f".{index + 1}-of-{count}"
+    return f"tables/{quote(full, safe='.-_')}{shard}.safetensors"
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A table of a module, as checkpoints know it.
+
+    Args:
+        full: "<collection>.<table>".
+        collection, name: where it is.
+    """
+
+    full: str
+    collection: TableCollection
+    name: str
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether its rows come with their keys."""
+        return isinstance(self.collection.tables[self.name], DynamicTableConfig)
+
+    @property
+    def signature(self) -> str:
+        """What must agree between a checkpoint and a module."""
+        table = self.collection.tables[self.name]
+        rows = "keys" if isinstance(table, DynamicTableConfig) else table.num_rows
+        return f"{table.dtype}[{rows}, {table.dim}]"
+
+    @cached_property
+    def parts(self) -> list[TablePart]:
+        """Which process has what of it."""
+        return parts_of(self.collection, self.name)
+
+    @property
+    def _state(self) -> tuple[str, ...]:
+        """Names of its optimizer state."""
+        table = self.collection.tables[self.name]
+        rule = (table.optimizer or self.collection.optimizer) if table.trainable else None
+        return tuple(initial_state(rule))
+
+    def tensors(self, part: TablePart, optimizer_state: bool) -> dict[str, Tensor]:
+        """Return what the file of a part of this process holds; views of the live memory, where it is not dynamic."""
+        left_out = () if optimizer_state else _FOR_TRAINING
+        if isinstance(part.storage, DynamicStorage):
+            entries = state_entries(part.storage.table, "")
+        else:
+            entries = part.tensors()
+            if optimizer_state and part.mean is not None:
+                entries[MEAN] = part.mean
+        return {name: one for name, one in entries.items() if not name.startswith(left_out)}
+
+    # Writing ------------------------------------------------------------------------------------------------
+
+    def describe(self, part: TablePart, num_rows: int, optimizer_state: bool) -> TableEntry:
+        """Describe the table, in a process that has a part of it.
+
+        Args:
+            part: one that this process has.
+            num_rows: of the part's file.
+            optimizer_state: False writes weights alone.
+        """
+        table, storage, count = self.collection.tables[self.name], part.storage, len(self.parts)
+        if isinstance(storage, DynamicStorage):
+            step, rows = storage.table.num_steps, num_rows
+        else:
+            assert isinstance(storage, Storage)
+            step, rows = storage.steps[self.name], max(one.keys[-1] for one in self.parts if one.keys) + 1
+        shards = [
+            ShardEntry(
+                file=table_file(self.full, i, count),
+                keys=(one.keys.start, one.keys.stop, one.keys.step),
+                columns=(one.start, one.stop),
+            )
+            for i, one in enumerate(self.parts)
+        ]
+        return TableEntry(
+            file=table_file(self.full) if count == 1 else None,
+            shards=tuple(shards) if count > 1 else (),
+            weight=TensorEntry(shape=(rows, table.dim), dtype=table.dtype),
+            state=self._state if optimizer_state else (),
+            has_mean=optimizer_state and storage.row_mean is not None,
+            step=step if optimizer_state else 0,
+            is_dynamic=self.is_dynamic,
+        )
+
+    # Reading ------------------------------------------------------------------------------------------------
+
+    def read(self, folder: Path, entry: TableEntry, weights_only: bool) -> SavedTable:
+        """Map the table's files into memory, and compare them with the table; nothing is changed.
+
+        Raises:
+            CheckpointError: the table was trained by another optimizer, or its keys do not fit.
+        """
+        where = f"{folder / entry.files[0]}, table {self.name!r}"
+        if not weights_only and set(self._state) != set(entry.state):
+            raise CheckpointError(
+                "the table was trained by another optimizer",
+                where=where,
+                value=f"state: {', '.join(entry.state) or 'none'}",
+                allowed=", ".join(self._state) or "none",
+                fix="resume with the embedding optimizer of that run, or load with weights_only=True",
+            )
+        saved = SavedTable(folder, entry)
+        for part in self.parts:
+            if isinstance(part.storage, DynamicStorage):
+                tensors = self._dynamic(saved, weights_only)
+                wrong = misfits(part.storage.table, tensors, weights_only=weights_only)
+                if wrong:
+                    raise CheckpointError("the table's keys do not fit", where=where, value="; ".join(wrong))
+            elif part.storage is not None:
+                self._check_widths(saved, part, where, weights_only)
+        return saved
+
+    def _dynamic(self, saved: SavedTable, weights_only: bool) -> dict[str, Tensor]:
+        left_out = _FOR_TRAINING if weights_only else ()
+        return {name: one for name, one in saved.content().items() if not name.startswith(left_out)}
+
+    def _check_widths(self, saved: SavedTable, part: TablePart, where: str, weights_only: bool) -> None:
+        for name, own in part.tensors().items():
+            if weights_only and name != "weight":
+                continue
+            wide, _ = saved.meta(name)
+            if wide != (own.dim() == 2):
+                kinds = {True: "a number for every column", False: "one number a row"}
+                raise CheckpointError(
+                    "the shape differs", where=f"{where}, {name}", value=kinds[wide], allowed=kinds[not wide]
+                )
+
+    @torch.no_grad()
+    def restore(self, saved: SavedTable, weights_only: bool) -> None:
+        """Copy what `read` gave into the parts of this process."""
+        padding = self.collection.tables[self.name].padding_id
+        for part in self.parts:
+            if isinstance(part.storage, DynamicStorage):
+                part.storage.table.replace(self._dynamic(saved, weights_only))
+                if weights_only:
+                    part.storage.table.num_steps = 0
+            elif isinstance(part.storage, Storage):
+                if isinstance(part.storage, CachedStorage):
+                    restore_rows(part.storage, saved, part, weights_only=weights_only)
+                else:
+                    for name, own in part.tensors().items():
+                        if name == "weight" or not weights_only:
+                            saved.copy_to(name, own, part.keys, part.start, part.stop)
+                if weights_only:
+                    part.storage.reset_table_state(self.name)
+                else:
+                    part.storage.steps[self.name] = saved.entry.step
+                if padding is not None and padding in part.keys:
+                    part.storage.clear_row(self.name, part.keys.index(padding))
+
+
+def table_files(module: nn.Module) -> list[TableFile]:
+    """Return every table of a module."""
+    return [
+        TableFile(f"{prefix}.{name}" if prefix else name, collection, name)
+        for prefix, collection in collections_of(module).items()
+        for name in collection.tables
+    ]

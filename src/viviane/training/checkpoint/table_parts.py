@@ -1,0 +1,119 @@
+"""What each process has of an embedding table, whatever collection it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from viviane.core.errors import CheckpointError
+from viviane.embedding import CachedStorage, Storage, TableCollection, TableStorage
+from viviane.embedding.module_parts import collections_of
+from viviane.parallel import Group, ShardedCollection
+from viviane.training.checkpoint.tiered_rows import shapes_of
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """Some keys and columns of a table on one process, or on every process.
+
+    Args:
+        table: its name.
+        keys: whose rows they are; empty for a dynamic table, which is whole.
+        start, stop: columns.
+        rank: of the process that has it; None: every process has it.
+        storage: where it is in this process; None: it is elsewhere.
+    """
+
+    table: str
+    keys: range
+    start: int
+    stop: int
+    rank: int | None = None
+    storage: TableStorage | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers of its weight."""
+        return len(self.keys) * (self.stop - self.start)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return views of its rows, "weight", and of its optimizer state, "state.<name>"; not of a dynamic table.
+
+        Of a table in tiers the shapes alone, without memory.
+        """
+        assert isinstance(self.storage, Storage)
+        if isinstance(self.storage, CachedStorage):
+            return shapes_of(self.storage, self.table)
+        state = self.storage.table_state(self.table)
+        return {"weight": self.storage.table_rows(self.table), **{f"state.{name}": one for name, one in state.items()}}
+
+    @property
+    def mean(self) -> Tensor | None:
+        """A view of the running mean of its rows, up to date; None where none is kept."""
+        storage = self.storage
+        if not isinstance(storage, Storage) or storage.row_mean is None:
+            return None
+        storage.settle()
+        start = storage.bases[self.table]
+        return storage.row_mean.catch_up(storage.weight).mean[start : start + storage.tables[self.table].num_rows]
+
+
+def parts_of(collection: TableCollection, table: str) -> list[TablePart]:
+    """Return the parts of a table, in order; they cover it.
+
+    Raises:
+        CheckpointError: no feature looks the table up, so the processes have no memory for it.
+    """
+    settings = collection.tables[table]
+    if isinstance(collection, ShardedCollection):
+        parts = []
+        for shard in collection.shards[table]:
+            here = shard.rank is None or shard.rank == collection.group.rank
+            storage = _storage(collection.replicas if shard.rank is None else collection.own, table) if here else None
+            parts.append(TablePart(table, shard.keys, shard.start, shard.stop, shard.rank, storage))
+        return parts
+    num_rows = getattr(settings, "num_rows", 0)
+    return [TablePart(table, range(num_rows), 0, settings.dim, None, _storage(collection, table))]
+
+
+def _storage(collection: TableCollection | None, table: str) -> TableStorage:
+    for part in [] if collection is None else collection.parts():
+        for storage in part.all_storages():
+            if table in storage.tables:
+                return storage
+    raise CheckpointError("no feature looks the table up, so no process has it", where=f"table {table!r}",
+                          fix="leave the table out")  # fmt: skip
+
+
+def group_of(module: nn.Module) -> Group:
+    """Return the processes that have the tables of a module: this one alone where no table is spread."""
+    for collection in collections_of(module).values():
+        if isinstance(collection, ShardedCollection):
+            return collection.group
+    return Group()
+
+
+def choose_writers(parts: Mapping[str, Sequence[TablePart]], size: int) -> dict[tuple[str, int], int]:
+    """Return the rank that writes each (table, index of part): its owner; what all have, the one with least to write.
+
+    Example:
+        >>> have = {"a": [TablePart("a", range(9), 0, 2, rank=0)], "b": [TablePart("b", range(5), 0, 2)]}
+        >>> choose_writers(have, 2)
+        {('a', 0): 0, ('b', 0): 1}
+    """
+    load = [0] * size
+    writers: dict[tuple[str, int], int] = {}
+    shared = []
+    for full, own in parts.items():
+        for i, part in enumerate(own):
+            if part.rank is None:
+                shared.append((part.num_elements, full, i))
+            else:
+                writers[full, i] = part.rank
+                load[part.rank] += part.num_elements
+    for elements, full, i in sorted(shared, reverse=True):
+        writers[full, i] = load.index(min(load))
+        load[writers[full, i]] += elements
+    return writers

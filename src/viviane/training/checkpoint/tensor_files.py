@@ -1,0 +1,132 @@
+"""Files of named tensors, without pickle: safetensors, written piece by piece from wherever the numbers are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from viviane.core.errors import CheckpointError
+from viviane.training.checkpoint.manifest import FileEntry
+
+PIECE_BYTES: Final = 4 << 20
+_HEADER_BLOCK: Final = 8  # the format aligns its data to so many bytes
+_TYPES: Final = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class Source(Protocol):
+    """A tensor that a file will hold: shape and type now, bytes when they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its type."""
+
+    def pieces(self) -> Iterator[NDArray[np.uint8]]:
+        """Give all its bytes in order; each piece holds until the next is asked for."""
+
+
+class Still:
+    """A tensor that nobody changes until it is written; from CPU memory this copies nothing that is contiguous.
+
+    Example:
+        >>> sum(len(piece) for piece in Still(torch.zeros(3, 2)).pieces())
+        24
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+    def pieces(self) -> Iterator[NDArray[np.uint8]]:
+        """Give all its bytes in order."""
+        flat = self._tensor.contiguous().view(-1)
+        step = PIECE_BYTES // flat.element_size()
+        for start in range(0, len(flat), step):
+            yield flat[start : start + step].cpu().view(torch.uint8).numpy()
+
+
+def still_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Source]:
+    """Return sources of tensors that nobody changes until they are written."""
+    return {name: Still(tensor) for name, tensor in tensors.items()}
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, mapped into memory and read when they are used."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no iterator there
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError("not a readable safetensors file", where=str(file), value=str(error)) from error
+
+
+def tensors_of_bytes(data: bytes, where: str) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file in memory.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        found: dict[str, Tensor] = load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError("not a readable safetensors file", where=where, value=str(error)[:200]) from error
+    return found
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Write tensors to a safetensors file, flushed to the disk; returns its size and check sum."""
+    return write_sources(file, still_tensors(tensors))
+
+
+def write_sources(file: Path, sources: Mapping[str, Source]) -> FileEntry:
+    """Write tensors to a safetensors file from where their bytes are, flushed to the disk.
+
+    The format: the length of the header in 8 bytes, little-endian; the header, JSON with type, shape and place of
+    each tensor; the tensors' bytes one after another, those of wide types first.
+    """
+    file.parent.mkdir(exist_ok=True)  # not those above: a checkpoint whose folder vanished is none
+    order = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
+    header, stop = {}, 0
+    for name in order:
+        one, start = sources[name], stop
+        stop += int(np.prod(one.shape, dtype=np.int64)) * one.dtype.itemsize
+        if one.dtype not in _TYPES:
+            raise CheckpointError("a type that the file format does not know", where=f"{file}, {name}",
+                                  value=one.dtype, fix="keep it in float32 or int64")  # fmt: skip
+        header[name] = {"dtype": _TYPES[one.dtype], "shape": list(one.shape), "data_offsets": [start, stop]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _HEADER_BLOCK)
+    seal, size = hashlib.sha256(), 0
+    with file.open("wb") as handle:
+        for part in (len(text).to_bytes(8, "little"), text):
+            handle.write(part)
+            seal.update(part)
+            size += len(part)
+        for name in order:
+            for piece in sources[name].pieces():
+                data = memoryview(piece.reshape(-1))  # type: ignore[arg-type]
+                handle.write(data)
+                seal.update(data)
+                size += len(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return FileEntry(bytes=size, sha256=seal.hexdigest())

@@ -1,0 +1,45 @@
+"""Columns of a table in tiers as checkpoints write and read them: piece by piece, never the whole table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from viviane.embedding import CachedStorage
+from viviane.embedding.cached_storage import PIECE_ROWS
+from viviane.training.checkpoint.saved_table import STATE
+
+
+class TieredRows:
+    """One column of a table, read from memory and tiers when it is written.
+
+    Args:
+        storage, table: whose rows.
+        column: "weight", or the name of a state.
+    """
+
+    def __init__(self, storage: CachedStorage, table: str, column: str) -> None:
+        self._storage, self._table, self._column = storage, table, column
+        like = storage.column_shapes(table)[column]
+        self.shape, self.dtype = tuple(like.shape), like.dtype
+
+    def pieces(self) -> Iterator[NDArray[np.uint8]]:
+        """Give all its bytes in order."""
+        layout = self._storage.layouts[self._table]
+        for first in range(0, self.shape[0], PIECE_ROWS):
+            rows = self._storage.read_rows(self._table, first, min(first + PIECE_ROWS, self.shape[0]))
+            yield np.ascontiguousarray(layout.column(rows, self._column))
+
+
+def tiered_sources(storage: CachedStorage, table: str, names: list[str]) -> dict[str, TieredRows]:
+    """Return the sources of a table's tensors, by their names in a checkpoint."""
+    return {name: TieredRows(storage, table, name.removeprefix(STATE)) for name in names}
+
+
+def shapes_of(storage: CachedStorage, table: str) -> dict[str, Tensor]:
+    """Return tensors without memory, of the shapes of a table's tensors in a checkpoint."""
+    found = storage.column_shapes(table)
+    return {name if name == "weight" else f"{STATE}{name}": one for name, one in found.items()}

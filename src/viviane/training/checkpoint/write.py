@@ -1,0 +1,287 @@
+"""Write a checkpoint: first what every process has is collected, then all of them write, in whichever thread.
+
+A folder appears whole or not at all: it is written beside its place under a temporary name, flushed, renamed.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from viviane.core.errors import CheckpointError
+from viviane.core.exchange import sync_folder
+from viviane.core.files import replace_folder, write_bytes_atomic
+from viviane.embedding import CachedStorage, Storage
+from viviane.embedding.module_parts import collections_of, dense_parameters
+from viviane.optim import DenseOptimizer
+from viviane.parallel import Group, ShardedCollection
+from viviane.training.checkpoint.dense_state import dense_tensors, optimizer_tensors
+from viviane.training.checkpoint.group_results import on_all_ranks, on_first_rank
+from viviane.training.checkpoint.held_rows import CopyStream, held_rows
+from viviane.training.checkpoint.manifest import (
+    DENSE_FILE,
+    HISTORY_FILE,
+    OPTIMIZER_FILE,
+    PROGRESS_FILE,
+    FileEntry,
+    Manifest,
+    TableEntry,
+    TensorEntry,
+    version_of,
+    write_manifest,
+)
+from viviane.training.checkpoint.saved_table import Progress
+from viviane.training.checkpoint.table_files import table_file, table_files
+from viviane.training.checkpoint.table_parts import choose_writers, group_of
+from viviane.training.checkpoint.tensor_files import Source, still_tensors, write_sources
+from viviane.training.checkpoint.tiered_rows import tiered_sources
+
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+T = TypeVar("T")
+
+
+@dataclass
+class Content:
+    """What a process writes of a checkpoint.
+
+    Args:
+        files: its files, and the tensors of each.
+        tables: entries of the tables of which it writes parts.
+        order: names of all tables of the module.
+        dense: names and shapes outside the tables.
+        values: the rest of the manifest.
+        history: the text of the history's file, or None.
+        storages: that hold rows for this checkpoint until `close`.
+    """
+
+    values: dict[str, Any]
+    dense: dict[str, TensorEntry]
+    files: dict[str, dict[str, Source]] = field(default_factory=dict)
+    tables: dict[str, TableEntry] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    history: str | None = None
+    storages: list[Storage] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this process's files."""
+        every = [one for sources in self.files.values() for one in sources.values()]
+        return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in every)
+
+    def close(self) -> None:
+        """Let go of the tables' rows."""
+        for storage in self.storages:
+            storage.end_snapshots()
+
+
+def write_checkpoint(
+    folder: str | Path,
+    module: nn.Module,
+    *,
+    optimizer: DenseOptimizer | None = None,
+    optimizer_state: bool = True,
+    progress: Progress | None = None,
+    group: Group | None = None,
+) -> Manifest:
+    """Write a checkpoint folder; an older one of that name is replaced only when the new one is whole.
+
+    Tables go to their files one after another, straight from their own memory. Of several processes each writes
+    what it has of the tables; rank 0 writes the rest, and the manifest when all others have finished.
+
+    Args:
+        folder: the folder to make, on a disk that all processes see; that of rank 0 counts.
+        module: its parameters, buffers and embedding tables are saved.
+        optimizer: the dense optimizer.
+        optimizer_state: False saves weights only (dense and tables), for prediction.
+        progress: the place in training.
+        group: the processes that call it together; None takes those that have the module's tables.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; names the folder and the bytes needed and free. Where one
+            process fails, all of them raise its message.
+    """
+    group = group or group_of(module)
+    content = on_all_ranks(group, lambda: collect(module, optimizer, progress, group, optimizer_state=optimizer_state))
+    return write_content(Path(folder), content, group)
+
+
+# Collecting ---------------------------------------------------------------------------------------------------
+
+
+def collect(
+    module: nn.Module,
+    optimizer: DenseOptimizer | None,
+    progress: Progress | None,
+    group: Group,
+    *,
+    optimizer_state: bool = True,
+    hold: bool = False,
+) -> Content:
+    """Find all that this process writes.
+
+    Args:
+        hold: keep it as it is now while training goes on, until `Content.close`; False takes the live memory.
+
+    Raises:
+        CheckpointError: the module holds what no checkpoint can.
+    """
+    trained, place = optimizer if optimizer_state else None, progress or Progress()
+    tensors, plain = ({}, {}) if trained is None else optimizer_tensors(trained, dense_parameters(module))
+    dense = dense_tensors(module)
+    values = {
+        "viviane": version("viviane"),
+        "torch": torch.__version__,
+        "step": place.step,
+        "epoch": place.epoch,
+        "optimizer_state": optimizer_state,
+        "dense_optimizer_values": plain,
+        "progress": copy.deepcopy(place.values),
+        "plans": _plans(module),
+    }
+    content = Content(values, {name: TensorEntry.of(tensor) for name, tensor in dense.items()})
+    stream = CopyStream(next((one.collection.device for one in table_files(module)), _device_of(dense)))
+    keep: Callable[[Mapping[str, Tensor]], dict[str, Source]] = stream.hold if hold else still_tensors
+    try:
+        _collect_tables(content, module, group, optimizer_state, hold, stream)
+        if group.rank == 0:
+            content.files[DENSE_FILE] = keep(dense)
+            if trained is not None:
+                content.files[OPTIMIZER_FILE] = keep(tensors)
+            if progress is not None:
+                content.history = json.dumps(progress.history, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+                if progress.tensors:
+                    content.files[PROGRESS_FILE] = keep(progress.tensors)
+        stream.join()
+    except BaseException:
+        content.close()
+        raise
+    return content
+
+
+def _collect_tables(
+    content: Content, module: nn.Module, group: Group, optimizer_state: bool, hold: bool, stream: CopyStream
+) -> None:
+    files = table_files(module)
+    content.order = [file.full for file in files]
+    writers = choose_writers({file.full: file.parts for file in files}, group.size)
+    own = [(file, i) for file in files for i in range(len(file.parts)) if writers[file.full, i] == group.rank]
+    tensors = [file.tensors(file.parts[i], optimizer_state) for file, i in own]  # this may move means of rows
+    if hold:
+        for file, i in own:
+            storage = file.parts[i].storage
+            if isinstance(storage, CachedStorage):
+                continue
+            if isinstance(storage, Storage) and not storage.weight.is_cuda and storage not in content.storages:
+                content.storages.append(storage)
+                storage.take_snapshots()
+    for (file, i), live in zip(own, tensors, strict=True):
+        part = file.parts[i]
+        sources: dict[str, Source]
+        if isinstance(part.storage, CachedStorage):
+            sources = dict(tiered_sources(part.storage, file.name, list(live)))
+        elif not hold:
+            sources = still_tensors(live)
+        else:
+            sources = held_rows(part, live) if part.storage in content.storages else stream.hold(live)
+        content.files[table_file(file.full, i, len(file.parts))] = sources
+        content.tables[file.full] = file.describe(part, sources["weight"].shape[0], optimizer_state)
+
+
+def _plans(module: nn.Module) -> dict[str, Any]:
+    every = collections_of(module).items()
+    return {name: one.plan.to_dict() for name, one in every if isinstance(one, ShardedCollection)}
+
+
+def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    return next((one.device for one in tensors.values()), torch.device("cpu"))
+
+
+# Writing ------------------------------------------------------------------------------------------------------
+
+
+def write_content(path: Path, content: Content, group: Group) -> Manifest:
+    """Write what all processes have collected; all of them call it together, with errors as of `write_checkpoint`."""
+
+    def guarded(make: Callable[[], T]) -> T:
+        try:
+            return make()
+        except OSError as error:
+            raise _write_error(path, content, error) from error
+
+    def write_own(work: Path) -> dict[str, Any]:
+        entries = {name: write_sources(work / name, sources).to_dict() for name, sources in content.files.items()}
+        if content.history is not None:
+            entries[HISTORY_FILE] = _write_text(work / HISTORY_FILE, content.history).to_dict()
+        return {"tables": {full: one.to_dict() for full, one in content.tables.items()}, "files": entries}
+
+    with ExitStack() as stack:
+        work = Path(on_first_rank(group, lambda: guarded(lambda: str(stack.enter_context(replace_folder(path))))))
+        written = group.gather_data(on_all_ranks(group, lambda: guarded(lambda: write_own(work))))
+
+        def finish() -> dict[str, Any]:
+            manifest = _manifest(content, written)
+            for name, entry in manifest.files.items():
+                if (work / name).stat().st_size != entry.bytes:
+                    raise OSError(errno.EIO, "a file was changed while the checkpoint was written", str(work / name))
+            for inside in {(work / name).parent for name in manifest.files}:
+                sync_folder(inside)
+            write_manifest(work, manifest)
+            stack.close()
+            return manifest.to_dict()
+
+        return Manifest.from_dict(on_first_rank(group, lambda: guarded(finish)))
+
+
+def _write_text(file: Path, text: str) -> FileEntry:
+    from hashlib import sha256
+
+    data = text.encode()
+    write_bytes_atomic(file, data)
+    return FileEntry(bytes=len(data), sha256=sha256(data).hexdigest())
+
+
+def _manifest(content: Content, written: list[dict[str, Any]]) -> Manifest:
+    """Put together what the processes have written."""
+    tables: dict[str, TableEntry] = {}
+    for one in written:
+        for full, given in one["tables"].items():
+            entry = TableEntry.from_dict(given)
+            if full not in tables or entry.step > tables[full].step:
+                tables[full] = entry
+    found = {name: FileEntry.from_dict(entry) for one in written for name, entry in one["files"].items()}
+    return Manifest(
+        version=version_of(tables),
+        dense=content.dense,
+        tables={full: tables[full] for full in content.order},
+        files={name: found[name] for name in sorted(found)},
+        **content.values,
+    )
+
+
+def _write_error(path: Path, content: Content, cause: OSError) -> CheckpointError:
+    code = cause.errno
+    if code not in _FULL:
+        return CheckpointError("the checkpoint could not be written", where=str(path), value=str(cause))
+    reason = "a file may not grow that large" if code == errno.EFBIG else "the disk is full"
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError:
+        free = 0
+    return CheckpointError(
+        f"the checkpoint could not be written: {reason} ({os.strerror(code)})",
+        where=str(path),
+        value=f"{content.num_bytes:,} bytes needed, {free:,} free",
+        fix="make room or choose another run folder, then resume=True; earlier checkpoints are whole",
+    )

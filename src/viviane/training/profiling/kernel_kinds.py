@@ -1,0 +1,63 @@
+"""What a GPU's kernels are there for, told by their names: those of a CUDA graph come without ranges of Python."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KINDS: Final = ("matrix products", "lookups", "updates", "sorts", "exchanges", "copies", "others")
+
+_OWN: Final = {
+    "matrix products": (
+        "cross_forward cross_backward cross_last interaction_forward interaction_backward input_gradient "
+        "narrow_forward narrow_backward tile_product forward query key_value bias sum row candidate few_rows"
+    ),
+    "lookups": (
+        "gather pool join key record bag_key bag_record entry_sources bag_sources find take put settle erase draw "
+        "latest assign check_bags"
+    ),
+    "updates": "move span join_spans rest numbers",
+    "copies": "take_rows copy cast pack cut widen read_row write_back",
+    "others": "check check_columns mark update_status update_scaled_status logistic_loss gate"
+    " column_sums difference difference_record probabilities",
+}
+OWN_KERNELS: Final = {f"{name}_kernel": kind for kind, names in _OWN.items() for name in names.split()}
+"""Our kernels, whose names are those of their functions."""
+_PARTS: Final = (
+    ("exchanges", ("nccl", "nvshmem", "symmetric_memory")),
+    ("copies", ("memcpy",)),
+    ("sorts", ("sort", "onesweep", "bitonic")),
+    ("matrix products", ("gemm", "gemv", "cutlass", "xmma", "nvjet", "cublas", "splitkreduce")),
+    ("updates", ("multi_tensor_apply", "optimizer", "adam", "fused_sgd")),
+    ("lookups", ("gather", "index", "embedding", "scatter")),
+    ("copies", ("copy", "catarray")),
+)
+"""Parts of the names of other libraries' kernels, in the order in which they are looked for."""
+
+
+def kind_of(name: str) -> str:
+    """Say which of `KINDS` a kernel or copy is.
+
+    Args:
+        name: as the profiler writes it.
+
+    Example:
+        >>> kind_of("span_kernel"), kind_of("ncclDevKernel_AllReduce_Sum_f32"), kind_of("Memcpy DtoD")
+        ('updates', 'exchanges', 'copies')
+        >>> kind_of("void at::native::elementwise_kernel<128, 2>")
+        'others'
+    """
+    own = OWN_KERNELS.get(name)
+    if own is not None:
+        return own
+    small = name.lower()
+    return next((kind for kind, parts in _PARTS if any(part in small for part in parts)), "others")
+
+
+def is_of_the_host(name: str) -> bool:
+    """Whether this is a copy from or to the host, which a copy engine makes and no kernel waits for as such.
+
+    Example:
+        >>> is_of_the_host("Memcpy HtoD (Pinned -> Device)"), is_of_the_host("Memcpy DtoD (Device -> Device)")
+        (True, False)
+    """
+    return name.startswith(("Memcpy HtoD", "Memcpy DtoH"))

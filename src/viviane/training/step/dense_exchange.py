@@ -1,0 +1,282 @@
+"""All-reduce of dense gradients in flat buckets, overlapped with backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from viviane.core.ranges import timed_as
+from viviane.ops.capture import URGENT, branch
+from viviane.ops.copies import copy_each, copy_large
+from viviane.parallel import Group
+
+_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; smaller buckets are far below the bandwidth of NCCL
+_LEAST_BUCKETS = 3  # of a small model: the last bucket starts after backward, so it should hold only a part
+_SMALLEST_BUCKET = 1 << 20
+_ALIGNED = 8  # elements: a GPU thread can access each gradient in units of 16 bytes
+
+
+NUM_SIGNALS = 1
+"""Values that all ranks sum with the loss in every step; the first: how many ranks were asked to stop."""
+
+
+class _Bucket:
+    """Gradients of some parameters in one flat tensor: values, then a 1 for each gradient that exists.
+
+    Args:
+        parameters: of one type and device.
+        dtype: of the flat tensor, which is the type on the wire.
+        device: its device.
+        extra: further values at the end that are summed as well.
+        beside: see `DenseExchange`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        extra: int,
+        beside: dict[Tensor, Tensor] | None,
+    ) -> None:
+        self.parameters = list(parameters)
+        sizes = [-(-one.numel() // _ALIGNED) * _ALIGNED for one in parameters]  # padded with zeros
+        self.flat = torch.zeros(sum(sizes) + len(sizes) + extra, dtype=dtype, device=device)
+        parts = torch.split(self.flat, [*sizes, len(sizes), extra])
+        self.views = [part[: one.numel()].view(one.shape) for part, one in zip(parts, parameters, strict=False)]
+        self.numbers = self.flat[: sum(sizes)]
+        self.present, self.extra = parts[-2], parts[-1]
+        own = parameters[0].dtype if parameters else dtype
+        self.beside = None if own == dtype else beside
+        fits = own == dtype or beside is not None
+        self.wide = None if fits else torch.zeros(sum(sizes), dtype=own, device=device)
+        self.sums = self.views
+        if self.wide is not None:
+            cuts = torch.split(self.wide, sizes)
+            self.sums = [cut[: one.numel()].view(one.shape) for cut, one in zip(cuts, parameters, strict=True)]
+        self.filled: set[int] = set()
+        self.wait: Callable[[], None] | None = None
+
+    def complete(self) -> None:
+        """Copy the gradients into the bucket; zeros for parameters without a gradient on this rank."""
+        pairs = [(self.views[i], gradient) for i in self.filled if (gradient := self.parameters[i].grad) is not None]
+        copy_each([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        self.present.fill_(1.0)
+        for i in range(len(self.parameters)):
+            if i not in self.filled:
+                self.views[i].zero_()
+                self.present[i].zero_()
+
+    def hand_out(self, present: Sequence[bool]) -> None:
+        """Set the gradients of parameters to the sums; parameters without a gradient on any rank keep None.
+
+        Args:
+            present: for each parameter, whether any rank has a gradient.
+        """
+        if self.wide is not None:
+            copy_large(self.wide, self.numbers)
+        for parameter, view, is_there in zip(self.parameters, self.sums, present, strict=True):
+            if not is_there:
+                continue
+            if self.beside is None:
+                parameter.grad = view
+            else:  # in the wire type: a cast back would be one more pass over memory and one more copy
+                self.beside[parameter], parameter.grad = view, None
+        self.filled.clear()
+
+
+class DenseExchange:
+    """Sums gradients of parameters over a group.
+
+    The all-reduce of a bucket starts when backward has finished all its gradients, in the same order on all ranks. The
+    first bucket holds the last parameters, whose gradients are finished first.
+
+    Args:
+        parameters: dense ones.
+        group: the ranks.
+        wire_dtype: type of the gradients sent; None: the type of each parameter.
+        beside: receives, by parameter, sums whose type differs from the parameter's; None: they are cast to its type
+            and become its `grad`.
+
+    Attributes:
+        signals: (NUM_SIGNALS,), float32, of this rank; summed over all ranks with the loss.
+        is_static: whether the set of parameters with a gradient on any rank is the same in every step, so that it is
+            read from the GPU only once.
+        look: called with the sums of each bucket, overlapped with backward in a captured step; `finish` then does not
+            check that this rank's gradients are finite, which saves a pass over them.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        wire_dtype: torch.dtype | None = None,
+        beside: dict[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.group = group
+        self.wire_dtype = wire_dtype
+        self.beside = beside
+        self.is_static = False
+        self.look: Callable[[Tensor], None] | None = None
+        group.open_beside()
+        self.buckets: list[_Bucket] = []
+        self.signals = torch.zeros(NUM_SIGNALS, device=parameters[0].device) if parameters else torch.zeros(NUM_SIGNALS)
+        self._present: dict[tuple[int, frozenset[int]], list[bool]] = {}
+        self._unfinished: list[Callable[[], None]] = []  # sums of a dropped pass, which still write to the buckets
+        waiting: list[nn.Parameter] = []
+        self._bucket_bytes = self._choose_bucket(parameters)
+        for parameter in reversed(parameters):
+            alike = waiting and (parameter.dtype, parameter.device) == (waiting[0].dtype, waiting[0].device)
+            if waiting and (not alike or self._is_full(waiting)):
+                self._add(waiting)
+                waiting = []
+            waiting.append(parameter)
+        if waiting:
+            self._add(waiting)
+        if self.buckets and self.buckets[0].flat.dtype != torch.float32:  # not rounded to 16 bits
+            self.buckets.insert(0, _Bucket([], torch.float32, self.signals.device, 1 + NUM_SIGNALS, None))
+        self._place = {id(p): (b, i) for b, one in enumerate(self.buckets) for i, p in enumerate(one.parameters)}
+        self._hooked: set[int] = set()
+        self._handles: list[RemovableHandle] = []
+        self._is_on = False
+        self._next = 0
+        self._finite = torch.zeros(())
+        weakref.finalize(self, _remove, self._handles)
+
+    def _choose_bucket(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the size of a full bucket in bytes."""
+        if not parameters or not parameters[0].is_cuda:
+            return _BUCKET_BYTES["cpu"]
+        return min(_BUCKET_BYTES["cuda"], max(_SMALLEST_BUCKET, self._wire_bytes(parameters) // _LEAST_BUCKETS))
+
+    def _wire_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        return sum((self.wire_dtype or one.dtype).itemsize * one.numel() for one in parameters)
+
+    def _is_full(self, parameters: Sequence[nn.Parameter]) -> bool:
+        return self._wire_bytes(parameters) >= self._bucket_bytes
+
+    def _add(self, parameters: Sequence[nn.Parameter]) -> None:
+        dtype = self.wire_dtype if self.wire_dtype is not None else parameters[0].dtype
+        extra = 0 if self.buckets or dtype != torch.float32 else 1 + NUM_SIGNALS
+        self.buckets.append(_Bucket(parameters, dtype, parameters[0].device, extra, self.beside))
+
+    def begin(self, loss: Tensor) -> None:
+        """Prepare for a backward pass.
+
+        Args:
+            loss: this rank's share, 0-dim; it is summed as well.
+        """
+        self._hook()
+        while self._unfinished:
+            self._unfinished.pop()()
+        if self.beside is not None:
+            self.beside.clear()  # of a pass whose gradients were not dropped
+        self._is_on, self._next = True, 0
+        self._finite = torch.zeros((), device=loss.device)
+        self._loss = loss.detach().clone()
+        if not self.buckets:
+            self.signals = self.signals.to(loss.device)
+            self.buckets.append(_Bucket([], torch.float32, loss.device, 1 + NUM_SIGNALS, None))
+        self.received[:1].copy_(self._loss)
+        self.received[1:].copy_(self.signals)
+        self._start_full()
+
+    def _hook(self) -> None:
+        """Register hooks on trained parameters that have none; a frozen parameter accepts no hook."""
+        me = weakref.ref(self)
+
+        def ready(parameter: Tensor) -> None:
+            exchange = me()
+            if exchange is not None and exchange._is_on:
+                exchange._take(parameter)
+
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                if parameter.requires_grad and id(parameter) not in self._hooked:
+                    self._hooked.add(id(parameter))
+                    handle: Any = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
+
+    def _take(self, parameter: Tensor) -> None:
+        number, index = self._place[id(parameter)]
+        self.buckets[number].filled.add(index)
+        self._start_full()
+
+    def _start_full(self) -> None:
+        """Start the all-reduce of the next buckets whose gradients are complete."""
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if len(bucket.filled) < len(bucket.parameters):
+                return
+            self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        self._next += 1
+        if self.look is None:
+            bucket.complete()
+            self._finite = self._finite + bucket.numbers.sum(dtype=torch.float32)
+            bucket.wait = self.group.start_all_reduce(bucket.flat)
+            return
+        device = bucket.flat.device
+        gradients = [one.grad for one in bucket.parameters if one.grad is not None]
+        with branch(device, "buckets", gradients, priority=URGENT):  # the casts overlap backward
+            bucket.complete()
+            bucket.wait = self.group.start_all_reduce(bucket.flat)
+        if bucket.numbers.numel():
+            with branch(device, "sums"):
+                bucket.wait()
+                self.look(bucket.numbers)
+
+    @timed_as("dense exchange")
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Wait for all sums; return the global loss, and a value that is finite if this rank's gradients are.
+
+        Both are 0-dim.
+        """
+        self._is_on = False
+        while self._next < len(self.buckets):
+            self._start(self.buckets[self._next])
+        for bucket in self.buckets:
+            assert bucket.wait is not None
+            bucket.wait()
+            bucket.wait = None
+        for i, bucket in enumerate(self.buckets):
+            bucket.hand_out(self._presence(i, bucket))
+        return self.received[0].clone(), self._finite
+
+    @property
+    def received(self) -> Tensor:
+        """The sums of the last step over all ranks: the loss, then the signals; float32."""
+        return self.buckets[0].extra
+
+    def _presence(self, number: int, bucket: _Bucket) -> list[bool]:
+        """Return which gradients of a bucket exist on any rank."""
+        count = len(bucket.parameters)
+        if len(bucket.filled) == count:
+            return [True] * count
+        key = (number, frozenset(bucket.filled))
+        if not self.is_static or key not in self._present:
+            self._present[key] = [one > 0 for one in bucket.present.tolist()]
+        return self._present[key]
+
+    def drop(self) -> None:
+        """Abort a failed pass: nothing more is summed.
+
+        Sums that have started go on, perhaps until other ranks take part; the next pass waits for them.
+        """
+        self._is_on = False
+        for bucket in self.buckets:
+            bucket.filled.clear()
+            if bucket.wait is not None:
+                self._unfinished.append(bucket.wait)
+            bucket.wait = None
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

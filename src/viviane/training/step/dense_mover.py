@@ -1,0 +1,79 @@
+"""The fused update of dense parameters: all tensors of a parameter group in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from viviane.ops.capture import is_capturing
+from viviane.ops.dense_update import Workspace, move_tensors
+from viviane.optim import DenseOptimizer
+
+
+def all_numbers(optimizer: DenseOptimizer, place: int) -> list[float]:
+    """Return the values that `viviane.ops.dense_update` reads in the current step of a parameter group.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> from viviane.optim import build_dense_optimizer
+        >>> all_numbers(build_dense_optimizer(SGD(momentum=0.75), [torch.ones(1)], 0.5), 0)
+        [0.5, 0.0, 0.0, 0.75, 0.0, 0.25, 1.0, 0.0, 0.0]
+    """
+    return optimizer.numbers(optimizer.param_groups[place]).values()
+
+
+class DenseMover:
+    """Updates all dense parameters of a group in one launch.
+
+    An eager launch copies the values of the step to the device; a captured launch reads those of `device_numbers`.
+
+    Attributes:
+        device_numbers: returns the values of a parameter group on the device; set before a capture.
+        gate: of captured steps.
+    """
+
+    def __init__(self) -> None:
+        self.device_numbers: Callable[[int], Tensor] | None = None
+        self.gate: Tensor | None = None
+        self._workspaces: dict[int, Workspace] = {}
+
+    def __call__(
+        self,
+        optimizer: DenseOptimizer,
+        place: int,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        states: list[list[Tensor]],
+        scale: float | Tensor,
+    ) -> None:
+        """Update the tensors."""
+        device, group = params[0].device, optimizer.param_groups[place]
+        gate, factor = None, scale if isinstance(scale, Tensor) else None
+        if not isinstance(scale, Tensor) and scale != 1.0:
+            factor = torch.full((), scale, dtype=torch.float32, device=device)
+        if self.device_numbers is not None and is_capturing(device):
+            numbers, gate = self.device_numbers(place), self.gate
+        else:
+            host = torch.tensor(all_numbers(optimizer, place), dtype=torch.float64)
+            numbers = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        move_tensors(
+            optimizer.rule.name, params, gradients, states, numbers, inside=bool(group.get("epsilon_inside_root")),
+            decays=optimizer.decays(group), scale=factor, gate=gate,
+            workspace=self._workspaces.get(place) or self._workspaces.setdefault(place, Workspace()),
+        )  # fmt: skip
+
+    def reserve(self, optimizer: DenseOptimizer) -> list[Tensor]:
+        """Reserve the memory that captured launches read, before a capture; keep it as long as the graph."""
+        groups = enumerate(optimizer.param_groups)
+        return [self._workspaces.setdefault(i, Workspace()).reserve(group["params"]) for i, group in groups]
+
+    def write(self) -> list[Tensor]:
+        """Write what captured launches read, after a capture; return further tensors to keep as long as the graph.
+
+        Eager steps create these tensors, and replace them when other parameters have gradients.
+        """
+        for workspace in self._workspaces.values():
+            workspace.write()
+        return [one for workspace in self._workspaces.values() for one in workspace.tensors.values()]
