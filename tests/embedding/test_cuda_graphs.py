@@ -100,7 +100,7 @@ def test_replays_give_the_bits_of_eager_steps(name, dtype):
         eager.iterate()
         recorded.set(*settings)
         graph.replay()
-    for twin in (eager, recorded):  # eager steps between replays go on counting from there
+    for twin in (eager, recorded):  # eager steps between replays continue counting from there
         twin.set(77, 0.02, 1.0)
         twin.iterate()
     recorded.set(78, 0.03, 1.0)
@@ -210,7 +210,7 @@ def test_forward_and_backward_may_be_recorded_alone():
 
 
 def test_rows_of_gradients_that_lie_farther_apart_than_those_before():
-    """What is made in forward for another gradient is made anew, in the graph too."""
+    """What is made in forward for another gradient is recreated, in the graph too."""
     eager, recorded = build(AdaGrad()), build(AdaGrad())
     keys = draw(0)
     width = eager.width

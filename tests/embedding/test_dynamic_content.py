@@ -1,4 +1,4 @@
-"""What a dynamic table carries out and in: exports since a time, imports, saved state that goes on bit by bit."""
+"""What a dynamic table carries out and in: exports since a time, imports, saved state that continues bit by bit."""
 
 import dataclasses
 

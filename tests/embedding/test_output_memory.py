@@ -1,4 +1,4 @@
-"""Output memory is used again only when nobody can see it any more."""
+"""Output memory is used again only when nothing can see it any more."""
 
 import copy
 import gc

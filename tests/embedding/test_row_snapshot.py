@@ -69,7 +69,7 @@ def test_steps_of_a_collection_go_on_while_rows_are_read(rule):
 
     step(0)
     (storage,) = emb.all_storages()
-    truth = {i: {n: t.clone() for n, t in named(storage, i).items()} for i in range(len(storage.segments))}
+    truth = {i: {n: t.clone() for n, t in named(storage, i).items()} for i in range(len(storage.rule_ranges))}
     held = storage.take_snapshots()
     found = {(i, n): b"" for i in held for n in truth[i]}
     seed = 1
@@ -83,7 +83,7 @@ def test_steps_of_a_collection_go_on_while_rows_are_read(rule):
 
 
 def named(storage, index):
-    one = storage.segments[index]
+    one = storage.rule_ranges[index]
     return {"weight": storage.weight[one.start : one.stop], **storage._state(index, one.start, one.stop)}
 
 

@@ -1,4 +1,4 @@
-"""Records of keys out of range that a recorded CUDA graph goes on writing: reported once, then empty for the next."""
+"""Records of keys out of range that a recorded CUDA graph continues writing: reported once, then empty for the next."""
 
 import pytest
 import torch

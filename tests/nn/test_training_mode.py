@@ -54,7 +54,7 @@ def test_dice_follows_the_batch_or_keeps_statistics():
     assert (kept.running_mean.item(), kept.running_var.item()) == (1.0, 1.0)  # halfway from 0 to 2, from 1 to 1
     one = kept.eval()(x[:1])
     assert one.item() == pytest.approx(0.5 * 1.0 + 0.5 * 0.1)  # x is the mean: p = 1/2
-    assert torch.equal(kept(x)[:1], one)  # a row's result does not depend on the rows beside it
+    assert torch.equal(kept(x)[:1], one)  # a row's result does not depend on the rows next to it
     assert gradcheck(plain, (x,))
 
 

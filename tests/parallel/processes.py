@@ -48,4 +48,4 @@ def run(size, function, *arguments, backend="gloo"):
             mp.start_processes(_entry, everything, nprocs=size, start_method=method)
         except Exception:
             errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
-            raise AssertionError("\n".join(errors) or "a process ended without a word") from None
+            raise AssertionError("\n".join(errors) or "a process ended silently") from None

@@ -8,7 +8,7 @@ from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.parallel import (
     Group,
-    Plan,
+    ShardingPlan,
     TablePlan,
     Traffic,
     automatic,
@@ -93,7 +93,7 @@ def test_one_process_gets_an_ordinary_collection_and_a_plan_for_others_is_refuse
     features = [FeatureConfig(name="a", table="a")]
     made = make_tables([table("a", 9)], features, SGD(), group=Group(), plan={"a": "row"})
     assert type(made) is EmbeddingCollection
-    plan = Plan(world_size=2, tables=[TablePlan(table="a", kind="table", ranks=[1])])
+    plan = ShardingPlan(world_size=2, tables=[TablePlan(table="a", kind="table", ranks=[1])])
     with pytest.raises(ConfigError, match=r"torchrun --nproc-per-node 2"):
         make_tables([table("a", 9)], features, SGD(), plan=Solver(plan=plan).plan)
     assert Solver(plan=plan).plan == plan.to_dict() == Solver(**Solver(plan=plan).to_dict()).plan
@@ -103,7 +103,7 @@ def test_a_plan_of_other_tables_is_refused():
     check_plan_names("auto", ["item"])
     assert Solver(plan=None).plan == "auto"
     check_plan_names({"item": "row"}, ["item"])
-    plan = Plan(world_size=1, tables=[TablePlan(table="itm", kind="replicated")]).to_dict()
+    plan = ShardingPlan(world_size=1, tables=[TablePlan(table="itm", kind="replicated")]).to_dict()
     for given in (plan, {"itm": "row"}):
         with pytest.raises(ConfigError, match=r"solver.plan[\s\S]*did you mean 'item'"):
             check_plan_names(given, ["item"])
@@ -123,7 +123,9 @@ def test_a_plan_may_name_a_table_with_its_collection():
     tables = [table("item", 10), table("city", 10)]
     entries = [("emb.item", "row"), ("item", "table"), ("city", "replicated"), ("wide.item", "column")]
     ranks = {"row": [0, 1], "table": [0], "replicated": [], "column": [1]}
-    plan = Plan(world_size=2, tables=[TablePlan(table=one, kind=kind, ranks=ranks[kind]) for one, kind in entries])
+    plan = ShardingPlan(
+        world_size=2, tables=[TablePlan(table=one, kind=kind, ranks=ranks[kind]) for one, kind in entries]
+    )
 
     def kinds(name):
         return {one.table: one.kind for one in own_plan(plan.to_dict(), tables, name, 2).tables}

@@ -14,7 +14,7 @@ from viviane.batch import Bag
 from viviane.config import SGD, AdaGrad
 from viviane.core.errors import ConfigError, KeyRangeError
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
-from viviane.parallel import Group, Plan, ShardedCollection, TablePlan
+from viviane.parallel import Group, ShardedCollection, ShardingPlan, TablePlan
 
 # What the owners' rules need from a row, and every way of cutting a table.
 SOME = {("row", "adagrad"), ("row", "row_wise"), ("hybrid", "lazy"), ("hybrid", "global"), ("column", "sgd"),
@@ -38,7 +38,7 @@ def several_storages():
     shapes = {"a": (9, 4, "float32"), "b": (11, 4, "bfloat16"), "c": (7, 2, "float32"), "d": (6, 4, "float32")}
     made = [TableConfig(name=n, num_rows=r, dim=d, dtype=t, init="normal") for n, (r, d, t) in shapes.items()]
     features = [FeatureConfig(name=n, table=n) for n in shapes] + [FeatureConfig(name="e", table="a")]
-    plan = Plan(world_size=group.size, tables=[TablePlan(table=n, kind="table", ranks=[0]) for n in shapes])
+    plan = ShardingPlan(world_size=group.size, tables=[TablePlan(table=n, kind="table", ranks=[0]) for n in shapes])
     truth = EmbeddingCollection(made, features, SGD(), seed=2)
     ours = ShardedCollection(made, features, SGD(), plan=plan, group=group, seed=2, deduplicate_ids=True)
     for one in (truth, ours):
@@ -64,7 +64,7 @@ def nasty():
     group = Group.world()
     plan = plans(group.size)["row"]
     features = [FeatureConfig(name="one", table="item"), FeatureConfig(name="bag", table="item")]
-    item = Plan(world_size=group.size, tables=[plan.table("item")])
+    item = ShardingPlan(world_size=group.size, tables=[plan.table("item")])
     truth = EmbeddingCollection(tables()[:1], features, SGD(), seed=3)
     ours = ShardedCollection(tables()[:1], features, SGD(), plan=item, group=group, seed=3, deduplicate_ids=True)
 
@@ -93,7 +93,7 @@ def nasty():
 
 def sent(group, batch, **settings):
     """Return the numbers that one process sends in forward and backward of a batch."""
-    plan = Plan(world_size=group.size, tables=[plans(group.size)["row"].table("item")])
+    plan = ShardingPlan(world_size=group.size, tables=[plans(group.size)["row"].table("item")])
     feature = [FeatureConfig(name="one", table="item")]
     ours = ShardedCollection(tables()[:1], feature, SGD(), plan=plan, group=group, **settings)
     ours(batch)  # once before: layouts are told
@@ -144,6 +144,6 @@ def test_several_processes_train_what_one_trains(size):
 
 def test_dynamic_tables_are_refused():
     raw = DynamicTableConfig(name="item", dim=6)
-    plan = Plan(world_size=1, tables=[TablePlan(table="item", kind="table", ranks=[0])])
+    plan = ShardingPlan(world_size=1, tables=[TablePlan(table="item", kind="table", ranks=[0])])
     with pytest.raises(ConfigError, match=r"dynamic table[\s\S]*deduplicate_ids=False"):
         ShardedCollection([raw], [FeatureConfig(name="one", table="item")], SGD(), plan=plan, deduplicate_ids=True)

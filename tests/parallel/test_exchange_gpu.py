@@ -15,7 +15,7 @@ from viviane.batch import Bag
 from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.errors import KeyRangeError
 from viviane.parallel import Group, ShardedCollection
-from viviane.training.dense_exchange import DenseExchange
+from viviane.training.step.dense_exchange import DenseExchange
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 STEPS = 4

@@ -1,4 +1,4 @@
-"""Batches whose sizes are said beforehand, over 1, 2 and 4 processes, against one collection that sees them as one."""
+"""Batches whose sizes are said in advance, over 1, 2 and 4 processes, against one collection that sees them as one."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from viviane.batch import Bag
 from viviane.config import SGD, AdaGrad
 from viviane.core.errors import ConfigError, DataError, KeyRangeError
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
-from viviane.parallel import Group, Plan, ShardedCollection, TablePlan
+from viviane.parallel import Group, ShardedCollection, ShardingPlan, TablePlan
 
 SIZE = 5
 HOTNESS = {"bag": 3, "mean": 2, "history": 2, "land": 1}
@@ -86,7 +86,7 @@ def several_storages(device="cpu"):
     made = [TableConfig(name=n, num_rows=r, dim=d, dtype=t, init="normal") for n, (r, d, t) in shapes.items()]
     features = [FeatureConfig(name=n, table=n) for n in shapes] + [FeatureConfig(name="e", table="a")]
     kinds = {"a": "table", "b": "table", "c": "table", "d": "replicated"}
-    plan = Plan(
+    plan = ShardingPlan(
         world_size=group.size,
         tables=[TablePlan(table=n, kind=k, ranks=[0] if k == "table" else []) for n, k in kinds.items()],
     )

@@ -18,8 +18,8 @@ from test_sharded_collection import FEATURES, plans, tables
 from viviane.config import SGD, AdaGrad
 from viviane.embedding import FeatureConfig, TableConfig
 from viviane.embedding.wide_rows import Margins
-from viviane.parallel import Group, Plan, ShardedCollection, TablePlan, static_exchange
-from viviane.parallel.peers import obstacle, open_peer_memory
+from viviane.parallel import Group, ShardedCollection, ShardingPlan, TablePlan, static_exchange
+from viviane.parallel.peers import ineligible_reason, open_peer_memory
 
 
 class MappedMemory:
@@ -124,7 +124,7 @@ def vectors_at_their_place(folder):
     features = [FeatureConfig(name=n, table=n) for n in shapes] + [FeatureConfig(name="e", table="a")]
     for ranks in ({"a": 0, "b": 0, "c": 0}, {"a": 0, "b": group.size - 1, "c": group.size - 1}):
         lines = [TablePlan(table=n, kind="table", ranks=[rank]) for n, rank in ranks.items()]
-        plan = Plan(world_size=group.size, tables=[*lines, TablePlan(table="d", kind="replicated", ranks=[])])
+        plan = ShardingPlan(world_size=group.size, tables=[*lines, TablePlan(table="d", kind="replicated", ranks=[])])
 
         def make(plan=plan):
             return ShardedCollection(settings, features, AdaGrad(), plan=plan, group=group, seed=2)
@@ -167,7 +167,7 @@ def once_in_a_recording(folder):
 
 def what_prevents_it():
     group = Group.world()
-    assert obstacle(group, torch.device("cpu")) == "no GPU: the processes are on cpu"
+    assert ineligible_reason(group, torch.device("cpu")) == "no GPU: the processes are on cpu"
     memory, reason = open_peer_memory(1000, group, torch.device("cpu"))
     assert memory is None
     assert "no GPU" in reason
@@ -184,7 +184,7 @@ def joined_beside(folder):
     settings = [TableConfig(name=n, num_rows=9, dim=4, init="normal") for n in "abd"]
     features = [FeatureConfig(name=n, table=n) for n in "abd"]
     lines = [TablePlan(table=n, kind="table", ranks=[rank]) for n, rank in (("a", 0), ("b", group.size - 1))]
-    whole = Plan(world_size=group.size, tables=[*lines, TablePlan(table="d", kind="replicated", ranks=[])])
+    whole = ShardingPlan(world_size=group.size, tables=[*lines, TablePlan(table="d", kind="replicated", ranks=[])])
     rng = torch.Generator().manual_seed(group.rank)
     ids = [{n: torch.randint(0, 9, (SIZE,), generator=rng) for n in "abd"} for _ in range(5)]
     kinds = {
@@ -253,5 +253,5 @@ def test_what_keeps_gpus_from_each_other_is_named(monkeypatch, told, reaches, wo
     group.size = 2
     monkeypatch.setattr(group, "gather_data", lambda data: next(answers))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reaches)
-    reason = obstacle(group, torch.device("cuda", 0))
+    reason = ineligible_reason(group, torch.device("cuda", 0))
     assert reason is None if words is None else words in reason

@@ -13,7 +13,7 @@ from viviane.batch import Bag
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.core.errors import ConfigError, KeyRangeError
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
-from viviane.parallel import Group, Plan, ShardedCollection, TablePlan
+from viviane.parallel import Group, ShardedCollection, ShardingPlan, TablePlan
 
 ROWS = 37  # of the table under test: uneven over 2 and 4 processes
 SIZES = [3, 5, 0, 4]  # rows of each process's batch: uneven, and one has none
@@ -51,7 +51,10 @@ def plans(size):
         "replicated": {"kind": "replicated"},
     }
     city = TablePlan(table="city", kind="replicated")
-    return {name: Plan(world_size=size, tables=[TablePlan(table="item", **kind), city]) for name, kind in kinds.items()}
+    return {
+        name: ShardingPlan(world_size=size, tables=[TablePlan(table="item", **kind), city])
+        for name, kind in kinds.items()
+    }
 
 
 def batches(size, step, weighted, keys=ROWS):
@@ -171,7 +174,7 @@ def dynamic_tables():
     city = tables()[1]
     features = [one for one in FEATURES if one.combiner != "concat"]
     item = TablePlan(table="item", kind="table", ranks=[group.size - 1])
-    plan = Plan(world_size=group.size, tables=[item, TablePlan(table="city", kind="replicated")])
+    plan = ShardingPlan(world_size=group.size, tables=[item, TablePlan(table="city", kind="replicated")])
     truth = EmbeddingCollection([raw, city], features, AdaGrad(), seed=3)
     ours = ShardedCollection([raw, city], features, AdaGrad(), plan=plan, group=group, seed=3)
     for step in range(4):
@@ -246,7 +249,7 @@ def test_batches_of_different_kinds_are_an_error_and_not_a_hang():
 
 def test_plans_that_cannot_be_are_refused():
     def plan(world_size=1, **item):
-        return Plan(
+        return ShardingPlan(
             world_size=world_size, tables=[TablePlan(table="item", **item), TablePlan(table="city", kind="replicated")]
         )
 
@@ -269,7 +272,7 @@ def test_plans_that_cannot_be_are_refused():
             tables(),
             FEATURES,
             SGD(),
-            plan=Plan(world_size=1, tables=[TablePlan(table="item", kind="table", ranks=[0])]),
+            plan=ShardingPlan(world_size=1, tables=[TablePlan(table="item", kind="table", ranks=[0])]),
         )
     raw = DynamicTableConfig(name="item", dim=6)
     with pytest.raises(ConfigError, match=r"on one process[\s\S]*'row'"):

@@ -1,6 +1,8 @@
 """Embedding tables: settings, the collection that holds and trains them, and its output."""
 
 from viviane.embedding.base import TableCollection
+from viviane.embedding.cache_sizes import CacheSettings
+from viviane.embedding.cached_storage import CachedStorage
 from viviane.embedding.collection import EmbeddingCollection
 from viviane.embedding.config import (
     ConstantInit,
@@ -26,8 +28,11 @@ from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.row_mean import RowMean
 from viviane.embedding.state import TableState, TableSummary
 from viviane.embedding.storage import Storage
+from viviane.embedding.table_storage import TableStorage
 
 __all__ = [
+    "CacheSettings",
+    "CachedStorage",
     "ConstantInit",
     "CountAdmission",
     "DynamicOptions",
@@ -46,6 +51,7 @@ __all__ = [
     "TableCollection",
     "TableConfig",
     "TableState",
+    "TableStorage",
     "TableSummary",
     "UniformInit",
     "XavierInit",

@@ -129,7 +129,7 @@ def check_given(bags: Mapping[str, Bag], origin: str, violations: Violations) ->
     counts = tuple(len(bag.values) for bag in given)
     weights = tuple(bag.weights for bag in given)
     name, device = ("bag", *features), offsets[0].device
-    kept = violations.words_for(name, device)[:3] if is_capturing(device) else None
+    kept = violations.words_for(name, device)[:3] if device.type == "cuda" and is_capturing(device) else None
     record = check_bags(offsets, counts, weights, kept)
     if record is not None:
         report(WrongBag(record, origin, features, offsets, counts, weights), violations, name)

@@ -1,4 +1,4 @@
-"""Features with any number of ids a row: how their keys become rows, and what a storage is asked for all of them.
+"""Features with any number of ids a row: how their keys become rows, and the lookups of a storage for all of them.
 
 Shapes: B rows of the batch, N entries of a bag, L places of a "concat".
 """
@@ -7,39 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from viviane.batch import Bag
+from viviane.embedding.batch_keys import Keys
 from viviane.embedding.config import FeatureConfig, TableConfig
-from viviane.embedding.dynamic_config import DynamicTableConfig
-from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.gradients import join_weights
 from viviane.embedding.keys import BagRowMap, BagTooLong, RowMap, Violations, report
-from viviane.embedding.lookup import Part
-from viviane.embedding.output import Place
-from viviane.embedding.storage import Storage
+from viviane.embedding.output import OutputColumns
+from viviane.embedding.table_storage import StorageLookup, TableStorage
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.embedding_bag import entry_bags, mean_weights
-
-if TYPE_CHECKING:
-    from viviane.embedding.plan import Keys
-
-AnyTable: TypeAlias = TableConfig | DynamicTableConfig
 
 
 @dataclass(frozen=True)
 class BagPlan:
     """A feature with any number of ids a row; `row_map` is None where its table is dynamic."""
 
-    storage: Storage | DynamicStorage
+    storage: TableStorage
     feature: FeatureConfig
     table: AnyTable
     row_map: RowMap | None
     violations: Violations
-    place: Place
+    place: OutputColumns
 
     def rows(self, keys: Keys, found: Mapping[str, Tensor]) -> Tensor:
         """Resolve a batch's ids, (N,).
@@ -59,22 +52,22 @@ class BagPlan:
             return bag.weights
         return mean_weights(bag.offsets, self._counted(rows), bag.weights, len(rows))
 
-    def concat(self, bag: Bag, rows: Tensor, frozen: frozenset[str], origin: str) -> tuple[Part, Tensor]:
-        """Lay out a bag whose vectors stand side by side, and its mask (B, L)."""
+    def concat(self, bag: Bag, rows: Tensor, frozen: frozenset[str], origin: str) -> tuple[StorageLookup, Tensor]:
+        """Lay out a bag whose vectors are side by side, and its mask (B, L)."""
         laid, weights, mask = self._spread(rows, bag.offsets, bag.weights, origin)
         columns = tuple(self.place.start + i * self.place.dim for i in range(self.place.num_places))
-        return Part(self.storage, laid, None, weights, columns, frozenset([self.feature.table]) - frozen), mask
+        return StorageLookup(self.storage, laid, None, weights, columns, frozenset([self.feature.table]) - frozen), mask
 
     def _counted(self, rows: Tensor) -> Tensor | None:
         """Which entries count in a mean or mask, (N,), bool; None where all do."""
         skips = isinstance(self.table, TableConfig) and self.table.out_of_range in ("ignore", "raise")
-        return rows != self.storage.null_row if skips or self.table.padding_id is not None else None
+        return rows != self.storage.key_null if skips or self.table.padding_id is not None else None
 
     def _spread(
         self, rows: Tensor, offsets: Tensor, weights: Tensor | None, origin: str
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Lay bags out as (B, L) rows, weights and mask, with the zero row in empty places."""
-        null_row, length = self.storage.null_row, self.place.num_places
+        null_row, length = self.storage.key_null, self.place.num_places
         laid, weights, record = spread_bags(rows, offsets, weights, length, null_row)
         if record is not None:
             found = BagTooLong(record, origin, self.feature.name, length)
@@ -128,7 +121,9 @@ class PooledPlan:
             return None
         return sum(len(keys.bags[one.feature.name].values) for one in self.group)
 
-    def part(self, keys: Keys, found: Mapping[str, Tensor], frozen: frozenset[str], out: Tensor | None = None) -> Part:
+    def part(
+        self, keys: Keys, found: Mapping[str, Tensor], frozen: frozenset[str], out: Tensor | None = None
+    ) -> StorageLookup:
         """Resolve a batch's bags.
 
         Args:
@@ -149,7 +144,7 @@ class PooledPlan:
         weights = [one.weights(bag, own) for one, bag, own in zip(group, bags, rows, strict=True)]
         columns = tuple(one.place.start for one in group)
         tables = frozenset(one.feature.table for one in group) - frozen
-        return Part(group[0].storage, joined, offsets, join_weights(weights, rows), columns, tables)
+        return StorageLookup(group[0].storage, joined, offsets, join_weights(weights, rows), columns, tables)
 
     def _map(self, bags: Sequence[Bag], origin: str) -> tuple[Tensor, Tensor]:
         """Return the rows of all bags, and all offsets, of one launch; of one for each map, where there are more."""
@@ -164,7 +159,7 @@ class PooledPlan:
 
 
 def _join_offsets(offsets: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """Return the offsets of lists of bags that stand behind one another."""
+    """Return the offsets of lists of bags that follow one another."""
     if len(offsets) == 1:
         return offsets[0]
     joined, start = [offsets[0][:1]], 0

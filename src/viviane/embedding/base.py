@@ -1,28 +1,24 @@
-"""What training asks of embedding tables, wherever they are: in one process or spread over several."""
+"""The contract of a collection: what training uses of embedding tables, in one process or sharded over several."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from viviane.batch import Bag, Batch
 from viviane.config.optimizers import AnyOptimizer
-from viviane.embedding.config import FeatureConfig, TableConfig
-from viviane.embedding.dynamic_config import DynamicTableConfig
-from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.batch_keys import AnyKeys
+from viviane.embedding.buffers import Buffers
+from viviane.embedding.config import FeatureConfig
+from viviane.embedding.dynamic import DynamicTable
+from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import TableState, TableSummary
-from viviane.embedding.storage import Storage
+from viviane.embedding.table_storage import StorageLookup, TableStorage
 from viviane.embedding.wide_rows import Margins
-
-if TYPE_CHECKING:
-    from viviane.embedding.collection import EmbeddingCollection
-
-AnyTable: TypeAlias = TableConfig | DynamicTableConfig
 
 
 class TableCollection(nn.Module, ABC):
@@ -101,16 +97,16 @@ class TableCollection(nn.Module, ABC):
     # Content ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def parts(self) -> list[EmbeddingCollection]:
-        """Return the collections that hold what this process has of the tables."""
+    def parts(self) -> Sequence[LocalCollection]:
+        """Return the collections that hold the tables, or shards of them, in this process."""
 
-    def all_storages(self) -> list[Storage | DynamicStorage]:
+    def all_storages(self) -> list[TableStorage]:
         """Return the storages of this process: one for each width and type, one for each dynamic table."""
         return [storage for part in self.parts() for storage in part.all_storages()]
 
     def local_rows(self, table: str) -> list[Tensor]:
-        """Return views of the rows that this process has of a table, each (rows, columns)."""
-        return [part.table_rows(table) for part in self.parts() if table in part.tables]
+        """Return views of the rows that this process has of a table in memory, each (rows, columns)."""
+        return [part.rows_in_memory(table) for part in self.parts() if table in part.tables]
 
     @abstractmethod
     def export_table(self, table: str, *, copy: bool = True) -> TableState:
@@ -127,3 +123,42 @@ class TableCollection(nn.Module, ABC):
     @abstractmethod
     def summary(self) -> list[TableSummary]:
         """Return what a model's summary says of each table."""
+
+
+class LocalCollection(TableCollection):
+    """A collection whose tables, or shards of tables, are all in this process."""
+
+    @property
+    @abstractmethod
+    def output_dtype(self) -> torch.dtype:
+        """The type of the output."""
+
+    @property
+    @abstractmethod
+    def output_buffers(self) -> Buffers:
+        """Where outputs are allocated."""
+
+    @property
+    @abstractmethod
+    def frozen(self) -> frozenset[str]:
+        """Names of the tables that do not move."""
+
+    @abstractmethod
+    def resolve(self, batch: AnyKeys, training: bool) -> tuple[int, list[StorageLookup], dict[str, Tensor]]:
+        """Find the rows of a batch's keys.
+
+        Returns:
+            the number of rows of the batch, the lookups, and the masks of "concat" features.
+        """
+
+    @abstractmethod
+    def dynamic_table(self, table: str) -> DynamicTable:
+        """Return a dynamic table; see `EmbeddingCollection.dynamic_table`."""
+
+    def rows_in_memory(self, table: str) -> Tensor:
+        """Return a view of the rows of a table that are in memory, (rows, columns)."""
+        return self.table_rows(table)
+
+    @abstractmethod
+    def table_rows(self, table: str) -> Tensor:
+        """Return a view of a table's rows, (rows, columns)."""

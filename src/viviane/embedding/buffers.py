@@ -25,7 +25,7 @@ class Memory(Protocol):
 
 
 class Buffers:
-    """Hands out matrices (B, W) whose memory comes back when nothing refers to it any more.
+    """Hands out matrices (B, W) whose memory is reused when nothing refers to it.
 
     On a GPU torch's allocator does that already. On the CPU it returns large blocks to the system, which clears
     their pages for the next use; here a NumPy array owns the memory, and as long as a tensor, a view of it or the

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
-from viviane.core.errors import ConfigError, suggest
-from viviane.embedding import dynamic_content
-from viviane.embedding.base import TableCollection
+from viviane.core.errors import ConfigError, VivianeError, suggest
+from viviane.embedding.base import LocalCollection
+from viviane.embedding.batch_keys import AnyKeys, read_keys
 from viviane.embedding.buffers import Buffers, Memory, autocast_buffers
+from viviane.embedding.cache_sizes import CacheSettings
+from viviane.embedding.cached_storage import CachedStorage
 from viviane.embedding.compiled import compiled_call, compiled_lookup, compiled_norm_squared, compiled_step
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.construction import by_name, checked_dtype, make_storages
@@ -22,27 +24,24 @@ from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.keys import Violations
-from viviane.embedding.lookup import Lookup, Part, gather, whole_table
+from viviane.embedding.lookup import Lookup, arrive, gather, whole_table
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
-from viviane.embedding.plan import AnyKeys, OneHotPlan, Plan, Planner, place_features, read_keys
-from viviane.embedding.state import (
-    TableState,
-    TableSummary,
-    export_table,
-    import_table,
-    load_entries,
-    state_entries,
-    summarize,
-)
+from viviane.embedding.plan import LookupPlan, LookupPlanner, OneHotPlan, place_features
+from viviane.embedding.state import TableState, TableSummary, summarize
 from viviane.embedding.storage import Storage
 from viviane.embedding.storage_updates import begin_updates
+from viviane.embedding.table_storage import StorageLookup, TableStorage
 from viviane.embedding.wide_rows import WideRows, output_memory
+from viviane.store.slots import CacheFullError
 
 _MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread
 
+Resolved: TypeAlias = tuple[int, list[StorageLookup], dict[str, Tensor]]
+"""Of a batch: its rows, what to look up, masks of "concat" features."""
 
-class EmbeddingCollection(TableCollection):
+
+class EmbeddingCollection(LocalCollection):
     """Embedding tables, their features and their optimizer.
 
     All tables of one width and type lie in one storage, and one lookup serves all its one-hot features. Backward keeps
@@ -61,6 +60,8 @@ class EmbeddingCollection(TableCollection):
         seed: of the initial values; a row's depend besides on its table's name and law and on its key alone.
         output_dtype: of the output: float32, float16 or bfloat16, whatever the tables are of. Under autocast on a GPU
             float32 becomes its type where the output's width is a multiple of 8: products would round it to that.
+        cache: memory for rows of tables that are larger than it, see `viviane.embedding.CachedStorage`; None: all
+            tables are whole in memory.
 
     Example:
         >>> from viviane.batch import Bag
@@ -84,6 +85,7 @@ class EmbeddingCollection(TableCollection):
         device: torch.device | str = "cpu",
         seed: int = 0,
         output_dtype: torch.dtype = torch.float32,
+        cache: CacheSettings | None = None,
     ) -> None:
         super().__init__()
         self.tables: dict[str, TableConfig | DynamicTableConfig] = by_name("table", tables)
@@ -97,17 +99,19 @@ class EmbeddingCollection(TableCollection):
             raise ConfigError("an embedding collection needs at least one feature")
         self._places = place_features(features, self.tables)
         self._width = max(place.stop for place in self._places.values())
-        self.storages = nn.ModuleList(make_storages(tables, optimizer, resolve_device(str(device)), seed))
+        self.storages = nn.ModuleList(make_storages(tables, optimizer, resolve_device(str(device)), seed, cache))
         self._storage_of = {name: i for i, s in enumerate(self.storages) for name in s.tables}  # type: ignore[union-attr]
         self._frozen = frozenset(table.name for table in tables if not table.trainable)
         self._violations = Violations()
         self._memory = Buffers(checked_dtype(output_dtype))
-        self._plans: dict[tuple[tuple[str, ...], torch.device], Plan] = {}
+        self._plans: dict[tuple[tuple[str, ...], torch.device], LookupPlan] = {}
         self._number = new_number(self)
+        self._ahead: dict[int, tuple[AnyKeys, Resolved]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._number = new_number(self)  # compiled code must not take a copy for its original
+        self._ahead = {}
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +125,7 @@ class EmbeddingCollection(TableCollection):
         """Columns of the flat output."""
         return self._width
 
-    def _storage(self, table: str) -> Storage | DynamicStorage:
+    def _storage(self, table: str) -> TableStorage:
         try:
             return self.all_storages()[self._storage_of[table]]
         except KeyError:
@@ -131,9 +135,13 @@ class EmbeddingCollection(TableCollection):
         """Return this collection: it has all of its tables."""
         return [self]
 
-    def all_storages(self) -> list[Storage | DynamicStorage]:
+    def all_storages(self) -> list[TableStorage]:
         """Return the storages: one for each width and type, one for each dynamic table."""
         return list(self.storages)  # type: ignore[arg-type]
+
+    def fixed_storages(self) -> list[Storage]:
+        """Return the storages of tables of fixed size: the first ones of `all_storages`."""
+        return [storage for storage in self.storages if isinstance(storage, Storage)]
 
     def dynamic_table(self, table: str) -> DynamicTable:
         """Return a dynamic table, to find, export, erase, ... its keys.
@@ -148,10 +156,20 @@ class EmbeddingCollection(TableCollection):
 
     def _static(self, table: str) -> Storage:
         storage = self._storage(table)
-        if isinstance(storage, DynamicStorage):
+        if not isinstance(storage, Storage):
             fix = "use dynamic_table(name).export() and import_()"
             raise ConfigError("the rows of a dynamic table come with their keys", value=table, fix=fix)
         return storage
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the tables that do not move."""
+        return self._frozen
+
+    @property
+    def output_buffers(self) -> Buffers:
+        """Where outputs are allocated."""
+        return self._memory
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -176,7 +194,8 @@ class EmbeddingCollection(TableCollection):
             trains = training and any(feature.table not in self._frozen for feature in self.features.values())
             flat, masks = compiled_lookup(self._number, batch, tuple(self.features), trains)
             return EmbeddingOutput(flat, self._places, masks)
-        size, parts, masks = self._resolve(batch, training)
+        size, parts, masks = self._resolved(batch, training)
+        arrive(parts)
         memory, wide = self._output_memory()
         if training and any(part.tables for part in parts):
             anchor = torch.empty(0, device=self.device, requires_grad=True)
@@ -192,8 +211,47 @@ class EmbeddingCollection(TableCollection):
         trains = self.training and torch.is_grad_enabled() and table not in self._frozen
         return whole_table(self._static(table), table, self._memory.dtype, trains=trains)
 
-    def _resolve(self, batch: AnyKeys, training: bool) -> tuple[int, list[Part], dict[str, Tensor]]:
-        """Return the number of rows of the batch, what to look up, and the masks of "concat" features."""
+    def _resolved(self, batch: AnyKeys, training: bool) -> Resolved:
+        """Take what was resolved ahead, or resolve now; then rows of batches whose turn comes later may have to go."""
+        kept = self._ahead.pop(id(batch), None)
+        if kept is not None:
+            return kept[1]
+        try:
+            return self.resolve(batch, training)
+        except CacheFullError:
+            if not self._ahead:
+                raise
+            self.end_ahead()
+        return self.resolve(batch, training)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether some tables are not whole in memory."""
+        return any(isinstance(one, CachedStorage) and one.tiers for one in self.all_storages())
+
+    def resolve_ahead(self, batch: AnyKeys) -> bool:
+        """Begin to fetch the rows of a batch that will be trained on; for the next lookup of the same object.
+
+        Returns:
+            False where that is not possible: its lookup says why, or it is only early, since rows of other batches
+            fill the cache.
+        """
+        try:
+            self._ahead[id(batch)] = batch, self.resolve(batch, training=True)
+        except (VivianeError, IndexError):
+            return False
+        return True
+
+    def forget_ahead(self, batch: AnyKeys) -> None:
+        """Let go of a batch that was resolved ahead, if it was not looked up."""
+        self._ahead.pop(id(batch), None)
+
+    def end_ahead(self) -> None:
+        """Let go of batches that were resolved ahead and not looked up."""
+        self._ahead.clear()
+
+    def resolve(self, batch: AnyKeys, training: bool) -> Resolved:
+        """Find the rows of a batch's keys: rows of the batch, lookups, and the masks of "concat" features."""
         if self._violations.num_lookups >= _MOST_UNCHECKED:
             self.check()
         keys = read_keys(batch, self.features, self.device, self._violations)
@@ -203,30 +261,33 @@ class EmbeddingCollection(TableCollection):
     def settle_rows(self) -> None:
         """Make all that a step still needs of the batch, which may be written to beside the step then."""
         for storage in self.all_storages():
-            if isinstance(storage, Storage):  # steps with dynamic tables are not recorded
-                storage.settle_rows()
+            storage.settle_rows()
 
     @torch.no_grad()
-    def _gather(self, parts: Sequence[Part], size: int, memory: Memory) -> Tensor:
-        """Look up what `_resolve` found, apart from autograd: (B, W)."""
+    def _gather(self, parts: Sequence[StorageLookup], size: int, memory: Memory) -> Tensor:
+        """Look up what `resolve` found, apart from autograd: (B, W)."""
         return gather(parts, size, self._width, memory)
 
     def _output_memory(self) -> tuple[Memory, WideRows | None]:
-        """Return where the output goes, twice where that has room beside it."""
-        own = autocast_buffers(self._memory, self._width, self.device)
-        return output_memory(own, self.margins, self._width, self.device)
+        """Return where the output goes, twice where that has room next to it."""
+        device = self.device
+        own = autocast_buffers(self._memory, self._width, device)
+        return output_memory(own, self.margins, self._width, device)
 
-    def _plan(self, one_hot: tuple[str, ...]) -> Plan:
+    def _plan(self, one_hot: tuple[str, ...]) -> LookupPlan:
         key = (one_hot, self.device)
         if key not in self._plans:
-            make = Planner(self.features, self.tables, self.all_storages(), self._places, self._violations, self.device)
+            make = LookupPlanner(
+                self.features, self.tables, self.all_storages(), self._places, self._violations, self.device
+            )
             self._plans[key] = make.plan(one_hot)
         return self._plans[key]
 
     def one_hot_plans(self, one_hot: Sequence[str]) -> tuple[OneHotPlan, ...] | None:
         """Return how batches with these one-hot columns are looked up, where nothing else is; else None."""
         plan = self._plan(tuple(one_hot))
-        return None if plan.pooled or plan.concat or plan.dynamic else plan.one_hot
+        cached = any(isinstance(one.storage, CachedStorage) for one in plan.one_hot)
+        return None if cached or plan.pooled or plan.concat or plan.dynamic else plan.one_hot
 
     def check(self) -> None:
         """Raise what a GPU found since the last check: a key out of range in a table with "raise".
@@ -238,8 +299,7 @@ class EmbeddingCollection(TableCollection):
             return
         self._violations.check()
         for storage in self.all_storages():
-            if isinstance(storage, Storage):
-                storage.steps.check()
+            storage.check()
 
     # Update -------------------------------------------------------------------------------------------------
 
@@ -307,13 +367,7 @@ class EmbeddingCollection(TableCollection):
             if all(math.isfinite(one.sum().item()) for one in storage.waiting_gradients()):
                 continue
             rows, sums = storage.summed_gradients()
-            wrong = rows[~torch.isfinite(sums).all(1)]
-            if isinstance(storage, DynamicStorage):
-                bad |= set(storage.tables) if len(wrong) else set()
-                continue
-            for name, base in storage.bases.items():
-                if bool(((wrong >= base) & (wrong < base + storage.tables[name].num_rows)).any()):
-                    bad.add(name)
+            bad |= storage.tables_of(rows[~torch.isfinite(sums).all(1)])
         return [feature.name for feature in self.features.values() if feature.table in bad]
 
     def freeze(self, table: str) -> None:
@@ -336,40 +390,37 @@ class EmbeddingCollection(TableCollection):
         Raises:
             ConfigError: the table is dynamic; see `dynamic_table`.
         """
-        return export_table(self._static(table), table, copy)
+        return self._static(table).export_table(table, copy=copy)
 
     def table_rows(self, table: str) -> Tensor:
         """Return a view of a table's rows, (num_rows, dim); of a dynamic table those that have had a key."""
         storage = self._storage(table)
-        if isinstance(storage, DynamicStorage):
-            return storage.table.weight[: storage.table.index.num_rows]
         storage.settle()  # the view may be written to
         return storage.table_rows(table)
+
+    def rows_in_memory(self, table: str) -> Tensor:
+        """Return a view of the rows of a table that are in memory: all of them, where it is not in tiers."""
+        storage = self._storage(table)
+        return storage.slot_rows(table) if isinstance(storage, CachedStorage) else self.table_rows(table)
 
     def import_table(self, table: str, content: TableState) -> None:
         """Replace a table's rows and optimizer state.
 
-        Without state in `content`, such as rows trained elsewhere, the optimizer starts anew. The padding row
+        Without state in `content`, such as rows trained elsewhere, the optimizer starts over. The padding row
         stays zero.
 
         Raises:
             CheckpointError: shapes or names of the state differ; nothing is changed then.
         """
-        import_table(self._static(table), table, content)
+        self._static(table).import_table(table, content)
 
     def copy_rows(self, table: str, rows: Tensor) -> None:
         """Replace a table's rows, (num_rows, dim), and leave its optimizer state alone."""
-        storage = self._static(table)
-        storage.settle()
-        storage.table_rows(table).copy_(rows)
+        self._static(table).copy_rows(table, rows)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for table in self.tables:
-            storage = self._storage(table)
-            if isinstance(storage, DynamicStorage):
-                destination.update(dynamic_content.state_entries(storage.table, f"{prefix}{table}."))
-            else:
-                destination.update(state_entries(storage, table, prefix))
+            destination.update(self._storage(table).state_entries(table, f"{prefix}{table}."))
 
     def _load_from_state_dict(
         self,
@@ -383,12 +434,8 @@ class EmbeddingCollection(TableCollection):
     ) -> None:
         known: set[str] = set()
         for table in self.tables:
-            storage = self._storage(table)
-            if isinstance(storage, DynamicStorage):
-                own = f"{prefix}{table}."
-                known |= dynamic_content.load_entries(storage.table, own, state_dict, missing_keys, error_msgs)
-            else:
-                known |= load_entries(storage, table, prefix, state_dict, missing_keys, error_msgs)
+            own = f"{prefix}{table}."
+            known |= self._storage(table).load_entries(table, own, state_dict, missing_keys, error_msgs)
         unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
     def summary(self) -> list[TableSummary]:
@@ -396,7 +443,6 @@ class EmbeddingCollection(TableCollection):
         lines = []
         for name, table in self.tables.items():
             users = tuple(feature.name for feature in self.features.values() if feature.table == name)
-            storage = self._storage(name)
-            num_rows = len(storage.table) if isinstance(storage, DynamicStorage) else storage.tables[name].num_rows
+            num_rows = self._storage(name).num_rows(name)
             lines.append(summarize(table, self.optimizer, users, num_rows, name not in self._frozen))
         return lines

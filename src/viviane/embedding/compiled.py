@@ -15,7 +15,7 @@ from viviane.embedding.lookup_spec import LookupSpec
 from viviane.embedding.operators import collection_of
 
 # Without an input that requires grad, autograd would not call backward. Of one element: torch.compile computes
-# nothing for the sake of an empty tensor. On the CPU wherever the tables are: its gradient is a zero for the host.
+# nothing for an empty tensor. On the CPU wherever the tables are: its gradient is a zero for the host.
 _ANCHOR = torch.zeros(1, device="cpu", requires_grad=True)
 
 

@@ -9,19 +9,39 @@ import torch
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
+from viviane.embedding.cache_sizes import CacheSettings, slots_of_tables
+from viviane.embedding.cached_storage import CachedStorage, file_tiers
 from viviane.embedding.config import TableConfig
-from viviane.embedding.dynamic_config import DynamicTableConfig
+from viviane.embedding.dynamic_config import AnyTable, DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.storage import Storage
+from viviane.embedding.table_storage import TableStorage
 
 
 def make_storages(
-    tables: Sequence[TableConfig | DynamicTableConfig], optimizer: AnyOptimizer, device: torch.device, seed: int
-) -> Iterator[Storage | DynamicStorage]:
+    tables: Sequence[AnyTable],
+    optimizer: AnyOptimizer,
+    device: torch.device,
+    seed: int,
+    cache: CacheSettings | None = None,
+) -> Iterator[TableStorage]:
     """Make the storages: one for each width and type, one for each dynamic table."""
     plain = [table for table in tables if isinstance(table, TableConfig)]
+    if cache is not None:
+        dynamic = next((table.name for table in tables if isinstance(table, DynamicTableConfig)), None)
+        if dynamic is not None and dynamic in cache.tables:
+            raise ConfigError(
+                "a dynamic table stays in memory", where=f"table {dynamic!r}",
+                fix="bound it by max_capacity and when_full='evict', and leave it out of embedding_memory",
+            )  # fmt: skip
+    slots = {} if cache is None else slots_of_tables(plain, optimizer, cache)
     for kind in dict.fromkeys((table.dim, table.dtype) for table in plain):
-        yield Storage([table for table in plain if (table.dim, table.dtype) == kind], optimizer, device, seed)
+        own = [table for table in plain if (table.dim, table.dtype) == kind]
+        if cache is None or all(slots[table.name] == table.num_rows for table in own):
+            yield Storage(own, optimizer, device, seed)
+        else:
+            make_tier = file_tiers(cache.folder)
+            yield CachedStorage(own, optimizer, device, seed, num_slots=slots, make_tier=make_tier)
     for table in tables:
         if isinstance(table, DynamicTableConfig):
             yield DynamicStorage(table, optimizer, device, seed)

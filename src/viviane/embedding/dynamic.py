@@ -5,7 +5,6 @@ Shapes: N keys of a call, K keys in the table, D numbers a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,8 +64,6 @@ class DynamicTable(DynamicStore):
                 allowed="'local', 'lazy_global'",
             )  # fmt: skip
         super().__init__(table, rule, seed, device)
-        self.num_steps = 0
-        """Updates so far."""
         self._rounding = derive_seed(seed, "rounding", table.name) % 2**32
         self._pending: list[tuple[Tensor, Tensor]] = []
 
@@ -177,34 +174,13 @@ class DynamicTable(DynamicStore):
         """Add keys, or replace what belongs to them; other keys stay.
 
         Their time of use is now; numbers of uses and your scores are taken over. Without state in `content` the
-        optimizer begins anew for these keys.
+        optimizer starts over for these keys.
 
         Raises:
             CheckpointError: width or state do not fit; nothing is changed then.
         """
         self.check_released("import into")
         import_keys(self, content)
-
-    @serialized
-    def replace(self, saved: Mapping[str, Tensor]) -> None:
-        """Replace everything by what a state_dict holds, names without prefix, checked by `misfits`.
-
-        Where optimizer state or what waits for admission is left out, they begin anew.
-        """
-        self.clear()
-        rows = saved["rows"].to(self.device)
-        self.index.restore(saved["keys"], rows, saved["stamps"], saved.get("uses"), saved["free"])
-        self._values.grow(self.index.num_rows)
-        self.weight[rows] = saved["weight"].to(self.weight)
-        self.reset_state(rows)
-        for name, part in self.state.items():
-            if f"state.{name}" in saved:
-                part[rows] = saved[f"state.{name}"].to(self.device)
-        start = "admission."
-        waiting = {name.removeprefix(start): part for name, part in saved.items() if name.startswith(start)}
-        if self.admission is not None and waiting:
-            self.admission.load(waiting)
-        self.clock, self.epoch, self.num_steps = saved["counters"].tolist()
 
     # Saving -------------------------------------------------------------------------------------------------
 
@@ -243,7 +219,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, table: DynamicTable, rows: Tensor) -> Tensor:
         ctx.table, ctx.rows = table, rows
-        return table._gather(rows)
+        return table.gather(rows)
 
     @staticmethod
     @once_differentiable

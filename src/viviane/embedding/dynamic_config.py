@@ -1,15 +1,15 @@
-"""Settings of tables whose keys are not known beforehand."""
+"""Settings of tables whose keys are not known in advance."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
 from viviane.config import OptimizerSettings
 from viviane.config.base import Settings
-from viviane.embedding.config import InitSettings, UniformInit
+from viviane.embedding.config import InitSettings, TableConfig, UniformInit
 from viviane.embedding.initializers import Law, law_of
 
 Eviction = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "custom"]
@@ -62,7 +62,7 @@ class DynamicOptions(Settings):
         initial_capacity: keys that fit before the table grows for the first time.
         max_capacity: most keys at a time; None: as many as memory holds.
         when_full: "raise" or "evict" when max_capacity keys are there and one more comes.
-        eviction: which key makes room:
+        eviction: which key is evicted:
             "lru"         the one used longest ago
             "lfu"         the one used least often
             "epoch_lru"   the one used longest ago; its score says the epoch too
@@ -145,3 +145,7 @@ class DynamicTableConfig(DynamicOptions):
     def law(self) -> Law:
         """The law of initial values and its two numbers, as `viviane.ops.hash_table.initial_rows` takes them."""
         return law_of(self.init, self.max_capacity or self.initial_capacity, self.dim)
+
+
+AnyTable: TypeAlias = TableConfig | DynamicTableConfig
+"""Settings of a table of either kind."""

@@ -1,4 +1,4 @@
-"""A dynamic table's keys and what belongs to them, as the world outside sees them: export, import, saved state.
+"""A dynamic table's keys and what belongs to them, as callers see them: export, import, saved state.
 
 Shapes: K keys, D numbers a row.
 """
@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from viviane.core.errors import CheckpointError
+from viviane.embedding.dynamic_store import DynamicStore
 from viviane.ops.hash_table import content_problem
-
-if TYPE_CHECKING:
-    from viviane.embedding.dynamic import DynamicTable
 
 _CLOCK = 0xFFFFFFFF
 
@@ -31,7 +28,7 @@ class DynamicContent:
         scores: (K,), int64: by the table's `eviction`, the larger the longer a key stays: clock of last use ("lru"),
             epoch * 2^32 + clock ("epoch_lru"), uses ("lfu"), epoch * 2^32 + uses ("epoch_lfu"), yours ("custom").
         clocks: (K,), int64: the table's clock at each key's last use.
-        state: optimizer state by name, each (K, D) or (K,); empty: it begins anew.
+        state: optimizer state by name, each (K, D) or (K,); empty: it starts over.
     """
 
     keys: Tensor
@@ -41,7 +38,7 @@ class DynamicContent:
     state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def _scores(table: DynamicTable, rows: Tensor) -> Tensor:
+def _scores(table: DynamicStore, rows: Tensor) -> Tensor:
     stamps, uses, eviction = table.index.stamps[rows], table.index.uses, table.table.eviction
     if uses is None:
         return stamps if eviction == "epoch_lru" else stamps & _CLOCK
@@ -50,7 +47,7 @@ def _scores(table: DynamicTable, rows: Tensor) -> Tensor:
     return uses[rows]
 
 
-def export_keys(table: DynamicTable, since: int | None, min_score: int | None) -> DynamicContent:
+def export_keys(table: DynamicStore, since: int | None, min_score: int | None) -> DynamicContent:
     """See `DynamicTable.export`."""
     rows = table.index.rows_in_use()
     if since is not None:
@@ -62,7 +59,7 @@ def export_keys(table: DynamicTable, since: int | None, min_score: int | None) -
     return DynamicContent(table.index.keys[rows], table.weight[rows], scores, table.index.stamps[rows] & _CLOCK, state)
 
 
-def import_keys(table: DynamicTable, content: DynamicContent) -> None:
+def import_keys(table: DynamicStore, content: DynamicContent) -> None:
     """See `DynamicTable.import_`."""
     count, where = len(content.keys), f"table {table.table.name!r}"
     if content.state and content.state.keys() != table.state.keys():
@@ -86,8 +83,8 @@ def import_keys(table: DynamicTable, content: DynamicContent) -> None:
         table.index.uses[rows] = scores & _CLOCK if table.table.eviction == "epoch_lfu" else scores
 
 
-def state_entries(table: DynamicTable, prefix: str) -> dict[str, Tensor]:
-    """Return the table's part of a state_dict: all that a later run needs to go on bit by bit."""
+def state_entries(table: DynamicStore, prefix: str) -> dict[str, Tensor]:
+    """Return the table's part of a state_dict: all that a later run needs to continue bit for bit."""
     rows = table.index.rows_in_use()
     parts = {"keys": table.index.keys[rows], "rows": rows, "weight": table.weight[rows]}
     parts |= {f"state.{name}": part[rows] for name, part in table.state.items()}
@@ -100,7 +97,7 @@ def state_entries(table: DynamicTable, prefix: str) -> dict[str, Tensor]:
     return {prefix + name: part for name, part in parts.items()}
 
 
-def misfits(table: DynamicTable, given: Mapping[str, Tensor], *, weights_only: bool = False) -> list[str]:
+def misfits(table: DynamicStore, given: Mapping[str, Tensor], *, weights_only: bool = False) -> list[str]:
     """Say, a line each, why saved tensors, names without prefix, cannot replace the table's content."""
     expected = state_entries(table, "")
     if weights_only:
@@ -131,7 +128,7 @@ def _are_counters(counters: Tensor) -> bool:
 
 
 def load_entries(
-    table: DynamicTable, prefix: str, given: Mapping[str, Tensor], missing_keys: list[str], error_msgs: list[str]
+    table: DynamicStore, prefix: str, given: Mapping[str, Tensor], missing_keys: list[str], error_msgs: list[str]
 ) -> set[str]:
     """Replace the table's content, as `nn.Module.load_state_dict` asks; returns the keys it knows."""
     table.check_released("load")

@@ -123,9 +123,9 @@ class DynamicRows:
             return
         first, last = self._guests, self._guests + len(absent)
         self._parts[0][0].commit(first * self.table.dim, last * self.table.dim)
-        guests = torch.arange(first, last, device=rows.device)
-        initial_rows(self.storage, guests, keys[absent], *self.table.law, self.seed)
-        rows[absent] = guests
+        absent_rows = torch.arange(first, last, device=rows.device)
+        initial_rows(self.storage, absent_rows, keys[absent], *self.table.law, self.seed)
+        rows[absent] = absent_rows
 
     def memory_bytes(self, num_rows: int) -> int:
         """Bytes of rows and state in use."""

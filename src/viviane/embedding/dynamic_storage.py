@@ -5,26 +5,27 @@ Shapes: N keys of a batch, U distinct rows, D the width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
+from viviane.embedding.dynamic_content import load_entries, state_entries
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
 from viviane.embedding.locking import TableLock, serialized
+from viviane.embedding.table_storage import StorageLookup, TableStorage
 from viviane.ops.row_update import Entries
 
 
-class DynamicStorage(nn.Module):
+class DynamicStorage(TableStorage):
     """Rows of one dynamic table, and the gradients that wait for a step.
 
-    It is to a lookup what a `Storage` is. The table itself is no submodule: its part of a state_dict goes under the
-    table's name, as that of any other table of the collection.
+    The table itself is not a submodule: the collection saves its part of a state_dict under the table's name.
 
     Args:
         table: its settings.
@@ -33,14 +34,16 @@ class DynamicStorage(nn.Module):
         seed: of initial values, admission and stochastic rounding.
     """
 
+    is_dynamic = True
+
     def __init__(self, table: DynamicTableConfig, optimizer: AnyOptimizer, device: torch.device, seed: int) -> None:
         super().__init__()
-        self.tables = {table.name: table}
+        self.tables: dict[str, DynamicTableConfig] = {table.name: table}
         self.dim = table.dim
         self.dtype = table.torch_dtype
         self._hidden = (
             DynamicTable(table, optimizer, seed=seed, device=device),
-        )  # in a tuple nn.Module takes no notice of it
+        )  # nn.Module does not register what is inside a tuple
         self._pending: list[RowGradients] = []
         self._summed: tuple[Tensor, Tensor] | None = None
         self.row_mean = None
@@ -51,18 +54,23 @@ class DynamicStorage(nn.Module):
         return self._hidden[0]
 
     @property
-    def lock(self) -> TableLock:
+    def lock(self) -> TableLock:  # type: ignore[override]
         """The table's."""
         return self.table.lock
 
     @property
-    def weight(self) -> Tensor:
-        """What the rows of a lookup count in."""
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The memory that rows of lookups index."""
         return self.table.storage
 
     @property
-    def null_row(self) -> int:
+    def null_row(self) -> int:  # type: ignore[override]
         """The first of its two rows of zeros."""
+        return self.table.null_row
+
+    @property
+    def key_null(self) -> int:  # type: ignore[override]
+        """The same, as maps of keys to rows count."""
         return self.table.null_row
 
     @serialized
@@ -81,10 +89,10 @@ class DynamicStorage(nn.Module):
     # Gradients ----------------------------------------------------------------------------------------------
 
     @serialized
-    def prepare(self, rows: Tensor) -> None:
-        """Begin the part of an update that needs no gradients, for the rows of a lookup that will be trained."""
-        if not self._pending:
-            self.table.prepare(rows)
+    def prepare(self, lookups: Sequence[StorageLookup], size: int, width: int) -> None:
+        """Sort the rows of a lookup that is trained; rows of several lookups are sorted in the step."""
+        if not self._pending and len(lookups) == 1:
+            self.table.prepare(lookups[0].rows.reshape(-1))
 
     @serialized
     def add_gradients(self, gradients: RowGradients) -> None:
@@ -98,7 +106,7 @@ class DynamicStorage(nn.Module):
         return bool(self._pending)
 
     def waiting_gradients(self) -> Iterator[Tensor]:
-        """Give each flat gradient that waits, once."""
+        """Yield each flat gradient that waits, once."""
         return distinct_gradients(self._pending)
 
     @serialized
@@ -136,6 +144,34 @@ class DynamicStorage(nn.Module):
                 entries = join_entries([one.entries for one in self._pending])
             self.table.update(entries, lr, factor=factor, scale=scale)
         self.discard_gradients()
+
+    # Content ------------------------------------------------------------------------------------------------
+
+    def tables_of(self, rows: Tensor) -> set[str]:
+        """Return the name of the table, if there are rows."""
+        return set(self.tables) if len(rows) else set()
+
+    def num_rows(self, table: str) -> int:
+        """Return the number of keys."""
+        return len(self.table)
+
+    def num_steps(self, table: str) -> int:
+        """Return the number of updates of the table."""
+        return self.table.num_steps
+
+    def table_rows(self, table: str) -> Tensor:
+        """Return a view of the rows that have had a key."""
+        return self.table.weight[: self.table.index.num_rows]
+
+    def state_entries(self, table: str, prefix: str) -> dict[str, Tensor]:
+        """Return the table's part of a state_dict: keys, and everything that belongs to them."""
+        return state_entries(self.table, prefix)
+
+    def load_entries(
+        self, table: str, prefix: str, given: Mapping[str, Tensor], missing_keys: list[str], error_msgs: list[str]
+    ) -> set[str]:
+        """Replace the table's content, as `nn.Module.load_state_dict` does; return the keys it read."""
+        return load_entries(self.table, prefix, given, missing_keys, error_msgs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.table._apply(fn, recurse)

@@ -5,6 +5,8 @@ Shapes: N keys of a call, D numbers a row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +58,8 @@ class DynamicStore(nn.Module):
         """Training lookups and insertions so far."""
         self.epoch = 0
         """Set by `next_epoch`."""
+        self.num_steps = 0
+        """Updates so far."""
         self._held: int | None = None
         self._scratch = Scratch()
         self._marks = make_marks(self.device)
@@ -146,7 +150,7 @@ class DynamicStore(nn.Module):
             return self.index.gather(keys, self.weight)
         found = self.index.find(keys)
         there = found >= 0
-        return self._gather(self._fill_absent(found, keys)), there
+        return self.gather(self._fill_absent(found, keys)), there
 
     @serialized
     def release(self) -> None:
@@ -305,10 +309,32 @@ class DynamicStore(nn.Module):
         assert self.table.padding_id is not None
         return torch.eq(keys.to(torch.int64), self.table.padding_id)
 
-    def _gather(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the vectors of rows, (N, D)."""
         out = torch.empty(len(rows), self.table.dim, dtype=self.table.torch_dtype, device=self.device)
         gather_rows(self.storage, rows.unsqueeze(1), out, [0])
         return out
+
+    @serialized
+    def replace(self, saved: Mapping[str, Tensor]) -> None:
+        """Replace everything by what a state_dict holds, names without prefix, checked by `misfits`.
+
+        Where optimizer state or what waits for admission is left out, they start over.
+        """
+        self.clear()
+        rows = saved["rows"].to(self.device)
+        self.index.restore(saved["keys"], rows, saved["stamps"], saved.get("uses"), saved["free"])
+        self._values.grow(self.index.num_rows)
+        self.weight[rows] = saved["weight"].to(self.weight)
+        self.reset_state(rows)
+        for name, part in self.state.items():
+            if f"state.{name}" in saved:
+                part[rows] = saved[f"state.{name}"].to(self.device)
+        start = "admission."
+        waiting = {name.removeprefix(start): part for name, part in saved.items() if name.startswith(start)}
+        if self.admission is not None and waiting:
+            self.admission.load(waiting)
+        self.clock, self.epoch, self.num_steps = saved["counters"].tolist()
 
     # Checks -------------------------------------------------------------------------------------------------
 

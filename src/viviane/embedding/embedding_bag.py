@@ -16,7 +16,7 @@ from viviane.config.optimizers import SGD, AnyOptimizer
 from viviane.core.errors import ConfigError, DataError
 from viviane.embedding.collection import EmbeddingCollection
 from viviane.embedding.config import FeatureConfig, NormalInit, RowType, TableConfig
-from viviane.embedding.state import TableState, load_entries, state_entries
+from viviane.embedding.state import TableState
 from viviane.embedding.storage import Storage
 from viviane.ops.row_update import initial_state
 
@@ -190,8 +190,7 @@ class EmbeddingBag(nn.Module):
     # A state dict calls the rows `weight`, as that of nn.EmbeddingBag, and the optimizer's state by its own names.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for key, value in state_entries(self._storage, _NAME, "").items():
-            destination[prefix + key.removeprefix(f"{_NAME}.")] = value
+        destination.update(self._storage.state_entries(_NAME, prefix))
 
     def _load_from_state_dict(
         self,
@@ -203,29 +202,23 @@ class EmbeddingBag(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
-        given = {f"{_NAME}.{name}": state_dict[key] for name, key in own.items()}
-        begin = self._beginning()
-        if f"{_NAME}.weight" in given and not given.keys() & begin.keys():
-            given |= begin  # rows alone: the optimizer starts anew
-        missing: list[str] = []
-        errors: list[str] = []
-        known = load_entries(self._storage, _NAME, "", given, missing, errors)
-        missing_keys += [prefix + name.removeprefix(f"{_NAME}.") for name in missing]
-        error_msgs += [prefix + message.removeprefix(f"{_NAME}.") for message in errors]
-        unexpected_keys += [key for name, key in own.items() if f"{_NAME}.{name}" not in known]
+        given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        loaded, initial = dict(given), self._initial_state(prefix)
+        if f"{prefix}weight" in given and not given.keys() & initial.keys():
+            loaded |= initial  # only rows are given: the optimizer starts over
+        known = self._storage.load_entries(_NAME, prefix, loaded, missing_keys, error_msgs)
+        unexpected_keys += [key for key in given if key not in known]
 
-    def _beginning(self) -> dict[str, Tensor]:
-        """Return the optimizer's state before its first step, by its name in the collection's state dict."""
-        begin = {f"{_NAME}.step": torch.tensor(0)}
+    def _initial_state(self, prefix: str) -> dict[str, Tensor]:
+        """Return the optimizer's state before its first step, by its names in a state dict."""
+        begin = {f"{prefix}step": torch.tensor(0)}
         for name, value in initial_state(self.optimizer).items():
-            begin[f"{_NAME}.{name}"] = torch.tensor(value).expand(self._storage.table_state(_NAME)[name].shape)
+            begin[prefix + name] = torch.tensor(value).expand(self._storage.table_state(_NAME)[name].shape)
         return begin
 
     @property
     def _storage(self) -> Storage:
-        (storage,) = self.collection.all_storages()
-        assert isinstance(storage, Storage)
+        (storage,) = self.collection.fixed_storages()
         return storage
 
     def extra_repr(self) -> str:

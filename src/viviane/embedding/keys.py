@@ -133,7 +133,7 @@ class BagTooLong(Violation):
 
 
 class Violations(deque[Violation]):
-    """What GPUs found and nobody read yet: records of single batches, and those that CUDA graphs go on writing.
+    """Errors that GPUs found and that are not read yet: records of single batches, and those that CUDA graphs write.
 
     A graph's record keeps the first offender of all replays until `check` reads and empties it.
     """
@@ -160,7 +160,7 @@ class Violations(deque[Violation]):
         return self._words[key]
 
     def keep(self, name: tuple[str, ...], violation: Violation) -> None:
-        """Keep a violation whose record a graph goes on writing."""
+        """Keep a violation whose record a graph continues writing."""
         self._lasting[*name, str(violation.record.device)] = violation
 
     def lasting_records(self) -> list[Tensor]:
@@ -174,7 +174,7 @@ class Violations(deque[Violation]):
             KeyRangeError, DataError: what was found.
         """
         waiting = [*self, *self._lasting.values()]
-        if not waiting or any(is_capturing(one.record.device) for one in waiting):
+        if not waiting or any(one.record.is_cuda and is_capturing(one.record.device) for one in waiting):
             return
         self.clear()
         try:
@@ -305,7 +305,9 @@ class RowMap(_KeyMap):
         check_key_type(keys, self.features[0])
         name = ("key", *self.features)
         raises = self._raises and not are_trusted()
-        kept = self.violations.words_for(name, keys.device) if raises and is_capturing(keys.device) else None
+        device, kept = keys.device, None
+        if raises and keys.is_cuda and is_capturing(device):
+            kept = self.violations.words_for(name, device)
         rows, record = key_rows(keys, self._rules, self._columns, kept, out)
         if raises:
             report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations, name)
@@ -331,7 +333,9 @@ class BagRowMap(_KeyMap):
         keys, offsets = [bag.values for bag in bags], tuple(bag.offsets for bag in bags)
         device, name = offsets[0].device, ("bag key", *self.features)
         raises = self._raises and not are_trusted()
-        kept = self.violations.words_for(name, device) if raises and is_capturing(device) else None
+        kept = None
+        if raises and device.type == "cuda" and is_capturing(device):
+            kept = self.violations.words_for(name, device)
         rows, joined, record = bag_rows(keys, offsets, self._rules, kept, out)
         if raises:
             starts = (0, *accumulate(len(one) for one in keys[:-1]))

@@ -26,18 +26,19 @@ class TableLock:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.reentrant = threading.RLock()
+        """What `with` takes and releases; `serialized` takes it directly, without a Python call."""
         self._trainer: threading.Thread | None = None
 
     def __reduce__(self) -> Any:
         return TableLock, ()
 
     def __enter__(self) -> TableLock:
-        self._lock.acquire()
+        self.reentrant.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self.reentrant.release()
 
     def claim(self, where: str) -> None:
         """Make the current thread the one that trains the table, until `free`; call it inside the lock.
@@ -77,7 +78,7 @@ def serialized(
 
     @wraps(method)
     def one_at_a_time(self: _Owner, *args: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
-        with self.lock:
+        with self.lock.reentrant:
             return method(self, *args, **options)
 
     return cast("Callable[Concatenate[_Owner, _Parameters], _Result]", one_at_a_time)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,45 +15,63 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from viviane.core.errors import ConfigError
 from viviane.embedding.buffers import Buffers, Memory
-from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.cached_storage import CachedStorage
 from viviane.embedding.gradients import RowGradients
 from viviane.embedding.prepared import sources_type
 from viviane.embedding.storage import Storage
+from viviane.embedding.table_storage import StorageLookup
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.embedding_bag import entry_bags, entry_sources, gather_rows, pool_rows
 from viviane.ops.row_update import Entries
+from viviane.store.slots import CacheFullError
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
 
-@dataclass(frozen=True)
-class Part:
-    """Lookups in one storage.
+def admitted(parts: Sequence[StorageLookup], training: bool) -> list[StorageLookup]:
+    """Return lookups whose rows are slots where their storage is a cache; rows of one storage get slots together.
 
-    Args:
-        rows: (B, S) without offsets, each place one row; (N,) with offsets, S bags for each row of the batch.
-        offsets: (S * B + 1,), the bags of the first place, then of the second, ...
-        weights: shaped as rows, or None.
-        columns: S columns of the output, where the places begin.
-        tables: names of the trainable tables among them.
+    Rows of a lookup that trains nothing are copied aside where they do not fit.
+
+    Raises:
+        CacheFullError: rows that will be trained do not fit.
     """
+    together: dict[CachedStorage, list[int]] = {}
+    for i, part in enumerate(parts):
+        if isinstance(part.storage, CachedStorage):
+            together.setdefault(part.storage, []).append(i)
+    found = list(parts)
+    for storage, places in together.items():
+        rows = [parts[i].rows.reshape(-1) for i in places]
+        joined = rows[0] if len(rows) == 1 else torch.cat(rows)
+        aside, lease = None, None
+        try:
+            slots, lease = storage.admit(joined)
+        except CacheFullError:
+            if training:
+                raise
+            aside, slots = storage.copies(joined)
+        for i, own in zip(places, torch.split(slots, [len(one) for one in rows]), strict=True):
+            found[i] = replace(parts[i], rows=own.view(parts[i].rows.shape), lease=lease, aside=aside)
+    return found
 
-    storage: Storage | DynamicStorage
-    rows: Tensor
-    offsets: Tensor | None
-    weights: Tensor | None
-    columns: tuple[int, ...]
-    tables: frozenset[str]
+
+def arrive(parts: Sequence[StorageLookup]) -> None:
+    """Wait for rows that are on their way to their slots."""
+    for part in parts:
+        if part.lease is not None:
+            part.storage.arrive(part.lease)
 
 
-def gather(parts: Sequence[Part], size: int, width: int, buffers: Memory) -> Tensor:
+def gather(parts: Sequence[StorageLookup], size: int, width: int, buffers: Memory) -> Tensor:
     """Look everything up: (B, W)."""
     out = buffers.take(size, width, parts[0].storage.weight.device)
     for part in parts:
-        weight = part.storage.weight
+        weight = part.weight
         if part.offsets is None:
             gather_rows(weight, part.rows, out, part.columns, part.weights)
         else:
@@ -61,35 +79,33 @@ def gather(parts: Sequence[Part], size: int, width: int, buffers: Memory) -> Ten
     return out
 
 
-def prepare(parts: Sequence[Part], size: int, width: int) -> None:
+def prepare(parts: Sequence[StorageLookup], size: int, width: int) -> None:
     """Begin the part of the update that needs no gradients, for an output of `size` rows and `width` columns."""
-    together: dict[int, list[Part]] = {}
+    together: dict[int, list[StorageLookup]] = {}
     for part in parts:
         if part.tables:
             together.setdefault(id(part.storage), []).append(part)
     for group in together.values():
-        storage = group[0].storage
-        if isinstance(storage, Storage):
-            storage.prepare(group, size, width)
-        elif len(group) == 1:
-            storage.prepare(group[0].rows.reshape(-1))
+        group[0].storage.prepare(group, size, width)
 
 
-def hand_over(parts: Sequence[Part], gradient: Tensor) -> None:
+def hand_over(parts: Sequence[StorageLookup], gradient: Tensor) -> None:
     """Give the storages the gradient of the output, (B, W), to keep until the next step."""
     size = len(gradient)
     # One tensor for all parts: where parts of a storage are joined, it is recognised and not copied.
     flat, width = flat_rows(gradient)
     for part in parts:
         if part.tables:
+            if part.lease is not None:
+                part.storage.hold(part.lease)
             part.storage.add_gradients(RowGradients(_entries(part, flat, size, width), part.tables))
 
 
-def _entries(part: Part, gradient: Tensor, size: int, width: int) -> Entries:
+def _entries(part: StorageLookup, gradient: Tensor, size: int, width: int) -> Entries:
     """Return what `entries_of` does, from what `prepare` has made where that is known."""
-    sources = part.storage.prepared_sources(part, width) if isinstance(part.storage, Storage) else None
+    sources = part.storage.prepared_sources(part, width)
     if sources is None:
-        return entries_of(part, gradient, size, width)
+        return entries_at(part.rows, part.offsets, part.weights, part.columns, gradient, size, width)
     return _with_sources(part.rows, part.weights, sources, part.columns, gradient, width)
 
 
@@ -119,7 +135,7 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, anchor: Tensor, parts: Sequence[Part], size: int, width: int, buffers: Memory
+        ctx: FunctionCtx, anchor: Tensor, parts: Sequence[StorageLookup], size: int, width: int, buffers: Memory
     ) -> Tensor:
         """Gather, and keep what to look up for backward."""
         ctx.parts = parts  # type: ignore[attr-defined]
@@ -135,10 +151,12 @@ class Lookup(torch.autograd.Function):
 
 
 class _WholeTable(torch.autograd.Function):
-    """A lookup of every row; it makes nothing ready for the update, which a lookup of a batch beside it does."""
+    """A lookup of every row; it makes nothing ready for the update, which a lookup of a batch next to it does."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, anchor: Tensor, part: Part, size: int, width: int, buffers: Memory) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, anchor: Tensor, part: StorageLookup, size: int, width: int, buffers: Memory
+    ) -> Tensor:
         ctx.part = part  # type: ignore[attr-defined]
         return gather([part], size, width, buffers)
 
@@ -156,9 +174,14 @@ def whole_table(storage: Storage, table: str, dtype: torch.dtype, *, trains: boo
         dtype: of the result.
         trains: whether backward keeps the gradients.
     """
+    if isinstance(storage, CachedStorage):
+        raise ConfigError(
+            "a lookup of all rows needs the whole table in memory", where=f"table {table!r}",
+            fix="leave it out of embedding_memory",
+        )  # fmt: skip
     first, size, device = storage.bases[table], storage.tables[table].num_rows, storage.weight.device
     every = torch.arange(first, first + size, device=device).unsqueeze(1)
-    part = Part(storage, every, None, None, (0,), frozenset({table} if trains else ()))
+    part = StorageLookup(storage, every, None, None, (0,), frozenset({table} if trains else ()))
     if not trains:
         return gather([part], size, storage.dim, Buffers(dtype))
     anchor = torch.empty(0, device=device, requires_grad=True)
@@ -166,7 +189,7 @@ def whole_table(storage: Storage, table: str, dtype: torch.dtype, *, trains: boo
     return found
 
 
-def entries_of(part: Part, gradient: Tensor, size: int, width: int) -> Entries:
+def entries_of(part: StorageLookup, gradient: Tensor, size: int, width: int) -> Entries:
     """Return a part's rows and where in the flat gradient of the output, (B * W,), theirs stand."""
     return entries_at(part.rows, part.offsets, part.weights, part.columns, gradient, size, width)
 
@@ -180,7 +203,7 @@ def entries_at(
     size: int,
     width: int,
 ) -> Entries:
-    """Return looked-up rows, as in a `Part`, and where in the flat gradient of the output, (B * W,), theirs stand."""
+    """Return looked-up rows, and the positions of their gradients in the flat gradient of the output, (B * W,)."""
     if offsets is None:
         sources = _sources(size, width, columns, gradient.device)
     elif kernels_serve(gradient.device):
@@ -203,13 +226,13 @@ def _with_sources(
 def _sources(size: int, width: int, columns: tuple[int, ...], device: torch.device, *, by_row: bool = True) -> Tensor:
     """Return where each vector begins in a flat gradient (B * W): by row and place, or by place and row."""
     sources = _kept_sources(size, width, columns, device, by_row)
-    if is_capturing(device):
+    if device.type == "cuda" and is_capturing(device):
         _recorded.setdefault((size, width, columns, device, by_row), sources)
     return sources
 
 
 _recorded: dict[tuple[Any, ...], Tensor] = {}
-"""What CUDA graphs read, kept as long as they may be replayed, which nobody says."""
+"""What CUDA graphs read, kept as long as they may be replayed, which is not known."""
 
 
 @lru_cache(maxsize=32)

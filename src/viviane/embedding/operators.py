@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +31,13 @@ from torch import Tensor
 from torch._library.effects import EffectType
 
 from viviane.core.errors import VivianeError
+from viviane.embedding.base import LocalCollection
 from viviane.embedding.buffers import Buffers
-from viviane.embedding.lookup import Part, gather, hand_over, prepare
+from viviane.embedding.lookup import gather, hand_over, prepare
 from viviane.embedding.lookup_spec import parse_spec
+from viviane.embedding.table_storage import StorageLookup
 
-if TYPE_CHECKING:
-    from viviane.embedding.collection import EmbeddingCollection
-
-_COLLECTIONS: weakref.WeakValueDictionary[int, EmbeddingCollection] = weakref.WeakValueDictionary()
+_COLLECTIONS: weakref.WeakValueDictionary[int, LocalCollection] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 _TICKETS: dict[int, _Open] = {}
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # a replayed CUDA graph would leave out what happens in Python
@@ -48,18 +47,18 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)  # a replayed CUDA graph would leave out w
 class _Open:
     """A lookup that may still be differentiated."""
 
-    parts: Sequence[Part]
+    parts: Sequence[StorageLookup]
     memory: Buffers
 
 
-def new_number(collection: EmbeddingCollection) -> int:
+def new_number(collection: LocalCollection) -> int:
     """Return the number under which operators find a collection as long as it lives."""
     own = next(_NUMBERS)
     _COLLECTIONS[own] = collection
     return own
 
 
-def collection_of(number: int) -> EmbeddingCollection:
+def collection_of(number: int) -> LocalCollection:
     """Return the collection of a number."""
     return _COLLECTIONS[number]
 
@@ -76,7 +75,7 @@ def _runs_for_a_graph() -> bool:
 
 
 def _check_not_captured() -> None:
-    # torch looks for the tag at the operator, and effects hide it there: a graph would be captured without a word.
+    # torch looks for the tag at the operator, and effects hide it there: a graph would be captured silently.
     if _runs_for_a_graph():
         raise VivianeError(
             "a compiled embedding collection cannot be captured in a CUDA graph: a replay would keep no gradients",
@@ -101,12 +100,12 @@ def _ticket(opened: _Open) -> Tensor:
 def _lookup(anchor: Tensor | None, tensors: list[Tensor], collection: int, spec: str) -> list[Tensor]:
     _check_not_captured()
     own, known = _COLLECTIONS[collection], parse_spec(spec)
-    size, parts, masks = own._resolve(known.batch(tensors), known.training)
-    out = [gather(parts, size, own.width, own._memory)]  # of the type that was traced
+    size, parts, masks = own.resolve(known.batch(tensors), known.training)
+    out = [gather(parts, size, own.width, own.output_buffers)]  # of the type that was traced
     out += [masks[name] for name, _ in known.masks]
     if known.training:
         prepare(parts, size, own.width)
-        out.append(_ticket(_Open(parts, own._memory)))
+        out.append(_ticket(_Open(parts, own.output_buffers)))
     return out
 
 

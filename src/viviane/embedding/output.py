@@ -12,8 +12,8 @@ from viviane.embedding.wide_rows import WideRows
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a feature stands in the output: columns start to start + num_places * dim."""
+class OutputColumns:
+    """The columns of the output that a feature fills: start to start + num_places * dim."""
 
     start: int
     dim: int
@@ -32,19 +32,20 @@ class EmbeddingOutput:
 
     Args:
         flat: all features side by side in the collection's order, (B, sum of widths); contiguous without `wide`.
-        places: where each feature stands.
+        places: the columns of each feature.
         masks: (B, L), bool, of "concat" features: which places hold a vector.
         wide: the rows that `flat` is columns of, where the collection has margins.
 
     Example:
         >>> import torch
-        >>> out = EmbeddingOutput(torch.eye(3), {"a": Place(0, 1, 1, False), "b": Place(1, 2, 1, False)})
+        >>> columns = {"a": OutputColumns(0, 1, 1, False), "b": OutputColumns(1, 2, 1, False)}
+        >>> out = EmbeddingOutput(torch.eye(3), columns)
         >>> out.keys(), out.length_per_key(), out["b"].tolist()
         (['a', 'b'], [1, 2], [[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     """
 
     flat: Tensor
-    places: Mapping[str, Place]
+    places: Mapping[str, OutputColumns]
     masks: Mapping[str, Tensor] = field(default_factory=dict)
     wide: WideRows | None = None
 
@@ -98,7 +99,7 @@ class EmbeddingOutput:
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> OutputColumns:
         try:
             return self.places[name]
         except KeyError:

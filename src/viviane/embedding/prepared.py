@@ -1,4 +1,4 @@
-"""What an update needs to know of a batch's lookups before their gradients are there, made beside forward and backward.
+"""The part of an update that needs no gradients, computed in parallel with forward and backward.
 
 Shapes: B rows of the batch, W columns of the output, N entries of all parts together.
 """
@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from viviane.embedding.gradients import join_weights
+from viviane.embedding.table_storage import StorageLookup
 from viviane.ops.embedding_bag import entry_sources
 from viviane.ops.row_update import Entries
-
-if TYPE_CHECKING:
-    from viviane.embedding.lookup import Part
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Prepared:
         apart: W, or more where the gradient is columns of a wider one.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[StorageLookup, ...]
     rows: Tensor
     sources: Tensor | None
     weights: Tensor | None
@@ -55,7 +52,7 @@ class Prepared:
             return self
         return replace(self, sources=_sources(self.parts, len(self.rows), self.size, apart), apart=apart)
 
-    def sources_of(self, part: Part) -> Tensor | None:
+    def sources_of(self, part: StorageLookup) -> Tensor | None:
         """Return the sources of a part; None where it is not one of these."""
         start = 0
         for own in self.parts:
@@ -80,7 +77,7 @@ class Prepared:
         return Entries(self.rows, waiting[0].gradients, self.sources, self.weights, aligned)
 
 
-def prepare_entries(parts: Sequence[Part], size: int, width: int, apart: int) -> Prepared:
+def prepare_entries(parts: Sequence[StorageLookup], size: int, width: int, apart: int) -> Prepared:
     """Join lookups, without their sources; arguments as of `Prepared`."""
     rows = [part.rows.reshape(-1) for part in parts]
     weights = join_weights([part.weights for part in parts], rows)
@@ -88,7 +85,7 @@ def prepare_entries(parts: Sequence[Part], size: int, width: int, apart: int) ->
 
 
 def _join_rows(rows: Sequence[Tensor]) -> Tensor:
-    """Return lists of rows as one, without a copy where they stand behind one another already."""
+    """Return lists of rows as one, without a copy where they follow one another already."""
     first, end = rows[0], rows[0].data_ptr()
     for one in rows:
         if one.data_ptr() != end or one.dtype != first.dtype or not one.is_contiguous() or not _share(one, first):
@@ -111,7 +108,7 @@ def sources_type(size: int, apart: int) -> torch.dtype:
     return torch.int32 if size * apart < 2**31 else torch.int64
 
 
-def _sources(parts: Sequence[Part], count: int, size: int, apart: int) -> Tensor:
+def _sources(parts: Sequence[StorageLookup], count: int, size: int, apart: int) -> Tensor:
     # Zeros: wrong offsets, which are reported later, leave some unwritten, and the update reads by them.
     sources = torch.zeros(count, dtype=sources_type(size, apart), device=parts[0].rows.device)
     start = 0

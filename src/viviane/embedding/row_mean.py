@@ -93,7 +93,7 @@ class RowMean:
             chunk = slice(start, start + _CHUNK_ROWS)
             factor = (self._log_decay - self._visited[chunk]).exp().to(torch.float32).unsqueeze(1)
             self.mean[chunk].copy_(weight[chunk] + factor * (self.mean[chunk] - weight[chunk]))
-        self._log_decay = 0.0  # from here on counted anew, so that the sum never grows large
+        self._log_decay = 0.0  # from here on counted from 0, so that the sum never grows large
         self._visited.zero_()
         return self
 

@@ -111,8 +111,12 @@ class StepCounters(MutableMapping[str, int]):
 
     def share_count(self, first: str, second: str) -> bool:
         """Whether two tables are of one count, and are counted together where graphs count."""
-        known = self._counts if self._on_device is None else self._group
-        return known[first] == known[second]
+        return self.shared_counts[first] == self.shared_counts[second]
+
+    @property
+    def shared_counts(self) -> dict[str, int]:
+        """A number for each table, equal for tables that share a count; see `share_count`."""
+        return self._counts if self._on_device is None else self._group
 
     def counter(self, name: str) -> int | Tensor:
         """Return a table's number, or where it lies on the device, 0-dim."""

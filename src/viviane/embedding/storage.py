@@ -6,17 +6,17 @@ Shapes: R rows of all tables together, D their width, N entries, U distinct rows
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
-from viviane.core.errors import ConfigError
+from viviane.core.errors import CheckpointError, ConfigError
 from viviane.core.seeds import derive_seed
 from viviane.embedding.config import TableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
@@ -25,7 +25,9 @@ from viviane.embedding.locking import TableLock, serialized
 from viviane.embedding.prepared import Prepared, prepare_entries
 from viviane.embedding.row_mean import RowMean
 from viviane.embedding.row_snapshot import RowSnapshot
+from viviane.embedding.state import TableState
 from viviane.embedding.step_counters import StepCounters
+from viviane.embedding.table_storage import StorageLookup, TableStorage
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.native.pages import advise_huge_pages
@@ -43,15 +45,13 @@ from viviane.ops.row_update import (
 )
 from viviane.ops.rules import rule_of
 
-if TYPE_CHECKING:
-    from viviane.embedding.lookup import Part
-
-_ZERO_ROWS = 2  # see viviane.ops.key_rows
+ZERO_ROWS = 2
+"""Rows of zeros behind those of all tables, see `viviane.ops.key_rows`."""
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Neighbouring tables of a storage with one optimizer: storage rows start to stop."""
+class RuleRange:
+    """Adjacent tables of a storage with one optimizer: rows start to stop."""
 
     start: int
     stop: int
@@ -64,7 +64,7 @@ class Segment:
         return self.optimizer is not None and rule_of(self.optimizer).uses_step
 
 
-class Storage(nn.Module):
+class Storage(TableStorage):
     """The rows of all tables of one width and type, with two last rows that are always zero.
 
     Args:
@@ -72,33 +72,42 @@ class Storage(nn.Module):
         optimizer: the rule of tables without their own.
         device: where the rows are.
         seed: of the initial values and of stochastic rounding.
+        room: rows of memory for each table; None: for all its rows.
     """
 
-    weight: Tensor
-
-    def __init__(self, tables: Sequence[TableConfig], optimizer: AnyOptimizer, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        optimizer: AnyOptimizer,
+        device: torch.device,
+        seed: int,
+        *,
+        room: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()
         rules = [table.optimizer or optimizer if table.trainable else None for table in tables]
         order = sorted(range(len(tables)), key=lambda i: rules.index(rules[i]))  # tables of one rule are neighbours
-        self.tables = {tables[i].name: tables[i] for i in order}
+        self.tables: dict[str, TableConfig] = {tables[i].name: tables[i] for i in order}
         self.dim = tables[0].dim
         self.dtype = tables[0].torch_dtype
+        self.room = {name: table.num_rows if room is None else room[name] for name, table in self.tables.items()}
         self.bases: dict[str, int] = {}
-        self.segments: list[Segment] = []
+        self.rule_ranges: list[RuleRange] = []
         self.steps = StepCounters(list(self.tables))
         self.lock = TableLock()
         start = 0
         for i in order:
             table = tables[i]
             self.bases[table.name] = start
-            stop = start + table.num_rows
-            if self.segments and self.segments[-1].optimizer == rules[i]:
-                last = self.segments.pop()
-                self.segments.append(Segment(last.start, stop, last.optimizer, (*last.tables, table.name)))
+            stop = start + self.room[table.name]
+            if self.rule_ranges and self.rule_ranges[-1].optimizer == rules[i]:
+                last = self.rule_ranges.pop()
+                self.rule_ranges.append(RuleRange(last.start, stop, last.optimizer, (*last.tables, table.name)))
             else:
-                self.segments.append(Segment(start, stop, rules[i], (table.name,)))
+                self.rule_ranges.append(RuleRange(start, stop, rules[i], (table.name,)))
             start = stop
         self.null_row = start
+        self.key_bases, self.key_null = self.bases, start
         self._allocate(device, seed)
         self._seed = derive_seed(seed, "rounding", *self.tables) % 2**32
         self._pending: list[RowGradients] = []
@@ -110,49 +119,66 @@ class Storage(nn.Module):
         self._scratch = Scratch()
         self.row_mean: RowMean | None = None
         self.snapshots: dict[int, RowSnapshot] = {}
-        """By segment, what a checkpoint in work still has to read."""
+        """By rule_range, what a checkpoint in progress still has to read."""
         self._all_read: threading.Event | None = None
         self.is_joined = False
         """Whether what waits is a sum over all processes already."""
 
     def _allocate(self, device: torch.device, seed: int) -> None:
-        weight = torch.empty(self.null_row + _ZERO_ROWS, self.dim, dtype=self.dtype, device=device)
+        weight = torch.empty(self.null_row + ZERO_ROWS, self.dim, dtype=self.dtype, device=device)
         advise_huge_pages(weight)
         self.register_buffer("weight", weight, persistent=False)
         self.weight[self.null_row :] = 0.0
         for name, table in self.tables.items():
             fill_initial(self.table_rows(name), table, seed)
-        for i, segment in enumerate(self.segments):
-            for name, value in initial_state(segment.optimizer).items():
-                assert segment.optimizer is not None
-                shape = state_shape(name, self.weight[segment.start : segment.stop], segment.optimizer)
+        for i, rule_range in enumerate(self.rule_ranges):
+            for name, value in initial_state(rule_range.optimizer).items():
+                assert rule_range.optimizer is not None
+                shape = state_shape(name, self.weight[rule_range.start : rule_range.stop], rule_range.optimizer)
                 state = torch.empty(shape, dtype=torch.float32, device=device)
                 advise_huge_pages(state)
                 self.register_buffer(f"{name}_{i}", state.fill_(value), persistent=False)
 
-    def table_rows(self, name: str) -> Tensor:
+    def num_rows(self, table: str) -> int:
+        """Return the number of rows of a table."""
+        return self.tables[table].num_rows
+
+    def num_steps(self, table: str) -> int:
+        """Return the number of updates of a table."""
+        return self.steps[table]
+
+    def table_rows(self, table: str) -> Tensor:
         """Return the view (num_rows, dim) of a table."""
-        start = self.bases[name]
-        return self.weight[start : start + self.tables[name].num_rows]
+        start = self.bases[table]
+        return self.weight[start : start + self.tables[table].num_rows]
+
+    def tables_of(self, rows: Tensor) -> set[str]:
+        """Return the names of the tables that own rows of this storage."""
+        stops = {name: base + self.tables[name].num_rows for name, base in self.bases.items()}
+        return {name for name, base in self.bases.items() if bool(((rows >= base) & (rows < stops[name])).any())}
+
+    def check(self) -> None:
+        """Raise the errors that the device found in captured steps since the last call."""
+        self.steps.check()
 
     def table_state(self, name: str) -> dict[str, Tensor]:
         """Return the views of a table's optimizer state, each (num_rows, dim), or (num_rows,)."""
-        i = next(i for i, one in enumerate(self.segments) if name in one.tables)
+        i = next(i for i, one in enumerate(self.rule_ranges) if name in one.tables)
         return self._state(i, self.bases[name], self.bases[name] + self.tables[name].num_rows)
 
     def _state(self, index: int, start: int, stop: int) -> dict[str, Tensor]:
-        segment = self.segments[index]
-        names = initial_state(segment.optimizer)
-        if (start, stop) == (segment.start, segment.stop):
+        rule_range = self.rule_ranges[index]
+        names = initial_state(rule_range.optimizer)
+        if (start, stop) == (rule_range.start, rule_range.stop):
             return {name: getattr(self, f"{name}_{index}") for name in names}
-        inside = slice(start - segment.start, stop - segment.start)
+        inside = slice(start - rule_range.start, stop - rule_range.start)
         return {name: getattr(self, f"{name}_{index}")[inside] for name in names}
 
     def reset_table_state(self, name: str) -> None:
         """Put a table's optimizer state back to its beginning."""
         self.settle()
-        segment = next(one for one in self.segments if name in one.tables)
-        initial = initial_state(segment.optimizer)
+        rule_range = next(one for one in self.rule_ranges if name in one.tables)
+        initial = initial_state(rule_range.optimizer)
         for state_name, state in self.table_state(name).items():
             state.fill_(initial[state_name])
         self.steps[name] = 0
@@ -161,44 +187,48 @@ class Storage(nn.Module):
         """Make a table's padding row zero, as it stays."""
         padding = self.tables[name].padding_id
         if padding is not None:
-            self.table_rows(name)[padding] = 0.0
+            self.clear_row(name, padding)
+
+    def clear_row(self, name: str, row: int) -> None:
+        """Make a row of a table zero, and leave its optimizer state alone."""
+        self.table_rows(name)[row] = 0.0
 
     @serialized
-    def prepare(self, parts: Sequence[Part], size: int, width: int) -> None:
+    def prepare(self, lookups: Sequence[StorageLookup], size: int, width: int) -> None:
         """Begin the part of an update that needs no gradients, for lookups that are trained together.
 
-        On a GPU rows and places of gradients are joined and rows sorted, beside forward and backward. How far apart the
-        rows of the gradient begin is known in backward alone: as far as last time, until it says otherwise.
+        On a GPU rows and positions of gradients are concatenated and sorted in parallel with forward and backward.
+        The stride of the gradient is known in backward only; until then that of the last batch is assumed.
 
         Args:
-            parts: the lookups.
+            lookups: those of one batch that are trained together.
             size: rows of the output.
             width: its columns.
         """
         device = self.weight.device
-        if self._pending or not kernels_serve(device) or not any(part.rows.numel() for part in parts):
+        if self._pending or not kernels_serve(device) or not any(part.rows.numel() for part in lookups):
             return
         apart = self._apart[1] if self._apart[0] == width else width
-        read = [one for part in parts for one in (part.rows, part.offsets, part.weights) if one is not None]
+        read = [one for part in lookups for one in (part.rows, part.offsets, part.weights) if one is not None]
         with prepare_aside(device, self._scratch, read):
-            joined = prepare_entries(parts, size, width, apart)
-            prepare_rows(joined.rows, self._scratch, self.null_row + _ZERO_ROWS)
+            joined = prepare_entries(lookups, size, width, apart)
+            prepare_rows(joined.rows, self._scratch, self.null_row + ZERO_ROWS)
             self._prepared = joined.placed()
 
     @serialized
-    def prepared_sources(self, part: Part, apart: int) -> Tensor | None:
+    def prepared_sources(self, lookup: StorageLookup, stride: int) -> Tensor | None:
         """Return where the gradients of a part stand, if `prepare` has made that.
 
         Args:
-            part: a lookup.
-            apart: how far apart the rows of the gradient begin.
+            lookup: one that `prepare` was given.
+            stride: of the rows of the gradient.
         """
-        if self._prepared is None or self._prepared.sources_of(part) is None:
+        if self._prepared is None or self._prepared.sources_of(lookup) is None:
             return None
         if self._prepared.size > 1:
-            self._apart = (self._prepared.width, apart)
-        self._prepared = self._prepared.at(apart)
-        return self._prepared.sources_of(part)
+            self._apart = (self._prepared.width, stride)
+        self._prepared = self._prepared.at(stride)
+        return self._prepared.sources_of(lookup)
 
     def _joined(self) -> Entries:
         """Return all entries that wait; rows that `prepare` joined are those that it sorts."""
@@ -210,7 +240,8 @@ class Storage(nn.Module):
     @serialized
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
-        if is_capturing(self.weight.device):  # the step may not be part of the graph, whose forks must all be joined
+        # The step may not be part of the graph, whose forks must all be joined.
+        if self.weight.is_cuda and is_capturing(self.weight.device):
             join_rows(self.weight.device, self._scratch)
         self._pending.append(gradients)
         self._all = self._summed = None
@@ -236,7 +267,7 @@ class Storage(nn.Module):
 
     @serialized
     def replace_gradients(self, gradients: RowGradients) -> None:
-        """Put one list of gradients in the place of all that waits: their sum over several processes."""
+        """Put one list of gradients in place of all that waits: their sum over several processes."""
         self.discard_gradients()
         self.add_gradients(gradients)
         self.is_joined = True
@@ -271,7 +302,7 @@ class Storage(nn.Module):
     def _entries(self) -> Entries:
         """Return all entries that wait; the same tensors again for a norm and the step, whose rows are sorted once."""
         if self._all is None:
-            self._all = replace(self._joined(), bound=self.null_row + _ZERO_ROWS)
+            self._all = replace(self._joined(), bound=self.null_row + ZERO_ROWS)
         return self._all
 
     @serialized
@@ -312,24 +343,81 @@ class Storage(nn.Module):
             before = self.weight.index_select(0, rows)
         with self._updating(entries.rows):
             for index, start, stop, tables in self._ranges(active):
-                rule = self.segments[index].optimizer
+                rule = self.rule_ranges[index].optimizer
                 assert rule is not None
+                names, first_name = self._names(start, stop, tables[0])
                 update_rows(
                     self.weight[start:stop], self._state(index, start, stop), entries, rule,
                     lr=lr if rule.lr is None else rule.lr * factor, step=self.steps.counter(tables[0]), scale=scale,
-                    first_row=start, seed=self._seed + start, scratch=self._scratch, gate=gate,
+                    first_row=start, seed=self._seed + first_name, scratch=self._scratch, gate=gate, names=names,
+                    first_name=first_name,
                 )  # fmt: skip
             if self.row_mean is not None and before is not None:
                 self.row_mean.visit(rows, before, self.weight.index_select(0, rows), gate)
         self.discard_gradients()
 
-    # Reading beside training ---------------------------------------------------------------------------------
+    # Content ------------------------------------------------------------------------------------------------
+
+    def export_table(self, table: str, *, copy: bool) -> TableState:
+        """Return a table's rows and optimizer state: a copy, or views of the live memory."""
+        content = TableState(self.table_rows(table), self.table_state(table), self.steps[table])
+        if not copy:
+            return content
+        state = {name: part.clone() for name, part in content.state.items()}
+        return TableState(content.weight.clone(), state, content.step)
+
+    def import_table(self, table: str, content: TableState) -> None:
+        """Copy a table in; see `EmbeddingCollection.import_table`."""
+        own, given = {"weight": self.table_rows(table)}, {"weight": content.weight}
+        if content.state:
+            own |= self.table_state(table)
+            given |= content.state
+        check_content(table, own, given)
+        self.settle()
+        for name, part in given.items():
+            own[name].copy_(part)
+        if content.state:
+            self.steps[table] = content.step
+        else:
+            self.reset_table_state(table)
+            if not self.table_state(table):  # a rule without state, such as SGD: its count is still known
+                self.steps[table] = content.step
+        self.clear_padding(table)
+
+    def copy_rows(self, table: str, rows: Tensor) -> None:
+        """Replace a table's rows, (num_rows, dim), and leave its optimizer state alone."""
+        self.settle()
+        self.table_rows(table).copy_(rows)
+
+    def state_entries(self, table: str, prefix: str) -> dict[str, Tensor]:
+        """Return a table's part of a state_dict: views, and the step."""
+        parts = {"weight": self.table_rows(table), **self.table_state(table)}
+        parts["step"] = torch.tensor(self.steps[table])
+        return {prefix + name: part for name, part in parts.items()}
+
+    def load_entries(
+        self, table: str, prefix: str, given: Mapping[str, Tensor], missing_keys: list[str], error_msgs: list[str]
+    ) -> set[str]:
+        """Copy a table's part of a state_dict in, as `nn.Module.load_state_dict` does; return the keys it read."""
+        own = self.state_entries(table, prefix)
+        for key, target in own.items():
+            if key not in given:
+                missing_keys.append(key)
+            elif given[key].shape != target.shape:
+                error_msgs.append(f"{key} has shape {tuple(given[key].shape)}, the table {tuple(target.shape)}")
+            else:
+                target.copy_(given[key])
+        self.steps[table] = int(own[f"{prefix}step"])
+        self.clear_padding(table)
+        return set(own)
+
+    # Snapshots ----------------------------------------------------------------------------------------------
 
     def take_snapshots(self) -> dict[int, RowSnapshot]:
-        """Hold rows and state, by segment, as they are now: steps go on, other changes wait until all is read."""
+        """Hold rows and state, by rule_range, as they are now: steps continue, other changes wait until all is read."""
         self.settle()
         self.snapshots = {}
-        for index, one in enumerate(self.segments):
+        for index, one in enumerate(self.rule_ranges):
             tensors = {"weight": self.weight[one.start : one.stop], **self._state(index, one.start, one.stop)}
             if self.row_mean is not None:
                 tensors["mean"] = self.row_mean.mean[one.start : one.stop]
@@ -344,27 +432,32 @@ class Storage(nn.Module):
             self._all_read.set()
 
     def settle(self) -> None:
-        """Wait until a checkpoint in work has read what it needs; before rows change otherwise than by a step."""
+        """Wait until a checkpoint in progress has read what it needs; before rows change otherwise than by a step."""
         if self._all_read is not None:
             self._all_read.wait()
             self._all_read = None
 
+    def _names(self, start: int, stop: int, table: str) -> tuple[Tensor | None, int]:
+        """Return by what stochastic rounding knows rows of memory, None: by their place, and what is the first."""
+        return None, start
+
     def _updating(self, rows: Tensor) -> ExitStack:
         stack = ExitStack()
         for index, snapshot in self.snapshots.items():
-            one = self.segments[index]
+            one = self.rule_ranges[index]
             inside = rows[(rows >= one.start) & (rows < one.stop)] - one.start
             stack.enter_context(snapshot.moving(inside))
         return stack
 
     def _ranges(self, active: frozenset[str]) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
-        """Give runs of neighbouring tables that one launch may move: segment, start, stop, names."""
-        for index, segment in enumerate(self.segments):
+        """Give runs of neighbouring tables that one launch may move: rule_range, start, stop, names."""
+        for index, rule_range in enumerate(self.rule_ranges):
             # Bias corrections and stochastic rounding depend on how many steps a table has taken.
-            by_count = segment.uses_step or self.dtype != torch.float32
+            by_count = rule_range.uses_step or self.dtype != torch.float32
+            counts = self.steps.shared_counts if by_count else None
             runs: list[list[str]] = []
-            for before, name in zip((None, *segment.tables), segment.tables, strict=False):
-                together = runs and before == runs[-1][-1] and (not by_count or self.steps.share_count(before, name))
+            for before, name in zip((None, *rule_range.tables), rule_range.tables, strict=False):
+                together = runs and before == runs[-1][-1] and (counts is None or counts[before] == counts[name])
                 if name in active and together:
                     runs[-1].append(name)
                 elif name in active:
@@ -372,7 +465,7 @@ class Storage(nn.Module):
             for run in runs:
                 if by_count:
                     self.steps.bind_shared(run)
-                stop = self.bases[run[-1]] + self.tables[run[-1]].num_rows
+                stop = self.bases[run[-1]] + self.room[run[-1]]
                 yield index, self.bases[run[0]], stop, tuple(run)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -387,3 +480,21 @@ class Storage(nn.Module):
         self._scratch = Scratch()
         self.steps.release()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def check_content(table: str, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Refuse rows and state of a table whose names or shapes differ from its own.
+
+    Raises:
+        CheckpointError: they do.
+    """
+    if own.keys() != given.keys():
+        raise CheckpointError(
+            "another optimizer's state", where=f"table {table!r}", value=", ".join(given), allowed=", ".join(own)
+        )
+    for name, part in given.items():
+        if part.shape != own[name].shape:
+            raise CheckpointError(
+                "the shape differs", where=f"table {table!r}, {name}", value=tuple(part.shape),
+                allowed=str(tuple(own[name].shape)),
+            )  # fmt: skip

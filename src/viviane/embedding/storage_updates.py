@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from viviane.embedding.dynamic_storage import DynamicStorage
-from viviane.embedding.storage import Storage
+from viviane.embedding.table_storage import TableStorage
 from viviane.ops.capture import URGENT, branch
 
 
 def begin_updates(
-    storages: Sequence[Storage | DynamicStorage],
+    storages: Sequence[TableStorage],
     device: torch.device,
     name: str,
-    move: Callable[[Storage | DynamicStorage], None],
+    move: Callable[[TableStorage], None],
 ) -> Callable[[], None]:
     """Update storages one after another; during capture each in its own branch, so that tails of updates overlap.
 
@@ -29,10 +28,14 @@ def begin_updates(
     Returns:
         a function that makes the current stream wait for all updates and releases their inputs; it must be called.
     """
+    if device.type != "cuda":
+        for storage in storages:
+            move(storage)
+        return _nothing
     held: list[list[Tensor]] = []
     joins: list[Callable[[], None]] = []
     for i, storage in enumerate(storages):
-        held.append(storage.waiting_tensors() if isinstance(storage, Storage) else [])
+        held.append(storage.waiting_tensors())
         with branch(device, f"{name}.{i}", is_open=True, priority=URGENT) as join:
             move(storage)
         joins.append(join)
@@ -43,3 +46,7 @@ def begin_updates(
         held.clear()
 
     return finish
+
+
+def _nothing() -> None:
+    """Do nothing: updates on a CPU are finished when they return."""

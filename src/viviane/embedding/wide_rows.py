@@ -54,7 +54,7 @@ class Margins:
 
 
 class WideRows:
-    """Memory of one lookup's output, and of the columns beside it.
+    """Memory of one lookup's output, and of the columns next to it.
 
     A lookup takes its output from it as from `Buffers`: columns of wider rows.
 
@@ -83,7 +83,7 @@ class WideRows:
 
     @torch.no_grad()
     def put(self, front: Sequence[Tensor], behind: Sequence[Tensor]) -> None:
-        """Copy what will be joined, (B, n) each, beside the output, which may still be under way; `join` then does not.
+        """Copy what will be joined, (B, n) each, next to the output, which may still be in progress; `join` skips it.
 
         Only where there is room for just that.
 
@@ -125,7 +125,7 @@ class WideRows:
 def output_memory(
     own: Buffers, margins: Margins | None, width: int, device: torch.device
 ) -> tuple[Memory, WideRows | None]:
-    """Return where a lookup's output goes: memory of its own, or wider rows where that serves; those beside it again.
+    """Return where a lookup's output goes: memory of its own, or wider rows where that serves; those next to it again.
 
     Example:
         >>> output_memory(Buffers(torch.float32), None, 3, torch.device("cpu"))[1] is None
@@ -150,7 +150,7 @@ def _is_own(part: Tensor, whole: Tensor, margins: Margins) -> bool:
 
 
 def _fit(parts: Sequence[Tensor], place: int, margins: Margins) -> bool:
-    """Whether the other parts fill the columns beside the output."""
+    """Whether the other parts fill the columns next to the output."""
     own = parts[place]
     if any(len(part) != len(own) or part.shape[2:] != own.shape[2:] or part.device != own.device for part in parts):
         return False
@@ -161,7 +161,7 @@ def _fit(parts: Sequence[Tensor], place: int, margins: Margins) -> bool:
 def _apart(whole: Tensor, column: int, shape: Sequence[int]) -> Tensor:
     """Return rows of a matrix, from a column on, as a tensor that autograd takes for no view of it.
 
-    A view's history would be worked out anew from the matrix once somebody wrote beside it.
+    A view's history would be recomputed from the matrix once a write next to it happened.
     """
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     strides[0] = whole.shape[1]

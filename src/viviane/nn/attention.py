@@ -21,7 +21,7 @@ MASKED = -10000.0
 """What HugeCTR adds to the score of a masked place; it fits fp16, where minus infinity would turn into NaN."""
 
 _SMALL = 1e-6
-# Up to so many scores a head, plain steps beat torch's blocked CPU kernel, which is made for long sequences: 21 places
+# Up to this many scores per head plain steps beat torch's blocked CPU kernel, made for long sequences: 21 places
 # take 11 ms against 19, 64 take 18 against 14 (forward and backward, 512 and 128 rows, 4 heads).
 _SHORT = 32 * 32
 

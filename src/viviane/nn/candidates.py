@@ -114,7 +114,7 @@ def _scores(u: Tensor, v: Tensor, correction: Tensor, ids: Tensor, of: Tensor) -
 def _blocks(u: Tensor, v: Tensor) -> Iterator[slice]:
     """Give slices of rows: whose scores fit into a processor's cache, or on a GPU into a part of its memory."""
     size = len(u)
-    room = _CACHED_BYTES if u.device.type == "cpu" else _MOST_SCORES_BYTES
-    step = max(1, room // (max(1, len(v)) * u.element_size()))
+    budget = _CACHED_BYTES if u.device.type == "cpu" else _MOST_SCORES_BYTES
+    step = max(1, budget // (max(1, len(v)) * u.element_size()))
     for start in range(0, size, max(1, step)):
         yield slice(start, min(start + step, size))

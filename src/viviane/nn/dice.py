@@ -20,7 +20,7 @@ class PReLU_DiceParameters(Settings):  # noqa: N801 - HugeCTR's name
         elu_alpha: slope a of the part that is switched off.
         eps: added to the variance.
         factor: None, HugeCTR's rule, takes mean and variance from the batch, in evaluation too, so that a row's
-            result depends on the rows beside it. A number keeps running statistics,
+            result depends on the rows next to it. A number keeps running statistics,
             running = factor batch + (1 - factor) running, and evaluates with them, as the paper does.
     """
 
@@ -50,7 +50,7 @@ class PReLU_Dice(Layer):  # noqa: N801 - HugeCTR's name
     Parameters = PReLU_DiceParameters
 
     def build(self, init: Initializer) -> list[Shape]:
-        """Create the running statistics, where they are asked for."""
+        """Create the running statistics, where they are requested."""
         (n,) = self.one_input(1)
         if cast(PReLU_DiceParameters, self.settings).factor is not None:
             self.register_buffer("running_mean", torch.zeros(n))

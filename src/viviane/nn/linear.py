@@ -185,7 +185,7 @@ class MLP(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """Return the last layer's activations."""
         if self.unfused(x) is None:
-            return mlp(x, *self.chain())
+            return mlp(x, *self.chain(), is_fit=True)
         return cast(Tensor, self.layers(x))
 
     def weights_to_pack(self) -> list[Tensor]:

@@ -26,7 +26,7 @@ class Rows:
     of_batch: bool = True
 
     def times(self, factor: int) -> Rows:
-        """Return so many times as many rows."""
+        """Return this many times as many rows."""
         return Rows(self.count * factor, self.of_batch)
 
     def __str__(self) -> str:

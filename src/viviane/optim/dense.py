@@ -119,29 +119,37 @@ class DenseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for place, group in enumerate(self.param_groups):
-            params = [param for param in group["params"] if self._gradient(param) is not None]
-            if not params:
+            kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+            for param in group["params"]:
+                gradient = self.beside.get(param) if self.beside else None
+                if gradient is None:
+                    gradient = param.grad
+                if gradient is not None:
+                    kinds[param.device, param.dtype].append((param, gradient))
+            if not kinds:
                 continue
             group["step"] += 1
-            for same_kind in _by_device_and_dtype(params):
-                self._move(same_kind, place, group, scale)
+            for pairs in kinds.values():
+                self._move([param for param, _ in pairs], [one for _, one in pairs], place, group, scale)
         return loss
 
-    def _gradient(self, param: Tensor) -> Tensor | None:
-        return self.beside.get(param, param.grad)
-
-    def _move(self, params: list[Tensor], place: int, group: dict[str, Any], scale: float | Tensor) -> None:
-        gradients: list[Tensor] = []
-        for param in params:
-            gradient = self._gradient(param)
-            assert gradient is not None
-            if gradient.is_sparse:
-                raise NumericsError("a dense optimizer got a sparse gradient", fix="use viviane.EmbeddingCollection")
-            gradients.append(gradient)
-            if not self.state[param] and self.state_names:
+    def _move(
+        self,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        place: int,
+        group: dict[str, Any],
+        scale: float | Tensor,
+    ) -> None:
+        """Update parameters of one device and type."""
+        if any(one.is_sparse for one in gradients):
+            raise NumericsError("a dense optimizer got a sparse gradient", fix="use viviane.EmbeddingCollection")
+        names = self.rule.states
+        for param in params if names else ():
+            if not self.state[param]:
                 start = group.get("initial_accumulator", 0.0)
-                self.state[param] = {name: torch.full_like(param, start) for name in self.state_names}
-        states = [[self.state[param][name] for param in params] for name in self.state_names]
+                self.state[param] = {name: torch.full_like(param, start) for name in names}
+        states = [[self.state[param][name] for param in params] for name in names]
         if self.mover is not None:
             self.mover(self, place, params, gradients, states, scale)
             return
@@ -191,10 +199,3 @@ def build_dense_optimizer(settings: AnyOptimizer, params: Iterable[Any], lr: flo
         options.pop(name, None)
     own = options.pop("lr")
     return DenseOptimizer(params, lr if own is None else own, own is not None, rule, **options)
-
-
-def _by_device_and_dtype(params: list[Tensor]) -> Iterable[list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for param in params:
-        groups[param.device, param.dtype].append(param)
-    return groups.values()

@@ -11,11 +11,11 @@ import torch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.logging import get_logger
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableCollection
+from viviane.embedding import CacheSettings, EmbeddingCollection, FeatureConfig, TableCollection
 from viviane.parallel.collection import ShardedCollection
 from viviane.parallel.group import Group
 from viviane.parallel.measure import measure_machine
-from viviane.parallel.plan import AnyTable, Kind, Plan
+from viviane.parallel.plan import AnyTable, Kind, ShardingPlan
 from viviane.parallel.planner import Planned, Planner
 
 GivenPlan: TypeAlias = str | Mapping[str, Any]
@@ -149,21 +149,21 @@ def is_whole(given: GivenPlan | None) -> bool:
     return isinstance(given, Mapping) and "world_size" in given
 
 
-def own_plan(given: Mapping[str, Any], tables: Sequence[AnyTable], name: str, world_size: int) -> Plan:
+def own_plan(given: Mapping[str, Any], tables: Sequence[AnyTable], name: str, world_size: int) -> ShardingPlan:
     """Return the part of a whole plan that is a collection's; an entry "<name>.<table>" goes before one "<table>".
 
     Raises:
         ConfigError: the plan lacks a table, or is for another number of processes.
     """
     names = {table.name for table in tables}
-    plan = Plan.from_dict(dict(given), where="solver.plan")
+    plan = ShardingPlan.from_dict(dict(given), where="solver.plan")
     entries = {one.table: one for one in plan.tables if one.table in names}
     entries |= {
         table: one.model_copy(update={"table": table})
         for one in plan.tables
         if (table := one.table.removeprefix(f"{name}.")) in names and one.table != table
     }
-    own = Plan(world_size=plan.world_size, tables=tuple(entries.values()))
+    own = ShardingPlan(world_size=plan.world_size, tables=tuple(entries.values()))
     own.check({table.name: table for table in tables}, world_size)
     return own
 
@@ -207,6 +207,7 @@ def make_tables(
     batch_size: int | None = None,
     traffic: Traffic | None = None,
     deduplicate_ids: bool = False,
+    cache: CacheSettings | None = None,
 ) -> TableCollection:
     """Return the collection for a group: spread over its processes, or an ordinary one in a process alone.
 
@@ -219,12 +220,13 @@ def make_tables(
         name: of the collection: a plan of "<name>.<table>" goes before one of "<table>".
         batch_size, traffic: see `choose_plan`.
         deduplicate_ids: as of a ShardedCollection.
+        cache: as of an EmbeddingCollection; memory is that of each process.
     """
     together = group or Group()
     # A plan for other processes is refused in one process too.
     found = own_plan(plan, tables, name, together.size) if isinstance(plan, Mapping) and is_whole(plan) else None
     if together.size == 1:
-        return EmbeddingCollection(tables, features, optimizer, device=device, seed=seed)
+        return EmbeddingCollection(tables, features, optimizer, device=device, seed=seed, cache=cache)
     if found is None:
         found = choose_plan(
             tables, features, optimizer, together, device=str(device), batch_size=batch_size, wire_dtype=wire_dtype,
@@ -232,5 +234,5 @@ def make_tables(
         ).plan  # fmt: skip
     return ShardedCollection(
         tables, features, optimizer, plan=found, group=together, device=device, seed=seed,
-        wire_dtype=getattr(torch, wire_dtype), deduplicate_ids=deduplicate_ids,
+        wire_dtype=getattr(torch, wire_dtype), deduplicate_ids=deduplicate_ids, cache=cache,
     )  # fmt: skip

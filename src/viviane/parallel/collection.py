@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from viviane.batch import Bag, Batch
 from viviane.config.optimizers import AnyOptimizer
-from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import (
+    CacheSettings,
     EmbeddingCollection,
     FeatureConfig,
-    TableCollection,
     TableConfig,
     TableState,
     TableSummary,
 )
-from viviane.embedding.keys import Violations
 from viviane.embedding.output import EmbeddingOutput
-from viviane.embedding.plan import place_features
 from viviane.embedding.state import summarize
 from viviane.embedding.wide_rows import WideRows
 from viviane.ops.capture import is_capturing
-from viviane.ops.row_update import initial_state, state_shape
-from viviane.parallel.content import gather_table, scatter_rows, scatter_table, start_shard
+from viviane.parallel.content import gather_table, scatter_rows, scatter_table
 from viviane.parallel.dedup_exchange import DedupInput
-from viviane.parallel.exchange import OutputDist, assemble
+from viviane.parallel.exchange import OutputDist
 from viviane.parallel.exchanges import AnyInput, Exchanges
-from viviane.parallel.feature_shards import FeatureShard, check_features, part_table, pieces_of
 from viviane.parallel.group import Group
 from viviane.parallel.jagged_exchange import JaggedInput
 from viviane.parallel.kept_keys import KeptKeys
-from viviane.parallel.plan import AnyTable, Plan, Shard, shards_of
+from viviane.parallel.plan import AnyTable, ShardingPlan
 from viviane.parallel.replicas import check_unmixed, join_replicas
+from viviane.parallel.sharded_tables import ShardedTables
 from viviane.parallel.static_exchange import StaticInput
 
 
-class ShardedCollection(TableCollection):
+class ShardedCollection(ShardedTables):
     """Embedding tables over several processes: each looks up its own batch, and all of them train the same tables.
 
     The sharding plan assigns shards of tables to ranks. input_dist sends ids to the ranks that hold their rows,
@@ -57,12 +53,14 @@ class ShardedCollection(TableCollection):
         batch_size: rows of every rank's local batch, if constant.
         hotness: number of ids in every row, by feature with bags, if constant. With `batch_size`, and `hotness` of all
             features with bags, shapes are static: sizes are not exchanged and nothing waits for a GPU.
+        cache: memory of this process for its shards of tables, as of an EmbeddingCollection; replicated tables are
+            whole in memory. Batches then have dynamic shapes.
         deduplicate_ids: send each distinct row of a batch once and pool vectors locally; sizes are always exchanged.
 
     Example:
         >>> from viviane.config import SGD
         >>> tables = [TableConfig(name="item", num_rows=4, dim=2, init={"type": "constant", "value": 1.0})]
-        >>> plan = Plan(world_size=1, tables=[{"table": "item", "kind": "row", "ranks": [0]}])
+        >>> plan = ShardingPlan(world_size=1, tables=[{"table": "item", "kind": "row", "ranks": [0]}])
         >>> emb = ShardedCollection(tables, [FeatureConfig(name="seen", table="item")], SGD(), plan=plan)
         >>> out = emb({"seen": Bag.from_lists([[0, 0], [], [3]])})
         >>> out.flat.sum().backward(); emb.step(lr=0.25)
@@ -76,7 +74,7 @@ class ShardedCollection(TableCollection):
         features: Sequence[FeatureConfig],
         optimizer: AnyOptimizer,
         *,
-        plan: Plan,
+        plan: ShardingPlan,
         group: Group | None = None,
         device: torch.device | str = "cpu",
         seed: int = 0,
@@ -85,81 +83,16 @@ class ShardedCollection(TableCollection):
         batch_size: int | None = None,
         hotness: Mapping[str, int] | None = None,
         deduplicate_ids: bool = False,
+        cache: CacheSettings | None = None,
     ) -> None:
-        super().__init__()
-        self.fix_sizes(batch_size, hotness)
-        self.deduplicate_ids = deduplicate_ids
-        self.group = group or Group.world()
-        self.tables: dict[str, AnyTable] = {table.name: table for table in tables}
-        self.features = {feature.name: feature for feature in features}
-        self.plan, self.optimizer, self.seed = plan, optimizer, seed
-        plan.check(self.tables, self.group.size)
-        check_features(features, self.tables, plan, optimizer, deduplicate_ids)
-        self._device = resolve_device(str(device))
-        self.frozen = frozenset(table.name for table in tables if not table.trainable)
-        self.wire_dtype, self.output_dtype = wire_dtype, output_dtype
-        self._places = place_features(features, self.tables)
-        self.pieces = pieces_of(self.features, self.tables, self._places, plan)
-        self.shards = {name: shards_of(plan.table(name), table) for name, table in self.tables.items()}
-        mine = [one for shards in self.shards.values() for one in shards if one.rank == self.group.rank]
-        copies = [one for shards in self.shards.values() for one in shards if one.rank is None]
-        self.own = self._part(mine, [p for p in self.pieces if p.shard.rank == self.group.rank], wire_dtype)
-        self.replicas = self._part(copies, [p for p in self.pieces if p.shard.rank is None], output_dtype)
-        width = max(place.stop for place in self._places.values())
-        self._assembly = assemble(self.pieces, self.group.size, width, wire_dtype)
-        wide = any(not isinstance(table, TableConfig) or table.num_rows >= 2**31 for table in tables)
-        self.exchanges = Exchanges(self, torch.int64 if wide else torch.int32)
-        self.violations = Violations()
+        super().__init__(
+            tables, features, optimizer, plan=plan, group=group, device=device, seed=seed, output_dtype=output_dtype,
+            wire_dtype=wire_dtype, batch_size=batch_size, hotness=hotness, deduplicate_ids=deduplicate_ids,
+            cache=cache,
+        )  # fmt: skip
+        self.exchanges = Exchanges(self)
         self._kept_keys = KeptKeys[AnyInput]()
         self._stream: torch.cuda.Stream | None = None
-        self._own_waiting: list[Callable[[], None]] = []
-        self._replicas_waiting: list[Callable[[], None]] = []
-
-    def _part(
-        self, shards: Sequence[Shard], pieces: Sequence[FeatureShard], output_dtype: torch.dtype
-    ) -> EmbeddingCollection | None:
-        """Build the collection of some shards, with one feature for each feature shard."""
-        used = {piece.shard for piece in pieces}
-        tables = [part_table(shard, self.tables[shard.table]) for shard in shards if shard in used]
-        if not tables:
-            return None
-        features = [
-            FeatureConfig(name=piece.name, table=piece.shard.table, combiner="sum") for piece in pieces
-        ]  # fmt: skip
-        part = EmbeddingCollection(
-            tables, features, self.optimizer, device=self.device, seed=self.seed, output_dtype=output_dtype
-        )
-        for shard in shards:
-            if shard in used:
-                start_shard(part, shard, self.tables[shard.table], self.seed)
-        return part
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank's shards."""
-        return self._device
-
-    @property
-    def width(self) -> int:
-        """Columns of the flat output."""
-        return self._assembly.width
-
-    def parts(self) -> list[EmbeddingCollection]:
-        """Return the collections of this rank: its shards, and the replicated tables."""
-        return [part for part in (self.own, self.replicas) if part is not None]
-
-    def fix_sizes(self, batch_size: int | None, hotness: Mapping[str, int] | None = None) -> None:
-        """Declare static shapes for training batches, equally on all ranks; `None` makes shapes dynamic again.
-
-        With static shapes nothing in forward, backward and step waits for a GPU, and a CUDA graph can capture them, if
-        every feature is one-hot or has a `hotness`, no bag has weights, and no table is dynamic. Evaluation still
-        exchanges sizes. Keys out of range are raised by `check`, not by `step`.
-
-        Args:
-            batch_size: rows of every rank's local batch; None: any.
-            hotness: number of ids in every row, by feature with bags.
-        """
-        self.batch_size, self.hotness = batch_size, dict(hotness or {})
 
     # Lookup -------------------------------------------------------------------------------------------------
 
@@ -181,21 +114,21 @@ class ShardedCollection(TableCollection):
             flat = inputs.route.lookup(inputs, training=training)
             if training and self.gradient_watch is not None:
                 flat.register_hook(self.gradient_watch)  # type: ignore[no-untyped-call]
-            return EmbeddingOutput(flat, self._places, inputs.masks, inputs.wide)
+            return EmbeddingOutput(flat, self.places, inputs.masks, inputs.wide)
         size = inputs.size if isinstance(inputs, DedupInput) else inputs.sizes[self.group.rank]
         local = self._lookup(self.replicas, inputs.local, size, training)
         if isinstance(inputs, DedupInput):
             flat = inputs.route.lookup(inputs, local, training=training)
         else:
             looked_up = self._lookup(self.own, inputs.inputs, sum(inputs.sizes), training)
-            flat = OutputDist.apply(looked_up, local, self.group, self._assembly, inputs.sizes)  # type: ignore[no-untyped-call]
+            flat = OutputDist.apply(looked_up, local, self.group, self.assembly, inputs.sizes)  # type: ignore[no-untyped-call]
         if inputs.scales:
             factors = torch.ones_like(flat)
             for name, scale in inputs.scales.items():
-                place = self._places[name]
+                place = self.places[name]
                 factors[:, place.start : place.stop] = scale.repeat_interleave(place.dim, 1)
             flat = flat * factors
-        return EmbeddingOutput(flat, self._places, inputs.masks)
+        return EmbeddingOutput(flat, self.places, inputs.masks)
 
     def begin(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyInput) -> AnyInput:
         """Start a lookup; pass the result to `forward` in place of the batch, which waits for the vectors.
@@ -265,10 +198,6 @@ class ShardedCollection(TableCollection):
         flat: Tensor = part(batch).flat
         return flat if flat.requires_grad or not training else flat.detach().requires_grad_()
 
-    def check(self) -> None:
-        """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
-        self.violations.check()
-
     def key_records(self) -> list[Tensor]:
         """Return the records that recorded lookups write; see `EmbeddingCollection.key_records`."""
         return self.violations.lasting_records()
@@ -293,22 +222,17 @@ class ShardedCollection(TableCollection):
         for finish in moving:
             finish()
 
-    def wait_for(self, own: Callable[[], None], replicas: Sequence[Callable[[], None]]) -> None:
-        """Keep what a step has to wait for: gradients on their way to this process's shards, and sums under way."""
-        self._own_waiting.append(own)
-        self._replicas_waiting += replicas
-
     def _finish(self, *, replicas: bool = True) -> None:
-        """Wait for gradients that are under way."""
-        for waiting in (self._own_waiting, self._replicas_waiting if replicas else []):
+        """Wait for gradients that are in progress."""
+        for waiting in (self.own_waiting, self.replicas_waiting if replicas else []):
             for finish in waiting:
                 finish()
             waiting.clear()
 
     def discard_gradients(self) -> None:
         """Drop the gradients that wait for a step."""
-        self._own_waiting.clear()
-        self._replicas_waiting.clear()
+        self.own_waiting.clear()
+        self.replicas_waiting.clear()
         for part in self.parts():
             part.discard_gradients()
 
@@ -347,16 +271,6 @@ class ShardedCollection(TableCollection):
             if table in part.tables:
                 part.unfreeze(table)
         self.frozen -= {table}
-
-    def state_shapes(self, table: str) -> dict[str, tuple[bool, torch.dtype]]:
-        """Return the tensors of a table, whether each has a number for every column, and their types."""
-        settings = self.tables[table]
-        rule = (settings.optimizer or self.optimizer) if settings.trainable else None
-        shapes = {"weight": (True, settings.torch_dtype)}
-        one = torch.empty(1, settings.dim, device="meta")
-        if rule is not None:
-            shapes |= {n: (len(state_shape(n, one, rule)) == 2, torch.float32) for n in initial_state(rule)}
-        return shapes
 
     # Content ------------------------------------------------------------------------------------------------
 

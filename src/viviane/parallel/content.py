@@ -1,44 +1,24 @@
-"""Whole tables and their shards: initial values, gather and scatter."""
+"""Gather whole tables from their shards, and scatter them."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.embedding import EmbeddingCollection, TableConfig, TableState
-from viviane.embedding.initializers import fill_keys
-from viviane.parallel.plan import AnyTable, Shard
-
-if TYPE_CHECKING:
-    from viviane.parallel.collection import ShardedCollection
-
-_PIECE_ELEMENTS = 1 << 22
+from viviane.parallel.plan import Shard
+from viviane.parallel.sharded_tables import ShardedTables
 
 
-def start_shard(part: EmbeddingCollection, shard: Shard, table: AnyTable, seed: int) -> None:
-    """Initialize the rows of a shard as in the whole table."""
-    if not isinstance(table, TableConfig):
-        return  # rows of a dynamic table begin when their keys come
-    weight = part.table_rows(shard.table)
-    piece = max(1, _PIECE_ELEMENTS // table.dim)
-    for start in range(0, len(shard.keys), piece):
-        keys = torch.tensor(shard.keys[start : start + piece], device=weight.device)
-        rows = torch.empty(len(keys), table.dim, dtype=weight.dtype, device=weight.device)
-        fill_keys(rows, keys, table, seed)
-        weight[start : start + len(keys)] = rows[:, shard.start : shard.stop]
-
-
-def local_part(sharded: ShardedCollection, shard: Shard) -> EmbeddingCollection:
+def local_part(sharded: ShardedTables, shard: Shard) -> EmbeddingCollection:
     """Return the collection of this rank that holds a shard."""
     part = sharded.replicas if shard.rank is None else sharded.own
     assert part is not None
     return part
 
 
-def gather_table(sharded: ShardedCollection, name: str) -> TableState:
+def gather_table(sharded: ShardedTables, name: str) -> TableState:
     """Gather a whole table from the shards of all ranks, on every rank."""
     table = sharded.tables[name]
     if not isinstance(table, TableConfig):
@@ -70,7 +50,7 @@ def gather_table(sharded: ShardedCollection, name: str) -> TableState:
     return TableState(whole.pop("weight"), whole, max(one[0] for one in steps))
 
 
-def scatter_table(sharded: ShardedCollection, name: str, content: TableState) -> None:
+def scatter_table(sharded: ShardedTables, name: str, content: TableState) -> None:
     """Copy the rows and state of a whole table into this rank's shards."""
     table = sharded.tables[name]
     if not isinstance(table, TableConfig):
@@ -92,9 +72,9 @@ def scatter_table(sharded: ShardedCollection, name: str, content: TableState) ->
         local_part(sharded, shard).import_table(name, TableState(weight, state, content.step))
 
 
-def scatter_rows(sharded: ShardedCollection, name: str, rows: Tensor) -> None:
+def scatter_rows(sharded: ShardedTables, name: str, rows: Tensor) -> None:
     """Copy the rows of a whole table into this rank's shards."""
     for shard in sharded.shards[name]:
         if shard.rank is None or shard.rank == sharded.group.rank:
             keys, columns = slice(shard.low + shard.offset, shard.high, shard.stride), slice(shard.start, shard.stop)
-            local_part(sharded, shard).table_rows(name).copy_(rows[keys, columns])
+            local_part(sharded, shard).copy_rows(name, rows[keys, columns])

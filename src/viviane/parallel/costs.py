@@ -178,7 +178,7 @@ def part_cost(
 
     Reading a row and writing its vector in forward; reading gradients, and reading and writing the distinct rows and
     their state in backward. Vectors come back once and gradients go once, but for those that stay at home. A part of
-    columns has its share of the bytes of rows and vectors, but all ids: they go over the wire to every part, are
+    columns has its share of the bytes of rows and vectors, but all ids: they are sent to every part, are
     sorted in every part, and every part's update finds its distinct rows among them.
 
     Args:

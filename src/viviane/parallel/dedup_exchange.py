@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,16 @@ from torch.autograd.function import once_differentiable
 
 from viviane.batch import Batch
 from viviane.embedding import Storage
+from viviane.embedding.batch_keys import Keys
 from viviane.embedding.gradients import RowGradients
-from viviane.embedding.lookup import Part, entries_at
-from viviane.embedding.plan import Keys
+from viviane.embedding.lookup import entries_at
+from viviane.embedding.table_storage import StorageLookup
 from viviane.ops.embedding_bag import gather_rows, pool_rows
 from viviane.ops.row_update import Entries, sum_rows
 from viviane.parallel.dedup_layout import Lookups, Width, lay_out_widths
 from viviane.parallel.jagged_exchange import JaggedExchange, take_over
 from viviane.parallel.keys import KeyResolver
-
-if TYPE_CHECKING:
-    from viviane.parallel.collection import ShardedCollection
+from viviane.parallel.sharded_tables import ShardedTables
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,10 @@ class DedupExchange:
         route: the jagged exchange of such batches, which serves replicated tables.
     """
 
-    def __init__(self, sharded: ShardedCollection, resolver: KeyResolver, route: JaggedExchange) -> None:
+    def __init__(self, sharded: ShardedTables, resolver: KeyResolver, route: JaggedExchange) -> None:
         self.group, self._sharded, self._route, self._resolve = sharded.group, sharded, route, resolver
         self.widths = lay_out_widths(self.group, sharded.pieces, resolver, sharded.own, sharded.device)
-        storages = [] if sharded.own is None else sharded.own.all_storages()
+        storages = [] if sharded.own is None else sharded.own.fixed_storages()
         rank, n = self.group.rank, self.group.size
         # Storages of this rank by width, and the number of slots of each width on every rank.
         self._own = [[storages[s.storage] for s in width.slots if s.rank == rank] for width in self.widths]
@@ -177,8 +176,8 @@ class DedupExchange:
             vectors = torch.empty(len(rows), dim, dtype=self._sharded.wire_dtype, device=rows.device)
             gather_rows(storage.weight, rows.unsqueeze(1), vectors, (0,))
             found.append(vectors)
-            if training and isinstance(storage, Storage) and self._tables(storage):
-                part = Part(storage, rows.unsqueeze(1), None, None, (0,), frozenset())
+            if training and self._tables(storage):
+                part = StorageLookup(storage, rows.unsqueeze(1), None, None, (0,), frozenset())
                 storage.prepare([part], len(rows), dim)
         vectors = _by_process(found, one.taken, self._empty(dim))
         given, taken = [sum(own) * dim for own in one.taken], [count * dim for count in one.given]
@@ -218,9 +217,8 @@ class DedupExchange:
                 entries = Entries(rows, own.contiguous().view(-1), None, None, math.gcd(16, dim))
                 storage.add_gradients(RowGradients(entries, tables))
 
-    def _tables(self, storage: Any) -> frozenset[str]:
+    def _tables(self, storage: Storage) -> frozenset[str]:
         """Return the tables of a storage that are trained."""
-        assert isinstance(storage, Storage)
         return frozenset(storage.bases) - self._sharded.frozen
 
     def _empty(self, dim: int) -> Tensor:

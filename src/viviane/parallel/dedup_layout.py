@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from viviane.embedding import EmbeddingCollection, Storage
+from viviane.embedding import EmbeddingCollection
 from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.group import Group
 from viviane.parallel.keys import KeyResolver, Resolved, ShardRows
@@ -188,8 +188,8 @@ def lay_out_widths(
         device: of the keys.
     """
     by_rank = [[piece for piece in pieces if piece.shard.rank == rank] for rank in range(group.size)]
-    storages = [] if own is None else own.all_storages()
-    sizes = [[i, one.null_row, one.dim] for i, one in enumerate(storages) if isinstance(one, Storage)]
+    storages = [] if own is None else own.fixed_storages()
+    sizes = [[i, one.null_row, one.dim] for i, one in enumerate(storages)]
     told = group.gather_data(
         [[[h.storage, h.base, h.null_row] for h in row_locations(by_rank[group.rank], own)], sizes]
     )

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from viviane.batch import Bag, Batch
-from viviane.embedding.plan import Keys, read_keys
+from viviane.embedding.batch_keys import Keys, read_keys
 from viviane.parallel.dedup_exchange import DedupExchange, DedupInput
 from viviane.parallel.jagged_exchange import JaggedExchange, JaggedInput, exchange_sizes
 from viviane.parallel.keys import KeyResolver
+from viviane.parallel.sharded_tables import ShardedTables
 from viviane.parallel.static_exchange import StaticExchange, StaticInput
 from viviane.parallel.static_keys import check_sizes, fixed_hotness
-
-if TYPE_CHECKING:
-    import torch
-
-    from viviane.parallel.collection import ShardedCollection
 
 AnyInput: TypeAlias = JaggedInput | StaticInput | DedupInput
 _MAX_UNCHECKED = 64  # batches whose key errors on the GPU have not been read
@@ -33,18 +29,15 @@ class Exchanges:
 
     Args:
         sharded: the collection.
-        row_dtype: type of row numbers in jagged exchanges.
 
     Attributes:
         jagged: exchanges of batches with dynamic shapes, by names of one-hot columns.
         static: exchanges of batches with static shapes, by names of one-hot columns, hotness and batch size.
         dedup: exchanges that send distinct rows only, by names of one-hot columns.
-        uses_peers: whether a capture in progress uses peer memory.
     """
 
-    def __init__(self, sharded: ShardedCollection, row_dtype: torch.dtype) -> None:
-        self._sharded, self._row_dtype = sharded, row_dtype
-        self.uses_peers = False
+    def __init__(self, sharded: ShardedTables) -> None:
+        self._sharded = sharded
         self.jagged: dict[tuple[str, ...], JaggedExchange] = {}
         self.static: dict[tuple[Any, ...], StaticExchange] = {}
         self.dedup: dict[tuple[str, ...], DedupExchange] = {}
@@ -79,7 +72,7 @@ class Exchanges:
         """Whether a capture of a batch of the current size uses peer memory only."""
         own = self._sharded
         routes = [route for route in self.static.values() if route.size == own.batch_size]
-        through = self.uses_peers and own.training and not own.deduplicate_ids
+        through = own.uses_peers and own.training and not own.deduplicate_ids
         return through and bool(routes) and all(one.peers is not None for one in routes)
 
     @contextmanager
@@ -88,11 +81,11 @@ class Exchanges:
         for route in self.static.values():
             if route.peers is not None:
                 route.peers.is_taken = False
-        self.uses_peers = True
+        self._sharded.uses_peers = True
         try:
             yield
         finally:
-            self.uses_peers = False
+            self._sharded.uses_peers = False
 
     def _jagged_input(self, keys: Keys, size: int | None) -> JaggedInput:
         sharded, route = self._sharded, self._jagged_exchange(keys.one_hot_names)
@@ -119,7 +112,7 @@ class Exchanges:
         if one_hot not in self.jagged:
             sharded = self._sharded
             resolver = KeyResolver(
-                sharded.features, sharded.tables, one_hot, sharded.violations, sharded.device, self._row_dtype
+                sharded.features, sharded.tables, one_hot, sharded.violations, sharded.device, sharded.row_dtype
             )
             self.jagged[one_hot] = JaggedExchange(resolver, sharded.pieces, sharded.group, sharded.device)
         return self.jagged[one_hot]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import DynamicTableConfig, FeatureConfig, TableConfig
-from viviane.embedding.output import Place
-from viviane.parallel.plan import AnyTable, Plan, Shard, check_columns, shards_of
+from viviane.embedding.output import OutputColumns
+from viviane.parallel.plan import AnyTable, Shard, ShardingPlan, check_columns, shards_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class FeatureShard:
 
 
 def pieces_of(
-    features: Mapping[str, FeatureConfig], tables: Mapping[str, AnyTable], places: Mapping[str, Place], plan: Plan
+    features: Mapping[str, FeatureConfig],
+    tables: Mapping[str, AnyTable],
+    places: Mapping[str, OutputColumns],
+    plan: ShardingPlan,
 ) -> list[FeatureShard]:
     """Return the shards of all features, in the order of the features."""
     found = []
@@ -69,7 +72,7 @@ def part_table(shard: Shard, table: AnyTable) -> AnyTable:
 def check_features(
     features: Sequence[FeatureConfig],
     tables: Mapping[str, AnyTable],
-    plan: Plan,
+    plan: ShardingPlan,
     optimizer: AnyOptimizer,
     deduplicate_ids: bool = False,
 ) -> None:

@@ -271,7 +271,7 @@ class Group:
         return answer[0]
 
     def agree(self, what: str, number: int) -> None:
-        """Refuse to go on where processes differ in a number.
+        """Refuse to continue where processes differ in a number.
 
         Raises:
             ConfigError: naming the processes' numbers.

@@ -15,8 +15,8 @@ from torch import Tensor
 from viviane.batch import Bag
 from viviane.embedding import DynamicTableConfig, FeatureConfig, TableConfig
 from viviane.embedding.bags import spread_bags
+from viviane.embedding.batch_keys import Keys
 from viviane.embedding.keys import BagTooLong, RowMap, Violations, check_key_type, report
-from viviane.embedding.plan import Keys
 from viviane.ops.embedding_bag import mean_weights
 from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.plan import AnyTable

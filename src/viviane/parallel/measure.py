@@ -14,7 +14,6 @@ from viviane.core.machine import memory_bytes
 from viviane.parallel.costs import Machine
 from viviane.parallel.group import Group
 
-UNKNOWN_MEMORY: Final = 8 << 30
 """Bytes of memory that a machine is taken to have where it does not say."""
 FIXED_COSTS: Final = {"cpu": (40.0, 0.5, 2.0), "cuda": (0.1, 0.03, 1.0)}
 """By kind of device: nanoseconds of a looked-up row and milliseconds of an exchange, beside their bytes; and what a
@@ -54,8 +53,6 @@ def link_gb_per_s() -> float | None:
 def measure_machine(group: Group, device: torch.device) -> Machine:
     """Describe the processes' devices by rank 0's figures, speeds rounded to powers of two; all call it together.
 
-    Where the system does not tell its memory, `UNKNOWN_MEMORY` stands for it.
-
     Example:
         >>> measure_machine(Group(), torch.device("cpu")).memory_bytes > 0
         True
@@ -64,7 +61,7 @@ def measure_machine(group: Group, device: torch.device) -> Machine:
         held = int(torch.cuda.get_device_properties(device).total_memory)
     else:
         total, _ = memory_bytes()
-        held = (total or UNKNOWN_MEMORY) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        held = total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     link = _exchange_gb_per_s(group, device)
     own = [held, copy_gb_per_s(device), link]
     memory, speed, link = group.gather_data(own)[0]

@@ -85,7 +85,7 @@ class PeerExchange:
         size: B.
         width: W.
         wire: type of vectors and gradients.
-        margins: columns beside the output; None: there are none.
+        margins: columns next to the output; None: there are none.
         is_multiplied: whether factors turn sums into means.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Memory on the GPUs of one host that all their processes write to: an exchange with nobody between them.
+"""Memory on the GPUs of one host that all their processes write to: an exchange without collectives.
 
 A library that exchanges tensors copies what a kernel wrote once more, and its kernels begin when others leave them
 room. GPUs that reach each other's memory need neither: the kernel that looks rows up stores them where the other
@@ -102,7 +102,7 @@ def open_peer_memory(num_bytes: int, group: Group, device: torch.device) -> tupl
         group: the processes.
         device: of this process.
     """
-    reason = obstacle(group, device)
+    reason = ineligible_reason(group, device)
     if reason is not None:
         return None, reason
     piece, failure = _tried(lambda: PeerMemory.allocate(max(UNIT, rounded(num_bytes)), device), group)
@@ -112,7 +112,7 @@ def open_peer_memory(num_bytes: int, group: Group, device: torch.device) -> tupl
 
 
 def _tried(make: Callable[[], T], group: Group) -> tuple[T | None, str | None]:
-    """Return what is made, or the first failure of any process: nobody then waits for one that cannot go on."""
+    """Return what is made, or the first failure of any process: so that no process waits for one that failed."""
     made: T | None = None
     failure: str | None = None
     try:
@@ -126,7 +126,7 @@ def _tried(make: Callable[[], T], group: Group) -> tuple[T | None, str | None]:
     return made, None
 
 
-def obstacle(group: Group, device: torch.device) -> str | None:
+def ineligible_reason(group: Group, device: torch.device) -> str | None:
     """Say why processes cannot write to each other's memory, or None where they may; all call it together.
 
     Args:
@@ -134,7 +134,7 @@ def obstacle(group: Group, device: torch.device) -> str | None:
         device: of this process.
 
     Example:
-        >>> obstacle(Group(), torch.device("cpu"))
+        >>> ineligible_reason(Group(), torch.device("cpu"))
         'one process trains'
     """
     if group.size == 1:

@@ -48,13 +48,13 @@ class TablePlan(Settings):
         if self.kind == "table" and len(self.ranks) != 1:
             raise ValueError(f"table {self.table!r}: 'table' takes one rank, got {len(self.ranks)}")
         if len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(f"table {self.table!r}: a rank stands twice in {self.ranks}")
+            raise ValueError(f"table {self.table!r}: a rank occurs twice in {self.ranks}")
         if (self.kind == "hybrid") != (self.num_hot > 0):
             raise ValueError(f"table {self.table!r}: num_hot belongs to 'hybrid', and is at least 1 there")
         return self
 
 
-class Plan(Settings):
+class ShardingPlan(Settings):
     """The sharding plan of all tables.
 
     Args:
@@ -62,7 +62,7 @@ class Plan(Settings):
         tables: one for each table.
 
     Example:
-        >>> Plan(world_size=2, tables=[TablePlan(table="a", kind="table", ranks=[1])]).table("a").ranks
+        >>> ShardingPlan(world_size=2, tables=[TablePlan(table="a", kind="table", ranks=[1])]).table("a").ranks
         (1,)
     """
 
@@ -70,7 +70,7 @@ class Plan(Settings):
     tables: tuple[TablePlan, ...]
 
     @model_validator(mode="after")
-    def _check(self) -> Plan:
+    def _check(self) -> ShardingPlan:
         for one in self.tables:
             if any(not 0 <= rank < self.world_size for rank in one.ranks):
                 raise ValueError(f"table {one.table!r}: ranks {one.ranks} of {self.world_size} processes")
@@ -207,11 +207,13 @@ def column_bounds(dim: int, parts: int) -> list[int]:
     return bounds
 
 
-def replicate(tables: Sequence[AnyTable], world_size: int) -> Plan:
+def replicate(tables: Sequence[AnyTable], world_size: int) -> ShardingPlan:
     """Return the plan that replicates every table: data parallel training.
 
     Example:
         >>> replicate([TableConfig(name="t", num_rows=5, dim=2)], 4).table("t").kind
         'replicated'
     """
-    return Plan(world_size=world_size, tables=tuple(TablePlan(table=one.name, kind="replicated") for one in tables))
+    return ShardingPlan(
+        world_size=world_size, tables=tuple(TablePlan(table=one.name, kind="replicated") for one in tables)
+    )

@@ -11,7 +11,7 @@ from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import DynamicTableConfig, FeatureConfig
 from viviane.ops.rules import rule_of
 from viviane.parallel.costs import Cost, Machine, TableLoad, joint_milliseconds, part_cost, table_loads
-from viviane.parallel.plan import AnyTable, Kind, Plan, TablePlan
+from viviane.parallel.plan import AnyTable, Kind, ShardingPlan, TablePlan
 
 _EXCHANGES = 4  # sizes, ids, vectors, gradients
 _GOOD_BALANCE = 1.05
@@ -32,7 +32,7 @@ class Planned:
         num_widths: of rows, on the process that has most.
     """
 
-    plan: Plan
+    plan: ShardingPlan
     costs: tuple[Mapping[str, Cost], ...]
     machine: Machine
     num_widths: int = 1
@@ -96,7 +96,7 @@ class Planner:
         world_size: processes.
         machine: each one's device.
         hotness: mean ids a row of each feature; 1 where left out.
-        hot_shares: by table, the share of lookups that so many first keys serve; "hybrid" is tried for these.
+        hot_shares: by table, the share of lookups that this many first keys serve; "hybrid" is tried for these.
         wire_bytes: of a number on the wire.
         fixed: plans of single tables that stay as they are.
         kinds: of single tables, whose processes are still to be chosen.
@@ -142,7 +142,7 @@ class Planner:
             if self.kinds.get(name) == "hybrid" and not self.loads[name].hot_share:
                 raise ConfigError(
                     "which rows are hot is not known", where=f"plan of table {name!r}", value="hybrid",
-                    fix="give a whole Plan with num_hot, or train on data with the statistics that the ETL writes",
+                    fix="give a ShardingPlan with num_hot, or train on data with the ETL's statistics",
                 )  # fmt: skip
 
     def best(self) -> Planned:
@@ -171,7 +171,7 @@ class Planner:
             )  # fmt: skip
         return best
 
-    def evaluate(self, plan: Plan) -> Planned:
+    def evaluate(self, plan: ShardingPlan) -> Planned:
         """Return the cost of a given plan."""
         costs: list[dict[str, Cost]] = [{} for _ in range(self.world_size)]
         widths: list[set[tuple[float, str]]] = [set() for _ in range(self.world_size)]
@@ -208,7 +208,7 @@ class Planner:
                 plans[name] = TablePlan(table=name, kind=kind, ranks=every, num_hot=self._num_hot(self.loads[name]))
             elif not parts:
                 plans[name] = TablePlan(table=name, kind=kind, ranks=self._ranks(name, kind))
-        given = self.evaluate(Plan(world_size=self.world_size, tables=tuple(plans.values())))
+        given = self.evaluate(ShardingPlan(world_size=self.world_size, tables=tuple(plans.values())))
         totals = [given.total(rank) for rank in every]
         limit = _MEMORY_SHARE * self.machine.memory_bytes
         cost = {name: self._part_cost(name, kind, parts) for name, (kind, parts) in kinds.items() if parts}
@@ -225,7 +225,7 @@ class Planner:
                 totals[rank] += cost[name]
             plans[name] = TablePlan(table=name, kind=kind, ranks=ranks)
         ordered = tuple(plans[name] for name in self.loads)
-        return self.evaluate(Plan(world_size=self.world_size, tables=ordered))
+        return self.evaluate(ShardingPlan(world_size=self.world_size, tables=ordered))
 
     def _ranks(self, name: str, kind: Kind) -> tuple[int, ...]:
         """Return the ranks of a sharded table: no more than it has rows or columns."""

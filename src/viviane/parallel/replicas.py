@@ -17,7 +17,8 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding import EmbeddingCollection, Storage
 from viviane.embedding.gradients import RowGradients
-from viviane.embedding.lookup import Part, entries_of, flat_rows, hand_over
+from viviane.embedding.lookup import entries_of, flat_rows, hand_over
+from viviane.embedding.table_storage import StorageLookup
 from viviane.ops.row_update import Entries, Scratch, prepare_rows, update_rows
 from viviane.ops.rules import rule_of
 from viviane.parallel.group import Group
@@ -26,15 +27,14 @@ _ZERO_ROWS = 2  # see viviane.ops.key_rows
 
 
 def join_replicas(replicas: EmbeddingCollection, group: Group) -> None:
-    """Put the sum over all processes in the place of the gradients that wait here.
+    """Put the sum over all processes in place of the gradients that wait here.
 
-    Replicated tables are small: each storage's gradients go over the wire as one matrix (R, D + 1), whose last column
+    Replicated tables are small: each storage's gradients are exchanged as one matrix (R, D + 1), whose last column
     says which rows were touched. All processes get the same bits.
     """
     if group.size == 1:
         return
-    for storage in replicas.all_storages():
-        assert isinstance(storage, Storage)
+    for storage in replicas.fixed_storages():
         if not storage.has_gradients or storage.is_joined:
             continue
         tables = storage.waiting_tables()
@@ -45,7 +45,7 @@ def join_replicas(replicas: EmbeddingCollection, group: Group) -> None:
         group.all_reduce(whole)
         touched = whole[:, storage.dim] > 0
         every = torch.arange(storage.null_row, device=sums.device)
-        own = every.masked_fill(~touched, storage.null_row)  # rows that nobody touched are passed over
+        own = every.masked_fill(~touched, storage.null_row)  # untouched rows are skipped
         gradient = whole[:, : storage.dim].contiguous().view(-1)
         storage.replace_gradients(RowGradients(Entries(own, gradient), tables))
 
@@ -56,8 +56,8 @@ def check_unmixed(replicas: EmbeddingCollection | None, *, joined: bool) -> None
     Raises:
         ConfigError: what waits in a storage was summed, and what comes is not, or the other way round.
     """
-    for storage in [] if replicas is None else replicas.all_storages():
-        if isinstance(storage, Storage) and storage.has_gradients and storage.is_joined != joined:
+    for storage in [] if replicas is None else replicas.fixed_storages():
+        if storage.has_gradients and storage.is_joined != joined:
             raise ConfigError(
                 "gradients that are summed over the processes and others wait for one step",
                 fix="call step() or discard_gradients() between them",
@@ -95,14 +95,14 @@ class ReplicaSum:
         self._every = torch.arange(storage.null_row, dtype=torch.int32, device=storage.weight.device)
         kind = torch.int32 if storage.null_row * storage.dim < 2**31 else torch.int64
         self._sources = self._every.to(kind) * storage.dim
-        self._rests = all(rests_without_gradient(one.optimizer) for one in storage.segments)
+        self._rests = all(rests_without_gradient(one.optimizer) for one in storage.rule_ranges)
 
-    def prepare(self, part: Part) -> None:
+    def prepare(self, part: StorageLookup) -> None:
         """Begin the part of the sum that needs no gradients."""
         if part.tables and self.group.size > 1:
             prepare_rows(part.rows.reshape(-1), self._scratch, self.storage.null_row + _ZERO_ROWS)
 
-    def start(self, part: Part, gradient: Tensor) -> Callable[[], None]:
+    def start(self, part: StorageLookup, gradient: Tensor) -> Callable[[], None]:
         """Begin the sum; the function that is returned waits for it and hands it to the storage.
 
         Args:

@@ -51,7 +51,7 @@ def join_processes(device: str = "auto", timeout_s: float = 600.0) -> Group:
 
 
 def num_restarts() -> int:
-    """Return how often torchrun has started this job's processes anew (--max-restarts)."""
+    """Return how often torchrun has restarted this job's processes (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -79,7 +79,7 @@ def _local_device(device: str) -> torch.device:
 def _start(device: torch.device, timeout_s: float) -> Group:
     limit = timedelta(seconds=_SLACK * timeout_s)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Processes that are started anew meet the same store: its old keys would lead them to addresses of the dead.
+    # Processes that are restarted meet the same store: its old keys would lead them to addresses of the dead.
     prefix = f"viviane/{num_restarts()}"
     meeting = PrefixStore(f"{prefix}/groups", _connect(is_host=rank == 0 and not _has_agent(), limit=limit))
     kind = "nccl" if device.type == "cuda" else "gloo"

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from viviane.embedding.batch_keys import Keys
 from viviane.embedding.buffers import Buffers
-from viviane.embedding.lookup import Part, hand_over, prepare
-from viviane.embedding.plan import Keys
+from viviane.embedding.lookup import hand_over, prepare
+from viviane.embedding.table_storage import StorageLookup
 from viviane.embedding.wide_rows import WideRows, output_memory
 from viviane.ops.capture import URGENT, branch, refuse_capture
 from viviane.ops.embedding_bag import gather_rows
@@ -28,11 +29,9 @@ from viviane.parallel.jagged_exchange import take_over
 from viviane.parallel.peer_exchange import PeerExchange, Regions
 from viviane.parallel.peers import open_peer_memory
 from viviane.parallel.replicas import ReplicaSum
+from viviane.parallel.sharded_tables import ShardedTables
 from viviane.parallel.static_keys import StaticKeyResolver
 from viviane.parallel.static_layout import StaticLayout, StoragePart, lay_out
-
-if TYPE_CHECKING:
-    from viviane.parallel.collection import ShardedCollection
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class LookupInFlight:
         wide: the wider rows that the output is columns of, if it has margins.
     """
 
-    own: list[Part]
-    local: list[Part]
+    own: list[StorageLookup]
+    local: list[StorageLookup]
     taken: Callable[[], Tensor | None]
     out: Tensor
     wide: WideRows | None
@@ -82,7 +81,7 @@ class StaticInput:
     begun: LookupInFlight | None = None
     peers: PeerExchange | None = None
     wide: WideRows | None = None
-    unsorted: list[Part] = field(default_factory=list)
+    unsorted: list[StorageLookup] = field(default_factory=list)
 
     def take(self, device: torch.device) -> None:
         """Let the current stream wait for the stream that computed it, and keep its memory for the current stream."""
@@ -101,7 +100,7 @@ class StaticExchange:
         size: B.
     """
 
-    def __init__(self, sharded: ShardedCollection, one_hot: Sequence[str], hotness: Sequence[int], size: int) -> None:
+    def __init__(self, sharded: ShardedTables, one_hot: Sequence[str], hotness: Sequence[int], size: int) -> None:
         refuse_capture(sharded.device, "a new kind of batch", fix="run an iteration with such a batch before")
         self.group: Group = sharded.group
         self.size, self.wire, self.output_dtype = size, sharded.wire_dtype, sharded.output_dtype
@@ -172,7 +171,7 @@ class StaticExchange:
     def _take_peers(self) -> PeerExchange | None:
         """Return the peer-memory exchange for a capture: its memory exists once, so one batch can use it."""
         peers = self.peers
-        if peers is None or peers.is_taken or not self._sharded.exchanges.uses_peers:
+        if peers is None or peers.is_taken or not self._sharded.uses_peers:
             return None
         peers.is_taken = True
         return peers
@@ -212,7 +211,7 @@ class StaticExchange:
         out: Tensor = StaticLookup.apply(anchor, self, inputs)  # type: ignore[no-untyped-call]
         return out
 
-    def _all_parts(self, inputs: StaticInput) -> tuple[list[Part], list[Part]]:
+    def _all_parts(self, inputs: StaticInput) -> tuple[list[StorageLookup], list[StorageLookup]]:
         """Return the lookups in this rank's shards and in replicated tables."""
         own = self._parts(self.layout.own, inputs.inputs, [None] * len(self.layout.own))
         return own, self._parts(self.layout.local, inputs.local, inputs.weights)
@@ -224,15 +223,17 @@ class StaticExchange:
 
     def _parts(
         self, parts: Sequence[StoragePart], rows: Sequence[Tensor], weights: Sequence[Tensor | None]
-    ) -> list[Part]:
+    ) -> list[StorageLookup]:
         frozen = self._sharded.frozen
         return [
-            Part(part.storage, own, None, weight, part.targets, part.tables - frozen)
+            StorageLookup(part.storage, own, None, weight, part.targets, part.tables - frozen)
             for part, own, weight in zip(parts, rows, weights, strict=True)
         ]
 
     @torch.no_grad()
-    def _begin(self, own: list[Part], local: list[Part], inputs: StaticInput, training: bool) -> LookupInFlight:
+    def _begin(
+        self, own: list[StorageLookup], local: list[StorageLookup], inputs: StaticInput, training: bool
+    ) -> LookupInFlight:
         group, layout, size = self.group, self.layout, self.size
         width, n = layout.widths[group.rank], group.size
         device = self._sharded.device
@@ -253,7 +254,7 @@ class StaticExchange:
         memory, wide = output_memory(Buffers(dtype), self._sharded.margins, self._sharded.width, self._sharded.device)
         return memory.take(self.size, self._sharded.width, self._sharded.device), wide
 
-    def _prepare(self, own: list[Part], local: Sequence[Part] | None = None) -> None:
+    def _prepare(self, own: list[StorageLookup], local: Sequence[StorageLookup] | None = None) -> None:
         """Start the part of the update that needs no gradients."""
         prepare(own, self.group.size * self.size, self.layout.widths[self.group.rank])
         if local is not None:
@@ -262,7 +263,12 @@ class StaticExchange:
 
     @torch.no_grad()
     def _begin_peers(
-        self, inputs: StaticInput, own: list[Part], local: list[Part], training: bool, join: Callable[[], None]
+        self,
+        inputs: StaticInput,
+        own: list[StorageLookup],
+        local: list[StorageLookup],
+        training: bool,
+        join: Callable[[], None],
     ) -> LookupInFlight:
         """Start a lookup that writes vectors to the memory of the ranks that need them."""
         peers, device = inputs.peers, self._sharded.device
@@ -310,7 +316,9 @@ class StaticExchange:
         return self.output_dtype
 
     @torch.no_grad()
-    def grad_dist(self, own: Sequence[Part], local: Sequence[Part], inputs: StaticInput, gradient: Tensor) -> None:
+    def grad_dist(
+        self, own: Sequence[StorageLookup], local: Sequence[StorageLookup], inputs: StaticInput, gradient: Tensor
+    ) -> None:
         """Start to send gradients to the shards and to sum those of replicated tables; the step waits for both.
 
         Args:
@@ -324,7 +332,9 @@ class StaticExchange:
             sums = [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)]
         self._sharded.wait_for(finish, sums)
 
-    def _grad_dist_collective(self, own: Sequence[Part], inputs: StaticInput, gradient: Tensor) -> Callable[[], None]:
+    def _grad_dist_collective(
+        self, own: Sequence[StorageLookup], inputs: StaticInput, gradient: Tensor
+    ) -> Callable[[], None]:
         """Start to send gradients to the shards; the returned function waits for the received ones."""
         group, layout, size = self.group, self.layout, self.size
         width, n = layout.widths[group.rank], group.size
@@ -340,7 +350,9 @@ class StaticExchange:
 
         return finish
 
-    def _grad_dist_peers(self, own: Sequence[Part], inputs: StaticInput, gradient: Tensor) -> Callable[[], None]:
+    def _grad_dist_peers(
+        self, own: Sequence[StorageLookup], inputs: StaticInput, gradient: Tensor
+    ) -> Callable[[], None]:
         """The same by writing to the memory of the ranks that hold the shards."""
         peers, reads = inputs.peers, [gradient, inputs.factors]
         assert peers is not None
@@ -381,7 +393,7 @@ def _tensors_of(keys: Keys) -> list[Tensor]:
     return [keys.one_hot, *(one for bag in keys.bags.values() for one in (bag.values, bag.offsets))]
 
 
-def _gather(part: Part, shape: StoragePart, out: Tensor) -> None:
+def _gather(part: StorageLookup, shape: StoragePart, out: Tensor) -> None:
     if not part.rows.numel():
         return
     if shape.is_single:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from viviane.core.errors import DataError, VivianeError
 from viviane.embedding import FeatureConfig, TableConfig
+from viviane.embedding.batch_keys import Keys
 from viviane.embedding.keys import RowMap, Violation, Violations, report
-from viviane.embedding.plan import Keys
 from viviane.ops.capture import refuse_capture
 from viviane.ops.wire_blocks import first_difference
 from viviane.parallel.plan import AnyTable

@@ -87,8 +87,8 @@ def row_locations(pieces: Sequence[FeatureShard], part: EmbeddingCollection | No
     found = []
     for piece in pieces:
         assert part is not None
-        for i, storage in enumerate(part.all_storages()):
-            if isinstance(storage, Storage) and piece.shard.table in storage.bases:
+        for i, storage in enumerate(part.fixed_storages()):
+            if piece.shard.table in storage.bases:
                 found.append(RowLocation(i, storage.bases[piece.shard.table], storage.null_row))
     return found
 
@@ -220,8 +220,7 @@ def _part(
         found.append(PooledPiece(len(targets), count, starts[i]))
         targets += [starts[i]] * count
         owners += [piece.feature.name] * count
-    storage = collection.all_storages()[number]
-    assert isinstance(storage, Storage)
+    storage = collection.fixed_storages()[number]
     tables = frozenset(p.shard.table for p, location in zip(pieces, places, strict=True) if location.storage == number)
     return StoragePart(storage, first, stop, tuple(found), tuple(targets), tuple(owners), tables)
 

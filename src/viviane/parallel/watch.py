@@ -85,7 +85,7 @@ class Watch:
         self._waits -= 1
 
     def lost(self, error: BaseException) -> ProcessError:
-        """Return what to raise in the place of an exchange's error: it names the process that is the cause."""
+        """Return what to raise in place of an exchange's error: it names the process that is the cause."""
         self._ending = True
         end = monotonic() + max(_GRACE_S, 4 * self._every_s)
         while self.failure is None and monotonic() < end:
@@ -94,7 +94,7 @@ class Watch:
         return ProcessError(
             what,
             where=f"rank {self.rank}, step {self.step}",
-            fix="see that process's own message; a run folder's last checkpoint is whole: resume=True goes on from it",
+            fix="see that process's own message; a run folder's last checkpoint is whole: continue with resume=True",
         )
 
     def report(self, error: BaseException) -> None:
@@ -165,13 +165,13 @@ class Watch:
             at = f"rank {other} (process {record['pid']} on {record['host']})"
             seen_at = f"it was last seen at step {record['step']}, and rank {self.rank} is at step {self.step}"
             late, silent = now - seen.moved_at, now - seen.beat_at
-            # On a GPU the host enters an exchange and goes on: what shows that it waits is that it stands still.
+            # On a GPU the host enters an exchange and continues: what shows that it waits is that it stands still.
             waits = self._waits > 0 or now - self._mine.moved_at > self.timeout_s
             ahead = (self.step, self._calls) > (record["step"], record["calls"])
             waited_for = not record["waits"] and waits and ahead
             if record["done"]:
                 if late > self.timeout_s and waited_for:
-                    return f"{at} has ended while others go on; {seen_at}"
+                    return f"{at} has ended while others continue; {seen_at}"
                 continue
             if record["host"] == self._host and not _is_alive(record["pid"]):
                 return f"{at} has died; {seen_at}"

@@ -22,7 +22,7 @@ class DIN(HistoryModel):
         logit = u . MLP_top([v, t, e_1, ..., e_S, dense]) + c
 
     The paper's weights are not normalised; "softmax" makes them sum to 1. Several histories, such as items and their
-    categories, stand side by side in h and t. With pooling "mean" v is the mean of the history, as in the paper's
+    categories, are side by side in h and t. With pooling "mean" v is the mean of the history, as in the paper's
     base model.
 
     Source: Zhou et al. 2018, "Deep Interest Network for Click-Through Rate Prediction".

@@ -110,7 +110,7 @@ class HistoryModel(ZooModel):
     def _activate(self, name: str) -> list[tuple[str, str, dict[str, Any]]]:
         """Return names, types and parameters of the layers between a product and its dropout."""
         if self.activation == "dice":
-            # Running statistics: a prediction must not depend on the rows beside it.
+            # Running statistics: a prediction must not depend on the rows next to it.
             return [(f"{name}_dice", "PReLU_Dice", {"elu_alpha": 0.0, "factor": 0.01})]
         steps: list[tuple[str, str, dict[str, Any]]] = []
         if self.batch_norm:

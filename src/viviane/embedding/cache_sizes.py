@@ -1,0 +1,104 @@
+"""How much of each table a training cache holds: the memory given, shared out among tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from viviane.config.memory_sizes import MemorySize, num_bytes
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError, suggest
+from viviane.embedding.config import TableConfig
+from viviane.ops.rules import rule_of
+from viviane.store import Column, RowLayout
+
+_SLOT_BYTES: Final = 18  # what a cache notes of each slot
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Memory for the rows and optimizer state of embedding tables, and where the others lie.
+
+    Args:
+        memory: bytes, or text such as "8 GiB", of all tables together; None: no limit but those by table.
+        tables: of single tables, by name.
+        folder: of files with rows that do not fit; None: a temporary folder.
+    """
+
+    memory: MemorySize | None = None
+    tables: Mapping[str, MemorySize] = field(default_factory=dict)
+    folder: Path | None = None
+
+
+def row_layout(table: TableConfig, rule: AnyOptimizer | None) -> RowLayout:
+    """Return the columns of a table's rows with the state of their optimizer.
+
+    Example:
+        >>> from viviane.config import Adam
+        >>> row_layout(TableConfig(name="item", num_rows=9, dim=4), Adam()).row_bytes
+        48
+    """
+    columns = [Column("weight", table.dtype, table.dim)]
+    if rule is not None:
+        arithmetic = rule_of(rule)
+        columns += [
+            Column(name, "float32", 1 if name in arithmetic.per_row else table.dim) for name in arithmetic.states
+        ]
+    return RowLayout(columns)
+
+
+def rule_of_table(table: TableConfig, optimizer: AnyOptimizer) -> AnyOptimizer | None:
+    """Return the rule that moves a table."""
+    return (table.optimizer or optimizer) if table.trainable else None
+
+
+def table_bytes(table: TableConfig, optimizer: AnyOptimizer) -> int:
+    """Return the bytes of all rows of a table with the state of their optimizer."""
+    return table.num_rows * row_layout(table, rule_of_table(table, optimizer)).row_bytes
+
+
+def slot_bytes(table: TableConfig, optimizer: AnyOptimizer) -> int:
+    """Return the bytes of a row in a cache: with its optimizer state, and what is noted of its slot."""
+    return row_layout(table, rule_of_table(table, optimizer)).row_bytes + _SLOT_BYTES
+
+
+def slots_of_tables(tables: Sequence[TableConfig], optimizer: AnyOptimizer, settings: CacheSettings) -> dict[str, int]:
+    """Return how many rows of each table its memory holds; all of them where that is enough.
+
+    Tables with a size of their own get it. The rest is shared out evenly: a table that needs less than an even share
+    is held whole, and what it leaves goes to the others.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> small, large = (TableConfig(name=n, num_rows=r, dim=2) for n, r in (("a", 10), ("b", 10**6)))
+        >>> slots_of_tables([small, large], SGD(), CacheSettings(memory=26 * 1010))
+        {'a': 10, 'b': 1000}
+    """
+    for name in settings.tables:
+        if name not in {table.name for table in tables}:
+            fix = suggest(name, [table.name for table in tables])
+            raise ConfigError("embedding_memory names a table that is not there", value=name, fix=fix)
+    costs = {one.name: slot_bytes(one, optimizer) for one in tables}
+    found = {one.name: one.num_rows for one in tables}
+    shared = [one for one in tables if one.name not in settings.tables]
+    for table in tables:
+        if table.name in settings.tables:
+            size = num_bytes(settings.tables[table.name], f"embedding_memory of table {table.name!r}")
+            found[table.name] = min(table.num_rows, size // costs[table.name])
+    if settings.memory is not None:
+        left = num_bytes(settings.memory, "embedding_memory")
+        left -= sum(found[name] * costs[name] for name in settings.tables)
+        shared.sort(key=lambda one: one.num_rows * costs[one.name])
+        for i, table in enumerate(shared):
+            share = max(left, 0) // (len(shared) - i)
+            found[table.name] = min(table.num_rows, share // costs[table.name])
+            left -= found[table.name] * costs[table.name]
+    for table in tables:
+        if found[table.name] < 1:
+            raise ConfigError(
+                "embedding_memory is too small for one row of a table", where=f"table {table.name!r}",
+                value=settings.tables.get(table.name, settings.memory), fix="give it more memory",
+            )  # fmt: skip
+    return found

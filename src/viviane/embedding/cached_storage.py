@@ -1,0 +1,485 @@
+"""A storage whose memory holds some of its rows, the cache, and whose tiers hold the others.
+
+Shapes: R rows of all tables together, S slots of the cache, D their width, N entries of a batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import ConfigError
+from viviane.embedding.cache_sizes import row_layout
+from viviane.embedding.config import TableConfig
+from viviane.embedding.initializers import fill_keys
+from viviane.embedding.row_lease import RowLease
+from viviane.embedding.state import TableState
+from viviane.embedding.storage import ZERO_ROWS, RuleRange, Storage, check_content
+from viviane.ops.native.pages import advise_huge_pages
+from viviane.ops.row_update import initial_state, state_shape
+from viviane.store import FileTier, RowLayout, Tier, TierStats
+from viviane.store.row_mover import RowMover
+from viviane.store.slots import Admission, Region, SlotMap
+
+PIECE_ROWS: Final = 65_536
+
+MakeTier = Callable[[TableConfig, RowLayout], Tier]
+
+
+class CachedStorage(Storage):
+    """The rows of all tables of one width and type, some of them in S slots of memory.
+
+    Lookups and updates are those of a `Storage` of S rows: `admit` gives the rows of a batch slots before its lookup,
+    fetches what is missing from the table's tier with its optimizer state, and writes changed rows of the slots that
+    it takes back. A row is in its slot or in its tier, and what the tier holds of a row in a slot is not read. A row
+    that was never trained is in no tier: it begins as in memory, by `viviane.embedding.initializers`.
+
+    On the CPU a thread moves rows, in order, while the caller computes. Rows of a batch stay as long as its `RowLease`.
+    The same batches give the same bits as a `Storage`, whatever the number of slots: sums of gradients go by entries,
+    stochastic rounding by rows.
+
+    Args:
+        tables, optimizer, device, seed: as of a `Storage`.
+        num_slots: of each table.
+        make_tier: opens the tier of a table.
+
+    Raises:
+        ConfigError: a table's optimizer moves rows that no batch has.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        optimizer: AnyOptimizer,
+        device: torch.device,
+        seed: int,
+        *,
+        num_slots: Mapping[str, int],
+        make_tier: MakeTier,
+    ) -> None:
+        self._table_seed = seed
+        self._begun_as: dict[str, Callable[[Tensor, Tensor], None]] = {}
+        super().__init__(tables, optimizer, device, seed, room=num_slots)
+        self._check(device)
+        regions, first = [], 0
+        for name, table in self.tables.items():
+            regions.append(Region(name, first, table.num_rows, self.bases[name], self.room[name]))
+            first += table.num_rows
+        self.regions = {one.name: one for one in regions}
+        self.key_bases = {one.name: one.first_row for one in regions}
+        self.key_null = first
+        self.slots = SlotMap(regions, pinned=ZERO_ROWS)
+        self.row_names = torch.from_numpy(self.slots.owner)
+        rules = {name: segment.optimizer for segment in self.rule_ranges for name in segment.tables}
+        self.layouts = {name: row_layout(table, rules[name]) for name, table in self.tables.items()}
+        self.tiers: dict[str, Tier] = {
+            name: make_tier(table, self.layouts[name])
+            for name, table in self.tables.items()
+            if self.room[name] < table.num_rows
+        }
+        """Of tables that are not whole in memory."""
+        self._live: dict[int, int] = {}
+        self._leases: list[RowLease] = []
+        self._clock = 0
+        self._mover = RowMover("row mover") if device.type == "cpu" else None
+        for name in self.tables:
+            if name not in self.tiers:
+                self._fill_whole(name)
+
+    def _check(self, device: torch.device) -> None:
+        for segment in self.rule_ranges:
+            if getattr(segment.optimizer, "update", "local") == "global":
+                raise ConfigError(
+                    "update='global' moves every row in each step, also those that are not in the cache",
+                    where=f"table {segment.tables[0]!r}", allowed="'local', 'lazy_global'",
+                    fix="choose another update, or leave embedding_memory out",
+                )  # fmt: skip
+        if device.type == "cuda" and self.dtype != torch.float32:
+            raise ConfigError("a cache on a GPU holds rows of float32", value=str(self.dtype),
+                              fix="use dtype='float32', or train on the CPU")  # fmt: skip
+
+    def _allocate(self, device: torch.device, seed: int) -> None:
+        weight = torch.zeros(self.null_row + ZERO_ROWS, self.dim, dtype=self.dtype, device=device)
+        advise_huge_pages(weight)
+        self.register_buffer("weight", weight, persistent=False)
+        for i, segment in enumerate(self.rule_ranges):
+            for name, value in initial_state(segment.optimizer).items():
+                assert segment.optimizer is not None
+                shape = state_shape(name, self.weight[segment.start : segment.stop], segment.optimizer)
+                state = torch.full(shape, value, dtype=torch.float32, device=device)
+                self.register_buffer(f"{name}_{i}", state, persistent=False)
+
+    def _fill_whole(self, name: str) -> None:
+        """Put a table that fits into its slots, where it stays."""
+        region = self.regions[name]
+        for low in range(0, region.num_rows, PIECE_ROWS):
+            rows = np.arange(low, min(low + PIECE_ROWS, region.num_rows)) + region.first_row
+            self._clock += 1
+            self._store(self.slots.admit(rows, self._clock, 0), in_order=True)
+        self.finish_moves()
+
+    # Slots ------------------------------------------------------------------------------------------------------
+
+    def admit(self, rows: Tensor) -> tuple[Tensor, RowLease]:
+        """Give the rows of a batch slots, and begin to fetch what is missing.
+
+        Args:
+            rows: (N,), of all tables together, as `key_bases` counts them.
+
+        Returns:
+            slots, (N,); a lease: `arrive` waits for the rows, which stay as long as it lives.
+
+        Raises:
+            CacheFullError: the rows of this batch and of those before it do not fit; nothing has changed.
+        """
+        self._clock += 1
+        guard = min(self._live, default=self._clock)
+        flat = np.ascontiguousarray(rows.reshape(-1).cpu().numpy())
+        admission = self.slots.admit(flat, self._clock, guard)
+        ticket = self._store(admission) if len(admission.new_rows) else None
+        found = torch.from_numpy(admission.slots).to(rows.device).view(rows.shape)
+        return found, RowLease(self._live, self._clock, ticket)
+
+    def copies(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of the distinct rows of a batch, (U + 2, D), then zeros, and where each entry's is, (N,)."""
+        distinct, places = np.unique(rows.cpu().numpy(), return_inverse=True)
+        values = torch.zeros(len(distinct) + ZERO_ROWS, self.dim, dtype=self.dtype)
+        self.finish_moves()
+        for name, region in self.regions.items():
+            own = (distinct >= region.first_row) & (distinct < region.first_row + region.num_rows)
+            keys = distinct[own].astype(np.int64) - region.first_row
+            weight = np.ascontiguousarray(self.layouts[name].column(self._rows_of(name, keys), "weight"))
+            values[torch.from_numpy(own.nonzero()[0])] = torch.from_numpy(weight).view(self.dtype).view(-1, self.dim)
+        found = torch.from_numpy(places.reshape(-1)).to(rows.dtype)
+        return values.to(self.weight.device), found.to(rows.device)
+
+    def arrive(self, lease: RowLease) -> None:
+        """Wait for the rows of a batch."""
+        if lease.ticket is not None and self._mover is not None:
+            self._mover.wait(lease.ticket)
+
+    def hold(self, lease: RowLease) -> None:
+        """Keep the rows of a batch until the next step: their gradients wait.
+
+        Raises:
+            ConfigError: the step that these rows were looked up for is over, and they may have left their slots.
+        """
+        if not lease.is_live:
+            raise ConfigError(
+                "backward through a lookup whose step is over: rows in tiers may have left their slots",
+                fix="look the batch up again",
+            )  # fmt: skip
+        self._leases.append(lease)
+
+    def finish_moves(self) -> None:
+        """Wait until no row is on its way."""
+        if self._mover is not None:
+            self._mover.wait()
+
+    def _store(self, admission: Admission, *, in_order: bool = False) -> int | None:
+        def move() -> None:
+            for name, region in self.regions.items():
+                self._move(name, region, admission)
+
+        if self._mover is None:
+            move()
+            return None
+        return self._mover.start(move)
+
+    @torch.no_grad()
+    def _move(self, name: str, region: Region, admission: Admission) -> None:
+        """Write back what a table's slots held, then bring what they are to hold."""
+        own = (admission.new_rows >= region.first_row) & (admission.new_rows < region.first_row + region.num_rows)
+        if not own.any():
+            return
+        dirty = own & admission.old_dirty
+        if dirty.any():
+            rows = self._pack(name, admission.new_slots[dirty])
+            self.tiers[name].put(admission.old_rows[dirty] - region.first_row, rows)
+        keys, slots = admission.new_rows[own] - region.first_row, admission.new_slots[own]
+        self._unpack(name, slots, self._fetch(name, keys))
+
+    def _fetch(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return the rows of keys out of the table's tier, or as they begin."""
+        rows = self.layouts[name].zeros(len(keys))
+        tier = self.tiers.get(name)
+        found = np.zeros(len(keys), np.bool_) if tier is None else tier.fetch(keys, rows)
+        if not found.all():
+            fresh = np.flatnonzero(~found)
+            rows[fresh] = self._beginning(name, keys[fresh])
+        return rows
+
+    def _beginning(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return rows as they are before the first step."""
+        layout = self.layouts[name]
+        rows = layout.zeros(len(keys))
+        weight = torch.empty(len(keys), self.dim, dtype=self.dtype)
+        given = torch.from_numpy(keys)
+        if name in self._begun_as:
+            self._begun_as[name](weight, given)
+        else:
+            fill_keys(weight, given, self.tables[name], self._table_seed)
+        layout.column(rows, "weight")[:] = _bytes_of(weight)
+        for state, value in initial_state(self._segment(name)[1].optimizer).items():
+            column = layout.column(rows, state)
+            column[:] = np.full(column.shape[1] // 4, value, np.float32).view(np.uint8)
+        return rows
+
+    def begin_as(self, name: str, fill: Callable[[Tensor, Tensor], None]) -> None:
+        """Let rows of a table begin as `fill(weight (K, D), keys (K,))` makes them; before the first lookup."""
+        self._begun_as[name] = fill
+        self.finish_moves()
+        self.slots.clear(self.regions[name])
+        if name not in self.tiers:
+            self._fill_whole(name)
+
+    def _segment(self, name: str) -> tuple[int, RuleRange]:
+        return next((i, one) for i, one in enumerate(self.rule_ranges) if name in one.tables)
+
+    def _columns(self, name: str) -> dict[str, Tensor]:
+        """Return the slots of all tables of a table's rule, by column, and where they begin."""
+        index, segment = self._segment(name)
+        state = {one: getattr(self, f"{one}_{index}") for one in initial_state(segment.optimizer)}
+        return {"weight": self.weight[segment.start : segment.stop], **state}
+
+    def _pack(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return rows out of their slots."""
+        layout, start = self.layouts[name], self._segment(name)[1].start
+        rows, places = layout.zeros(len(slots)), torch.from_numpy(slots - start)
+        for column, part in self._columns(name).items():
+            layout.column(rows, column)[:] = _bytes_of(part.index_select(0, places.to(part.device)).cpu())
+        return rows
+
+    def _unpack(self, name: str, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Put rows into slots."""
+        layout, start = self.layouts[name], self._segment(name)[1].start
+        places = torch.from_numpy(slots - start)
+        for column, part in self._columns(name).items():
+            data = torch.from_numpy(np.ascontiguousarray(layout.column(rows, column)))
+            values = data.view(-1).view(part.dtype).view(len(slots), *part.shape[1:])
+            part.index_copy_(0, places.to(part.device), values.to(part.device))
+
+    # Update -----------------------------------------------------------------------------------------------------
+
+    def _updating(self, rows: Tensor) -> ExitStack:
+        self.slots.mark_dirty(rows.cpu().numpy())
+        return ExitStack()
+
+    def norm_squared(self) -> Tensor:
+        """Return the sum of squares of the waiting gradients; summed in the order that a `Storage` has."""
+        rows, sums = self.summed_gradients()
+        order = torch.argsort(self.row_names[rows.cpu()]).to(sums.device)
+        norm: Tensor = torch.linalg.vector_norm(sums[order], dtype=torch.float64)
+        return norm.square()
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients that wait for a step, and let their rows go."""
+        super().discard_gradients()
+        for lease in self._leases:
+            lease.end()
+        self._leases.clear()
+
+    def _names(self, start: int, stop: int, table: str) -> tuple[Tensor, int]:
+        return self.row_names[start:stop], self.key_bases[table]
+
+    # Content ----------------------------------------------------------------------------------------------------
+
+    def table_rows(self, table: str) -> Tensor:
+        """Refuse: no view of a table exists that is not whole in memory."""
+        raise self._no_view(table)
+
+    def table_state(self, name: str) -> dict[str, Tensor]:
+        """Refuse, as `table_rows`."""
+        raise self._no_view(name)
+
+    def slot_rows(self, name: str) -> Tensor:
+        """Return a view of the slots of a table, (slots, D), whatever rows they hold."""
+        self.finish_moves()
+        return self.weight[self.bases[name] : self.bases[name] + self.room[name]]
+
+    def tables_of(self, rows: Tensor) -> set[str]:
+        """Return the names of the tables that own slots."""
+        stops = {name: base + self.room[name] for name, base in self.bases.items()}
+        return {name for name, base in self.bases.items() if bool(((rows >= base) & (rows < stops[name])).any())}
+
+    def column_shapes(self, name: str) -> dict[str, Tensor]:
+        """Return tensors of the shapes of a table's weight and state, without memory."""
+        rule = self._segment(name)[1].optimizer
+        shape = (self.tables[name].num_rows, self.dim)
+        weight = torch.empty(shape, dtype=self.dtype, device="meta")
+        found = {"weight": weight}
+        for state in initial_state(rule):
+            assert rule is not None
+            found[state] = torch.empty(state_shape(state, weight, rule), dtype=torch.float32, device="meta")
+        return found
+
+    def read_columns(self, name: str, first: int, stop: int) -> dict[str, Tensor]:
+        """Return rows of a table and their state, by column, wherever they are: (rows, D), or (rows,)."""
+        rows, layout = self.read_rows(name, first, stop), self.layouts[name]
+        found = {}
+        for column, like in self.column_shapes(name).items():
+            data = torch.from_numpy(np.ascontiguousarray(layout.column(rows, column))).view(-1).view(like.dtype)
+            found[column] = data.view(stop - first, *like.shape[1:])
+        return found
+
+    def write_columns(self, name: str, first: int, given: Mapping[str, Tensor]) -> None:
+        """Replace some columns of a table's rows from `first` on; the other columns stay."""
+        count, layout, shapes = len(next(iter(given.values()))), self.layouts[name], self.column_shapes(name)
+        rows = layout.zeros(count) if given.keys() == shapes.keys() else self.read_rows(name, first, first + count)
+        for column, part in given.items():
+            values = part.detach().cpu().to(shapes[column].dtype).contiguous()
+            layout.column(rows, column)[:] = _bytes_of(values)
+        self.write_rows(name, first, rows)
+
+    def _replace(self, name: str, given: Mapping[str, Tensor]) -> None:
+        for first in range(0, self.tables[name].num_rows, PIECE_ROWS):
+            self.write_columns(name, first, {column: one[first : first + PIECE_ROWS] for column, one in given.items()})
+
+    def copy_rows(self, table: str, rows: Tensor) -> None:
+        """Replace a whole table's rows, (num_rows, D), and leave its optimizer state alone."""
+        self._replace(table, {"weight": rows})
+
+    def export_table(self, table: str, *, copy: bool) -> TableState:
+        """Return a table's rows and optimizer state, a copy in memory."""
+        whole = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in self.column_shapes(table).items()}
+        for first in range(0, self.tables[table].num_rows, PIECE_ROWS):
+            stop = min(first + PIECE_ROWS, self.tables[table].num_rows)
+            for name, part in self.read_columns(table, first, stop).items():
+                whole[name][first:stop] = part
+        return TableState(whole.pop("weight"), whole, self.steps[table])
+
+    def import_table(self, table: str, content: TableState) -> None:
+        """Copy a table in; see `EmbeddingCollection.import_table`."""
+        shapes = self.column_shapes(table)
+        has_state = len(shapes) > 1
+        if not content.state:
+            shapes = {"weight": shapes["weight"]}
+        given = {"weight": content.weight, **content.state}
+        check_content(table, shapes, given)
+        self._replace(table, given)
+        if content.state or not has_state:  # a rule without state, such as SGD: its count is still known
+            self.steps[table] = content.step
+        else:
+            self.reset_table_state(table)
+        self.clear_padding(table)
+
+    def state_entries(self, table: str, prefix: str) -> dict[str, Tensor]:
+        """Return a table's part of a state_dict: copies, and the step."""
+        whole = self.export_table(table, copy=True)
+        parts = {"weight": whole.weight, **whole.state, "step": torch.tensor(whole.step)}
+        return {prefix + name: part for name, part in parts.items()}
+
+    def load_entries(
+        self, table: str, prefix: str, given: Mapping[str, Tensor], missing_keys: list[str], error_msgs: list[str]
+    ) -> set[str]:
+        """Copy a table's part of a state_dict in; return the keys it read."""
+        shapes = self.column_shapes(table)
+        own = {prefix + name: tuple(one.shape) for name, one in shapes.items()} | {f"{prefix}step": ()}
+        fits = True
+        for key, shape in own.items():
+            if key not in given:
+                missing_keys.append(key)
+            elif tuple(given[key].shape) != shape:
+                error_msgs.append(f"{key} has shape {tuple(given[key].shape)}, the table {shape}")
+            fits &= key in given and tuple(given[key].shape) == shape
+        if fits:
+            self._replace(table, {name: given[prefix + name] for name in shapes})
+            self.steps[table] = int(given[f"{prefix}step"])
+            self.clear_padding(table)
+        return set(own)
+
+    def _no_view(self, name: str) -> ConfigError:
+        return ConfigError(
+            "the rows of a table in tiers lie in no one piece of memory", where=f"table {name!r}",
+            fix="use export_table or read_rows, or leave embedding_memory out",
+        )  # fmt: skip
+
+    def read_rows(self, name: str, first: int, stop: int) -> NDArray[np.uint8]:
+        """Return rows first <= row < stop of a table with their state, as `layouts[name]` says, wherever they are."""
+        self.finish_moves()
+        return self._rows_of(name, np.arange(first, stop))
+
+    def _rows_of(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return rows of distinct keys of a table out of their slots and tier, while nothing moves."""
+        slots = self.slots.slot_of[keys + self.regions[name].first_row].astype(np.int64) - 1
+        rows, there = self.layouts[name].empty(len(keys)), slots >= 0
+        if not there.all():
+            rows[~there] = self._fetch(name, keys[~there])
+        if there.any():
+            rows[there] = self._pack(name, slots[there])
+        return rows
+
+    def write_rows(self, name: str, first: int, rows: NDArray[np.uint8]) -> None:
+        """Replace rows of a table with their state, from `first` on; see `read_rows`."""
+        self.finish_moves()
+        region = self.regions[name]
+        stop = first + len(rows)
+        resident, slots = self.slots.resident(region.first_row + first, region.first_row + stop)
+        if name in self.tiers:
+            self.tiers[name].put(np.arange(first, stop), rows)
+        if len(slots):
+            self._unpack(name, slots, rows[resident - region.first_row - first])
+            self.slots.dirty[slots] = name not in self.tiers
+
+    def reset_table_state(self, name: str) -> None:
+        """Put a table's optimizer state back to its beginning."""
+        layout = self.layouts[name]
+        for first in range(0, self.tables[name].num_rows, PIECE_ROWS):
+            stop = min(first + PIECE_ROWS, self.tables[name].num_rows)
+            rows, fresh = self.read_rows(name, first, stop), self._beginning(name, np.arange(1))
+            for column in layout.columns[1:]:
+                layout.column(rows, column.name)[:] = layout.column(fresh, column.name)
+            self.write_rows(name, first, rows)
+        self.steps[name] = 0
+
+    def clear_row(self, name: str, row: int) -> None:
+        """Make a row of a table zero, and leave its optimizer state alone."""
+        self.write_columns(name, row, {"weight": torch.zeros(1, self.dim, dtype=self.dtype)})
+
+    def take_snapshots(self) -> dict[int, Any]:
+        """Refuse: rows in tiers are written before training goes on."""
+        raise ConfigError("rows in tiers cannot be held for a checkpoint beside training", fix="async_checkpoint=False")
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        """Return what was counted: "memory", the cache, and by name of the tiers below it."""
+        found: dict[str, TierStats] = {"memory": TierStats(hits=self.slots.hits, misses=self.slots.misses)}
+        for tier in self.tiers.values():
+            found[tier.name] = found[tier.name].plus(tier.stats()) if tier.name in found else tier.stats()
+        return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if fn(torch.zeros(1, device=self.weight.device)).device != self.weight.device:
+            raise ConfigError("a cache of tables stays on its device", value=str(self.weight.device),
+                              fix="build the collection with device=")  # fmt: skip
+        return super()._apply(fn, recurse)
+
+
+def file_tiers(folder: Path | None) -> MakeTier:
+    """Return what opens a working file for each table; its disk is given back when the process ends.
+
+    Args:
+        folder: around it; None: that of temporary files.
+    """
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def make(table: TableConfig, layout: RowLayout) -> Tier:
+        place = Path(tempfile.mkdtemp(prefix="viviane-rows-", dir=folder))
+        return FileTier(place, layout, table.num_rows, durable=False, name="file")
+
+    return make
+
+
+def _bytes_of(values: Tensor) -> NDArray[np.uint8]:
+    """Return numbers (n, ...) as bytes (n, bytes)."""
+    found: NDArray[np.uint8] = values.contiguous().view(len(values), -1).view(torch.uint8).numpy()
+    return found

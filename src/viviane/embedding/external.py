@@ -1,0 +1,285 @@
+"""Train a collection from a framework whose autograd is not torch's: lookups and gradients cross as arrays.
+
+Shapes: B rows of the batch, F features, L keys of a feature in each row, K keys of a row in all, W columns of the
+output.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from viviane.batch import Bag, Batch, Layout
+from viviane.core.errors import ConfigError, DataError, VivianeError
+from viviane.embedding.base import TableCollection
+from viviane.embedding.dynamic_storage import DynamicStorage
+
+_MOST_WAITING: Final = 64
+
+
+_numbers = itertools.count()
+
+
+class LostUpdateError(VivianeError, RuntimeError):
+    """Lookups in training got no gradient, so that their rows were not updated."""
+
+
+class ExternalLookups:
+    """Lookups of a collection whose gradients arrive later, from any thread.
+
+    `begin` looks up and returns a number, `end` brings the gradient of that lookup. When no lookup waits any more the
+    collection steps: gradients of all lookups of one training step are summed first.
+
+    Args:
+        collection: the tables.
+        where: names the layer in errors.
+        columns: how a matrix of keys becomes a batch, for callers that have one.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+        >>> table = TableConfig(name="item", num_rows=4, dim=2, init={"type": "constant", "value": 1.0})
+        >>> lookups = ExternalLookups(EmbeddingCollection([table], [FeatureConfig(name="seen", table="item")], SGD()))
+        >>> number, rows = lookups.begin({"seen": torch.tensor([0, 3, 0])})
+        >>> lookups.end(number, torch.ones(3, 2), lr=0.25)
+        >>> lookups.read({"seen": torch.tensor([0, 1, 3])}).tolist()
+        [[0.5, 0.5], [1.0, 1.0], [0.75, 0.75]]
+    """
+
+    def __init__(
+        self, collection: TableCollection, where: str = "an embedding layer", columns: KeyColumns | None = None
+    ) -> None:
+        self.collection = collection
+        self.where = where
+        self.columns = columns
+        self.number = next(_numbers)
+        """Another one for each object of this process."""
+        self.num_updates = 0
+        """Steps of the collection so far."""
+        self._lock = threading.RLock()
+        self._waiting: dict[int, Tensor] = {}
+        self._handed = 0
+        self._next = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Lookups whose gradients have not come."""
+        return len(self._waiting)
+
+    def read(self, keys: Batch | Mapping[str, Any]) -> Tensor:
+        """Look up without training: (B, W).
+
+        Raises:
+            LostUpdateError: lookups in training before this one got no gradient.
+        """
+        with self._lock, torch.no_grad():
+            if len(self._waiting) > 1 and not self._handed:
+                self._lost()
+            return self.collection(keys).flat  # type: ignore[no-any-return]
+
+    def begin(self, keys: Batch | Mapping[str, Any]) -> tuple[int, Tensor]:
+        """Look up in training: the lookup's number, and the vectors (B, W).
+
+        Raises:
+            LostUpdateError: too many lookups wait for their gradients.
+        """
+        with self._lock, torch.enable_grad():
+            if len(self._waiting) >= _MOST_WAITING:
+                self._lost()
+            flat = self.collection(keys).flat
+            self._let_go()
+            number, self._next = self._next, (self._next + 1) % 2**31
+            self._waiting[number] = flat
+            return number, flat.detach()
+
+    def end(self, number: int, gradient: Tensor, lr: float, scale: float = 1.0) -> None:
+        """Bring the gradient (B, W) of a lookup; the last one that is awaited makes the step.
+
+        Args:
+            number: from `begin`.
+            gradient: of the loss.
+            lr: rate of this step; tables whose optimizer has a rate of its own take that.
+            scale: what gradients are multiplied by first. Where it is not finite, or the gradient is not while scale is
+                not 1, the step is left out, as under loss scaling all steps with an overflow are.
+        """
+        with self._lock:
+            flat = self._waiting.pop(number, None)
+            if flat is None:
+                raise LostUpdateError(
+                    "a gradient came for a lookup that does not wait for one", where=self.where, value=number,
+                    fix="differentiate each training step once",
+                )  # fmt: skip
+            if flat.requires_grad and self._usable(gradient, scale):
+                whole = gradient.to(flat.dtype)
+                if self._waiting:  # it is kept until the step, and may be memory of the caller
+                    whole = whole.clone()
+                flat.backward(whole)  # type: ignore[no-untyped-call]
+                self._handed += 1
+            if not self._waiting:
+                self._step(lr, scale)
+
+    def discard(self) -> None:
+        """Forget the lookups that wait, and the gradients that have come for the step not made yet."""
+        with self._lock:
+            self._waiting.clear()
+            self._handed = 0
+            self.collection.discard_gradients()
+
+    def undifferentiated(self) -> LostUpdateError:
+        """Return the error of a lookup in training that nothing differentiates."""
+        return LostUpdateError(
+            "in training nothing differentiates this layer: its rows would not be updated", where=self.where,
+            fix="keep the layer trainable and its output in the loss, or call the model with training=False",
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise where lookups in training got no gradient, before rows are saved."""
+        with self._lock:
+            if len(self._waiting) > 1 and not self._handed:
+                self._lost()
+
+    def _usable(self, gradient: Tensor, scale: float) -> bool:
+        return scale == 1.0 or (math.isfinite(scale) and bool(torch.isfinite(gradient).all()))
+
+    def _step(self, lr: float, scale: float) -> None:
+        handed, self._handed = self._handed, 0
+        if handed:
+            self.collection.step(lr, scale)
+            self.num_updates += 1
+        else:
+            self.collection.discard_gradients()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # Frameworks call from any of their threads; the lock above keeps lookups and steps in order.
+        for storage in self.collection.all_storages():
+            if isinstance(storage, DynamicStorage):
+                storage.lock.free()
+
+    def _lost(self) -> None:
+        count = len(self._waiting)
+        self.discard()
+        raise LostUpdateError(
+            "lookups in training got no gradient: their rows were not updated", where=self.where, value=count,
+            fix="keep the layer trainable and its output in the loss, or call the model with training=False",
+        )  # fmt: skip
+
+
+class KeyColumns:
+    """The keys of all features in one matrix (B, K): which columns are whose.
+
+    Args:
+        lengths: by feature, the number of its keys in each row; None for one key that is not pooled. Those come first.
+        padding: by feature, the key that means "nothing here", if any: it is left out of its bag.
+        roots: features whose bags are divided by the root of their sum of squared weights ("sqrtn").
+
+    Example:
+        >>> columns = KeyColumns({"user": None, "seen": 2})
+        >>> batch = columns.batch(torch.tensor([[7, 1, 2], [8, 3, 3]]))
+        >>> batch.one_hot.tolist(), batch.bags["seen"].values.tolist()
+        ([[7], [8]], [1, 2, 3, 3])
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[str, int | None],
+        padding: Mapping[str, int] | None = None,
+        roots: Sequence[str] = (),
+    ) -> None:
+        self.one_hot = tuple(name for name, length in lengths.items() if length is None)
+        self.bags = {name: length for name, length in lengths.items() if length is not None}
+        self.padding = dict(padding or {})
+        self.roots = frozenset(roots)
+        self.num_columns = len(self.one_hot) + sum(self.bags.values())
+        self._layout = Layout((), (), self.one_hot, tuple(self.bags))
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The features in the order of their columns."""
+        return (*self.one_hot, *self.bags)
+
+    def batch(self, keys: Tensor, weights: Tensor | None = None) -> Batch:
+        """Return the batch that a collection looks up.
+
+        Args:
+            keys: (B, K), int32 or int64.
+            weights: (B, K), float32, of all keys; those of one-hot features must be 1.
+
+        Raises:
+            DataError: the matrix has another number of columns.
+        """
+        if keys.dim() != 2 or keys.shape[1] != self.num_columns:
+            raise DataError("keys are (B, K)", value=tuple(keys.shape), allowed=f"(B, {self.num_columns})")
+        start = len(self.one_hot)
+        bags = {}
+        for name, length in self.bags.items():
+            own = None if weights is None else weights[:, start : start + length]
+            bags[name] = self._bag(name, keys[:, start : start + length], own)
+            start += length
+        one_hot = keys[:, : len(self.one_hot)].contiguous()
+        nothing = torch.empty(len(keys), 0)
+        return Batch(self._layout, nothing, nothing, one_hot, bags)
+
+    def _bag(self, name: str, keys: Tensor, weights: Tensor | None) -> Bag:
+        size, length = keys.shape
+        padding = self.padding.get(name)
+        counted = None if padding is None else keys != padding
+        values, flat = keys.reshape(-1), None if weights is None else weights.reshape(-1).contiguous()
+        if counted is None:
+            offsets = torch.arange(size + 1, dtype=torch.int64) * length
+        else:
+            kept = counted.reshape(-1)
+            values = values[kept]
+            flat = None if flat is None else flat[kept]
+            offsets = torch.zeros(size + 1, dtype=torch.int64)
+            torch.cumsum(counted.sum(1), 0, out=offsets[1:])
+        if name in self.roots:
+            flat = root_weights(offsets, flat, len(values))
+        return Bag(values, offsets, flat)
+
+
+def root_weights(offsets: Tensor, weights: Tensor | None, num_keys: int) -> Tensor:
+    """Return the weights of a "sqrtn" bag as those of a sum: w / sqrt(sum of w^2 over the bag), (N,), float32.
+
+    Example:
+        >>> root_weights(torch.tensor([0, 4]), None, 4).tolist()
+        [0.5, 0.5, 0.5, 0.5]
+    """
+    own = torch.ones(num_keys) if weights is None else weights.to(torch.float32)
+    bags = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff(), output_size=num_keys)
+    totals = torch.zeros(len(offsets) - 1).index_add_(0, bags, own * own)
+    return own * torch.where(totals == 0, 0.0, totals.rsqrt())[bags]
+
+
+def tensor_at(address: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return host memory of another framework as a tensor, which the caller keeps alive.
+
+    Example:
+        >>> numbers = (ctypes.c_float * 2)(1.0, 2.0)
+        >>> tensor_at(ctypes.addressof(numbers), torch.float32, (2, 1)).tolist()
+        [[1.0], [2.0]]
+    """
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def checked_rate(value: Any, where: str) -> float:
+    """Return a learning rate as a number.
+
+    Raises:
+        ConfigError: it is not finite, or negative.
+    """
+    rate = float(value)
+    if not math.isfinite(rate) or rate < 0:
+        raise ConfigError("not a learning rate", where=where, value=rate, allowed="a finite number from 0")
+    return rate

@@ -1,0 +1,183 @@
+"""The contract of a storage: what collections, optimizers and checkpoints use of rows, wherever the rows are.
+
+Shapes: B rows of the batch, S columns of vectors in a lookup, N entries, U distinct rows, D the width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from viviane.embedding.dynamic_config import AnyTable
+from viviane.embedding.gradients import RowGradients
+from viviane.embedding.locking import TableLock
+from viviane.embedding.row_lease import RowLease
+from viviane.embedding.row_mean import RowMean
+
+
+class TableStorage(nn.Module, ABC):
+    """Rows of one or more tables, their optimizer state, and the gradients that wait for a step.
+
+    `Storage` holds tables of fixed size, `DynamicStorage` one dynamic table. A lookup reads `weight` at the rows that a
+    plan found for its keys; backward calls `add_gradients`, and `step` applies each table's rule to the touched rows.
+
+    Attributes:
+        tables: settings by name.
+        dim, dtype: of every row.
+        weight: (R, D), indexed by the rows of lookups.
+        null_row: the first of two rows of zeros, which serve padding and absent keys.
+        key_null: the same, as maps of keys to rows count; it differs where a cache gives rows their slots later.
+        lock: held by every method that reads or changes gradients or rows.
+        row_mean: the running mean of the rows; None if none is kept.
+    """
+
+    is_dynamic: ClassVar[bool] = False
+    """Whether the host assigns rows to keys during a lookup, so that neither lookup nor step can be captured."""
+    tables: Mapping[str, AnyTable]
+    dim: int
+    dtype: torch.dtype
+    weight: Tensor
+    null_row: int
+    key_null: int
+    lock: TableLock
+    row_mean: RowMean | None
+
+    # Gradients ----------------------------------------------------------------------------------------------
+
+    def prepare(self, lookups: Sequence[StorageLookup], size: int, width: int) -> None:
+        """Start the part of an update that needs no gradients, so that it overlaps with forward and backward.
+
+        Args:
+            lookups: those of one batch that are trained together.
+            size: rows of the output.
+            width: columns of the output.
+        """
+
+    def prepared_sources(self, lookup: StorageLookup, stride: int) -> Tensor | None:
+        """Return the positions of a lookup's gradients in the flat gradient, if `prepare` has computed them.
+
+        Args:
+            lookup: one that `prepare` was given.
+            stride: of the rows of the gradient.
+        """
+        return None
+
+    @abstractmethod
+    def add_gradients(self, gradients: RowGradients) -> None:
+        """Keep the gradients of a backward pass until the next step."""
+
+    @property
+    @abstractmethod
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for a step."""
+
+    @abstractmethod
+    def waiting_gradients(self) -> Iterator[Tensor]:
+        """Yield each flat gradient that waits, once."""
+
+    def waiting_tensors(self) -> list[Tensor]:
+        """Return the tensors that the next step reads; they are kept until the captured step has read them."""
+        return []
+
+    @abstractmethod
+    def summed_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the touched rows, (U,), ascending, and their summed gradients, (U, D)."""
+
+    @abstractmethod
+    def norm_squared(self) -> Tensor:
+        """Return the sum of squares of the gradients after those of equal rows are summed; 0-dim, float64."""
+
+    @abstractmethod
+    def discard_gradients(self) -> None:
+        """Drop the gradients that wait."""
+
+    def settle_rows(self) -> None:
+        """Compute everything that the step needs of the batch, whose memory may be overwritten afterwards."""
+
+    @abstractmethod
+    def step(
+        self, lr: float | Tensor, factor: float | Tensor, scale: float | Tensor, gate: Tensor | None = None
+    ) -> None:
+        """Apply each table's rule to the touched rows, unless the gate is 0, and drop the gradients.
+
+        Args:
+            lr: learning rate of rules without their own.
+            factor: multiplies the learning rate of rules with their own.
+            scale: multiplies the gradients.
+            gate: 0-dim, int32, on the device; None updates always.
+        """
+
+    def hold(self, lease: RowLease) -> None:
+        """Keep rows in memory until the next step, since their gradients wait; where all are, do nothing."""
+
+    def arrive(self, lease: RowLease) -> None:
+        """Wait for rows that are on their way to memory; where all are there, do nothing."""
+
+    def check(self) -> None:
+        """Raise the errors that the device found in captured steps since the last call."""
+
+    @abstractmethod
+    def tables_of(self, rows: Tensor) -> set[str]:
+        """Return the names of the tables that own rows of this storage."""
+
+    def settle(self) -> None:
+        """Wait until a checkpoint that is being written has read the rows; call it before they are changed."""
+
+    # Content ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def num_rows(self, table: str) -> int:
+        """Return the number of rows of a table; of a dynamic table, those with a key."""
+
+    @abstractmethod
+    def num_steps(self, table: str) -> int:
+        """Return the number of updates of a table."""
+
+    @abstractmethod
+    def table_rows(self, table: str) -> Tensor:
+        """Return a view of a table's rows, (num_rows, D); of a dynamic table, those that have had a key."""
+
+    @abstractmethod
+    def state_entries(self, table: str, prefix: str) -> dict[str, Tensor]:
+        """Return a table's part of a state_dict, under names that begin with `prefix`."""
+
+    @abstractmethod
+    def load_entries(
+        self, table: str, prefix: str, given: Mapping[str, Tensor], missing_keys: list[str], error_msgs: list[str]
+    ) -> set[str]:
+        """Copy a table's part of a state_dict in, as `nn.Module.load_state_dict` does; return the keys it read."""
+
+
+@dataclass(frozen=True)
+class StorageLookup:
+    """The lookups of a batch in one storage.
+
+    Args:
+        rows: (B, S) without offsets, one row for each column of vectors; (N,) with offsets, S bags for each row of the
+            batch.
+        offsets: (S * B + 1,), the bags of the first column of vectors, then of the second, ...
+        weights: shaped as rows, or None.
+        columns: S columns of the output, where the vectors begin.
+        tables: names of the tables among them that are trained.
+        lease: keeps rows of tables in tiers in memory.
+        aside: what the rows count in, where that is not the storage's weight: copies for a lookup that trains nothing.
+    """
+
+    storage: TableStorage
+    rows: Tensor
+    offsets: Tensor | None
+    weights: Tensor | None
+    columns: tuple[int, ...]
+    tables: frozenset[str]
+    lease: RowLease | None = None
+    aside: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """What the rows count in."""
+        return self.storage.weight if self.aside is None else self.aside
