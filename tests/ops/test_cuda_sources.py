@@ -1,4 +1,4 @@
-"""CUDA C++ in the package compiles, wherever NVRTC or nvcc is found; no GPU is asked for."""
+"""CUDA C++ in the package compiles, wherever NVRTC or nvcc is found; no GPU is needed."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Run the tests of the GPU's kernels in Triton's interpreter, in processes that Triton starts anew in."""
+"""Run the tests of the GPU's kernels in Triton's interpreter, in processes that Triton starts over in."""
 
 import importlib.util
 

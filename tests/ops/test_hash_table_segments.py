@@ -1,4 +1,4 @@
-"""Full segments of the index, and how many keys each segment is said to have, against homes that are counted anew."""
+"""Full segments of the index, and how many keys each segment is said to have, against homes that are counted from 0."""
 
 import pytest
 import torch

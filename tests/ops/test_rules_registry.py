@@ -12,7 +12,7 @@ from viviane.embedding import TableConfig
 from viviane.ops.rules import DenseRule, Rule, dense_rules, rule_of, rules
 from viviane.ops.rules.rule import MAX_ROW_NUMBERS
 from viviane.optim import build_dense_optimizer
-from viviane.parallel import Plan, TablePlan
+from viviane.parallel import ShardingPlan, TablePlan
 
 
 @pytest.mark.parametrize("kind", get_args(AnyOptimizer), ids=lambda kind: kind.__name__)
@@ -84,7 +84,7 @@ def test_settings_select_the_variant() -> None:
 )
 def test_optimizers_that_reduce_over_rows_are_not_sharded_by_column(optimizer, whole) -> None:
     table = TableConfig(name="t", num_rows=9, dim=8, optimizer=optimizer)
-    plan = Plan(world_size=2, tables=[TablePlan(table="t", kind="column", ranks=[0, 1])])
+    plan = ShardingPlan(world_size=2, tables=[TablePlan(table="t", kind="column", ranks=[0, 1])])
     if whole:
         with pytest.raises(ConfigError, match="reduces over whole rows"):
             plan.check({"t": table}, 2)

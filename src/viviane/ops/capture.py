@@ -120,9 +120,9 @@ def join_branches(device: torch.device) -> None:
 
 
 def make_ahead(device: torch.device, key: Hashable, make: Callable[[], Tensor]) -> None:
-    """Record how a tensor is made beside what the current stream records until somebody takes it.
+    """Record how a tensor is made beside what the current stream records until it is taken.
 
-    While no graph is recorded nothing is made. `join_ahead` waits for what nobody took.
+    While no graph is recorded nothing is made. `join_ahead` waits for what was not taken.
 
     Args:
         device: of the graph.
@@ -156,7 +156,7 @@ def take_ahead(device: torch.device, key: Hashable) -> Tensor | None:
 
 
 def join_ahead(device: torch.device) -> None:
-    """Let the current stream wait for what was made ahead and nobody took.
+    """Let the current stream wait for what was made ahead and not taken.
 
     Example:
         >>> join_ahead(torch.device("cpu"))

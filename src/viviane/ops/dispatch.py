@@ -30,7 +30,7 @@ _chosen: ContextVar[str | None] = ContextVar("viviane_ops", default=None)
 
 @contextmanager
 def use_implementation(name: str) -> Iterator[None]:
-    """Serve operations by one implementation inside a `with` block, whatever the device.
+    """Serve operations by one implementation inside a `with` block, regardless of the device.
 
     Args:
         name: "auto", "reference", "cpu" or "gpu".
@@ -55,10 +55,11 @@ def choose(device: torch.device) -> str:
     Raises:
         ConfigError: the choice does not run on that device.
     """
-    name = _chosen.get() or _known(os.environ.get(VARIABLE, "auto"), f"the variable {VARIABLE}")
+    name = _chosen.get() or os.environ.get(VARIABLE, "auto")
     own = "gpu" if device.type == "cuda" else "cpu"
     if name == "auto":
         return own
+    _known(name, f"the variable {VARIABLE}")
     if name not in ("reference", own) and not (name == "gpu" and interpreted()):
         raise ConfigError(
             f"the implementation {name!r} does not run on {device.type}",
@@ -93,6 +94,8 @@ def kernels_serve(device: torch.device) -> bool:
         >>> kernels_serve(torch.device("cpu"))
         False
     """
+    if (_chosen.get() or os.environ.get(VARIABLE, "auto")) == "auto":  # several times per step
+        return device.type == "cuda"
     return choose(device) == "gpu"
 
 
@@ -112,6 +115,8 @@ def interpreted() -> bool:
 
 def implementation(operation: str, device: torch.device) -> ModuleType:
     """Return the module that serves an operation, such as "embedding_bag", on a device."""
+    if (_chosen.get() or os.environ.get(VARIABLE, "auto")) == "auto":  # several times per step
+        return load(operation, "gpu" if device.type == "cuda" else "cpu")
     return load(operation, choose(device))
 
 

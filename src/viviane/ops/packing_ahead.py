@@ -1,6 +1,6 @@
 """Weights of dense layers brought to 16 bits before the layers are called.
 
-In training a CUDA graph packs them anew in each replay, beside the lookups: they are ready when a step begins, while
+In training a CUDA graph packs them again in each replay, beside the lookups: they are ready when a step begins, while
 the first dense layer may wait for memory. In serving they never change, and are packed once.
 """
 
@@ -43,6 +43,16 @@ def constant_weights(packed: PackedWeights) -> Iterator[None]:
         _constant.packed = before
 
 
+def weights_are_constant() -> bool:
+    """Whether operators called in this thread keep their packed weights: those of a session.
+
+    Example:
+        >>> weights_are_constant()
+        False
+    """
+    return getattr(_constant, "packed", None) is not None
+
+
 def pack_ahead(tensors: Sequence[Tensor]) -> None:
     """Begin to pack weights and biases in autocast's dtype; nothing outside of it, or while no graph is recorded.
 
@@ -53,7 +63,7 @@ def pack_ahead(tensors: Sequence[Tensor]) -> None:
         >>> pack_ahead([torch.ones(2, 2), torch.ones(2)])
     """
     device = tensors[0].device
-    if getattr(_constant, "packed", None) is not None:
+    if weights_are_constant():
         return
     if not is_capturing(device) or not kernels_serve(device) or not torch.is_autocast_enabled(device.type):
         return

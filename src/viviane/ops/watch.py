@@ -1,4 +1,4 @@
-"""Kernels that look for NaN and infinite numbers in what they write, while somebody asks for it.
+"""Kernels that look for NaN and infinite numbers in what they write, while it is enabled.
 
 The gradient of an embedding lookup is the largest tensor of a step; to read it once more only to look at it costs as
 much as the lookup. A kernel that has it in registers looks for nothing.

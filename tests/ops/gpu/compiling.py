@@ -4,7 +4,7 @@
 
 Triton gets a driver that only names a GPU, and never launches. Types are checked in every variant that is chosen, which
 takes hundredths of a second; machine code is made of one or two variants of each kernel, which takes ten times as long.
-Prints JSON: how many variants were compiled, by kernel, and what did not compile. LOG holds what is under way, and
+Prints JSON: how many variants were compiled, by kernel, and what did not compile. LOG holds what is in progress, and
 what the compiler writes about it, should it end the process.
 """
 
@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 Launch = dict[str, Any]
 TARGET = GPUTarget("cuda", 90, 32)
 _TOLD = 2  # launches of a kernel whose faults are told in full
-WIDE_LOADS = re.compile(r"ld\.global\S*\.v[248]\.")
+WIDE_LOADS = re.compile(r"ld\.global\S*\.v[248]\.|cp\.async\.cg\.")  # the latter moves 16 bytes to shared memory
 SHARED_BYTES = 227 * 1024  # of one block, the most that CUDA gives on this GPU
 
 
@@ -52,7 +52,7 @@ def reason_against() -> str | None:
     if "nvidia" not in backends:
         return f"this build of Triton compiles for {', '.join(backends) or 'no device'} alone"
     try:
-        knobs.nvidia.ptxas.path  # noqa: B018 - it is looked for when it is asked for
+        knobs.nvidia.ptxas.path  # noqa: B018 - it is looked for when it is requested
     except RuntimeError as error:
         return f"Triton finds no assembler: {error}"
     return None
@@ -116,8 +116,8 @@ def compile_launch(launch: Launch, log: Path, *, whole: bool) -> str | None:
 
     Args:
         launch: as noted.
-        log: written anew.
-        whole: whether to go on to machine code.
+        log: rewritten.
+        whole: whether to continue to machine code.
     """
     module, _, name = launch["kernel"].rpartition(".")
     named = ", ".join(f"{key}={_shown(value)}" for key, value in {**launch["given"], **launch["options"]}.items())

@@ -12,7 +12,8 @@ from viviane.ops.copies.gpu_kernels import cast_kernel, copy_kernel
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 
 _CAST_BLOCK = 2048
-_PIECE = 4096  # units of a program
+_LARGEST_PIECE, _SMALLEST_PIECE = 4096, 1024  # units of a program
+_PROGRAMS = 96  # that keep a link to the host's memory at work
 _UNIT_BYTES, _WIDE_BYTES = 4, 16
 
 
@@ -43,7 +44,10 @@ class Launch:
         self._others = [one for one, takes in zip(targets, self._takes, strict=True) if not takes]
         self.width = len(taken)
         sizes = [one.nbytes // _UNIT_BYTES for one in taken]
-        pieces = [(i, start, size) for i, size in enumerate(sizes) for start in range(0, size, _PIECE)]
+        self._piece = _LARGEST_PIECE
+        while self._piece > _SMALLEST_PIECE and sum(sizes) < _PROGRAMS * self._piece:
+            self._piece //= 2
+        pieces = [(i, start, size) for i, size in enumerate(sizes) for start in range(0, size, self._piece)]
         self._pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, 3).to(device)
         self._there = torch.tensor([one.data_ptr() for one in taken], dtype=torch.int64).to(device)
         self._copies: list[Tensor] = []
@@ -66,4 +70,4 @@ class Launch:
         """Fill the targets from these addresses."""
         if len(self._pieces):
             with on_device(words):
-                copy_kernel[(len(self._pieces),)](words, self._there, self._pieces, block=_PIECE, num_warps=4)
+                copy_kernel[(len(self._pieces),)](words, self._there, self._pieces, block=self._piece, num_warps=4)

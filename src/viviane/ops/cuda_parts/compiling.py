@@ -129,9 +129,9 @@ def _places(arguments: Sequence[Argument]) -> ctypes.Array[ctypes.c_void_p]:
 def _bytes(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     size = ctypes.c_size_t()
     _check(what, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
-    room = ctypes.create_string_buffer(size.value)
-    _check(what, getattr(library, f"nvrtcGet{what}")(program, room))
-    return room.raw
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(what, getattr(library, f"nvrtcGet{what}")(program, buffer))
+    return buffer.raw
 
 
 def _text(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> str:

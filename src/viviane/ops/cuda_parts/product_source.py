@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply(float (&d)[32], u64 a, u64 b, int adds)
         "{\n.reg .pred adds;\nsetp.ne.b32 adds, %34, 0;\n" PRODUCT "%32, %33, adds, 1, 1, 0, %35;\n}\n"
         : OF_SUMS(d) : "l"(a), "l"(b), "r"(adds), "n"(ACROSS));
 }
-__device__ __forceinline__ void hold(float (&d)[32]) {  // what a product still under way writes is not read before
+__device__ __forceinline__ void hold(float (&d)[32]) {  // what a product still in progress writes is not read before
     #pragma unroll
     for (int i = 0; i < 32; i++) asm volatile("" : "+f"(d[i]) :: "memory");
 }

@@ -38,9 +38,9 @@ def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
         <viviane.ops.cuda_parts.tensor_maps.TensorMap object at 0x7f5c8a1d5ac0>
     """
     size, width = matrix.shape
-    room = bytearray(_BYTES + _ALIGNED_BYTES)
-    start = -ctypes.addressof(ctypes.c_byte.from_buffer(room)) % _ALIGNED_BYTES
-    found = TensorMap.from_buffer(room, start)
+    buffer = bytearray(_BYTES + _ALIGNED_BYTES)
+    start = -ctypes.addressof(ctypes.c_byte.from_buffer(buffer)) % _ALIGNED_BYTES
+    found = TensorMap.from_buffer(buffer, start)
     status = _encode()(
         ctypes.addressof(found), _KINDS[matrix.dtype], 2, matrix.data_ptr(),
         (ctypes.c_uint64 * 2)(width, size), (ctypes.c_uint64 * 1)(width * matrix.element_size()),

@@ -184,7 +184,7 @@ def update_status(loss: Tensor | None, status: Tensor, gate: Tensor) -> None:
 
     Args:
         loss: 0-dim; NaN and infinite are bad; None is not looked at.
-        status: (3,), int64: whether anything was bad, which stays until somebody clears it; the number of the first bad
+        status: (3,), int64: whether anything was bad, which stays until it is cleared; the number of the first bad
             step, or -1; how many steps were judged.
         gate: becomes 1 where nothing was bad, 0-dim, int32.
 
@@ -210,7 +210,7 @@ def update_scaled_status(
         status, gate: see `update_status`.
         overflow: (1,), int64: not 0 where gradients were not finite; becomes 0.
         scaling: (3,), float64: the scale, the good steps since it changed, the steps that overflowed.
-        interval, largest: of `viviane.training.loss_scale`.
+        interval, largest: of `viviane.training.step.loss_scale`.
 
     Example:
         >>> status, gate = torch.tensor([0, -1, 0]), torch.tensor(1, dtype=torch.int32)

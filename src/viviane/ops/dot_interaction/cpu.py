@@ -79,7 +79,7 @@ def multiply_with_all(sides, i, dots, wide, dim):  # type: ignore[no-untyped-def
 def dots_kernel(count: int, front: int, dim: int, pad: bool, itself: bool, key: str) -> Kernel:
     """Build the forward kernel for `count` vectors a sample, the dense one (`front`) among them."""
     wide, own = -(-count // _LANES) * _LANES, int(itself)
-    width, room = front * dim + num_pairs(count, itself) + int(pad), dim * wide
+    width, buffer_size = front * dim + num_pairs(count, itself) + int(pad), dim * wide
 
     @kernel
     def dot_all_pairs(call):  # type: ignore[no-untyped-def]
@@ -87,8 +87,8 @@ def dots_kernel(count: int, front: int, dim: int, pad: bool, itself: bool, key: 
         size, blocks = call[OPERANDS], call[1]
         dense, embeddings = float32_at(call[OPERANDS + 1]), float32_at(call[OPERANDS + 2])
         out = float32_at(call[OPERANDS + 3])
-        sides, dots = stack_floats(room), stack_floats(wide)
-        for j in range(room):
+        sides, dots = stack_floats(buffer_size), stack_floats(wide)
+        for j in range(buffer_size):
             sides[j] = float32(0.0)
         block = take_ticket(call)
         while block < blocks:
@@ -134,7 +134,7 @@ def sum_of_vectors(total, matrix, at, vectors, start, count, dim):  # type: igno
 @cache
 def spread_kernel(count: int, front: int, dim: int, pad: bool, itself: bool, key: str) -> Kernel:
     """Build the backward kernel."""
-    own, rest, room = int(itself), count - front, count * count
+    own, rest, buffer_size = int(itself), count - front, count * count
     width = front * dim + num_pairs(count, itself) + int(pad)
 
     @kernel
@@ -144,7 +144,7 @@ def spread_kernel(count: int, front: int, dim: int, pad: bool, itself: bool, key
         dense, embeddings = float32_at(call[OPERANDS + 1]), float32_at(call[OPERANDS + 2])
         grad, to_dense = float32_at(call[OPERANDS + 3]), float32_at(call[OPERANDS + 4])
         to_embeddings = float32_at(call[OPERANDS + 5])
-        matrix, total = stack_floats(room), stack_floats(dim)
+        matrix, total = stack_floats(buffer_size), stack_floats(dim)
         matrix[0] = float32(0.0)  # of the first vector with itself
         block = take_ticket(call)
         while block < blocks:

@@ -125,7 +125,7 @@ def mean_weights(offsets: Tensor, counted: Tensor | None, weights: Tensor | None
 def entry_bags(offsets: Tensor, num_entries: int) -> Tensor:
     """Return the bag of each entry, (N,), int64.
 
-    On a GPU, where offsets may be wrong until their check is read, an entry gets some bag all the same.
+    On a GPU, where offsets may be wrong until their check is read, an entry gets some bag anyway.
 
     Example:
         >>> entry_bags(torch.tensor([0, 2, 2, 3]), 3).tolist()
@@ -143,7 +143,7 @@ def entry_sources(offsets: Tensor | None, columns: Sequence[int], size: int, apa
 
     Args:
         offsets: (F * B + 1,), the bags of the first feature, then of the second, ..., from 0 to N; None: each row has
-            one entry of each feature, and these stand side by side.
+            one entry of each feature, and these are side by side.
         columns: F columns, where the features begin.
         size: B.
         apart: see above.

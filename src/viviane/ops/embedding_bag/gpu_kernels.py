@@ -46,7 +46,7 @@ def gather_kernel(
     dim: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr, num_rows: tl.constexpr, keep: tl.constexpr,
     aside: tl.constexpr,
 ):  # fmt: skip
-    """Copy `num_rows` rows to their places; aside: so many at a time, until all are copied."""
+    """Copy `num_rows` rows to their places; aside: this many at a time, until all are copied."""
     first = tl.program_id(0) * num_rows
     n = tl.arange(0, num_rows)
     if aside:

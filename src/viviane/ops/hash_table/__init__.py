@@ -65,7 +65,7 @@ def make_index(
 
     Args:
         max_rows: most keys at a time; only what is used takes memory.
-        order: which key makes room for a new one when all rows are taken, see `KeyIndex`; "none": no key does.
+        order: which key is evicted for a new one when all rows are taken, see `KeyIndex`; "none": no key does.
         with_uses: keep a number of uses for each row; "uses" and "epoch_uses" do so anyway.
         initial_rows: keys that fit before the index grows for the first time.
         segment_lines: lines of five slots that grow at a time, a power of two from 4 to 16,384; over less than 256

@@ -119,7 +119,7 @@ class Index(KeyIndex):
 
     @property
     def num_evicted(self) -> int:
-        """Keys that made room for others so far."""
+        """Keys that were evicted for others so far."""
         return int(self._head[NUM_EVICTED])
 
     def find(self, keys: Tensor, otherwise: int = -1) -> Tensor:

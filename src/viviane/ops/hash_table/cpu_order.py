@@ -118,7 +118,7 @@ def drop(head, row):
 
 @njit
 def _refresh(head):
-    """Bring all scores up to date and order the heap anew, in one pass from below."""
+    """Bring all scores up to date and rebuild the heap in one pass, bottom up."""
     heap, size = int64_at(head[HEAP]), head[HEAP_SIZE]
     for i in range(size):
         heap[2 * i] = score_of(head, heap[2 * i + 1])

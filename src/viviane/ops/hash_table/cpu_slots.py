@@ -2,7 +2,7 @@
 
 Slots stand in lines of 64 bytes: five keys, their rows + 1 as int32 (0: empty, so that every key is allowed and memory
 that was never written is empty), and how many keys passed the line because it was full. A search looks at a whole line
-at once, and goes on to the next one, round the segment's end, only where keys have passed. Lines lie in segments of L.
+at once, and continues with the next, round the segment's end, only where keys have passed. Lines lie in segments of L.
 Linear hashing (Litwin 1980) says which: of n + p segments, n a power of two and p < n those that were split in the
 present round,
 

@@ -1,9 +1,9 @@
 """The index of keys on a GPU: lines of five slots, found in one read of 64 bytes, won by swaps of the keys themselves.
 
-Rows are given out in order of the keys' first entries, whatever the race for slots: results are those of
-`viviane.ops.hash_table.reference`, number by number. `find_or_insert` does not wait for the device while the host can
-tell that there is room. Slots are at most 3/5 full; their number doubles in one pass over the rows in use, for which
-both tables of slots lie in memory, some 21 to 43 bytes a key.
+Rows are assigned in the order of the keys' first entries, so results do not depend on the race for slots: they equal
+those of `viviane.ops.hash_table.reference`. `find_or_insert` does not wait for the device while the bounds of the host
+are below the capacity. Slots are at most 3/5 full; their number doubles in one pass over the rows in use, during which
+both tables of slots are in memory, 21 to 43 bytes a key.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import VivianeError
+from viviane.ops.hash_table.gpu_bounds import CounterBounds
 from viviane.ops.hash_table.gpu_evict import Victims
 from viviane.ops.hash_table.gpu_insert import put_kernel, settle_kernel, take_kernel
 from viviane.ops.hash_table.gpu_kernels import (
@@ -34,7 +35,6 @@ from viviane.ops.hash_table.gpu_kernels import (
     erase_kernel,
     find_kernel,
 )
-from viviane.ops.hash_table.gpu_room import Room
 from viviane.ops.hash_table.gpu_values import Marks, assign_marked, start_rows
 from viviane.ops.hash_table.index import Added, Inserted, KeyIndex, Order, check_content, check_keys
 from viviane.ops.hash_table.reserve import Reserved
@@ -59,7 +59,7 @@ __all__ = ["Index", "Marks", "distinct", "initial_rows", "start_rows"]
 
 
 class Index(KeyIndex):
-    """Slots, rows and counters on the GPU; the host knows bounds of the counters, see `Room`."""
+    """Slots, rows and counters on the GPU; the host knows bounds of the counters, see `CounterBounds`."""
 
     fused = True
 
@@ -96,7 +96,7 @@ class Index(KeyIndex):
         """Take all keys out."""
         self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=self.device)
         self._counters[FIRST_SET + FAILED :: SET_SIZE] = NEVER
-        self._room = Room(self._counters)
+        self._bounds = CounterBounds(self._counters)
         self._turn = 0
         starts = (FIRST_SET, FIRST_SET + SET_SIZE)
         self._calls = [self._counters[start : start + SET_SIZE] for start in starts]
@@ -120,17 +120,17 @@ class Index(KeyIndex):
                 part.commit(0, width * self._committed)
 
     def __len__(self) -> int:
-        return self._room.read()[NUM_KEYS]
+        return self._bounds.read()[NUM_KEYS]
 
     @property
     def num_rows(self) -> int:
         """Rows handed out so far; waits for the device."""
-        return self._room.read()[NUM_ROWS]
+        return self._bounds.read()[NUM_ROWS]
 
     @property
     def most_rows(self) -> int:
         """No more rows than this were handed out so far."""
-        return min(self._room.most_rows, self.max_rows)
+        return min(self._bounds.most_rows, self.max_rows)
 
     @property
     def num_slots(self) -> int:
@@ -139,7 +139,7 @@ class Index(KeyIndex):
 
     @property
     def num_evicted(self) -> int:
-        """Keys that made room for others so far."""
+        """Keys that were evicted for others so far."""
         return self._evicted
 
     # Search -------------------------------------------------------------------------------------------------
@@ -193,9 +193,9 @@ class Index(KeyIndex):
 
     def _make_slots(self, count: int, per_line: int) -> None:
         """Grow where `count` more keys would crowd the slots."""
-        if not self._room.takes(count, per_line * self._lines):
+        if not self._bounds.takes(count, per_line * self._lines):
             rows = self.rows_in_use()
-            self._allocate(max(self._room.most_keys + count, 2 * self._room.most_keys))
+            self._allocate(max(self._bounds.most_keys + count, 2 * self._bounds.most_keys))
             self._put(self.keys[rows], rows)
 
     def find_or_insert(
@@ -209,7 +209,7 @@ class Index(KeyIndex):
         narrow: bool = False,
         last: bool = False,
     ) -> tuple[Tensor, Added]:
-        """Find keys, or give them rows; waits for the device only where room may be short."""
+        """Find keys, or give them rows; waits for the device only if the table may be full."""
         check_keys(keys, self.device)
         return self._insert(keys, stamp, guard, allowed, partial=partial, counts=True, narrow=narrow, last=last)
 
@@ -222,10 +222,10 @@ class Index(KeyIndex):
         narrow: bool = False, last: bool = False,
     ) -> tuple[Tensor, Added]:  # fmt: skip
         keys, count = keys.contiguous(), len(keys)
-        certain = self._room.takes(count, self.max_rows)
+        certain = self._bounds.takes(count, self.max_rows)
         self._make_slots(count, _FULL if certain else _CROWDED)
-        self._room.fit_rows(count, self._committed if self._committed < self.max_rows else NEVER)
-        self._commit(self._room.most_rows + count)
+        self._bounds.fit_rows(count, self._committed if self._committed < self.max_rows else NEVER)
+        self._commit(self._bounds.most_rows + count)
         rows = torch.empty(count, dtype=torch.int32 if narrow else torch.int64, device=self.device)
         places, new_rows, new_entries, sums = self._workspace(count)
         if not count:
@@ -253,15 +253,15 @@ class Index(KeyIndex):
                 else:  # the interpreter runs one program after another: none may wait
                     for phase in (1, 2, 3):
                         settle(phase, phase, count, None)
-                self._room.add(count)
+                self._bounds.add(count)
                 return rows, Added(new_rows, new_entries, news, None, None)
             settle(1, 1, 0, None)
-            victims, given, wanted = self._make_room(stamp if guard is None else guard, partial)
+            victims, given, wanted = self._evict_for(stamp if guard is None else guard, partial)
             if wanted:
                 for phase in (2, 3):
                     settle(phase, phase, given, victims)
-        self._room.most_keys += given - (0 if victims is None else len(victims))
-        self._room.most_rows = min(self._room.most_rows + given, self.max_rows)
+        self._bounds.most_keys += given - (0 if victims is None else len(victims))
+        self._bounds.most_rows = min(self._bounds.most_rows + given, self.max_rows)
         return rows, Added(new_rows, new_entries, news, given, wanted)
 
     def _workspace(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -273,9 +273,9 @@ class Index(KeyIndex):
             self._work = (places, rows, entries, memory[3 * even :].view(torch.int32))
         return self._work
 
-    def _make_room(self, guard: int, partial: bool) -> tuple[Tensor | None, int, int]:
+    def _evict_for(self, guard: int, partial: bool) -> tuple[Tensor | None, int, int]:
         """Wait for the numbers; evict keys where rows are short. Return their rows, keys that get one, that ask."""
-        before = self._room.read()
+        before = self._bounds.read()
         turn = before[FIRST_SET + self._turn * SET_SIZE :]
         wanted = turn[WANTED] if turn[MISSING] else 0
         room, victims = self.max_rows - before[NUM_KEYS], None
@@ -336,7 +336,7 @@ class Index(KeyIndex):
         unique = distinct(keys)[0]
         rows = self.find(unique)
         there = (rows >= 0).nonzero().squeeze(1)
-        own, num_free = rows[there], self._room.free_rows()
+        own, num_free = rows[there], self._bounds.free_rows()
         self._remove(unique[there])
         self.stamps[own] = -1
         self._free[num_free : num_free + len(own)] = own
@@ -345,7 +345,7 @@ class Index(KeyIndex):
 
     def free_rows(self) -> Tensor:
         """Return the freed rows."""
-        return self._free[: self._room.free_rows()].clone()
+        return self._free[: self._bounds.free_rows()].clone()
 
     def restore(self, keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor) -> None:
         """Replace everything."""
@@ -363,7 +363,7 @@ class Index(KeyIndex):
             self.uses[rows] = uses.to(self.device)
         self._free[: len(free)] = free
         self._counters[:3] = torch.tensor([len(rows) + len(free), len(free), len(keys)])
-        self._room.read()
+        self._bounds.read()
         self._put(keys, rows)
 
 

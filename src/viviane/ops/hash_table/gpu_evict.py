@@ -7,28 +7,23 @@ with every call, and are sorted for each that evicts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from viviane.ops.hash_table.index import CLOCK_BITS
-
-if TYPE_CHECKING:
-    from viviane.ops.hash_table.gpu import Index
+from viviane.ops.hash_table.index import CLOCK_BITS, KeyIndex
 
 _MOST_USES = (1 << CLOCK_BITS) - 1
 _SPARE = 1024
 
 
 class Victims:
-    """Chooses rows of keys that make room.
+    """Chooses the rows whose keys are evicted.
 
     Args:
         index: whose rows.
     """
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: KeyIndex) -> None:
         self._index = index
         self._rows: Tensor | None = None
         self._stamps = index.stamps[:0]
@@ -83,6 +78,6 @@ class Victims:
         if len(rows):
             least, most = score.aminmax()
             if int(most) - int(least) < 2**31:
-                score = (score - least).to(torch.int32)  # half the passes
+                score = (score - least).to(torch.int32)  # half as many passes
         order = score.sort(stable=True).indices
         return rows[order], stamps[order]

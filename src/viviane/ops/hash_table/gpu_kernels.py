@@ -42,7 +42,7 @@ def mix64(x):
 
 @triton.jit
 def begin(keys, num_lines):
-    """Return what stands in a slot for each key, and the line where it belongs: bits 16.. of mix(key)."""
+    """Return the content of a slot for each key, and the line where it belongs: bits 16.. of mix(key)."""
     home = ((mix64(keys.to(tl.uint64)) >> (_line_bit + 1)).to(tl.int64)) & (num_lines - 1)
     return tl.where(keys == 0, 1, keys), tl.where(keys == 0, num_lines, home)
 

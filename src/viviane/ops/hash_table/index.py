@@ -117,13 +117,13 @@ class KeyIndex(ABC):
     Every int64 is a key like any other. A key gets the row that was freed last, else the first one never used, else
     the row of the key that goes first by `order`:
 
-        "none"         no key makes room
+        "none"         no key is evicted
         "stamp"        the smallest stamp: least recently used
         "uses"         the smallest number of uses, or the smallest score of the caller
         "epoch_uses"   the earliest epoch of last use, then the smallest number of uses
 
-    and among equals the smallest row. The same calls give the same rows, whatever the number of threads. Keys that are
-    no vector of int32 or int64 raise VivianeError.
+    and among equals the smallest row. The same calls give the same rows, for any number of threads. Keys that are not a
+    vector of int32 or int64 raise VivianeError.
 
     Args:
         keys: (max_rows,), int64: the key of each row in use.
@@ -156,7 +156,7 @@ class KeyIndex(ABC):
     @property
     @abstractmethod
     def num_evicted(self) -> int:
-        """Keys that made room for others so far."""
+        """Keys that were evicted for others so far."""
 
     @abstractmethod
     def find(self, keys: Tensor, otherwise: int = -1) -> Tensor:

@@ -59,7 +59,7 @@ class Index(KeyIndex):
 
     @property
     def num_evicted(self) -> int:
-        """Keys that made room for others so far."""
+        """Keys that were evicted for others so far."""
         return self._evicted
 
     def find(self, keys: Tensor, otherwise: int = -1) -> Tensor:

@@ -25,7 +25,7 @@ def reserved(count: int, dtype: torch.dtype) -> Tensor:
     Views of it stay where they are while more of it comes into use, so that tables grow without copying a row.
 
     Raises:
-        VivianeError: the system refuses so many addresses.
+        VivianeError: the system refuses this many addresses.
 
     Example:
         >>> reserved(1 << 30, torch.float32)[:3]

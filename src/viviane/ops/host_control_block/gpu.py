@@ -1,4 +1,4 @@
-"""The mailbox on a GPU: one small launch to read, one to answer."""
+"""The host control block on a GPU: one small launch reads it, one writes the status back."""
 
 from __future__ import annotations
 

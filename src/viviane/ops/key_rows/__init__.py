@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import VivianeError
-from viviane.ops.dispatch import choose, implementation
+from viviane.ops.dispatch import choose, implementation, load
 
 __all__ = [
     "HASH",
@@ -157,8 +157,9 @@ def key_rows(
         raise VivianeError("keys must be whole numbers", value=str(keys.dtype), allowed="int32, int64")
     if out is not None and (out.shape, out.dtype) != ((len(keys), width), rules.row_dtype):
         raise VivianeError("the rows do not fit where they are to go", value=f"{tuple(out.shape)}, {out.dtype}")
-    module = implementation("key_rows", keys.device)
-    if choose(keys.device) == "gpu":
+    serving = choose(keys.device)
+    module = load("key_rows", serving)
+    if serving == "gpu":
         rows, record = module.key_rows(keys, rules, columns, kept, out)
         return rows, record[:3]
     rows, record = module.key_rows(keys, rules, columns)

@@ -76,7 +76,7 @@ def row_out_of_range(key, f, features, table, null_row):  # type: ignore[no-unty
 
 @cache
 def key_kernel(key_size: int, row_size: int, together: bool, key: str) -> Kernel:
-    """Build the kernel; `together`: the keys of a sample stand side by side, in the order of the rules."""
+    """Build the kernel; `together`: the keys of a sample are side by side, in the order of the rules."""
 
     @kernel
     def rows_of_keys(call):  # type: ignore[no-untyped-def]

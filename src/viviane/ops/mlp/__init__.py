@@ -5,8 +5,9 @@ Shapes: B rows, k_l inputs and n_l outputs of layer l.
 On a GPU no pass over activations is made that a matrix product could make on its way: bias and ReLU belong to the
 forward product; the backward product of a layer masks its result by the ReLU below and sums the columns for the bias
 below; weight gradients are summed in float32 and stay float32 where the weights are. An output of width 1 has kernels
-of its own, that read its input once. On the CPU all layers are one step of backward, and ReLU and its gradient
-overwrite what the products wrote. Where `reason` says so, plain torch serves.
+of its own, that read its input once. In 16 bits and without gradients one launch computes four or more layers of up to
+8 rows, whose results do not depend on their number. On the CPU all layers are one step of backward, and ReLU and its
+gradient overwrite what the products wrote. Where `reason` says so, plain torch serves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ __all__ = ["mlp", "reason", "zeros_behind"]
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], relu: Sequence[bool]) -> Tensor:
+def mlp(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    relu: Sequence[bool],
+    *,
+    is_fit: bool = False,
+) -> Tensor:
     """Return the last layer's activations, (B, n).
 
     Products are made in autocast's dtype where it is on, else in the input's.
@@ -38,6 +46,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], r
         weights: W_l (n_l, k_l).
         biases: b_l (n_l), or None.
         relu: whether a ReLU follows each layer.
+        is_fit: whether the caller knows that `reason` returns None for these inputs.
 
     Raises:
         SchemaError: shapes that do not fit.
@@ -48,9 +57,10 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], r
         [[2.5], [0.0]]
     """
     widths = [x.shape[-1], *(weight.shape[0] for weight in weights)]
-    serves = reason(x, weights, biases) is None
-    if weights and serves and x.shape[-1] == weights[0].shape[1] + zeros_behind(weights[0].shape[1], x):
-        widths[0] = weights[0].shape[1]
+    serves = is_fit or reason(x, weights, biases) is None
+    k = weights[0].shape[1] if weights else 0
+    if weights and serves and widths[0] != k and widths[0] == k + zeros_behind(k, x):
+        widths[0] = k
     if x.dim() != 2 or not weights or [weight.shape[1] for weight in weights] != widths[:-1]:
         given = ", ".join(str(tuple(one.shape)) for one in (x, *weights))
         raise SchemaError("each layer's weights (n, k) must fit the output before it, and x be (B, k)", value=given)

@@ -35,7 +35,7 @@ class _Chain(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         count = len(ctx.relu)
         weights, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        grad, own = grad_outputs[0], False  # whether nobody else reads the gradient's memory
+        grad, own = grad_outputs[0], False  # whether the gradient's memory has no other reader
         weight_grads: list[Tensor | None] = [None] * count
         bias_grads: list[Tensor | None] = [None] * count
         for i in reversed(range(count)):

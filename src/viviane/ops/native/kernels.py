@@ -8,9 +8,12 @@ so that a kernel is right for any number of threads.
 from __future__ import annotations
 
 import ctypes
+import getpass
 import hashlib
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +40,7 @@ def sources() -> str:
     """Return a digest of the kernels' source files.
 
     Numba looks at the file of a kernel alone when it decides whether machine code on disk is stale; a kernel that has
-    this text in its closure is compiled anew when any of these files changes.
+    this text in its closure is recompiled when any of these files changes.
     """
     here = Path(__file__).resolve().parent
     files = sorted([*here.glob("*.py"), *here.parent.glob("*/cpu*.py"), *here.parent.glob("rules/*.py")])
@@ -46,7 +49,7 @@ def sources() -> str:
 
 def kernel(function: Callable[..., None]) -> Kernel:
     """Compile a kernel, or load it from the disk."""
-    with _one_compiler:
+    with _one_compiler, _cache_lock(Path(function.__code__.co_filename).parent / "__pycache__"):
         # Short loops of constant length are unrolled first; this pass then puts their steps side by side again.
         before, _config.SLP_VECTORIZE = _config.SLP_VECTORIZE, 1
         try:
@@ -55,6 +58,30 @@ def kernel(function: Callable[..., None]) -> Kernel:
         finally:
             _config.SLP_VECTORIZE = before
     return Kernel(compiled)
+
+
+@contextmanager
+def _cache_lock(folder: Path) -> Iterator[None]:
+    """Let one process at a time read and write a folder of machine code.
+
+    Numba numbers the files of a function's variants without a lock: of two processes that compile different variants
+    at once, both may write file 1, and later processes would then run one variant's code as the other's.
+    """
+    from filelock import FileLock
+
+    try:
+        folder.mkdir(exist_ok=True)
+        lock = FileLock(folder / ".viviane-kernels.lock", mode=0o666)
+        lock.acquire()
+    except OSError:  # a read-only installation: Numba keeps the files elsewhere
+        folder = Path(tempfile.gettempdir()) / f"viviane-kernels-{getpass.getuser()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = FileLock(folder / ".viviane-kernels.lock")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Kernel:

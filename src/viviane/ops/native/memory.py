@@ -38,6 +38,7 @@ def _pointer_to(element: types.Type) -> Callable[..., Any]:
 # A pointer to numbers at an address.
 float32_at: Any = intrinsic(_pointer_to(types.float32))
 float64_at: Any = intrinsic(_pointer_to(types.float64))
+uint8_at: Any = intrinsic(_pointer_to(types.uint8))
 uint16_at: Any = intrinsic(_pointer_to(types.uint16))
 int32_at: Any = intrinsic(_pointer_to(types.int32))
 int64_at: Any = intrinsic(_pointer_to(types.int64))
@@ -76,7 +77,7 @@ def _prefetch(locality: int) -> Callable[..., Any]:
 
 
 # Ask for the cache line at an address; any address is allowed. The second one leaves the first cache alone, which has
-# room for fewer lines under way: for rows of many lines.
+# room for fewer lines in progress: for rows of many lines.
 prefetch: Any = intrinsic(_prefetch(3))
 prefetch_second: Any = intrinsic(_prefetch(2))
 

@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from viviane.ops.norm_records import NormLayout, NormRecords, Problem
+from viviane.ops.norm_records.layout import NormLayout, NormRecords, Problem
 
 
 def norm_records(data: NDArray[np.uint8], start: int, count: int, layout: NormLayout) -> NormRecords | Problem:

@@ -1,6 +1,6 @@
 """A forward pass on the CPU as one call: a list of kernels that runs without Python between them.
 
-A step is a kernel of `viviane.ops.native` and its operands, `call`, whose addresses are settled beforehand. `linear`
+A step is a kernel of `viviane.ops.native` and its operands, `call`, whose addresses are settled in advance. `linear`
 calls the matrix product that torch itself calls, with the same arguments, and so gives the bits of `torch.addmm`.
 """
 

@@ -1,6 +1,6 @@
 """Stacks: matrices of equally many rows in one vector, so that rows of all of them are taken in one launch.
 
-A stack of R rows is a vector of words of four bytes. Its matrices stand one behind another, each with room for R rows
+A stack of R rows is a vector of words of four bytes. Its matrices follow one another, each with room for R rows
 rounded up to a multiple of 64: so every matrix begins at a multiple of 256 bytes, whatever its width.
 """
 
@@ -44,11 +44,11 @@ class StackForm:
         return self._before[-1]
 
     def num_words(self, num_rows: int) -> int:
-        """Return the words of a stack of so many rows."""
+        """Return the words of a stack of this many rows."""
         return self.row_words * rounded(num_rows)
 
     def start(self, number: int, num_rows: int) -> int:
-        """Return the word at which a matrix begins in a stack of so many rows."""
+        """Return the word at which a matrix begins in a stack of this many rows."""
         return self._before[number] * rounded(num_rows)
 
     def matrix(self, stack: Tensor, number: int, num_rows: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
-from viviane.ops.dispatch import choose, implementation
+from viviane.ops.dispatch import choose, implementation, load
 from viviane.ops.row_update.entries import Entries
 from viviane.ops.rules import rule_of
 
@@ -64,6 +64,8 @@ def update_rows(
     seed: int | Tensor = 0,
     scratch: Scratch | None = None,
     gate: Tensor | None = None,
+    names: Tensor | None = None,
+    first_name: int = 0,
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place.
 
@@ -83,13 +85,16 @@ def update_rows(
         entries: gradients; rows outside first_row <= row < first_row + R are left out.
         rule: optimizer settings; its own `lr` is not read here.
         lr: learning rate of this step. This, step, scale and seed are numbers, or 0-dim tensors on the table's device,
-            which a CUDA graph reads anew with each replay; a float64 lr gives the bits that the number gives.
+            which a CUDA graph reads again in each replay; a float64 lr gives the bits that the number gives.
         step: of the table, from 1: bias correction, and clocks of "lazy_global".
         scale: what gradients are multiplied by first.
         first_row: what is subtracted from the entries' rows.
         seed: of stochastic rounding.
         scratch: kept from call to call; None makes its own.
         gate: 0-dim, int32, on the table's device; 0 leaves rows and state as they are, 1 does not.
+        names: (R,), int64: the row that stochastic rounding takes each row for, less `first_name`; None: itself. Of the
+            CPU and the reference alone.
+        first_name: what is subtracted from names.
 
     Example:
         >>> from viviane.config import SGD
@@ -107,19 +112,21 @@ def update_rows(
         shape = state_shape(name, weight, rule)
         if part.shape != shape or not part.is_contiguous():
             raise VivianeError(f"state {name!r} must be contiguous {shape}", value=tuple(part.shape))
-    module = implementation("row_update", weight.device)
-    if choose(weight.device) != "gpu":  # the others compute with them on the host
+    serving = choose(weight.device)
+    module = load("row_update", serving)
+    if serving != "gpu":  # the others compute with them on the host
         lr, step, seed = float(lr), int(step), int(seed)
         if gate is not None and not bool(gate):
             return
     module.update_rows(
         weight, state, entries, rule, lr=lr, step=step, scale=scale, first_row=first_row, seed=seed,
-        scratch=scratch or Scratch(), **({} if gate is None or choose(weight.device) != "gpu" else {"gate": gate}),
+        scratch=scratch or Scratch(), **({} if gate is None or serving != "gpu" else {"gate": gate}),
+        **({} if names is None or weight.dtype == torch.float32 else {"names": names, "first_name": first_name}),
     )  # fmt: skip
 
 
 def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> None:
-    """Begin what an update needs to know of the rows alone, while the forward and backward pass go on.
+    """Begin what an update needs to know of the rows alone, while the forward and backward pass run.
 
     On a GPU that is their sorting, on a stream of its own; the next `update_rows` or `sum_rows` with this scratch and
     these rows waits for it there. On the CPU there is nothing to prepare.

@@ -16,7 +16,7 @@ from viviane.ops.native.kernels import num_threads, sources
 from viviane.ops.native.numbers import KINDS
 from viviane.ops.row_update.cpu_fused import fused_kernel
 from viviane.ops.row_update.cpu_kernels import move_kernel, sum_kernel
-from viviane.ops.row_update.cpu_slots import Slots, find_slots, room
+from viviane.ops.row_update.cpu_slots import Slots, find_slots, scratch_view
 from viviane.ops.rules import rule_of
 from viviane.ops.rules.numba_rules import step_numbers
 
@@ -49,6 +49,8 @@ def update_rows(
     first_row: int = 0,
     seed: int = 0,
     scratch: Scratch,
+    names: Tensor | None = None,
+    first_name: int = 0,
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place."""
     num_rows, dim = weight.shape
@@ -60,7 +62,7 @@ def update_rows(
     wide = [state[name].data_ptr() for name in arithmetic.states if name not in arithmetic.per_row]
     own = [state[name].data_ptr() for name in arithmetic.per_row]
     table = (weight.data_ptr(), *wide, *[0] * (2 - len(wide)), *(own or [0]), ctypes.addressof(numbers),
-             (seed + step * 0x9E3779B1) & _LOW)  # fmt: skip
+             (seed + step * 0x9E3779B1) & _LOW, 0 if names is None else names.data_ptr(), first_name)  # fmt: skip
     rule_and_table = arithmetic.name, dim, KINDS[weight.dtype]
     whole = getattr(rule, "update", "local") == "global"
     if whole or dim < _FUSED_DIM:
@@ -79,9 +81,9 @@ def update_rows(
     if not slots.num_rows:
         return
     lasts, places, moves = (
-        room(scratch, name, slots.owners * slots.stride, torch.int64) for name in ("lasts", "places", "moves")
+        scratch_view(scratch, name, slots.owners * slots.stride, torch.int64) for name in ("lasts", "places", "moves")
     )
-    sums = room(scratch, "sums", slots.num_rows * dim, torch.float32)
+    sums = scratch_view(scratch, "sums", slots.num_rows * dim, torch.float32)
     fused_kernel(*rule_and_table, KINDS[entries.gradients.dtype], sources())(
         (*gradients, lasts.data_ptr(), places.data_ptr(), moves.data_ptr(), sums.data_ptr(), *table),
         tickets=slots.owners, threads=slots.owners,
@@ -110,8 +112,8 @@ def _summed(entries: Entries, dim: int, first_row: int, num_rows: int, scratch: 
     """Return distinct rows, (U,), int64, and their sums, (U, dim), in memory of the scratch."""
     slots, gradients = _slots(entries, dim, first_row, num_rows, scratch)
     count = slots.num_rows
-    rows = room(scratch, "rows", count, torch.int64)[:count]
-    sums = room(scratch, "sums", count * dim, torch.float32)[: count * dim].view(count, dim)
+    rows = scratch_view(scratch, "rows", count, torch.int64)[:count]
+    sums = scratch_view(scratch, "sums", count * dim, torch.float32)[: count * dim].view(count, dim)
     sum_kernel(dim, KINDS[entries.gradients.dtype], sources())(
         (*gradients, rows.data_ptr(), sums.data_ptr()), tickets=slots.owners, threads=slots.owners
     )

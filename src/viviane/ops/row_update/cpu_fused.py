@@ -15,7 +15,7 @@ from numba import float32, int64, njit
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel
 from viviane.ops.native.memory import float32_at, float64_at, int64_at, prefetch_second, stack_floats, take_ticket
 from viviane.ops.native.numbers import FLOAT32, add_numbers, load
-from viviane.ops.row_update.cpu_kernels import move_row, source_of
+from viviane.ops.row_update.cpu_kernels import move_row, name_of, source_of
 from viviane.ops.rules.numba_rules import state_widths
 
 _AHEAD: Final = 12
@@ -71,6 +71,7 @@ def fused_kernel(rule: str, dim: int, kind: int, gradient_kind: int, key: str) -
         sums_address, sums, weight = call[OPERANDS + 11], float32_at(call[OPERANDS + 11]), call[OPERANDS + 12]
         s, t, own = float32_at(call[OPERANDS + 13]), float32_at(call[OPERANDS + 14]), float32_at(call[OPERANDS + 15])
         numbers, seed_and_step = float64_at(call[OPERANDS + 16]), call[OPERANDS + 17]
+        names, first_name = call[OPERANDS + 18], call[OPERANDS + 19]
         g, w = stack_floats(dim), stack_floats(dim)
         owner = take_ticket(call)
         while owner < owners:
@@ -104,7 +105,8 @@ def fused_kernel(rule: str, dim: int, kind: int, gradient_kind: int, key: str) -
                     ask_for(call[OPERANDS + 13], coming * first_state, 4, first_state)
                     ask_for(call[OPERANDS + 14], coming * second_state, 4, second_state)
                     ask_for(call[OPERANDS + 15], coming * own_state, 4, own_state)
-                    move_row(rule, weight, kind, w, g, s, t, own, moves[done], numbers, seed_and_step, dim)
+                    name = name_of(names, moves[done], first_name)
+                    move_row(rule, weight, kind, w, g, s, t, own, moves[done], numbers, seed_and_step, name, dim)
                     done += 1
             owner = take_ticket(call)
 

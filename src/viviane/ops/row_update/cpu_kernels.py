@@ -91,13 +91,19 @@ def first_at_least(rising, count, value):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def move_row(rule, weight, kind, w, g, s, t, own, row, numbers, seed_and_step, dim):  # type: ignore[no-untyped-def]
-    """Move one row of the table by its summed gradient `g`; `w` is room on the stack."""
+def name_of(names, row, first_name):  # type: ignore[no-untyped-def]
+    """Return what stochastic rounding takes a row for: itself where there are no names."""
+    return int64_at(names)[row] - first_name if names != 0 else row
+
+
+@njit(forceinline=True)
+def move_row(rule, weight, kind, w, g, s, t, own, row, numbers, seed_and_step, name, dim):  # type: ignore[no-untyped-def]
+    """Move one row of the table by its summed gradient `g`; `w` is room on the stack, `name` the row to rounding."""
     for j in range(dim):
         w[j] = load(weight, row * dim + j, kind)
     shape_gradient(w, g, numbers, dim)
     apply_rule(rule, w, g, s, t, own, row, numbers, dim)
-    start = noise_start(seed_and_step, row)
+    start = noise_start(seed_and_step, name)
     for j in range(dim):
         store_stochastic(weight, row * dim + j, w[j], kind, start, j)
 
@@ -129,7 +135,7 @@ def move_kernel(rule: str, dim: int, kind: int, key: str) -> Kernel:
         whole, count = call[OPERANDS + 3] != 0, max(call[OPERANDS + 2], call[OPERANDS + 3])
         weight, s, t = call[OPERANDS + 4], float32_at(call[OPERANDS + 5]), float32_at(call[OPERANDS + 6])
         own, numbers = float32_at(call[OPERANDS + 7]), float64_at(call[OPERANDS + 8])
-        seed_and_step = call[OPERANDS + 9]
+        seed_and_step, names, first_name = call[OPERANDS + 9], call[OPERANDS + 10], call[OPERANDS + 11]
         tickets = call[1]
         g, w = stack_floats(dim), stack_floats(dim)
         ticket = take_ticket(call)
@@ -151,7 +157,21 @@ def move_kernel(rule: str, dim: int, kind: int, key: str) -> Kernel:
                     for j in range(dim):
                         g[j] = sums[i * dim + j]
                     i += 1
-                move_row(rule, weight, kind, w, g, s, t, own, row, numbers, seed_and_step, dim)
+                move_row(
+                    rule,
+                    weight,
+                    kind,
+                    w,
+                    g,
+                    s,
+                    t,
+                    own,
+                    row,
+                    numbers,
+                    seed_and_step,
+                    name_of(names, row, first_name),
+                    dim,
+                )
             ticket = take_ticket(call)
 
     return move_rows

@@ -62,8 +62,8 @@ def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, th
     head = scratch.tensors.get("head")
     if head is None or head.numel() < num_rows + _LINE * (threads + 1):
         head = scratch.tensors["head"] = empty(num_rows + _LINE * (threads + 1), torch.int32).fill_(-1)
-    met = room(scratch, "met", threads * count, torch.int64)
-    touched = room(scratch, "touched", threads * count, torch.int64)
+    met = scratch_view(scratch, "met", threads * count, torch.int64)
+    touched = scratch_view(scratch, "touched", threads * count, torch.int64)
     counts = (ctypes.c_int64 * (2 * threads))()
     slot_kernel(rows.element_size(), sources())(
         (rows.data_ptr(), count, first_row, num_rows, head.data_ptr(), met.data_ptr(),
@@ -73,7 +73,7 @@ def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, th
     return Slots(met, touched, counts, count, threads)
 
 
-def room(scratch: Scratch, name: str, count: int, dtype: torch.dtype) -> Tensor:
+def scratch_view(scratch: Scratch, name: str, count: int, dtype: torch.dtype) -> Tensor:
     """Return a vector of at least `count` numbers, with any content, that the scratch keeps."""
     vector = scratch.tensors.get(name)
     if vector is None or vector.numel() < count:

@@ -2,7 +2,7 @@
 
 Entries come sorted by row. A program takes a span of neighbouring entries in tiles of T, sums runs of equal rows by a
 segmented scan, and moves a row once its run ends. A run that crosses the edge of a span leaves partial sums: slot 2p
-holds what span p has of a run that began before it, slot 2p + 1 what it has of a run that goes on behind it. Slots in
+holds what span p has of a run that began before it, slot 2p + 1 what it has of a run that continues after it. Slots in
 their order are again entries sorted by row, empty ones with row -1; where they are many they go through the same
 kernel, and the runs that are left are summed each by a program of its own. So the work of a program hardly depends on
 how often a row stands in the batch, and the order of every sum is fixed by the sorted list alone.
@@ -55,7 +55,7 @@ def _store_came_in(slot_sums, g, came_in, p, cols, dim: tl.constexpr):
 def _store_slots(
     slot_rows, slot_sums, carry, p, head, last, before, behind, first_row, num_rows, cols, dim: tl.constexpr
 ):
-    """Store the rows of a span's two slots, and the sum of the run that goes on behind it."""
+    """Store the rows of a span's two slots, and the sum of the run that continues after it."""
     goes_on = (last == behind) & (last >= first_row) & (last < first_row + num_rows)
     came_in = (head == before) & (head >= first_row) & (head < first_row + num_rows)
     tl.store(slot_rows + 2 * p, tl.where(came_in, head, -1))
@@ -154,7 +154,7 @@ def join_spans_kernel(
     vector: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Sum the run that begins in a span and goes on behind it, over the spans that it crosses, and move its row."""
+    """Sum the run that begins in a span and continues after it, over the spans that it crosses, and move its row."""
     p = tl.program_id(0)
     run = tl.load(slot_rows + 2 * p + 1)
     if held:

@@ -34,8 +34,8 @@ def take_one_by_one(
 ):  # fmt: skip
     """Take the entries of a span as `span_kernel` does; returns the sum of the last run.
 
-    What is known of an entry is a number here, the same for all threads, and a row that goes on is not moved: sums are
-    those of a scan over tiles, in the same order. The loads of `tile` entries are under way together all the same.
+    What is known of an entry is one number for all threads here, and a row that continues is not moved: sums are
+    those of a scan over tiles, in the same order. The loads of `tile` entries are in flight together anyway.
     """
     cols, total = tl.arange(0, block), tl.zeros([1, block], dtype=tl.float32)
     zero, one = tl.zeros([1], dtype=tl.int64), tl.full([1], 1, tl.int1)

@@ -47,6 +47,8 @@ def update_rows(
     first_row: int = 0,
     seed: int = 0,
     scratch: object = None,
+    names: Tensor | None = None,
+    first_name: int = 0,
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place."""
     rows, g = sum_rows(entries, weight.shape[1], first_row=first_row, num_rows=len(weight))
@@ -63,7 +65,7 @@ def update_rows(
     w = arithmetic.update(w, g + arithmetic.decay * w, own, lr, step)
     for name, part in own.items():
         state[name][rows] = part.to(state[name].dtype)
-    weight[rows] = _rounded(w, weight.dtype, rows, seed, step)
+    weight[rows] = _rounded(w, weight.dtype, rows if names is None else names[rows] - first_name, seed, step)
 
 
 def _rounded(w: Tensor, dtype: torch.dtype, rows: Tensor, seed: int, step: int) -> Tensor:

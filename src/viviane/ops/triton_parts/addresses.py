@@ -1,4 +1,4 @@
-"""Many tensors as arguments of one kernel: tuples of addresses and counts for which Triton compiles nothing anew."""
+"""Many tensors as arguments of one kernel: tuples of addresses and counts for which Triton recompiles nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 def address_of(numbers: Tensor) -> int:
     """Return where numbers lie, and in the low bits, which an address leaves free, 3 for int64 and 1 for others.
 
-    Triton compiles a kernel anew for other types and alignments of each tensor of a tuple, but not for odd numbers.
+    Triton recompiles a kernel for other types and alignments of each tensor of a tuple, but not for odd numbers.
     """
     return numbers.data_ptr() + (3 if numbers.dtype == torch.int64 else 1)
 
 
 def odd(count: int) -> int:
-    """Return a count as a number for which Triton compiles nothing anew: not 1, and no multiple of 16."""
+    """Return a count as a number for which Triton recompiles nothing: not 1, and no multiple of 16."""
     return 2 * count + 3
 
 

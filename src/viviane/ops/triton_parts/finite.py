@@ -32,4 +32,4 @@ def report_largest(x, status):
 def report_bad(bad, status):
     """Set status[0] where one of these (N,) numbers is not 0."""
     if tl.max(bad, 0) > 0:
-        tl.store(status, tl.full([], 1, tl.int64))  # whoever finds something stores the same
+        tl.store(status, tl.full([], 1, tl.int64))  # every program that finds one stores the same value

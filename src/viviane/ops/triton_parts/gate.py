@@ -19,7 +19,7 @@ def gated_gradient(grad: Tensor, gate: Tensor | None, *, relu: bool, in_place: b
 
     Args:
         grad: (M, N); contiguous, or columns of a wider matrix.
-        gate: (M, N), contiguous, or None for ones: the gradient itself comes back, contiguous.
+        gate: (M, N), contiguous, or None for ones: the gradient itself is returned, contiguous.
         relu: see above.
         in_place: write over `grad`, which is contiguous.
 

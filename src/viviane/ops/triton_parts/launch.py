@@ -37,7 +37,7 @@ class Columns(NamedTuple):
 def find_columns(columns: tuple[int, ...], width: int, device: torch.device) -> Columns:
     """Describe columns; those with one distance between them need no list.
 
-    Kept for good, a number a feature: it is copied just once, and a CUDA graph may go on reading it.
+    Kept for good, a number a feature: it is copied just once, and a CUDA graph may continue reading it.
 
     Example:
         >>> find_columns((0, 8, 16), 24, torch.device("cpu"))

@@ -112,7 +112,7 @@ def pool_columns(
 def _classes(
     pieces: tuple[PooledPiece, ...], dim: int, device: torch.device
 ) -> tuple[tuple[int, int, int, Tensor], ...]:
-    """Sort pieces by the shape of program that suits their length; kept for good, since graphs go on reading them."""
+    """Sort pieces by the shape of program that suits their length; kept for good, since graphs read them."""
     refuse_capture(device, "a new kind of batch", fix=_FIX)
     found: dict[tuple[int, int, int], list[list[int]]] = {}
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""How full an index on a GPU is, as far as the host knows: bounds from above that later news bring down.
+"""Upper bounds of the counters of an index on a GPU, kept by the host without waiting for the device.
 
-A call adds at most as many keys as it has entries. Where room grows short, the true numbers are copied to the host
-after a call; the host takes them when they have come, and waits for them only where its bound leaves too little.
+A call adds at most as many keys as it has entries. When the bounds come near the capacity, the counters are copied to
+the host asynchronously; the host waits for the copy only if its bounds would exceed the capacity.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from viviane.ops.hash_table.gpu_kernels import NUM_FREE, NUM_KEYS, NUM_ROWS
 
-_CALLS_AHEAD = 4  # news are asked for when so many more calls could use the room up
+_CALLS_AHEAD = 4  # the counters are copied when this many more calls could reach the capacity
 
 
-class Room:
+class CounterBounds:
     """Bounds of an index's counters.
 
     Args:
@@ -45,7 +45,7 @@ class Room:
         return found
 
     def add(self, count: int) -> None:
-        """Note that a call was launched which adds `count` keys at most, and ask for news where room grows short."""
+        """Count a call that adds at most `count` keys; copy the counters when the bounds come near the capacity."""
         self._news()
         self._open = False
         self.most_keys += count

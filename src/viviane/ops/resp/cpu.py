@@ -1,0 +1,65 @@
+"""The parser of replies on the CPU."""
+
+# mypy: ignore-errors
+# Types here are Numba's, which a checker of Python cannot see.
+
+from __future__ import annotations
+
+from numba import njit
+
+from viviane.ops.native.memory import copy_bytes, int64_at, uint8_at
+
+_PARSED, _MORE, _OTHER = 0, 1, 2
+_DOLLAR, _MINUS, _ONE, _ZERO, _NINE, _RETURN, _LINE = 36, 45, 49, 48, 57, 13, 10
+
+
+@njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def parse(data, end, count, out, row_bytes, found, place):
+    """Parse elements from place[0] on; place[1] counts them. See `viviane.ops.resp.parse_rows`."""
+    text = uint8_at(data)
+    at, item = int64_at(place)[0], int64_at(place)[1]
+    state = _PARSED
+    while item < count:
+        start = at
+        if end - at < 5:
+            state = _MORE
+            break
+        if text[at] != _DOLLAR:
+            state = _OTHER
+            break
+        at += 1
+        if text[at] == _MINUS:
+            if text[at + 1] != _ONE or text[at + 2] != _RETURN or text[at + 3] != _LINE:
+                state = _OTHER
+                at = start
+                break
+            uint8_at(found)[item] = 0
+            at += 4
+            item += 1
+            continue
+        length = 0
+        digits = 0
+        while at < end and _ZERO <= text[at] <= _NINE and digits < 9:
+            length = 10 * length + text[at] - _ZERO
+            at += 1
+            digits += 1
+        if end - at < 2:
+            at, state = start, _MORE
+            break
+        if text[at] != _RETURN or text[at + 1] != _LINE or length != row_bytes:
+            at, state = start, _OTHER
+            break
+        at += 2
+        if end - at < length + 2:
+            at, state = start, _MORE
+            break
+        if text[at + length] != _RETURN or text[at + length + 1] != _LINE:
+            at, state = start, _OTHER
+            break
+        copy_bytes(out + item * row_bytes, data + at, row_bytes)
+        uint8_at(found)[item] = 1
+        at += length + 2
+        item += 1
+    int64_at(place)[0] = at
+    int64_at(place)[1] = item
+    return state

@@ -1,0 +1,338 @@
+"""Deltas in the order of their numbers: each is applied once, and one that is missing is an error with its number.
+
+`seq <= applied` is left out; `applied + 1` is applied; anything else is a gap, which the outbox may fill.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from viviane.core.errors import StoreError
+from viviane.core.json_files import expected_form, json_object, parse_json
+from viviane.core.logging import get_logger
+from viviane.store.delta import Delta, DeltaKind, decode_delta
+from viviane.store.row_layout import Keys, Rows
+
+Stream = tuple[str, int]
+"""A table and a partition."""
+Visible = Literal["row", "publication"]
+Repair = Callable[[str, int, int, int], Iterable[bytes]]
+"""Gives the deltas of a table and partition from one seq to another, both included."""
+_log = get_logger("store")
+
+
+class DeltaGapError(StoreError):
+    """A delta is missing from its sequence; `table`, `partition` and `seq` say which."""
+
+    def __init__(self, table: str, partition: int, seq: int, before: int, cause: str | None = None) -> None:
+        super().__init__(
+            "a delta is missing", where=f"table {table!r}, partition {partition}", value=f"seq {seq}",
+            allowed=f"the one after {before} comes next" + (f"; {cause}" if cause else ""),
+            fix="give the server the publisher's outbox, or load a newer snapshot",
+        )  # fmt: skip
+        self.table, self.partition, self.seq = table, partition, seq
+
+
+@dataclass(frozen=True)
+class Published:
+    """Which deltas a snapshot contains.
+
+    Args:
+        publisher: whose deltas; 0: none.
+        positions: by table and partition the seq of the last one.
+
+    Example:
+        >>> Published.from_json(Published(5, {("item", 0): 9}).to_json()).positions
+        {('item', 0): 9}
+    """
+
+    publisher: int = 0
+    positions: Mapping[Stream, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        positions = [[table, partition, seq] for (table, partition), seq in self.positions.items()]
+        return {"version": 1, "publisher": self.publisher, "positions": positions}
+
+    @classmethod
+    def from_json(cls, value: Any, where: str = "published.json") -> Published:
+        """Read what `to_json` wrote.
+
+        Raises:
+            StoreError: it is of another form.
+        """
+        content = json_object(value, where=where, error=StoreError)
+        with expected_form(where, StoreError):
+            positions = {(str(table), int(part)): int(seq) for table, part, seq in content["positions"]}
+            return cls(int(content["publisher"]), positions)
+
+
+@dataclass
+class Changes:
+    """Changes of one table, in order; the last one of a key counts."""
+
+    parts: list[Delta] = field(default_factory=list)
+
+    def merged(self, row_bytes: int) -> tuple[Keys, Rows, Keys]:
+        """Return keys (n,), their last rows (n, row_bytes), and the keys whose last change removes them."""
+        keys = np.concatenate([part.keys for part in self.parts])
+        removed = np.concatenate([np.full(len(p.keys), p.header.kind == DeltaKind.ERASED) for p in self.parts])
+        rows = np.concatenate([
+            part.rows if part.header.kind == DeltaKind.ROWS else np.zeros((len(part.keys), row_bytes), np.uint8)
+            for part in self.parts
+        ])  # fmt: skip
+        if len(self.parts) > 1 or len(np.unique(keys)) < len(keys):
+            _, first = np.unique(keys[::-1], return_index=True)
+            last = np.sort(len(keys) - 1 - first)
+            keys, removed, rows = keys[last], removed[last], rows[last]
+        return keys[~removed], rows[~removed], keys[removed]
+
+
+class DeltaTarget(Protocol):
+    """What deltas change."""
+
+    model: str
+
+    def row_bytes(self, table: str) -> int | None:
+        """Return the bytes of a table's rows; None: it has no such table, and such deltas are left out."""
+
+    def applied(self, stream: Stream) -> int:
+        """Return the seq of the last delta that was applied; 0 before any."""
+
+    def publisher(self) -> int:
+        """Return whose deltas were applied; 0 before any."""
+
+    def apply(
+        self,
+        changes: Mapping[str, Changes],
+        last: Mapping[Stream, int],
+        publisher: int,
+        dense: bytes | None,
+        publication: int,
+    ) -> None:
+        """Apply changes by table, and remember the last seq of each stream with them.
+
+        Raises:
+            StoreError: they cannot be written; they are offered again then.
+        """
+
+
+@dataclass
+class ApplierStatus:
+    """What an applier has done.
+
+    Args:
+        deltas, rows: applied; repeated: left out since they had been applied; repaired: taken from the outbox.
+        refused: messages that are no deltas of this model, or damaged.
+        publication: the last one that is complete.
+        staleness_s: age of the newest delta when it was applied.
+    """
+
+    deltas: int = 0
+    rows: int = 0
+    repeated: int = 0
+    repaired: int = 0
+    refused: int = 0
+    foreign: int = 0
+    publication: int = 0
+    staleness_s: float = 0.0
+    last_error: str = ""
+
+
+class DeltaApplier:
+    """Applies encoded deltas to a target.
+
+    Args:
+        target: what is changed.
+        num_partitions: of the stream.
+        visible: "row": changes as they come; "publication": all of a publication together, when it is complete.
+        repair: where missing deltas may be had.
+    """
+
+    def __init__(
+        self, target: DeltaTarget, num_partitions: int, *, visible: Visible = "row", repair: Repair | None = None
+    ) -> None:
+        self.target, self.num_partitions, self.visible, self._repair = target, num_partitions, visible, repair
+        self.status = ApplierStatus()
+        self.gaps: dict[Stream, DeltaGapError] = {}
+        self._seen: dict[Stream, int] = {}
+        self._publisher = target.publisher()
+        self._staged: list[Delta] = []
+        self._ended: dict[int, int] = {}
+        self._dense: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def offer(self, messages: Iterable[bytes]) -> None:
+        """Take messages in and apply what is due.
+
+        Raises:
+            StoreError: the target cannot be written; offer the same messages again.
+        """
+        with self._lock:
+            before = (dict(self._seen), list(self._staged), dict(self._ended), dict(self._dense))
+            try:
+                for data in messages:
+                    self._take(data)
+                self._flush()
+            except StoreError:
+                self._seen, self._staged, self._ended, self._dense = before
+                raise
+
+    def check(self) -> None:
+        """Raise the first gap that nothing could fill.
+
+        Raises:
+            DeltaGapError: with the number that is missing.
+        """
+        for error in self.gaps.values():
+            raise error
+
+    # Order ------------------------------------------------------------------------------------------------------
+
+    def _take(self, data: bytes) -> None:
+        try:
+            delta = decode_delta(data, where="a message of the stream")
+            self._check(delta)
+        except StoreError as error:
+            self.status.refused += 1
+            self.status.last_error = error.what
+            _log.warning("a message was left out: %s", str(error).replace("\n", ";"))
+            return
+        head = delta.header
+        if head.model != self.target.model:
+            self.status.foreign += 1
+            return
+        if self._publisher not in (0, head.publisher):
+            self.status.refused += 1
+            self.status.last_error = "deltas of another publisher"
+            _log.warning("left out: %s is of another publisher than what was applied; load its snapshot", head.where)
+            return
+        self._publisher = head.publisher
+        self._number(delta)
+
+    def _check(self, delta: Delta) -> None:
+        head = delta.header
+        if head.num_partitions != self.num_partitions:
+            raise StoreError("a delta is for another number of partitions", where=head.where,
+                             value=head.num_partitions, allowed=str(self.num_partitions))  # fmt: skip
+        width = self.target.row_bytes(head.table) if head.table else None
+        if head.kind == DeltaKind.ROWS and width is not None and delta.rows.shape[1] != width:
+            raise StoreError("rows of a delta have another length", where=head.where, value=delta.rows.shape[1],
+                             allowed=str(width))  # fmt: skip
+        if bool(head.table) != (head.kind in (DeltaKind.ROWS, DeltaKind.ERASED)):
+            raise StoreError("a delta about a table names none, or the reverse", where=head.where)
+
+    def _number(self, delta: Delta) -> None:
+        head = delta.header
+        stream = (head.table, head.partition)
+        seen = self._seen_of(stream)
+        if head.seq <= seen:
+            self.status.repeated += 1
+            return
+        # Deltas about the whole model are complete in themselves: the end of a publication lists what is before it.
+        if head.table and head.seq > seen + 1 and not self._fill(stream, seen + 1, head.seq - 1):
+            return
+        self._admit(delta)
+
+    def _seen_of(self, stream: Stream) -> int:
+        if stream not in self._seen:
+            self._seen[stream] = self.target.applied(stream) if stream[0] else 0
+        return self._seen[stream]
+
+    def _fill(self, stream: Stream, first: int, last: int) -> bool:
+        """Get missing deltas from the outbox; False where they are not to be had: the partition stands still then."""
+        cause = None
+        try:
+            found = [] if self._repair is None else list(self._repair(*stream, first, last))
+            deltas = [decode_delta(data, where="the outbox") for data in found]
+            if [one.header.seq for one in deltas] == list(range(first, last + 1)):
+                for one in deltas:
+                    self._check(one)
+                    self._admit(one)
+                self.status.repaired += len(deltas)
+                self.gaps.pop(stream, None)
+                return True
+        except (StoreError, OSError) as error:
+            cause = str(error).split("\n", 1)[0]
+        if stream not in self.gaps:
+            self.gaps[stream] = DeltaGapError(*stream, first, first - 1, cause)
+            self.status.last_error = self.gaps[stream].what
+            _log.error("%s", self.gaps[stream])
+        return False
+
+    def _admit(self, delta: Delta) -> None:
+        head = delta.header
+        self._seen[head.table, head.partition] = head.seq
+        if head.kind == DeltaKind.DENSE:
+            if head.part == 0:
+                self._dense.clear()
+            self._dense[head.part] = delta.rows.tobytes()
+        elif head.kind == DeltaKind.END and not self._end(delta):
+            return  # the next publication's end lists what is missing here, too
+        self._staged.append(delta)
+
+    def _end(self, delta: Delta) -> bool:
+        """Note that a publication is complete in a partition; what it lists and was not seen is missing."""
+        head = delta.header
+        content = json_object(parse_json(delta.rows.tobytes(), where=head.where, error=StoreError), where=head.where,
+                              error=StoreError)  # fmt: skip
+        with expected_form(head.where, StoreError):
+            ends = {str(table): int(seq) for table, seq in content["last"].items()}
+        for table, seq in ends.items():
+            stream = (table, head.partition)
+            seen = self._seen_of(stream)
+            if seen < seq and not self._fill(stream, seen + 1, seq):
+                return False
+        self._ended[head.partition] = head.publication
+        return True
+
+    # Visibility -------------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """Apply what may become visible now."""
+        complete = min((self._ended.get(one, 0) for one in range(self.num_partitions)), default=0)
+        due = self._staged
+        if self.visible == "publication":
+            due = [one for one in self._staged if one.header.publication <= complete]
+        if not due:
+            return
+        dense_due = self._is_dense_due(due, complete)
+        changes: dict[str, Changes] = {}
+        last: dict[Stream, int] = {}
+        for one in due:
+            head = one.header
+            if head.table:
+                last[head.table, head.partition] = head.seq
+            if head.table and self.target.row_bytes(head.table) is not None:
+                changes.setdefault(head.table, Changes()).parts.append(one)
+        dense = b"".join(self._dense[i] for i in sorted(self._dense)) if dense_due else None
+        self.target.apply(changes, last, self._publisher, dense, complete)
+        if dense_due:
+            self._dense.clear()
+        left = [] if self.visible == "row" else [one for one in self._staged if one.header.publication > complete]
+        self._staged = left
+        self._count(due, complete)
+
+    def _is_dense_due(self, due: Sequence[Delta], complete: int) -> bool:
+        parts = [one.header for one in self._staged if one.header.kind == DeltaKind.DENSE]
+        newest = max((head.publication for head in parts), default=0)
+        whole = bool(self._dense) and bool(parts) and len(self._dense) == parts[-1].num_parts
+        return whole and (self.visible == "row" or newest <= complete) and any(d.header in parts for d in due)
+
+    def _count(self, due: Sequence[Delta], complete: int) -> None:
+        status = self.status
+        status.deltas += len(due)
+        status.rows += sum(len(one.keys) for one in due if one.header.table)
+        status.publication = max(status.publication, complete)
+        status.staleness_s = max(0.0, time.time() - max(one.header.time_us for one in due) / 1e6)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return counts and gaps as plain data."""
+        gaps = [{"table": one.table, "partition": one.partition, "seq": one.seq} for one in self.gaps.values()]
+        return {**vars(self.status), "gaps": gaps, "waiting": len(self._staged)}

@@ -1,0 +1,301 @@
+"""Rows of contiguous ids in one file, read and written in address order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.core.errors import ConfigError, StoreError
+from viviane.core.files import write_bytes_atomic, write_json_atomic
+from viviane.core.json_files import read_json_object
+from viviane.store.journal import Journal
+from viviane.store.row_layout import Found, Keys, RowLayout, Rows
+from viviane.store.statistics import StatsCounter, TierStats
+from viviane.store.tier import SCAN_ROWS
+
+FORMAT: Final = "viviane-file-tier"
+_GAP_BYTES: Final = 16 << 10  # reading over a gap of this size costs less than another call
+_MOST_BYTES: Final = 8 << 20  # of one read
+
+
+class FileTier:
+    """Rows of ids 0 <= id < num_ids: row i stands at byte i * row_bytes of a file.
+
+    The file is sparse: rows that were never written take no disk. Calls sort their keys, so that the disk is read and
+    written in address order, and read neighbouring rows at once. Which rows are there is kept in memory, one bit each.
+
+        <folder>/tier.json      layout and number of ids
+        <folder>/rows.bin       the rows
+        <folder>/present.bin    a bit for each id, as of the last flush
+        <folder>/journal.bin    rows that were written since (`durable`)
+
+    Args:
+        folder: of the tier; made if it is not there, opened and checked otherwise.
+        layout: of the rows.
+        num_ids: ids lie below this.
+        durable: write rows to a journal first, so that a crash tears none. False is for a working file that is made
+            anew by each process: it is removed from the folder as soon as it is open, and its disk is given back when
+            it is closed or the process ends, however that is.
+        name: in messages.
+
+    Raises:
+        StoreError: the folder holds another layout or number of ids, or is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> from viviane.store.row_layout import Column
+        >>> tier = FileTier(Path(tempfile.mkdtemp()) / "t", RowLayout([Column("weight", "float32", 2)]), 100)
+        >>> tier.put(np.array([99, 3]), np.ones((2, 8), np.uint8))
+        >>> out = tier.layout.zeros(2)
+        >>> tier.fetch(np.array([3, 4]), out).tolist(), out.sum(1).tolist(), tier.num_rows()
+        ([True, False], [8, 0], 2)
+        >>> tier.close()
+    """
+
+    def __init__(
+        self, folder: str | Path, layout: RowLayout, num_ids: int, *, durable: bool = True, name: str = "file"
+    ) -> None:
+        if num_ids < 1:
+            raise ConfigError("a file tier needs at least one id", value=num_ids)
+        self.name, self.layout, self.num_ids, self.durable = name, layout, num_ids, durable
+        self.folder = Path(folder)
+        self._counter = StatsCounter(layout.row_bytes)
+        self._lock = threading.RLock()
+        self._where = f"tier {name!r}, {self.folder}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if durable:
+            self._open_description()
+        self._present = np.zeros(-(-num_ids // 8), np.uint8)
+        self._read_present()
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        self._file = os.open(self.folder / "rows.bin", flags, 0o644)
+        self._journal = Journal(self.folder / "journal.bin", layout) if durable else None
+        if self._journal is None:
+            self._remove_working_file()
+            return
+        for keys, rows in self._journal.replay():
+            self._check_ids(keys)
+            self._write(keys, rows)
+        self.flush()
+
+    def _remove_working_file(self) -> None:
+        """Take the working file out of its folder; Windows does so when it is closed."""
+        with suppress(PermissionError):
+            (self.folder / "rows.bin").unlink(missing_ok=True)
+            self.folder.rmdir()
+
+    def _description(self) -> dict[str, object]:
+        return {"format": FORMAT, "layout": self.layout.to_json(), "num_ids": self.num_ids}
+
+    def _open_description(self) -> None:
+        """Read and compare the description, or write it."""
+        path = self.folder / "tier.json"
+        if not path.exists():
+            write_json_atomic(path, self._description())
+            return
+        found = read_json_object(path, error=StoreError)
+        if found.get("format") != FORMAT:
+            raise StoreError("not a file tier", where=str(path), allowed=FORMAT)
+        theirs = RowLayout.from_json(found.get("layout"), where=str(path), error=StoreError)
+        if theirs != self.layout or found.get("num_ids") != self.num_ids:
+            raise StoreError(
+                "the tier holds rows of another form", where=str(path),
+                value=f"{found.get('num_ids')!r:.40} x {theirs}", allowed=f"{self.num_ids} x {self.layout}",
+                fix="name another folder",
+            )  # fmt: skip
+
+    def _read_present(self) -> None:
+        path = self.folder / "present.bin"
+        if not self.durable or not path.exists():
+            return
+        data = np.fromfile(path, np.uint8)
+        if len(data) != len(self._present):
+            raise StoreError("the list of rows was truncated", where=str(path), value=len(data),
+                             allowed=f"{len(self._present)} bytes")  # fmt: skip
+        self._present = data
+
+    def _check_ids(self, keys: Keys) -> None:
+        if len(keys) and not (int(keys.min()) >= 0 and int(keys.max()) < self.num_ids):
+            wrong = keys[(keys < 0) | (keys >= self.num_ids)][0]
+            raise StoreError("an id lies outside the tier", where=self._where, value=int(wrong),
+                             allowed=f"0 <= id < {self.num_ids}")  # fmt: skip
+
+    def _is_there(self, keys: Keys) -> Found:
+        found: Found = (self._present[keys >> 3] >> (keys & 7).astype(np.uint8)) & 1 != 0
+        return found
+
+    # The contract -----------------------------------------------------------------------------------------------
+
+    def fetch(self, keys: Keys, out: Rows) -> Found:
+        """Copy rows to `out` and return which were found; ids outside the tier are not found."""
+        self.layout.check_rows(keys, out)
+        with self._counter.fetching() as count, self._lock:
+            self._check_open()
+            inside = (keys >= 0) & (keys < self.num_ids)
+            there = inside & self._is_there(np.where(inside, keys, 0))
+            places = np.flatnonzero(there)
+            order = places[np.argsort(keys[places], kind="stable")]
+            num_bytes = self._read(keys[order], order, out)
+            count(hits=len(places), misses=len(keys) - len(places), num_bytes=num_bytes)
+        return there
+
+    def _read(self, ids: Keys, targets: Keys, out: Rows) -> int:
+        """Read rows of rising ids into lines of `out`; returns the bytes read."""
+        size, total = self.layout.row_bytes, 0
+        for first, last in _runs(ids, max(1, _GAP_BYTES // size), max(1, _MOST_BYTES // size)):
+            start = int(ids[first])
+            wanted = (int(ids[last - 1]) + 1 - start) * size
+            data = _pread(self._file, wanted, start * size)
+            if len(data) != wanted:
+                raise StoreError("the tier's file was truncated", where=str(self.folder / "rows.bin"),
+                                 value=f"{len(data)} bytes at {start * size}", allowed=f"{wanted}")  # fmt: skip
+            rows = np.frombuffer(data, np.uint8).reshape(-1, size)
+            out[targets[first:last]] = rows if len(rows) == last - first else rows[ids[first:last] - start]
+            total += wanted
+        return total
+
+    def put(self, keys: Keys, rows: Rows) -> None:
+        """Insert or replace rows.
+
+        Raises:
+            StoreError: an id lies outside the tier; nothing is changed then. The disk is full.
+        """
+        self.layout.check_rows(keys, rows)
+        self._check_ids(keys)
+        with self._counter.putting(len(keys)), self._lock:
+            self._check_open()
+            if self._journal is not None:
+                self._journal.append(keys, rows)
+            self._write(keys, rows)
+
+    def _write(self, keys: Keys, rows: Rows) -> None:
+        order = np.argsort(keys, kind="stable")
+        ids = keys[order]
+        last = np.append(ids[1:] != ids[:-1], True)[: len(ids)]  # of equal keys the last row counts
+        order, ids = order[last], ids[last]
+        size = self.layout.row_bytes
+        for first, stop in _runs(ids, 0, max(1, _MOST_BYTES // size)):
+            _pwrite(self._file, np.ascontiguousarray(rows[order[first:stop]]), int(ids[first]) * size, self._where)
+        np.bitwise_or.at(self._present, ids >> 3, (1 << (ids & 7)).astype(np.uint8))
+
+    def erase(self, keys: Keys) -> int:
+        """Remove keys and return how many were there; their place on the disk stays."""
+        self.layout.check_keys(keys)
+        with self._lock:
+            self._check_open()
+            own = np.unique(keys[(keys >= 0) & (keys < self.num_ids)])
+            own = own[self._is_there(own)]
+            if self._journal is not None and len(own):
+                self.flush()  # a journal knows no removal: it must not bring the rows back
+            np.bitwise_and.at(self._present, own >> 3, ~(1 << (own & 7)).astype(np.uint8))
+            if self.durable and len(own):
+                self._write_present()
+        self._counter.erased(len(own))
+        return len(own)
+
+    def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
+        """Yield all keys with their rows, in order of their ids."""
+        step = max(8, -(-batch_rows // 8) * 8)
+        for start in range(0, self.num_ids, step):
+            bits = np.unpackbits(self._present[start >> 3 : (start + step) >> 3], bitorder="little")
+            keys = (np.flatnonzero(bits) + start).astype(np.int64)
+            for low in range(0, len(keys), batch_rows):
+                part = np.ascontiguousarray(keys[low : low + batch_rows])
+                rows = self.layout.empty(len(part))
+                with self._lock:
+                    self._check_open()
+                    there = self._is_there(part)
+                    num_bytes = self._read(part[there], np.flatnonzero(there), rows)
+                self._counter.moved(bytes_read=num_bytes)
+                yield part[there], rows[there]
+
+    def num_rows(self) -> int:
+        """Return the number of keys."""
+        with self._lock:
+            return int(np.unpackbits(self._present).sum(dtype=np.int64))
+
+    def stats(self) -> TierStats:
+        """Return what was counted since the tier was opened."""
+        return self._counter.snapshot()
+
+    def _write_present(self) -> None:
+        write_bytes_atomic(self.folder / "present.bin", self._present.tobytes())
+
+    def flush(self) -> None:
+        """Write all rows to the disk; where `durable` is False, do nothing."""
+        with self._lock:
+            self._check_open()
+            if self._journal is not None:
+                os.fsync(self._file)
+                self._write_present()
+                self._journal.clear()
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        with self._lock:
+            if self._file < 0:
+                return
+            self.flush()
+            if self._journal is not None:
+                self._journal.close()
+            os.close(self._file)
+            self._file = -1
+            if not self.durable and self.folder.exists():
+                self._remove_working_file()
+
+    def _check_open(self) -> None:
+        if self._file < 0:
+            raise StoreError("the tier is closed", where=self._where)
+
+
+def _runs(ids: Keys, gap: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield first and last + 1 of runs of rising ids that are at most `gap` apart and span at most `most` ids.
+
+    Example:
+        >>> list(_runs(np.array([1, 2, 3, 9, 10]), 0, 2))
+        [(0, 2), (2, 3), (3, 5)]
+    """
+    if not len(ids):
+        return
+    breaks = np.flatnonzero(np.diff(ids) > gap + 1) + 1
+    for first, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(ids)], strict=True):
+        begin = first
+        while begin < stop:
+            end = min(stop, begin + int(np.searchsorted(ids[begin:stop], ids[begin] + most)))
+            yield begin, end
+            begin = end
+
+
+def _pread(file: int, size: int, offset: int) -> bytes | bytearray:
+    if sys.platform == "win32":
+        os.lseek(file, offset, os.SEEK_SET)
+        return os.read(file, size)
+    data = os.pread(file, size, offset)
+    while len(data) < size:
+        more = os.pread(file, size - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _pwrite(file: int, data: NDArray[np.uint8], offset: int, where: str) -> None:
+    view = data.data.cast("B")
+    try:
+        while len(view):
+            if sys.platform == "win32":
+                os.lseek(file, offset, os.SEEK_SET)
+                done = os.write(file, view)
+            else:
+                done = os.pwrite(file, view, offset)
+            view, offset = view[done:], offset + done
+    except OSError as error:
+        raise StoreError("a tier cannot be written", where=where, value=str(error), fix="make room") from error

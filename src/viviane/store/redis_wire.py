@@ -1,0 +1,224 @@
+"""One connection to a Redis or Valkey server for rows of one length; everything else goes through redis-py."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from viviane.core.errors import StoreError
+from viviane.core.optional import require
+from viviane.ops.resp import MORE, PARSED, key_elements, pair_elements, parse_rows
+from viviane.store.row_layout import Found, Keys, Rows
+
+USER_VARIABLE: Final = "VIVIANE_REDIS_USERNAME"
+PASSWORD_VARIABLE: Final = "VIVIANE_REDIS_PASSWORD"
+_LONGEST_LINE: Final = 4096
+_RECEIVE_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class TlsOptions:
+    """How the server's certificate is checked, and the client's own.
+
+    Args:
+        ca_file: of authorities; None: the system's.
+        cert_file, key_file: the client's certificate and its key.
+        server_name: in the server's certificate; None: the host.
+    """
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    server_name: str | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Return what sockets are wrapped by.
+
+        Raises:
+            StoreError: a file is missing or no certificate.
+        """
+        try:
+            made = ssl.create_default_context(cafile=self.ca_file)
+            if self.cert_file is not None:
+                made.load_cert_chain(self.cert_file, self.key_file)
+        except OSError as error:
+            raise StoreError("a certificate cannot be read", where="redis, tls", value=str(error)) from error
+        return made
+
+
+def credentials() -> tuple[str | None, str | None]:
+    """Return user and password, from the environment alone."""
+    return os.environ.get(USER_VARIABLE), os.environ.get(PASSWORD_VARIABLE)
+
+
+class MovedError(Exception):
+    """The cluster has moved the slot of a key to another node."""
+
+
+class RowConnection:
+    """A connection that fetches and writes rows of hashes.
+
+    Args:
+        host, port: of the server.
+        timeout_s: for connecting, and between two pieces of a reply.
+        tls: None: without encryption.
+
+    Raises:
+        OSError: the server does not answer.
+        StoreError: it refuses user or password.
+    """
+
+    def __init__(self, host: str, port: int, timeout_s: float, tls: TlsOptions | None = None) -> None:
+        self.where = f"redis {host}:{port}"
+        plain = socket.create_connection((host, port), timeout_s)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket: socket.socket = plain
+        self._buffer = np.empty(_RECEIVE_BYTES, np.uint8)
+        self._start = self._end = 0
+        try:
+            if tls is not None:
+                self._socket = tls.context().wrap_socket(plain, server_hostname=tls.server_name or host)
+            user, password = credentials()
+            if password is not None:
+                parts = [b"AUTH", *([user.encode()] if user else []), password.encode()]
+                self._socket.sendall(_command(parts))
+                if self._line() != b"+OK":
+                    fix = f"set {USER_VARIABLE} and {PASSWORD_VARIABLE}"
+                    raise StoreError("the server refuses user or password", where=self.where, fix=fix)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    # Rows -------------------------------------------------------------------------------------------------------
+
+    def ask(self, hashes: Sequence[tuple[bytes, Keys]]) -> None:
+        """Send HMGETs of many keys, one a hash; `answers` reads the replies."""
+        parts = []
+        for name, keys in hashes:
+            parts += [b"*%d\r\n$5\r\nHMGET\r\n" % (len(keys) + 2), _element(name), key_elements(keys)]
+        self._socket.sendall(b"".join(parts))
+
+    def answers(self, counts: Sequence[int], out: Rows, found: Found) -> None:
+        """Read replies to `ask` into rows and flags, one hash's after another's.
+
+        Raises:
+            StoreError: a row has another length, or the server reports an error.
+            MovedError: the cluster has changed.
+        """
+        at = 0
+        for count in counts:
+            self._expect_array(count)
+            self._rows(count, out[at : at + count], found[at : at + count])
+            at += count
+
+    def write(self, hashes: Sequence[tuple[bytes, Keys, Rows]]) -> None:
+        """Send HSETs, one a hash; `written` reads the replies."""
+        parts = []
+        for name, keys, rows in hashes:
+            parts += [b"*%d\r\n$4\r\nHSET\r\n" % (2 * len(keys) + 2), _element(name), pair_elements(keys, rows)]
+        self._socket.sendall(b"".join(parts))
+
+    def written(self, count: int) -> None:
+        """Read replies to `write`."""
+        for _ in range(count):
+            self._number()
+
+    def erase(self, hashes: Sequence[tuple[bytes, Keys]]) -> int:
+        """Remove keys of hashes, and return how many were there."""
+        parts = []
+        for name, keys in hashes:
+            parts += [b"*%d\r\n$4\r\nHDEL\r\n" % (len(keys) + 2), _element(name), key_elements(keys)]
+        self._socket.sendall(b"".join(parts))
+        return sum(self._number() for _ in hashes)
+
+    # Replies ----------------------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        line = self._line()
+        if line[:1] != b":":
+            raise self._error(line)
+        return int(line[1:])
+
+    def _expect_array(self, count: int) -> None:
+        line = self._line()
+        if line != b"*%d" % count:
+            raise self._error(line)
+
+    def _error(self, line: bytes) -> Exception:
+        text = line[:200].decode("utf-8", "replace")
+        if line[:7] == b"-MOVED " or line[:5] == b"-ASK " or line[:12] == b"-CLUSTERDOWN":
+            return MovedError(text)
+        return StoreError("the server does not answer with rows", where=self.where, value=text)
+
+    def _rows(self, count: int, out: Rows, found: Found) -> None:
+        item = 0
+        whole = np.ascontiguousarray(out)
+        while True:
+            state, self._start, item = parse_rows(self._buffer, self._start, self._end, item, count, whole, found)
+            if state == PARSED:
+                break
+            if state != MORE:
+                shown = bytes(self._buffer[self._start : self._start + 16])
+                raise StoreError("a stored row has another length", where=self.where, value=shown,
+                                 allowed=f"{out.shape[1]} bytes", fix="use another name for other rows")  # fmt: skip
+            self._receive()
+        if whole is not out:
+            out[:] = whole
+
+    def _line(self) -> bytes:
+        while True:
+            held = self._buffer[self._start : self._end].tobytes()[:_LONGEST_LINE]
+            end = held.find(b"\r\n")
+            if end >= 0:
+                self._start += end + 2
+                return held[:end]
+            if len(held) >= _LONGEST_LINE:
+                raise StoreError("the server does not speak Redis' protocol", where=self.where)
+            self._receive()
+
+    def _receive(self) -> None:
+        """Read more bytes behind those that were not parsed."""
+        held = self._end - self._start
+        if self._start and self._end > len(self._buffer) // 2:
+            self._buffer[:held] = self._buffer[self._start : self._end].copy()
+            self._start, self._end = 0, held
+        if self._end == len(self._buffer):
+            bigger = np.empty(2 * len(self._buffer), np.uint8)
+            bigger[: self._end] = self._buffer
+            self._buffer = bigger
+        count = self._socket.recv_into(self._buffer[self._end :].data)
+        if not count:
+            raise ConnectionError(f"{self.where}: the server has closed the connection")
+        self._end += count
+
+
+def _element(data: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(data), data)
+
+
+def _command(parts: Sequence[bytes]) -> bytes:
+    return b"*%d\r\n" % len(parts) + b"".join(map(_element, parts))
+
+
+def client_options(timeout_s: float, tls: TlsOptions | None) -> dict[str, Any]:
+    """Return redis-py's options for the same server."""
+    retry = require("redis.retry", extra="redis", purpose="rows in Redis")
+    backoff = require("redis.backoff", extra="redis", purpose="rows in Redis")
+    user, password = credentials()
+    once = retry.Retry(backoff.NoBackoff(), 0)  # the hierarchy of tiers asks again
+    made: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": once}
+    if password is not None:
+        made |= {"username": user, "password": password}
+    if tls is not None:
+        made |= {"ssl": True, "ssl_ca_certs": tls.ca_file, "ssl_certfile": tls.cert_file, "ssl_keyfile": tls.key_file}
+    return made

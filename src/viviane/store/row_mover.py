@@ -1,0 +1,87 @@
+"""One ordered thread that moves rows between a cache and its tiers, while the caller computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+
+class RowMover:
+    """Runs jobs one after another, in the order they were given, in a thread of its own.
+
+    The thread ends with the object. An error of a job is raised by the next call, and no later job runs.
+
+    Example:
+        >>> mover, seen = RowMover("moves"), []
+        >>> ticket = mover.start(lambda: seen.append(1))
+        >>> mover.wait(ticket); seen
+        [1]
+        >>> mover.close()
+    """
+
+    def __init__(self, name: str) -> None:
+        self._state = _State()
+        self._given = 0
+        self._thread: threading.Thread | None = None
+        self._name = name
+        weakref.finalize(self, self._state.jobs.put, None)
+
+    def start(self, job: Callable[[], None]) -> int:
+        """Add a job, and return its ticket for `wait`."""
+        self._state.raise_error()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._state,), name=self._name, daemon=True)
+            self._thread.start()
+        self._given += 1
+        self._state.jobs.put(job)
+        return self._given
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether a job has ended."""
+        return self._state.done >= ticket
+
+    def wait(self, ticket: int | None = None) -> None:
+        """Return when a job, by default the last one, and all before it have ended; raise their error."""
+        wanted = self._given if ticket is None else ticket
+        with self._state.changed:
+            self._state.changed.wait_for(lambda: self._state.done >= wanted or self._state.error is not None)
+        self._state.raise_error()
+
+    def close(self) -> None:
+        """Finish all jobs and end the thread; another job starts a new one."""
+        if self._thread is not None:
+            self._state.jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        self._state.raise_error()
+
+
+class _State:
+    """What the thread shares with its owner, which it does not keep alive."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.changed = threading.Condition()
+        self.done = 0
+        self.error: BaseException | None = None
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def _run(state: _State) -> None:
+    while (job := state.jobs.get()) is not None:
+        error: BaseException | None = None
+        if state.error is None:
+            try:
+                job()
+            except BaseException as problem:
+                error = problem
+        del job
+        with state.changed:
+            state.error = state.error or error
+            state.done += 1
+            state.changed.notify_all()

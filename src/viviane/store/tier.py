@@ -1,0 +1,81 @@
+"""The contract of a tier: rows by 64-bit key in one place, read and written in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+from viviane.store.row_layout import Found, Keys, RowLayout, Rows
+from viviane.store.statistics import TierStats
+
+SCAN_ROWS = 65_536
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """Rows by key in one place: memory, files, RocksDB, Redis.
+
+    Keys are int64, (n,); rows are uint8, (n, row_bytes), C-contiguous; what stands in a row says `layout`. Every call
+    takes a batch. A tier knows no other tier; `viviane.store.stack` puts several on top of each other.
+
+    Threads: all methods may be called from several threads. Calls that change rows take turns. `fetch` may run beside
+    them: each row that it returns is the row before or after a change, never a mixture. Kernels, files and clients
+    release the GIL.
+
+    Order: what `put` or `erase` returned from is seen by every later `fetch` of this process. It is on disk, where
+    the tier has one, when `flush` has returned; after a crash a tier has every row of the last `flush`, and of later
+    changes some, each whole.
+
+    Repeated keys: `fetch` may be called with them; of several rows of one key in a `put` the last one counts.
+
+    Attributes:
+        name: of the tier, in messages and statistics.
+        layout: of its rows.
+    """
+
+    name: str
+    layout: RowLayout
+
+    def fetch(self, keys: Keys, out: Rows) -> Found:
+        """Copy rows to `out` and return which were found, bool (n,); rows of `out` that were not stay as they are.
+
+        Args:
+            keys: (n,).
+            out: (n, row_bytes).
+
+        Raises:
+            StoreError: the place cannot be read, or what is read is damaged.
+        """
+
+    def put(self, keys: Keys, rows: Rows) -> None:
+        """Insert rows, or replace those of keys that are there.
+
+        Args:
+            keys: (n,).
+            rows: (n, row_bytes).
+
+        Raises:
+            StoreError: the place cannot be written to, or is full; rows that were there are unchanged then.
+        """
+
+    def erase(self, keys: Keys) -> int:
+        """Remove keys and return how many were there; keys that are not there are no error."""
+
+    def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
+        """Yield all keys with their rows, up to `batch_rows` at once, each key once, in any order.
+
+        Rows that are changed meanwhile come in the old or the new form; rows inserted or erased meanwhile may come or
+        not. What is yielded belongs to the caller.
+        """
+
+    def num_rows(self) -> int:
+        """Return the number of keys; some tiers, which say so, estimate it between flushes."""
+
+    def stats(self) -> TierStats:
+        """Return what was counted since the tier was opened."""
+
+    def flush(self) -> None:
+        """Return when all changes are where they survive a crash; where nothing does, at once."""
+
+    def close(self) -> None:
+        """Flush and let go of files and memory; other calls fail from then on. May be called again."""
