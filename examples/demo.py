@@ -10,12 +10,13 @@ import argparse
 import json
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
+
+from viviane.cli.main import main as command_line
 
 # A value of 8 hexadecimal digits that the generator never writes: an id that nobody has seen.
 UNSEEN = "feedbeef"
@@ -105,9 +106,12 @@ def viviane(*words: object) -> None:
     texts = [str(word) for word in words]
     print(f"$ viviane {shlex.join(texts)}", flush=True)
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "viviane.cli.main", *texts], check=False)
-    if done.returncode != 0:
-        sys.exit(f"the step above failed with exit code {done.returncode}")
+    sys.argv = ["viviane", *texts]
+    try:
+        command_line()
+    except SystemExit as end:  # as each command ends
+        if end.code:
+            sys.exit(f"the step above failed with exit code {end.code}")
     print(f"({time.perf_counter() - start:.0f} s)", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Programs are run by the tests, not collected as tests: outside the door there is no `hugectr`."""
+"""Programs are run by the tests, not collected as tests: without the installed module there is no `hugectr`."""
 
 import threading
 from collections.abc import Iterator

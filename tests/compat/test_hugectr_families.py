@@ -1,4 +1,4 @@
-"""A program for each family of HugeCTR's samples runs through the door to its end, and its loss falls."""
+"""A program for each family of HugeCTR's samples runs to its end, and its loss falls."""
 
 import re
 import sys

@@ -1,11 +1,13 @@
 """What scripts of single versions of HugeCTR ask for, and checks that are no stricter than HugeCTR's."""
 
 import json
+import re
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +18,8 @@ import viviane.config as settings
 from viviane.compat.hugectr import run_script, train_from_json
 from viviane.compat.hugectr.arguments import print_notes
 from viviane.compat.hugectr.json_first import layers_of_2_0
+from viviane.compat.hugectr.json_graph import graph_layers
+from viviane.compat.hugectr.raw_files import is_of_2_0
 from viviane.compat.hugectr.reading import DataReader, close_readers
 from viviane.compat.hugectr.symbols import modules
 from viviane.compat.hugectr.versions import METHODS, RENAMED, older_names
@@ -215,22 +219,23 @@ def test_the_first_json_becomes_that_of_2_1() -> None:
             layers_of_2_0(wrong, layers, "x.json")
 
 
-def norm_file() -> str:
+def norm_file(version: Literal["2.0", "2.1"] = "2.1") -> str:
+    options = NormFormat(check_sum=False, shifted_keys=False, version=version)
     schema = Schema.from_dict({
         "labels": [{"name": "y"}],
         "categorical": [{"name": f"c{i}", "num_ids": 10, "kind": "multi_hot"} for i in range(2)],
     })  # fmt: skip
     rows = {"y": [0, 1, 1, 0] * 8, "c0": [[1, 2], [3]] * 16, "c1": [[4], [5, 6]] * 16}
-    write_dataset("data", schema, [rows], format=NormFormat(check_sum=False, shifted_keys=False))
-    assert len(Dataset("data", schema, format=NormFormat(check_sum=False, shifted_keys=False))) == 32
+    write_dataset("data", schema, [rows], format=options)
+    assert len(Dataset("data", schema, format=options)) == 32
     return "data/file_list.txt"
 
 
-def first_json() -> str:
-    source = norm_file()
+def first_json(version: Literal["2.0", "2.1"] = "2.1") -> str:
+    source = norm_file(version)
     config = {
         "solver": {"lr_policy": "fixed", "display": 1, "max_iter": 3, "gpu": [0], "batchsize": 8, "snapshot": 1000,
-                   "snapshot_prefix": "./", "eval_interval": 2, "eval_batches": 2},
+                   "seed": 7, "snapshot_prefix": "./", "eval_interval": 2, "eval_batches": 2},
         "optimizer": {"type": "Adam", "adam_hparam": {"alpha": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}},
         "data": {"source": source, "eval_source": source, "max_feature_num_per_sample": 4, "label_dim": 1,
                  "slot_num": 2},
@@ -245,6 +250,37 @@ def first_json() -> str:
     }  # fmt: skip
     Path("first.json").write_text(json.dumps(config))
     return "first.json"
+
+
+def test_data_files_of_2_0_train_as_later_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for version in ("2.0", "2.1"):
+        train_from_json(first_json(version))
+        printed.append(re.findall(r"Loss: [\d.]+|AUC: [\d.]+", capsys.readouterr().out))
+        shutil.rmtree("data")
+    assert printed[0] == printed[1]
+    assert len(printed[0]) >= 4
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_headers_of_2_0_are_told_from_later_ones(checked: bool) -> None:
+    schema = Schema.from_dict({"labels": [{"name": "y"}], "categorical": [{"name": "c", "num_ids": 10}]})
+    for rows in (1, 63, 64, 65):  # 64 is also the length of the later header, which stands in front of it
+        columns = {"y": [1.0] * rows, "c": [3] * rows}
+        for version, expected in (("2.0", True), ("2.1", False)):
+            folder = f"{version}-{rows}"
+            write_dataset(folder, schema, [columns], format=NormFormat(check_sum=checked, version=version))
+            assert is_of_2_0(f"{folder}/file_list.txt") == is_of_2_0(f"{folder}/part-00000.norm") == expected
+
+
+def test_sizes_have_two_names_in_json() -> None:
+    data = {"type": "Data", "top": "data", "slot_size": [5, 7], "sparse": [], "source": "x"}
+    one = {"type": "LocalizedSlotSparseEmbeddingOneHot", "bottom": "d", "top": "e", "slot_size": [5, 7],
+           "sparse_embedding_hparam": {"embedding_vec_size": 2, "combiner": 0}}  # fmt: skip
+    alone = {key: value for key, value in one.items() if key != "slot_size"}
+    for layer in (one, alone):  # sizes of the layer's own, or those of the data
+        _, embedding = graph_layers({"layers": [data, layer]}, True, "x.json")
+        assert list(embedding.slot_size_array) == [5, 7]
 
 
 def test_the_first_json_trains_and_so_does_the_first_python(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ def write_csv(rows: list[dict], path: Path) -> Path:
 
 
 class Models:
-    """Saved models by name, made when they are asked for."""
+    """Saved models by name, made when they are requested."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

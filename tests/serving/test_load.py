@@ -80,9 +80,9 @@ def test_rows_that_a_server_refuses_and_servers_that_are_not_there(server, raw) 
     with pytest.raises(ConfigError, match="which model"):
         run_load(LoadSettings(url=server.http_url))
     bad = pa.Table.from_pylist([{**row, "when": "never"} for row in raw(5)])
-    with pytest.raises(RemoteError, match="does not answer these rows"):
+    with pytest.raises(RemoteError, match="rejects these rows"):
         run_load(LoadSettings(url=server.http_url, model="deepfm"), bad)
-    with pytest.raises(RemoteError, match="does not answer"):
+    with pytest.raises(RemoteError, match="does not respond"):
         run_load(LoadSettings(url="http://127.0.0.1:9", model="x"))
 
 

@@ -24,7 +24,10 @@ def as_table(rows: list[dict]) -> pa.Table:
     return pa.table({name: [row[name] for row in rows] for name in rows[0] if name not in ("click", "buy")})
 
 
-@pytest.mark.parametrize("name", ZOO)
+FAST = ("dlrm", "mmoe", "din", "two_tower")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in ZOO])
 def test_raw_rows_with_unseen_and_missing_values_get_the_bits_of_predict(name, models, raw) -> None:
     path = models.path(name)
     model, session = Model.load(path, device="cpu"), InferenceSession(path, device="cpu")

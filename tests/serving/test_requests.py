@@ -81,7 +81,7 @@ def test_columns_that_are_missing_twice_or_of_another_length(session, raw) -> No
     with pytest.raises(SchemaError, match="one dict"):
         session.predict({**columns, "user": "a"})
     frame = pd.DataFrame(columns)
-    with pytest.raises(SchemaError, match="stands twice"):
+    with pytest.raises(SchemaError, match="occurs twice"):
         session.predict(pd.concat([frame, frame[["user"]]], axis=1))
     with pytest.raises(DataError, match="type that the config does not expect"):
         session.predict({**columns, "user": np.arange(5)})
@@ -181,7 +181,7 @@ def test_statistics_count_what_was_answered(models, raw) -> None:
     assert found.to_dict()["latency_s"]["sum"] > 0
 
 
-@pytest.mark.parametrize("instances", [1, 3])
+@pytest.mark.parametrize("instances", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_threads_get_the_bits_of_one_thread(instances, models, raw) -> None:
     session = InferenceSession(models.path("din"), device="cpu", instances=instances)
     requests = [raw(int(size), seed=int(size)) for size in (1, 2, 7, 33, 60)]
@@ -265,8 +265,8 @@ def test_a_model_without_etl_takes_encoded_rows_alone(tmp_path) -> None:
 
 
 def test_no_optimizer_state_is_held(models) -> None:
+    from viviane.embedding.module_parts import collections_of
     from viviane.serving.loading import load_model
-    from viviane.training.dense_state import collections_of
 
     loaded = load_model(models.path("din"), torch.device("cpu"))
     for collection in collections_of(loaded.module).values():

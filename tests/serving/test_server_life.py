@@ -94,6 +94,52 @@ def test_excess_is_refused_and_what_was_accepted_is_answered(models, raw) -> Non
         client.close()
 
 
+def test_a_refused_request_leaves_its_connection_in_order(models, raw) -> None:
+    row = raw(1, seed=1)[0]
+    path, content = "/v1/models/ctr:predict", {"instances": [row]}
+    with InferenceServer(settings(models, batching=BatchSettings(max_queued=1, max_rows=1))) as server:
+        client, goes_on = Http(server), threading.Event()
+        session = server.repository.get("ctr")
+        usual = session.try_predict
+        session.try_predict = lambda rows, **named: usual(rows, **named) if goes_on.wait(30) else None
+
+        def ask() -> None:
+            other = Http(server)
+            statuses.append(other.post(path, content).status)
+            other.close()
+
+        statuses: list[int] = []
+        threads = [threading.Thread(target=ask) for _ in range(2)]  # one is computed, one waits
+        until = time.monotonic() + 20
+        for waiting, thread in enumerate(threads):
+            thread.start()
+            now = (0, 0)
+            while now != (waiting + 1, waiting) and time.monotonic() < until:
+                time.sleep(0.01)
+                now = (server.service.under_way, sum(server.service._queued().values()))
+        try:
+            for _ in range(3):
+                reply = client.post(path, content)
+                assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+                assert "overloaded" in reply.json["error"]
+            socket = client.connection.sock
+            assert client.post("/v2/models/ctr/versions/1/infer", b"{}").status == 429
+            assert client.post("/v1/models/none:predict", content).status == 404
+            assert client.get("/v2/health/ready").status == 200
+            assert client.connection.sock is socket
+            reply = client.post(path, b" " * (1 << 17))  # too long to be read for nothing
+            assert (reply.status, reply.headers["connection"]) == (429, "close")
+        finally:
+            goes_on.set()
+            for thread in threads:
+                thread.join()
+        assert statuses == [200, 200]
+        assert client.post(path, content).status == 200
+        lines = client.get("/metrics").body.decode().splitlines()
+        assert sum(float(line.split()[-1]) for line in lines if "_total{" in line and "UNAVAILABLE" in line) == 5
+        client.close()
+
+
 def test_too_many_requests_under_way_are_refused(models, raw) -> None:
     with InferenceServer(settings(models, max_concurrent=2)) as server:
         slow_down(server, 0.2)
@@ -112,6 +158,7 @@ def test_too_many_requests_under_way_are_refused(models, raw) -> None:
         assert Counter(statuses) == {200: 2, 429: 4} or Counter(statuses).keys() == {200, 429}
 
 
+@pytest.mark.slow
 def test_models_come_and_go_under_load(models, raw) -> None:
     row = raw(1, seed=1)[0]
     with InferenceServer(settings(models, allow_load=True)) as server:
@@ -200,6 +247,7 @@ def test_a_client_that_leaves_costs_nothing(models, raw) -> None:
         assert server.service.under_way == 0
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_sigterm(models, raw, tmp_path) -> None:
     """A process under load, ended by SIGTERM: every accepted request is answered, and the exit code is 0."""
     out = tmp_path / "out.txt"

@@ -1,1 +1,1 @@
-"""Doors for users of other libraries: their scripts and files, on Viviane."""
+"""Compatibility with other libraries: their scripts and files run on Viviane."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from viviane.etl.config import InputColumn
+from viviane.etl.columns import InputColumn
 from viviane.schema import CategoricalColumn, Schema
 
 _RAW_TYPES: Final[dict[str, ColumnType]] = {

@@ -12,12 +12,13 @@ import pyarrow as pa
 from viviane.batch import Batch, Layout
 from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.etl import FittedEtl
-from viviane.etl.config import InputColumn
+from viviane.etl.columns import InputColumn
 from viviane.model.prediction import batch_of_table
 from viviane.schema import Schema
 from viviane.serving.batches import joined, padding_batch, spread
 from viviane.serving.encoded_rows import ORIGIN, encoded_batch
 from viviane.serving.errors import RowProblem
+from viviane.serving.plain_rows import plain_rows
 from viviane.serving.raw_rows import raw_table
 
 
@@ -33,7 +34,8 @@ class RowEncoder:
     def __init__(self, schema: Schema, etl: FittedEtl | None, strict_ids: frozenset[str]) -> None:
         self.schema, self._strict_ids = schema, strict_ids
         self._etl = None if etl is None else etl.for_prediction()
-        self._layout = Layout.of(schema)
+        self._plain = None if self._etl is None else plain_rows(self._etl, schema, ORIGIN)
+        self._layout = self._seen_layout = Layout.of(schema)
 
     @property
     def has_etl(self) -> bool:
@@ -42,7 +44,7 @@ class RowEncoder:
 
     @property
     def rows_are_independent(self) -> bool:
-        """Whether what becomes of a raw row depends on that row alone."""
+        """Whether the result of a raw row depends on that row alone."""
         return self._etl is None or self._etl.rows_are_independent
 
     @property
@@ -80,15 +82,23 @@ class RowEncoder:
             ConfigError: raw rows and no ETL, or rows of an unknown kind.
         """
         if isinstance(rows, Batch):
-            if rows.layout is not self._layout and rows.layout != self._layout:
-                what = "the batch has other columns than the model"
-                raise SchemaError(what, value=str(rows.layout), allowed=str(self._layout))
+            if rows.layout is not self._seen_layout:
+                self._check_layout(rows.layout)
             return rows, []
         if not raw:
             batch, problems = encoded_batch(rows, self.schema, self._strict_ids)
             return batch, _first_of_each(problems)
+        quick = None if self._plain is None else self._plain.encode(rows)
+        if quick is not None:
+            return quick, []
         table, problems = raw_table(rows, self.raw_columns, self.etl.config.input.missing)
         return self._encode_raw(table, problems)
+
+    def _check_layout(self, layout: Layout) -> None:
+        if layout != self._layout:
+            what = "the batch has other columns than the model"
+            raise SchemaError(what, value=str(layout), allowed=str(self._layout))
+        self._seen_layout = layout  # the batches of a caller share theirs: comparing names would take microseconds
 
     def _encode_raw(self, table: pa.Table, problems: list[RowProblem]) -> tuple[Batch, list[RowProblem]]:
         typed, cells = self.etl.read(table)

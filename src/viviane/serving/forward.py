@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.training.dense_state import collections_of
-from viviane.training.objective import Objective
-from viviane.training.precision import Precision
+from viviane.embedding.module_parts import collections_of
+from viviane.training.step.objective import Objective
+from viviane.training.step.precision import Precision
 
 
 class Forward:
@@ -28,11 +28,21 @@ class Forward:
         """Return predictions, (B, L), float32, on the device."""
         with self._precision.context(self.device):
             output = self._module(batch)
-        return self._objective.predictions(output, batch.size).float()
+        return self._objective.predictions(output, batch.size)
 
     def predictions(self, output: Tensor) -> Tensor:
         """Return the predictions of what the module returned, (B, L), float32."""
-        return self._objective.predictions(output, len(output)).float()
+        return self._objective.predictions(output, len(output))
+
+    def write(self, batch: Batch, out: Tensor, flag: Tensor | None) -> None:
+        """Write what a call returns, (B, L), float32, by the last kernel of the forward pass.
+
+        Args:
+            flag: (1,), int64, to say whether a key was wrong; None where nobody asks.
+        """
+        with self._precision.context(self.device):
+            output = self._module(batch)
+        self._objective.write_predictions(output, out, self.key_records() if flag is not None else (), flag)
 
     def key_records(self) -> list[Tensor]:
         """Return the records that captured lookups write; the first number is 0 until a key is wrong."""

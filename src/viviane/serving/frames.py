@@ -10,11 +10,10 @@ import pyarrow as pa
 import torch
 
 from viviane.core.errors import ConfigError, SchemaError, suggest
+from viviane.core.rows import as_table, is_table
 from viviane.serving.errors import RowProblem
 
-FORMS = (
-    "columns by name, a list of dicts, an Arrow table or record batch, a pandas or Polars frame, or (encoded) a Batch"
-)
+FORMS = "columns by name, a list of dicts, an Arrow, pandas, Polars or Hugging Face table, or (encoded) a Batch"
 
 
 def columns_of(rows: Any, wanted: Sequence[str]) -> tuple[dict[str, Any], int, list[RowProblem]]:
@@ -27,7 +26,7 @@ def columns_of(rows: Any, wanted: Sequence[str]) -> tuple[dict[str, Any], int, l
         wanted: names of columns.
 
     Raises:
-        SchemaError: a column is missing or stands twice, or columns differ in length.
+        SchemaError: a column is missing or occurs twice, or columns differ in length.
         ConfigError: rows of another kind.
 
     Example:
@@ -43,7 +42,7 @@ def columns_of(rows: Any, wanted: Sequence[str]) -> tuple[dict[str, Any], int, l
         names = table.schema.names
         for name in _present(names, wanted):
             if names.count(name) > 1:
-                raise SchemaError("a column stands twice", where="the request", value=name, fix="rename one of them")
+                raise SchemaError("a column occurs twice", where="the request", value=name, fix="rename one of them")
         return {name: table.column(name) for name in wanted}, table.num_rows, []
     if hasattr(rows, "columns") and hasattr(rows, "__getitem__"):  # a pandas frame: columns one by one, since
         return _from_frame(rows, wanted)  # values of mixed types keep it from being converted as a whole
@@ -73,7 +72,7 @@ def _from_frame(rows: Any, wanted: Sequence[str]) -> tuple[dict[str, Any], int, 
     names = [str(name) for name in rows.columns]
     for name in _present(names, wanted):
         if names.count(name) > 1:
-            raise SchemaError("a column stands twice", where="the request", value=name, fix="rename one of them")
+            raise SchemaError("a column occurs twice", where="the request", value=name, fix="rename one of them")
     return {name: rows[name] for name in wanted}, len(rows), []
 
 
@@ -81,15 +80,11 @@ def _arrow(rows: Any) -> pa.Table | None:
     """Return an Arrow table, or what gives one without loss; None of other things, and of pandas frames."""
     if isinstance(rows, pa.Table):
         return rows
-    if isinstance(rows, pa.RecordBatch):
-        return pa.Table.from_batches([rows])
-    kind = type(rows)
-    if kind.__name__ == "DataFrame" and kind.__module__.startswith("polars"):
-        table: pa.Table = rows.to_arrow()
-        return table
-    if hasattr(rows, "__arrow_c_stream__") and not kind.__module__.startswith("pandas"):
-        return pa.table(rows)
-    return None
+    return as_table(rows) if isinstance(rows, pa.RecordBatch) or (is_table(rows) and not _is_pandas(rows)) else None
+
+
+def _is_pandas(rows: Any) -> bool:
+    return type(rows).__module__.startswith("pandas")
 
 
 def _present(names: Any, wanted: Sequence[str]) -> Sequence[str]:

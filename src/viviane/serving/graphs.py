@@ -9,8 +9,9 @@ GPU, run eagerly: launches cost them little, and packing bags would cost more.
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -29,10 +30,11 @@ from viviane.ops.key_rows import trusted_keys
 from viviane.ops.packing_ahead import PackedWeights, constant_weights
 from viviane.serving.forward import Forward
 from viviane.serving.id_ranges import IdRanges
+from viviane.serving.launching import attach, copy_in, graph_launcher
 from viviane.serving.loading import LoadedModel
 from viviane.serving.page_locked import device_view
-from viviane.serving.static_inputs import HostInputs, InputLayout
-from viviane.training.precision import Precision
+from viviane.serving.static_inputs import HostInputs, InputLayout, is_readable
+from viviane.training.step.precision import Precision
 
 _WARM_UPS: Final = 2
 _CHECKED_BY_HOST: Final = 64
@@ -75,6 +77,7 @@ class GraphSlot:
         self._layout, self.sizes = layout, tuple(sizes)
         device, most = forward.device, self.sizes[-1]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._queue: int = self._stream.cuda_stream
         self._pool = torch.cuda.graph_pool_handle()
         self._host = torch.zeros(layout.num_bytes(most), dtype=torch.uint8, pin_memory=True)
         self._device = torch.zeros_like(self._host, device=device)
@@ -85,6 +88,10 @@ class GraphSlot:
         flags = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._words, self._flags = words.numpy(), flags.numpy()
         self._words_there, self._flags_there = device_view(words, device), device_view(flags, device)
+        self._locked: Callable[[], Batch | None] = lambda: None
+        """Gives the batch in page-locked memory that was read last."""
+        self._readable: set[tuple[int, int]] = set()
+        """First rows and sizes of its parts that can be read where they are."""
         self._graphs: dict[int, _Captured] = {}
         with _one_capture:
             for size in reversed(self.sizes):  # the largest first: the others fit into its memory
@@ -115,39 +122,45 @@ class GraphSlot:
                 if size < _OWN_COPY:
                     refill.fill(self._words_there)
                 # Written by kernels: a node that copies would begin 5 us after the kernel before it.
-                torch.add(self._forward(batch), 0, out=results_there)
-                records = [] if size <= _CHECKED_BY_HOST else self._forward.key_records()
-                if records:
-                    found = torch.stack([record[0] for record in records]).amax() if len(records) > 1 else records[0][0]
-                    torch.add(found.view(1), 0, out=self._flags_there)
+                self._forward.write(batch, results_there, None if size <= _CHECKED_BY_HOST else self._flags_there)
         self._stream.synchronize()
         kept = (batch, refill, results, results_there)
-        return _Captured(graph, np.array(own_words), results.numpy(), views, staged, kept)
+        launch = graph_launcher(graph, self._stream)
+        return _Captured(launch, np.array(own_words), results.numpy(), views, staged, (graph, *kept))
 
     def begin(self, batch: Batch, start: int, stop: int) -> int:
         """Launch the forward pass of rows [start, stop) of a batch on the host; returns the captured size.
 
         A batch in page-locked memory has to stay as it is until `finish`.
         """
-        size = self.sizes[bisect_left(self.sizes, stop - start)]
-        large = size >= _OWN_COPY
-        captured = self._graphs[size]
-        direct = size > _CHECKED_BY_HOST and HostInputs.can_be_read(batch, start, stop - start if large else size)
+        attach(self._forward.device)
+        count = stop - start
+        size = self.sizes[bisect_left(self.sizes, count)]
+        captured, large = self._graphs[size], size >= _OWN_COPY
+        direct = size > _CHECKED_BY_HOST and self._can_be_read(batch, start, count if large else size)
         if not direct:
             self._inputs[size].fill(batch, start, stop)
-        if not large:
+        if large:
+            self._copy_in(captured, batch if direct else None, start, stop)
+        elif direct:
+            self._point_to(batch, start)
+        else:
             self._words[:] = captured.own_words
-            if direct:
-                self._point_to(batch, start)
-        before = torch.cuda.current_stream()
-        torch.cuda.set_stream(self._stream)
-        try:
-            if large:
-                self._copy_in(captured, batch if direct else None, start, stop)
-            captured.graph.replay()
-        finally:
-            torch.cuda.set_stream(before)
+        captured.launch()
         return size
+
+    def _can_be_read(self, batch: Batch, start: int, size: int) -> bool:
+        """Whether a GPU can read rows of a batch from where they are; one that is used again is asked about once."""
+        if self._locked() is batch and (start, size) in self._readable:
+            return True
+        if batch.bags or not all(is_readable(one, start, size) for one in (batch.dense, batch.one_hot)):
+            return False
+        if self._locked() is not batch:
+            if not all(one.is_pinned() for one in (batch.dense, batch.one_hot) if one.shape[1]):
+                return False
+            self._locked, self._readable = weakref.ref(batch), set()
+        self._readable.add((start, size))
+        return True
 
     def _point_to(self, batch: Batch, start: int) -> None:
         for place, one in zip(self._places, (batch.dense, batch.one_hot), strict=True):
@@ -156,12 +169,13 @@ class GraphSlot:
 
     def _copy_in(self, captured: _Captured, batch: Batch | None, start: int, stop: int) -> None:
         """Copy rows of a page-locked batch, or what was packed, by the GPU's copy engine."""
-        if batch is None:
-            for name, target in captured.inputs.items():
-                target[: stop - start].copy_(captured.staged[name][: stop - start], non_blocking=True)
-            return
-        for name, one in (("dense", batch.dense), ("one_hot", batch.one_hot)):
-            captured.inputs[name][: stop - start].copy_(one[start:stop], non_blocking=True)
+        for name, target in captured.inputs.items():
+            if not target.shape[1]:
+                continue
+            own = captured.staged[name] if batch is None else batch.dense if name == "dense" else batch.one_hot
+            row = own.shape[1] * own.element_size()
+            first = 0 if batch is None else start
+            copy_in(target.data_ptr(), own.data_ptr() + first * row, (stop - start) * row, self._queue)
 
     def finish(self, size: int, count: int) -> NDArray[np.float32]:
         """Wait for what `begin` launched, and return the scores, (count, L)."""
@@ -194,13 +208,14 @@ class _Captured:
     """A graph of one size.
 
     Args:
+        launch: begins a replay on the slot's stream.
         own_words: addresses of the slot's own page-locked inputs.
         scores: page-locked, (B, L).
         inputs, staged: what it reads on the device, and the page-locked memory that large sizes copy from.
         kept: what the graph reads and writes.
     """
 
-    graph: torch.cuda.CUDAGraph
+    launch: Callable[[], None]
     own_words: NDArray[np.int64]
     scores: NDArray[np.float32]
     inputs: dict[str, Tensor]
@@ -224,6 +239,8 @@ class GraphInstance:
         """Return predictions, (B, L)."""
         if batch.dense.is_cuda or (batch.bags and batch.size >= _LARGE_BAGS):
             return self._slots[0].run_eagerly(batch)
+        if batch.size <= self._part:
+            return self._run_at_once(batch, checked)
         found: list[NDArray[np.float32]] = []
         waiting: list[tuple[GraphSlot, int, int]] = []
         bad = False
@@ -233,17 +250,29 @@ class GraphInstance:
             if len(waiting) == len(self._slots):
                 bad |= self._take(waiting, found)
             waiting.append((slot, slot.begin(batch, start, stop), stop - start))
+        while waiting:
+            bad |= self._take(waiting, found)
+        if bad:
+            self._name_bad_key(batch)
+        return np.concatenate(found)
+
+    def _run_at_once(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
+        slot, size = self._slots[0], batch.size
+        captured = slot.begin(batch, 0, size)
         try:
-            if batch.size <= _CHECKED_BY_HOST and not checked:
+            if size <= _CHECKED_BY_HOST and not checked:
                 self._ranges.check(batch)
         finally:
-            while waiting:
-                bad |= self._take(waiting, found)
-        if bad:
-            for slot in self._slots:
-                slot.forget_bad_key()
-            self._ranges.check(batch)  # names the row; passes where the key was one of padding
-        return found[0] if len(found) == 1 else np.concatenate(found)
+            found = slot.finish(captured, size)
+        if slot.found_bad_key():
+            self._name_bad_key(batch)
+        return found
+
+    def _name_bad_key(self, batch: Batch) -> None:
+        """Raise what is wrong with a row; passes where the key was one of padding."""
+        for slot in self._slots:
+            slot.forget_bad_key()
+        self._ranges.check(batch)
 
     @staticmethod
     def _take(waiting: list[tuple[GraphSlot, int, int]], found: list[NDArray[np.float32]]) -> bool:

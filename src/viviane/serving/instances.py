@@ -22,7 +22,7 @@ from viviane.serving.graphs import graph_instance, graphs_prevented
 from viviane.serving.loading import LoadedModel
 from viviane.serving.program import Program, prevented
 from viviane.serving.settings import SessionSettings
-from viviane.training.precision import Precision
+from viviane.training.step.precision import Precision
 
 _COMPARED: Final = (1, 33)
 """Batch sizes for which a program has to give the bits of the module before it is used."""
@@ -73,9 +73,16 @@ class ProgramInstance:
 
     def run(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
         """Return predictions, (B, L)."""
-        with torch_threads(self._num_threads), torch.no_grad():
+        if not batch.one_hot.is_cpu:
             batch = batch.to("cpu")
-            logits = self._program(batch)
+        program = self._program
+        if not program.calls_layers and torch.get_num_threads() == self._num_threads:
+            logits = program(batch)  # nothing here that autograd would look at
+            if logits is not None:
+                plain: NDArray[np.float32] = self._forward.predictions(logits).numpy()
+                return plain
+        with torch_threads(self._num_threads), torch.no_grad():
+            logits = program(batch)
             scores = self._forward(batch) if logits is None else self._forward.predictions(logits)
         found: NDArray[np.float32] = scores.numpy()
         return found
@@ -89,7 +96,7 @@ class ProgramInstance:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch compute on so many threads in this thread."""
+    """Let torch compute on this many threads in this thread."""
     before = torch.get_num_threads()
     if before == count:
         yield

@@ -5,24 +5,32 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from viviane.config import SGD, AnyOptimizer, Solver
+from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.json_files import read_json
 from viviane.core.locations import AnyPath
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.embedding.config import ZeroInit
+from viviane.embedding.module_parts import collections_of
 from viviane.model import Model
 from viviane.model.graph import plan_graph
 from viviane.model.losses import terms
 from viviane.model.module import GraphModule
-from viviane.model.saving import find_model, load_weights
+from viviane.model.saving import PUBLISHED_FILE, WEIGHTS, find_model, load_weights
 from viviane.schema import Schema
-from viviane.training.dense_state import collections_of
-from viviane.training.objective import Objective
-from viviane.training.precision import Precision
+from viviane.serving.parameter_server.settings import TableSettings
+from viviane.serving.parameter_server.tables import Place, ServedTables
+from viviane.store.applier import Published
+from viviane.training.checkpoint.load import load_dense_weights
+from viviane.training.checkpoint.manifest import read_manifest
+from viviane.training.step.objective import Objective
+from viviane.training.step.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class LoadedModel:
         trained_in: the precision that `Model.predict` takes.
         etl: the file of the fitted ETL, or None.
         strict_ids: categorical columns whose ids have to be in range.
+        tables: tiers that hold the tables; None: they are in the module.
     """
 
     name: str
@@ -45,6 +54,7 @@ class LoadedModel:
     device: torch.device
     etl: AnyPath | None
     strict_ids: frozenset[str]
+    tables: ServedTables | None = None
 
     def has_dynamic_tables(self) -> bool:
         """Whether a table is dynamic, whose lookups may write beside its rows."""
@@ -62,29 +72,46 @@ class LoadedModel:
         return copy.deepcopy(self.module, shared)
 
 
-def load_model(folder: AnyPath, device: torch.device, module: nn.Module | None = None) -> LoadedModel:
+def load_model(
+    folder: AnyPath,
+    device: torch.device,
+    module: nn.Module | None = None,
+    *,
+    tables: TableSettings | None = None,
+    version: int = 1,
+) -> LoadedModel:
     """Read a saved model, verified.
 
     Args:
         folder: a model folder, or a run folder with `model/` inside.
         module: for a model made from a torch module, a module of the same shapes.
+        tables: the tiers that hold the tables, which are not read then: their files are mapped, and compared with the
+            manifest by shape; `viviane store verify` compares check sums.
+        version: names the rows in stores.
 
     Raises:
         CheckpointError: a file is missing, truncated or altered.
+        ConfigError: tiers for a model whose tables are parts of a torch module.
     """
     blueprint = Model.blueprint(folder, device=str(device), module=module)
     solver, schema = blueprint.solver, blueprint.schema
-    loss_terms, strict = None, set()
+    loss_terms, strict, served = None, set(), None
+    if tables is not None:
+        served = _served(find_model(folder), blueprint, tables, version, is_graph=module is None)
     if module is None:
         plan = plan_graph(blueprint.nodes, schema, seed=solver.seed)
         loss_terms = terms(plan.losses, schema)
         strict = {name for one in plan.tables.values() for name in _strict(one.tables, one.features)}
-        module = GraphModule(plan, SGD(), device=device, seed=solver.seed, make=_tables)
+        make: Any = _tables if served is None else served.make
+        module = GraphModule(plan, SGD(), device=device, seed=solver.seed, make=make)
     else:
         for one in collections_of(module).values():
             strict |= _strict(list(one.tables.values()), list(one.features.values()))
     module = module.to(device)
-    load_weights(find_model(folder), module)
+    if served is None:
+        load_weights(find_model(folder), module)
+    else:
+        load_dense_weights(served.place.weights, module, served.place.manifest)
     module.eval()
     for parameter in module.parameters():
         parameter.requires_grad_(False)
@@ -93,8 +120,18 @@ def load_model(folder: AnyPath, device: torch.device, module: nn.Module | None =
     trained_in = Precision("fp32" if solver.precision == "auto" else solver.precision)
     return LoadedModel(
         name=blueprint.name, schema=schema, module=module, objective=objective, trained_in=trained_in, device=device,
-        etl=blueprint.etl, strict_ids=frozenset(strict),
+        etl=blueprint.etl, strict_ids=frozenset(strict), tables=served,
     )  # fmt: skip
+
+
+def _served(folder: Path, model: Model, tables: TableSettings, version: int, *, is_graph: bool) -> ServedTables:
+    if not is_graph:
+        raise ConfigError("tables of a torch module cannot be moved to tiers", where=str(folder),
+                          fix="build the model from layers, or serve it without `tables`")  # fmt: skip
+    weights = folder / WEIGHTS
+    file = folder / PUBLISHED_FILE
+    published = Published.from_json(read_json(file, error=CheckpointError), str(file)) if file.exists() else Published()
+    return ServedTables(Place(model.name, version, weights, read_manifest(weights), published), tables)
 
 
 def _strict(tables: Sequence[TableConfig | DynamicTableConfig], features: Sequence[FeatureConfig]) -> set[str]:

@@ -85,6 +85,10 @@ class Program:
         self._capacity = capacity
         plan = _Planner(self._structure, self._layout, Steps(capacity, self._id_dtype), capacity)
         self._segments, self._places, self._steps = plan.segments, plan.places, plan.steps
+        places = [plan.places[slot] for slot in self._structure.outputs]
+        self._outputs = [place.view(capacity, (place.width,)) for place in places]
+        # Autograd has to be off for layers of the module; steps it never sees.
+        self.calls_layers = any(step is not None for _, _, step in plan.segments)
 
     def __call__(self, batch: Batch) -> Tensor | None:
         """Return the logits, (B, W), valid until the next call; None where a key is out of its table's range."""
@@ -102,8 +106,9 @@ class Program:
                     self._view(slot, shape, size, dense).copy_(result)
         if self._steps.found_bad_key():
             return None
-        outputs = [self._places[slot].view(size, (self._places[slot].width,)) for slot in self._structure.outputs]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        if len(self._outputs) == 1:
+            return self._outputs[0][:size]
+        return torch.cat([one[:size] for one in self._outputs], 1)
 
     def _view(self, slot: int, shape: tuple[int, ...], size: int, dense: Tensor) -> Tensor:
         place = self._places[slot]

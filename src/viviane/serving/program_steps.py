@@ -122,6 +122,9 @@ class Steps:
         self._words = self._calls.reshape(-1)
         self._at_sizes, self._at_dense = np.array(self._sizes, np.int64), np.array(self._dense, np.int64)
         self._first_wrong = self._first_wrong[: len(self._keys)]
+        self._untouched = [_NEVER] * len(self._keys)
+        self._table_at, self._run_at = self._table.ctypes.data, self._run.ctypes.data
+        self._size = -1
 
     def begin(self, size: int, dense: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Say what the next run reads; returns what has to stay until it has ended."""
@@ -129,18 +132,23 @@ class Steps:
             dense = dense.float().contiguous()
         if ids.dtype != self._id_dtype or not ids.is_contiguous():
             ids = ids.to(self._id_dtype).contiguous()
-        self._words[self._at_sizes] = size
-        self._words[self._at_dense] = dense.data_ptr()
-        for at in self._keys:
-            self._words[at], self._words[at + 1] = ids.data_ptr(), ids.shape[1]
-        self._first_wrong[:] = _NEVER
+        words = self._words
+        if size != self._size:
+            words[self._at_sizes] = self._size = size
+        words[self._at_dense] = dense.data_ptr()
+        if self._keys:
+            address, width = ids.data_ptr(), ids.shape[1]
+            for at in self._keys:
+                words[at], words[at + 1] = address, width
+            self._first_wrong[:] = _NEVER
         return dense, ids
 
     def run(self, first: int, count: int) -> None:
         """Run some steps, in this thread, without the interpreter's lock."""
-        self._run[2], self._run[3] = self._table.ctypes.data + first * 16, count
-        self._driver.call_at(self._run.ctypes.data)
+        self._run[2], self._run[3] = self._table_at + first * 16, count
+        self._driver.call_at(self._run_at)
 
     def found_bad_key(self) -> bool:
         """Whether a key of the last run was out of the range of a table that refuses it."""
-        return bool((self._first_wrong != _NEVER).any())
+        found: list[int] = self._first_wrong.tolist()
+        return found != self._untouched

@@ -14,7 +14,7 @@ import torch
 
 from viviane.core.errors import DataError
 from viviane.etl.cells import convert, staged_type
-from viviane.etl.config import InputColumn
+from viviane.etl.columns import InputColumn
 from viviane.etl.parquet import fits
 from viviane.serving.errors import RowProblem
 from viviane.serving.frames import columns_of

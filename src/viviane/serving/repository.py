@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,6 +14,7 @@ from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, VivianeError, suggest
 from viviane.core.locations import AnyPath
 from viviane.serving.errors import ModelNotFoundError
+from viviane.serving.parameter_server.settings import TableSettings
 from viviane.serving.session import InferenceSession, Scores
 from viviane.serving.settings import MODEL_NAME, ModelEntry, RepositorySettings, SessionSettings
 from viviane.serving.versions import find_versions
@@ -99,28 +100,31 @@ class ModelRepository:
         *,
         version: int | None = None,
         settings: SessionSettings | None = None,
+        tables: TableSettings | None = None,
     ) -> int:
         """Load a version of a model beside those that are loaded; returns its number.
 
-        A version that is loaded already is loaded anew and takes the place of the old one, which finishes its requests.
+        A version that is loaded already is reloaded and takes the place of the old one, which finishes its requests.
 
         Args:
             name: letters, digits, dots, dashes and underscores.
             path: a model folder, or a folder of versions; None takes where the model was loaded from before.
             version: None takes the latest in the folder.
             settings: of the session; None takes those of before.
+            tables: the tiers of its tables; None takes those of before. Caches begin with the keys that the version
+                has which answers now.
 
         Raises:
             ConfigError: a name that is not allowed. ModelNotFoundError: no path, and none is known.
             CheckpointError: there is no such version, or it is damaged; what was loaded stays.
         """
-        entry = self._entry(name, path, settings)
+        entry = self._entry(name, path, settings, tables)
         found = find_versions(entry.path)
         number = max(found) if version is None else version
         with self._one_load:
             self._say(ModelStatus(name, number, "loading"))
             try:
-                session = InferenceSession.from_settings(entry.path, entry.session, version=number)
+                session = self._open(entry, number)
             except VivianeError as error:
                 self._say(ModelStatus(name, number, "failed", error.what))
                 raise
@@ -229,8 +233,14 @@ class ModelRepository:
         with self._turn:
             return {name: sorted(versions) for name, versions in sorted(self._loaded.items())}
 
+    def tables(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """Return what tables in tiers have done, by model and version."""
+        with self._turn:
+            loaded = [(name, n, one.session) for name, versions in self._loaded.items() for n, one in versions.items()]
+        return {(name, n): session.tables.status() for name, n, session in loaded if session.tables is not None}
+
     def close(self) -> None:
-        """Unload everything, once the requests under way are answered."""
+        """Unload everything, once the requests in progress are answered."""
         for name in self.names():
             self.unload(name)
 
@@ -242,7 +252,17 @@ class ModelRepository:
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    def _entry(self, name: str, path: str | AnyPath | None, settings: SessionSettings | None) -> ModelEntry:
+    def _open(self, entry: ModelEntry, number: int) -> InferenceSession:
+        """Load a version; while it warms its caches with them, the version that answers now keeps its keys."""
+        with ExitStack() as held:
+            before = held.enter_context(self.lease(entry.name)) if entry.name in self.names() else None
+            return InferenceSession.from_settings(
+                entry.path, entry.session, version=number, tables=entry.tables, warm_from=before
+            )
+
+    def _entry(
+        self, name: str, path: str | AnyPath | None, settings: SessionSettings | None, tables: TableSettings | None
+    ) -> ModelEntry:
         if not re.match(MODEL_NAME, name):
             raise ConfigError("a model's name is letters, digits, dots, dashes and underscores", value=name)
         with self._turn:
@@ -252,7 +272,8 @@ class ModelRepository:
                                      fix=suggest(name, self._entries) if self._entries else None)  # fmt: skip
         where = str(path) if path is not None else known.path if known is not None else ""
         chosen = settings or (known.session if known is not None else SessionSettings())
-        return ModelEntry(name=name, path=where, session=chosen)
+        tiers = tables or (known.tables if known is not None else None)
+        return ModelEntry(name=name, path=where, session=chosen, tables=tiers)
 
     def _say(self, status: ModelStatus) -> None:
         """Note the state of a version, unless one that answers requests keeps doing so."""

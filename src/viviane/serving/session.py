@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Self, TypeAlias
 
@@ -22,10 +23,14 @@ from viviane.serving.columns import ColumnSpec, encoded_columns, output_columns,
 from viviane.serving.encoding import RowEncoder
 from viviane.serving.errors import RowProblem, RowsError, SessionClosedError
 from viviane.serving.instances import Instances
-from viviane.serving.loading import load_model
+from viviane.serving.loading import LoadedModel, load_model
+from viviane.serving.parameter_server.settings import TableSettings
+from viviane.serving.parameter_server.tables import ServedTables
 from viviane.serving.settings import SessionSettings
 from viviane.serving.statistics import Recorder, SessionStatistics
 from viviane.serving.versions import find_version
+from viviane.training.checkpoint.load import copy_dense
+from viviane.training.checkpoint.tensor_files import tensors_of_bytes
 
 Scores: TypeAlias = NDArray[np.float32] | dict[str, NDArray[np.float32]]
 """Of a model with one output its predictions, (rows,); of several a dict from output to (rows,)."""
@@ -53,6 +58,8 @@ class InferenceSession:
         path: a model folder, a run folder, or a folder of versions `1/`, `2/`, ...; a URL, too.
         version: which of the versions; None takes the latest.
         module: for a model made from a torch module, a module of the same shapes.
+        tables: tiers that hold the tables (`viviane.serving.parameter_server.TableSettings`); None: memory.
+        warm_from: a session of another version, with whose keys caches are filled.
         settings: fields of `SessionSettings`, such as device="cpu", precision="bf16", num_threads=4.
 
     Raises:
@@ -74,30 +81,78 @@ class InferenceSession:
     """
 
     def __init__(
-        self, path: str | AnyPath, *, version: int | None = None, module: nn.Module | None = None, **settings: Any
+        self,
+        path: str | AnyPath,
+        *,
+        version: int | None = None,
+        module: nn.Module | None = None,
+        tables: TableSettings | Mapping[str, Any] | None = None,
+        warm_from: InferenceSession | None = None,
+        **settings: Any,
     ) -> None:
         self.settings = SessionSettings(**settings)
         self.version, folder = find_version(path, version)
         self.path = str(folder)
         device = resolve_device(self.settings.device)
-        model = load_model(folder, device, module)
+        if isinstance(tables, Mapping):
+            tables = TableSettings.from_dict(dict(tables), where="tables")
+        model = load_model(folder, device, module, tables=tables, version=self.version)
+        self.tables = model.tables
         self.device, self.schema, self.model_name = device, model.schema, model.name
         etl = None if model.etl is None else FittedEtl.load(model.etl)
         self._encoder = RowEncoder(model.schema, etl, model.strict_ids)
         self._raw = self._encoder.has_etl if self.settings.rows == "auto" else self.settings.rows == "raw"
         if self._raw:
             _ = self._encoder.etl  # says so where there is none
+        self._labels = [label.name for label in model.schema.labels]
         self._most = self.settings.batch_limit(device.type)
         self._instances = Instances(model, self.settings)
         self._recorder = Recorder()
         self._turn = threading.Condition()
         self._running, self._closed = 0, False
+        if self.tables is not None:
+            self._open_tables(self.tables, model, warm_from)
         self.warm_up()
 
+    def _open_tables(self, tables: ServedTables, model: LoadedModel, before: InferenceSession | None) -> None:
+        """Fill caches, and begin to follow updates."""
+        try:
+            older = None if before is None else before.tables
+            if tables.settings.cache is not None and tables.settings.cache.warm_up:
+                tables.warm_up(older)
+            tables.prepare_dense = partial(self._new_dense, model)
+            tables.follow()
+        except BaseException:
+            tables.close()
+            raise
+
+    def _new_dense(self, model: LoadedModel, data: bytes) -> Callable[[], None]:
+        """Build instances with other dense weights; what is returned lets later requests use them.
+
+        Raises:
+            CheckpointError: these are no dense weights of this model.
+        """
+        module = copy.deepcopy(model.module)
+        copy_dense(tensors_of_bytes(data, "dense weights of an update"), module, "dense weights of an update")
+        instances = Instances(replace(model, module=module), self.settings)
+
+        def commit() -> None:
+            self._instances = instances
+
+        return commit
+
     @classmethod
-    def from_settings(cls, path: str | AnyPath, settings: SessionSettings, *, version: int | None = None) -> Self:
-        """Make a session from settings that were read from a file."""
-        return cls(path, version=version, **settings.model_dump())
+    def from_settings(
+        cls,
+        path: str | AnyPath,
+        settings: SessionSettings,
+        *,
+        version: int | None = None,
+        tables: TableSettings | None = None,
+        warm_from: InferenceSession | None = None,
+    ) -> Self:
+        """Make a session from settings that were read from a file; caches begin with the keys of another's."""
+        return cls(path, version=version, tables=tables, warm_from=warm_from, **settings.model_dump())
 
     # What it is -------------------------------------------------------------------------------------------
 
@@ -177,13 +232,21 @@ class InferenceSession:
             SchemaError, DataError: a column is missing or of another type.
             SessionClosedError: the session was closed.
         """
-        with self._answering() as finished:
+        start = perf_counter()
+        self._enter()
+        try:
             batch, problems = self._encoded(rows, raw)
             if problems:
                 raise RowsError.of(problems)
-            scores = self._computed(batch, checked=not isinstance(rows, Batch))
-            finished(len(scores), 0)
-        return self._named(scores)
+            scores = self._computed(batch, checked=batch is not rows)
+            named = self._named(scores)
+        except BaseException:
+            self._recorder.add_failure()
+            raise
+        finally:
+            self._leave()
+        self._recorder.add(len(scores), 0, perf_counter() - start)
+        return named
 
     def try_predict(self, rows: Any, *, raw: bool | None = None) -> PartialPrediction:
         """Predict the rows that can be used, and say what is wrong with the others; arguments as of `predict`.
@@ -192,15 +255,23 @@ class InferenceSession:
             SchemaError, DataError: a column is missing or of another type.
             SessionClosedError: the session was closed.
         """
-        with self._answering() as finished:
+        start = perf_counter()
+        self._enter()
+        try:
             batch, problems = self._encoded(rows, raw)
-            scores = self._computed(batch, checked=not isinstance(rows, Batch))
+            scores = self._computed(batch, checked=batch is not rows)
             refused = [problem.row for problem in problems]
             if refused:
                 scores = scores.copy()
                 scores[refused] = np.nan
-            finished(len(scores) - len(refused), len(refused))
-        return PartialPrediction(self._named(scores), tuple(problems))
+            named = self._named(scores)
+        except BaseException:
+            self._recorder.add_failure()
+            raise
+        finally:
+            self._leave()
+        self._recorder.add(len(scores) - len(refused), len(refused), perf_counter() - start)
+        return PartialPrediction(named, tuple(problems))
 
     def new_batch(self, size: int) -> Batch:
         """Return a batch of padding rows to write encoded rows into, in page-locked memory where the model is on a GPU.
@@ -213,8 +284,11 @@ class InferenceSession:
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
         """Predict padding rows in batches of these sizes, so that later requests wait for no compilation."""
         for size in self.settings.warm_up if sizes is None else sizes:
-            with self._pinned():
+            self._enter()
+            try:
                 self._computed(padding_batch(self.schema, min(size, self._most)), checked=True)
+            finally:
+                self._leave()
 
     # The end ----------------------------------------------------------------------------------------------
 
@@ -222,7 +296,7 @@ class InferenceSession:
         """Take no more requests, answer those that were accepted, and free the weights.
 
         Args:
-            timeout_s: how long to wait for requests under way; None waits for all.
+            timeout_s: how long to wait for requests in progress; None waits for all.
 
         Returns:
             Whether all of them have been answered.
@@ -231,6 +305,8 @@ class InferenceSession:
             self._closed = True
             done = self._turn.wait_for(lambda: not self._running, timeout_s)
         if done:
+            if self.tables is not None:
+                self.tables.close()
             self.__dict__.pop("_instances", None)
             self.__dict__.pop("_encoder", None)
         return done
@@ -247,48 +323,40 @@ class InferenceSession:
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _pinned(self) -> Iterator[None]:
+    # Of a request of one row on one thread, a context manager would take longer than a layer.
+
+    def _enter(self) -> None:
         with self._turn:
             if self._closed:
                 fix = "load the model again"
                 raise SessionClosedError("the session was closed", where=f"model {self.model_name!r}", fix=fix)
             self._running += 1
-        try:
-            yield
-        finally:
-            with self._turn:
-                self._running -= 1
+
+    def _leave(self) -> None:
+        with self._turn:
+            self._running -= 1
+            if self._closed:
                 self._turn.notify_all()
 
-    @contextmanager
-    def _answering(self) -> Iterator[Any]:
-        start = perf_counter()
-        answered: list[tuple[int, int]] = []
-        with self._pinned():
-            try:
-                yield lambda rows, refused: answered.append((rows, refused))
-            except BaseException:
-                self._recorder.add_failure()
-                raise
-        if answered:
-            self._recorder.add(*answered[0], perf_counter() - start)
-
     def _encoded(self, rows: Any, raw: bool | None) -> tuple[Batch, list[RowProblem]]:
-        return self._encoder.encode(rows, raw=self.takes_raw_rows if raw is None else raw)
+        return self._encoder.encode(rows, raw=self._raw if raw is None else raw)
 
     def _computed(self, batch: Batch, *, checked: bool) -> NDArray[np.float32]:
-        most = self._most
         if not batch.size:
-            return np.empty((0, len(self.schema.labels)), np.float32)
-        if batch.size <= most:
-            return self._instances.run(batch, checked=checked)
-        starts = range(0, batch.size, most)
-        parts = (cut(batch, start, start + most) for start in starts)
-        return np.concatenate([self._instances.run(part, checked=checked) for part in parts])
+            return np.empty((0, len(self._labels)), np.float32)
+        if self.tables is None:
+            return self._in_parts(batch, checked)
+        with self.tables.reading():
+            return self._in_parts(batch, checked)
+
+    def _in_parts(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
+        most, size, instances = self._most, batch.size, self._instances  # all parts have the same dense weights
+        if size <= most:
+            return instances.run(batch, checked=checked)
+        parts = (cut(batch, start, start + most) for start in range(0, size, most))
+        return np.concatenate([instances.run(part, checked=checked) for part in parts])
 
     def _named(self, scores: NDArray[np.float32]) -> Scores:
-        names = [label.name for label in self.schema.labels]
-        if len(names) == 1:
-            return np.ascontiguousarray(scores[:, 0])
-        return {name: np.ascontiguousarray(scores[:, place]) for place, name in enumerate(names)}
+        if len(self._labels) == 1:
+            return np.ascontiguousarray(scores.reshape(-1))
+        return {name: np.ascontiguousarray(scores[:, place]) for place, name in enumerate(self._labels)}

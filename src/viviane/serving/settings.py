@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from viviane.config.base import Settings
+from viviane.serving.parameter_server.settings import TableSettings
 
 MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -58,12 +59,14 @@ class ModelEntry(Settings):
         path: a model folder, a run folder, or a folder of versions `1/`, `2/`, ...
         versions: "latest", "all", or version numbers.
         session: how it computes.
+        tables: the tiers that hold its tables; None: this process's memory.
     """
 
     name: str = Field(pattern=MODEL_NAME, max_length=255)
     path: str = Field(min_length=1)
     versions: Literal["latest", "all"] | tuple[int, ...] = "latest"
     session: SessionSettings = SessionSettings()
+    tables: TableSettings | None = None
 
 
 class RepositorySettings(Settings):

@@ -113,7 +113,7 @@ class HostInputs:
         self._dense, self._one_hot = self._arrays["dense"], self._arrays["one_hot"]
 
     def fill(self, batch: Batch, start: int, stop: int) -> None:
-        """Pack rows [start, stop) of a batch; the rows after them keep what they held, whose results nobody reads."""
+        """Pack rows [start, stop) of a batch; the rows after them keep what they held, whose results are not read."""
         count = stop - start
         if self._dense.shape[1]:
             self._dense[:count] = batch.dense.numpy()[start:stop]
@@ -121,14 +121,6 @@ class HostInputs:
             self._one_hot[:count] = batch.one_hot.numpy()[start:stop]
         for name, places in self._layout.places.items():
             self._fill_bag(name, places, batch.bags[name], start, stop)
-
-    @staticmethod
-    def can_be_read(batch: Batch, start: int, size: int) -> bool:
-        """Whether a GPU can read `size` rows of a batch from where they are: page-locked, aligned, and no shorter.
-
-        Rows past the last are read if they are in the same allocation, such as that of `InferenceSession.new_batch`.
-        """
-        return not batch.bags and all(_readable(one, start, size) for one in (batch.dense, batch.one_hot))
 
     def _fill_bag(self, name: str, places: int, bag: Bag, start: int, stop: int) -> None:
         count = stop - start
@@ -150,10 +142,18 @@ class HostInputs:
                 target[inside] = flat
 
 
-def _readable(tensor: Tensor, start: int, size: int) -> bool:
+def is_readable(tensor: Tensor, start: int, size: int) -> bool:
+    """Whether `size` rows of a matrix from a row on lie as kernels read them: aligned, and no fewer.
+
+    Rows past the last are read if they are in the same allocation, such as that of `InferenceSession.new_batch`.
+
+    Example:
+        >>> is_readable(torch.zeros(8, 4), 0, 8), is_readable(torch.zeros(8, 4), 1, 8)
+        (True, False)
+    """
     width = tensor.shape[1]
     if not width:
         return True
     first, item = tensor.storage_offset() + start * width, tensor.element_size()
     fits = tensor.is_contiguous() and (first + size * width) * item <= tensor.untyped_storage().nbytes()
-    return fits and (tensor.data_ptr() + start * width * item) % _WORD == 0 and tensor.is_pinned()
+    return fits and (tensor.data_ptr() + start * width * item) % _WORD == 0

@@ -6,7 +6,8 @@ import re
 from typing import Final
 
 from viviane.core.errors import CheckpointError
-from viviane.core.locations import AnyPath, published_location
+from viviane.core.locations import AnyPath
+from viviane.core.remote.published import published_location
 from viviane.model.saving import FILES_FILE, MODEL_FILE
 
 _NUMBER: Final = re.compile(r"[1-9][0-9]{0,17}")

@@ -106,4 +106,4 @@ tuned.unfreeze_embedding("sparse_embedding1")
 tuned.unfreeze_dense()
 tuned.reset_learning_rate_scheduler(base_lr=0.5)
 tuned.fit(max_iter=20, display=20, eval_interval=1000, snapshot=1000000)
-assert tuned.get_current_loss() < 0.9 * first, "weights and state go on where they ended"
+assert tuned.get_current_loss() < 0.9 * first, "weights and state continue where they ended"

@@ -25,7 +25,7 @@ _ABSENT: Final[dict[str, str]] = {
 
 
 class AbsentPackageError(ConfigError, ImportError):
-    """A package that is not mapped was asked for something; scripts that do without it catch ImportError."""
+    """A script used a package that is not mapped; scripts that can do without it catch ImportError."""
 
 
 class AbsentModule(ModuleType):

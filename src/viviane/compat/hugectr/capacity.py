@@ -1,4 +1,4 @@
-"""Tables whose sizes a script gives, and that are made as their keys are met all the same.
+"""Tables whose sizes a script gives, and that are made as their keys are met anyway.
 
 HugeCTR makes every row of a slot with a size at once. Where these rows need more than half of the free memory, they
 are made as their keys are met, so that a script of a terabyte's tables runs on a sample of its data. And the sizes of
@@ -35,14 +35,14 @@ _HASHED: Final = (Embedding_t.DistributedSlotSparseEmbeddingHash, Embedding_t.Lo
 _LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
-def free_bytes(device: str) -> int | None:
-    """Return the free memory of a GPU, or what is left of the machine's to this process; None if unknown."""
+def free_bytes(device: str) -> int:
+    """Return the free memory of a GPU, or the memory of the machine that this process may still use."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     _, free = memory_bytes()
     limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else ""
     used = _LIMIT.with_name("memory.current")
-    if free is not None and limit.isdigit() and used.is_file():
+    if limit.isdigit() and used.is_file():
         free = min(free, max(0, int(limit) - int(used.read_text())))
     return free
 

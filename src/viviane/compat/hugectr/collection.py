@@ -224,7 +224,7 @@ class EmbeddingPlanner:
         *,
         shard_matrix: Sequence[Sequence[int]] | None = None,
     ) -> EmbeddingCollectionConfig:
-        """Return the collection; where its tables lie is planned anew.
+        """Return the collection; where its tables lie is planned again.
 
         Args:
             plan_file: the plan's JSON, to 4.0; by place also 4.1's shard_matrix.

@@ -6,20 +6,75 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.enums import MetricsType
+from viviane.compat.hugectr.inputs import DataReaderParams
 from viviane.compat.hugectr.names import script_name
+from viviane.compat.hugectr.passes import EmbeddingTrainingCache
+from viviane.compat.hugectr.reading import DataReader, EarlyReader
+from viviane.compat.hugectr.solver import LearningRateScheduler, Solver
 from viviane.core.errors import ConfigError
-from viviane.training.dense_state import collections_of
-
-if TYPE_CHECKING:
-    from viviane.compat.hugectr.model import Model
+from viviane.embedding.module_parts import collections_of
+from viviane.model import Model as VivianeModel
 
 FIT_DEFAULTS: Final = {
     "num_epochs": 0, "max_iter": 2000, "display": 200, "eval_interval": 1000, "snapshot": 10000, "snapshot_prefix": "",
 }  # fmt: skip
+
+
+class FittedModel(Protocol):
+    """What the loops of fit use of HugeCTR's Model."""
+
+    solver: Solver
+    lr: float
+
+    @property
+    def viviane(self) -> VivianeModel:
+        """See `Model.viviane`."""
+
+    @property
+    def sources(self) -> list[str]:
+        """See `Model.sources`."""
+
+    @property
+    def reader_params(self) -> DataReaderParams:
+        """See `Model.reader_params`."""
+
+    @property
+    def has_passes(self) -> bool:
+        """See `Model.has_passes`."""
+
+    def train(self) -> bool:
+        """See `Model.train`."""
+
+    def eval(self) -> bool:
+        """See `Model.eval`."""
+
+    def get_current_loss(self) -> float:
+        """See `Model.get_current_loss`."""
+
+    def get_eval_metrics(self) -> list[tuple[str, float]]:
+        """See `Model.get_eval_metrics`."""
+
+    def get_learning_rate_scheduler(self) -> LearningRateScheduler:
+        """See `Model.get_learning_rate_scheduler`."""
+
+    def set_learning_rate(self, lr: float) -> None:
+        """See `Model.set_learning_rate`."""
+
+    def get_data_reader_train(self) -> DataReader | EarlyReader:
+        """See `Model.get_data_reader_train`."""
+
+    def get_data_reader_eval(self) -> DataReader | EarlyReader:
+        """See `Model.get_data_reader_eval`."""
+
+    def get_embedding_training_cache(self) -> EmbeddingTrainingCache:
+        """See `Model.get_embedding_training_cache`."""
+
+    def save_params_to_files(self, prefix: str, num_iterations: int = 0, /) -> None:
+        """See `Model.save_params_to_files`."""
 
 
 class TrainingCallback:
@@ -55,7 +110,7 @@ class FitSettings:
 class _Course:
     """Counts the iterations of one fit, and does what falls due after each."""
 
-    def __init__(self, model: Model, given: FitSettings) -> None:
+    def __init__(self, model: FittedModel, given: FitSettings) -> None:
         self.model, self.given = model, given
         self.done = 0
         self.started = self.shown = perf_counter()
@@ -66,7 +121,7 @@ class _Course:
         say(f"Training batchsize: {solver.batchsize}, evaluation batchsize: {solver.batchsize_eval}")
         say(f"Evaluation interval: {given.eval_interval}, snapshot interval: {given.snapshot}")
         for name, collection in collections_of(model.viviane.module).items():
-            say(f"Sparse embedding {script_name(name)} trainable: {not getattr(collection, '_frozen', None)}")
+            say(f"Sparse embedding {script_name(name)} trainable: {not getattr(collection, 'frozen', None)}")
         say("Training source file: " + ", ".join(model.sources))
         say(f"Evaluation source file: {model.reader_params.eval_source}")
 
@@ -118,7 +173,7 @@ class _Course:
         self.shown += perf_counter() - start
 
 
-def fit_iterations(model: Model, given: FitSettings) -> None:
+def fit_iterations(model: FittedModel, given: FitSettings) -> None:
     """Train max_iter iterations over data that repeats."""
     if given.max_iter < 1:
         raise ConfigError("max_iter is at least 1 where the data repeats", where="fit", value=given.max_iter)
@@ -134,7 +189,7 @@ def fit_iterations(model: Model, given: FitSettings) -> None:
     say(f"Finish {course.done} iterations with batchsize: {size} in {course.seconds():.2f}s.")
 
 
-def fit_epochs(model: Model, given: FitSettings, sources: Sequence[str], keysets: Sequence[str] = ()) -> None:
+def fit_epochs(model: FittedModel, given: FitSettings, sources: Sequence[str], keysets: Sequence[str] = ()) -> None:
     """Train num_epochs times over the sources, each read to its end; with passes, each after its keyset."""
     if model.has_passes and len(sources) != len(keysets):
         raise ConfigError("one keyset for each source", where="fit", value=f"{len(sources)} sources, {len(keysets)} "

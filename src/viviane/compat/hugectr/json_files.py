@@ -1,4 +1,4 @@
-"""JSON as HugeCTR reads it: of a key that stands twice in one object the last one counts."""
+"""JSON as HugeCTR reads it: of a key that occurs twice in one object the last one counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from viviane.core.json_files import read_json
 
 
 def load(file: str | Path) -> Any:
-    """Read a JSON file; a key that stands twice is warned of.
+    """Read a JSON file; a key that occurs twice is warned of.
 
     Raises:
         ConfigError: there is no such file, or it is not JSON; line and column are named.
@@ -20,7 +20,7 @@ def load(file: str | Path) -> Any:
 
     def last_one_counts(key: str, before: Any, value: Any) -> None:
         if before != value:
-            say(f"Warning: {file}: {key!r} stands twice in one object; the last one counts")
+            say(f"Warning: {file}: {key!r} occurs twice in one object; the last one counts")
 
     path = Path(file)
     if not path.is_file():

@@ -101,7 +101,12 @@ def with_data_layer(content: Any, where: str) -> list[dict[str, Any]]:
         layers = layers_of_2_0(content["data"], layers, where)
     if not layers or layers[0].get("type", "Data") != "Data":
         raise ConfigError("the graph's first layer is its Data", where=where)
-    return list(layers)
+    return [_with_sizes(one) if isinstance(one, dict) else one for one in layers]
+
+
+def _with_sizes(one: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer with slot_size_array in place of slot_size, its name before 2.2.1."""
+    return {"slot_size_array" if key == "slot_size" else key: value for key, value in one.items()}
 
 
 def input_from_json(data: dict[str, Any]) -> Input:
@@ -207,7 +212,7 @@ def _embedding_from_json(one: dict[str, Any], data: dict[str, Any]) -> SparseEmb
         "max_vocabulary_size_per_gpu", "max_vocabulary_size_global", "vocabulary_size", "load_factor",
     }  # fmt: skip
     check_keys(hparam, {*known, *_HYBRID}, f"embedding {one.get('name', one['top'])!r}")
-    sizes = list(hparam.get("slot_size_array", []))
+    sizes = list(hparam.get("slot_size_array", one.get("slot_size_array", [])))
     if not sizes and one["type"] in _SIZED:
         sizes = list(data.get("slot_size_array", []))
     if "plan_file" in one:

@@ -42,7 +42,7 @@ _WITHOUT_EFFECT: Final = frozenset(
 
 
 def _split(kind: str) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Return the name of the layer's section, what stands in it, and what stands beside it."""
+    """Return the name of the layer's section, the content of it, and what stands next to it."""
     section, inside = _SECTIONS.get(kind, ("", {}))
     beside = {name: _PLAIN.get(name, name) for name in PARAMETERS.get(kind, ()) if name not in inside}
     return section, inside, beside

@@ -34,7 +34,7 @@ from viviane.compat.hugectr.versions import older_names
 from viviane.core.errors import ConfigError, suggest
 from viviane.model import Model as VivianeModel
 from viviane.training.evaluation import evaluating
-from viviane.training.precision import Precision
+from viviane.training.step.precision import Precision
 
 
 class Model(ModelFiles):
@@ -154,7 +154,8 @@ class Model(ModelFiles):
             early.become(made)
         self._scores = Scores(list(self.solver.metrics_spec), _label_places(self.columns))
         if self._etc_params is not None:
-            self._cache = EmbeddingTrainingCache(self, self._etc_params)
+            self._cache = EmbeddingTrainingCache(self._model, self.columns, self._etc_params)
+            self.remember_orders(self._cache.orders)
         print_notes()
 
     @property

@@ -12,6 +12,7 @@ from viviane.compat.hugectr import collection_files, files, states
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.inputs import SparseEmbedding
+from viviane.compat.hugectr.messages import MessageSink, topic_of
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, Updates
 from viviane.compat.hugectr.processes import is_first, wait_for_all
 from viviane.compat.hugectr.sources import check_writable, note_remote
@@ -27,6 +28,7 @@ class ModelFiles:
     """Files of a compiled model."""
 
     added: list[Any]
+    solver: Any
     columns: Columns
     _scores: Scores
     _orders: dict[str, Keys]
@@ -150,13 +152,21 @@ class ModelFiles:
         return self.get_embedding_training_cache().incremental()
 
     def dump_incremental_model_2kafka(self) -> None:
-        """Refuse: models are not sent to Kafka from here.
+        """Send the rows of `get_incremental_model` to the solver's brokers, topic "hps_et.<model>.<table>".
 
         Raises:
-            ConfigError: always.
+            ConfigError: the solver has no brokers. RemoteError: no broker answers, a topic is missing, or a row is not
+                confirmed; the rows are lost to this call then, and are in the files that `save_params_to_files` writes.
         """
-        raise ConfigError("models are not sent to Kafka from here", where="dump_incremental_model_2kafka",
-                          fix="take the rows of model.get_incremental_model() and send them")  # fmt: skip
+        brokers = str(self.solver.kafka_brockers).replace(";", ",")
+        if not brokers:
+            raise ConfigError("the solver names no brokers of Kafka", where="dump_incremental_model_2kafka",
+                              fix='hugectr.CreateSolver(..., model_name="m", kafka_brockers="host:9092")')  # fmt: skip
+        names = [one.sparse_embedding_name for one in self.added if isinstance(one, SparseEmbedding)]
+        topics = {name: topic_of(str(self.solver.model_name), name) for name in names}
+        sink = MessageSink(brokers, list(topics.values()))
+        for name, (keys, vectors) in zip(names, self.get_incremental_model(), strict=True):
+            sink.send(topics[name], np.asarray(keys, np.int64), np.asarray(vectors, np.float32))
 
 
 def _check(more: Sequence[Any], where: str) -> None:

@@ -50,7 +50,7 @@ def run_notebook(
         run_cell: runs Python, as (text, name, variables).
 
     Raises:
-        ConfigError: the notebook has nothing to run, or not the program that is asked for.
+        ConfigError: the notebook has nothing to run, or not the program that is requested.
     """
     steps = steps_of(notebook)
     if program is not None:

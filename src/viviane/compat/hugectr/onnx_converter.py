@@ -20,12 +20,12 @@ from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.serving import InferenceModel
 from viviane.compat.hugectr.serving_params import InferenceParams
 from viviane.core.errors import ConfigError
+from viviane.embedding.module_parts import collections_of
 from viviane.export.forms import Trace, form_module
 from viviane.export.forms.onnx import load, save
 from viviane.export.machine import Requirements
 from viviane.export.parity import Case, compare
 from viviane.export.program import BATCH, Program, ProgramInput, freeze
-from viviane.training.dense_state import collections_of
 from viviane.training.evaluation import evaluating
 
 _ROWS: Final = (1, 7, 64)
@@ -56,7 +56,7 @@ def convert(
         graph_name: the model's name.
 
     Raises:
-        ConfigError: the tables are asked for and not given.
+        ConfigError: the tables are requested and not given.
         ExportError: an operator has no translation, or the file differs from the model.
         MissingExtraError: onnx is not installed.
     """

@@ -6,20 +6,19 @@ pass only remembers its keys, which `get_incremental_model` asks for; optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from viviane.compat.hugectr.arguments import Arguments, Signature, note
+from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.files import load_sparse, sparse_embeddings, write_folder
 from viviane.compat.hugectr.tables import Keys, collection_of, read_rows, slots_of
 from viviane.core.errors import ConfigError, DataError, DataNotFoundError
-
-if TYPE_CHECKING:
-    from viviane.compat.hugectr.model import Model
+from viviane.model import Model as VivianeModel
 
 Updates: TypeAlias = list[tuple[Keys, NDArray[np.float32]]]
 
@@ -75,14 +74,17 @@ class EmbeddingTrainingCache:
     """What get_embedding_training_cache and get_model_oversubscriber return.
 
     Args:
-        model: compiled.
+        model: the compiled model of Viviane.
+        columns: of its data.
         params: what CreateETC or CreateMOS returned.
     """
 
-    def __init__(self, model: Model, params: EtcParams | MosParams) -> None:
-        self._model, self.folders = model, [Path(one) for one in params.folders]
+    def __init__(self, model: VivianeModel, columns: Columns, params: EtcParams | MosParams) -> None:
+        self._model, self._columns, self.folders = model, columns, [Path(one) for one in params.folders]
         self._keys: list[Keys] = []
-        node_names = [node.name for node in sparse_embeddings(model.viviane, model.columns)]
+        self.orders: Mapping[str, Keys] = {}
+        """The order of keys in each file that was read."""
+        node_names = [node.name for node in sparse_embeddings(model, self._columns)]
         if self.folders and len(self.folders) != len(node_names):
             raise ConfigError("one sparse model for each embedding", where=params.signature.name,
                               value=params.folders, allowed=f"{len(node_names)}: {', '.join(node_names)}")  # fmt: skip
@@ -93,7 +95,7 @@ class EmbeddingTrainingCache:
             if trained or folder.is_file() or (folder / "key").is_file()
         }
         if there:
-            model.remember_orders(load_sparse(model.viviane, model.columns, there))
+            self.orders = load_sparse(model, columns, there)
         note(params.signature.name, "passes: all rows stay in memory, optimizer state is kept between passes")
 
     def update(self, keyset_file: str | Sequence[str]) -> None:
@@ -103,7 +105,7 @@ class EmbeddingTrainingCache:
             DataError: a keyset is missing, or holds no whole number of keys.
         """
         files = [keyset_file] if isinstance(keyset_file, str) else list(keyset_file)
-        width = self._model.columns.key_bytes
+        width = self._columns.key_bytes
         for file in files:
             path = Path(file)
             if not path.is_file():
@@ -120,16 +122,16 @@ class EmbeddingTrainingCache:
     def write(self) -> None:
         """Write each table into its folder, where CreateETC named folders."""
         model = self._model
-        for node, folder in zip(sparse_embeddings(model.viviane, model.columns), self.folders, strict=False):
-            rows = read_rows(collection_of(model.viviane, node), slots_of(node, model.columns))
+        for node, folder in zip(sparse_embeddings(model, self._columns), self.folders, strict=False):
+            rows = read_rows(collection_of(model, node), slots_of(node, self._columns))
             write_folder(folder, rows)
 
     def incremental(self) -> Updates:
         """Return for each embedding keys and vectors of all passes since the last call."""
         model, result = self._model, []
         wanted: Any = np.unique(np.concatenate([*self._keys, np.empty(0, np.int64)]))
-        for node in sparse_embeddings(model.viviane, model.columns):
-            rows = read_rows(collection_of(model.viviane, node), slots_of(node, model.columns))
+        for node in sparse_embeddings(model, self._columns):
+            rows = read_rows(collection_of(model, node), slots_of(node, self._columns))
             mine = np.isin(rows.keys, wanted)
             result.append((rows.keys[mine], rows.vectors[mine]))
         self._keys.clear()

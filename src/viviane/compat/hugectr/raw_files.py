@@ -1,7 +1,8 @@
-"""What HugeCTR's Raw files say about themselves where a script says less, or something else."""
+"""What HugeCTR's data files say about themselves where a script says less, or something else."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from viviane.compat.hugectr.arguments import note, say
 from viviane.data.formats import RawAsyncFormat
+from viviane.data.formats.file_list import is_file_list, read_file_list
+from viviane.data.formats.norm import FIRST_HEADER, HEADER
 from viviane.schema import Schema
 
 _ROWS: Final = 4096
@@ -36,6 +39,25 @@ def has_float_dense(file: str | Path, schema: Schema, *, wide: bool) -> bool:
     result = not bool(((dense > 0) & (dense < _SMALLEST)).any())
     note("AsyncParam", f"is_dense_float is not given, and {path.name} holds {'float32' if result else 'int32'}")
     return result
+
+
+def is_of_2_0(source: str | Path) -> bool:
+    """Say whether a source's first Norm file has the header of HugeCTR 2.0, which begins with the number of records.
+
+    Later headers begin with error_check 0, or with their own length and error_check 1.
+    """
+    path = Path(source)
+    if path.is_file() and is_file_list(path):
+        path = read_file_list(path)[0]
+    with path.open("rb") as file:
+        head = file.read(FIRST_HEADER.size)
+    if len(head) < FIRST_HEADER.size:
+        return False
+    rows, labels, slots, reserved = FIRST_HEADER.unpack(head)
+    if rows <= 0 or labels <= 0 or slots <= 0 or reserved != 0:
+        return False
+    length, error_check = struct.unpack_from("<iq", head)
+    return (length, error_check) != (HEADER.size, 1)
 
 
 def rows_to_read(file: str | Path, row_bytes: int, num_samples: int, where: str) -> int | None:

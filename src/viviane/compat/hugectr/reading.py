@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from viviane.batch import Batch
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams
 from viviane.compat.hugectr.processes import group
-from viviane.compat.hugectr.raw_files import has_float_dense, rows_to_read
+from viviane.compat.hugectr.raw_files import has_float_dense, is_of_2_0, rows_to_read
 from viviane.compat.hugectr.sources import source_path
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset, Reader
@@ -183,7 +183,9 @@ def format_of(params: DataReaderParams, columns: Columns, path: Path) -> Format:
     wide = columns.key_bytes == 8
     match params.data_reader_type:
         case DataReaderType_t.Norm:
-            return NormFormat(check_sum=params.check_type is Check_t.Sum, i64_input_key=wide, shifted_keys=False)
+            version: Literal["2.0", "2.1"] = "2.0" if is_of_2_0(path) else "2.1"
+            checked = params.check_type is Check_t.Sum
+            return NormFormat(check_sum=checked, i64_input_key=wide, shifted_keys=False, version=version)
         case DataReaderType_t.Parquet:
             return HugectrParquetFormat(i64_input_key=wide)
         case DataReaderType_t.Raw:

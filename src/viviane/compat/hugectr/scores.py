@@ -98,7 +98,7 @@ class Scores:
         self._losses.append(loss)
 
     def take(self) -> list[tuple[str, float]]:
-        """Return each metric, and begin anew; with several labels AUC is the mean, and follows for each label."""
+        """Return each metric, and start over; with several labels AUC is the mean, and follows for each label."""
         if not self._parts:
             return [(metric.name, 0.0) for metric in self.metrics]
         scores, labels = (np.concatenate([part[i] for part in self._parts]) for i in range(2))

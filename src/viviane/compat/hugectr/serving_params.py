@@ -20,7 +20,7 @@ _LARGEST: Final = 2**64 - 1
 
 
 class VolatileDatabaseParams(Arguments):
-    """A cache in memory: all tables are in memory here, so nothing of it is needed."""
+    """Copies of rows in memory, or in Redis."""
 
     signature: ClassVar[Signature] = Signature(
         "VolatileDatabaseParams",
@@ -41,7 +41,7 @@ class VolatileDatabaseParams(Arguments):
 
 
 class PersistentDatabaseParams(Arguments):
-    """A database on disk: the model's own files serve."""
+    """A database on disk, below the copies and above the files of the model."""
 
     signature: ClassVar[Signature] = Signature(
         "PersistentDatabaseParams",
@@ -54,7 +54,7 @@ class PersistentDatabaseParams(Arguments):
 
 
 class UpdateSourceParams(Arguments):
-    """Where updates of a running model come from: from nowhere here."""
+    """Where updates of a running model come from: Kafka topics "hps_et.<model>.<table>"."""
 
     signature: ClassVar[Signature] = Signature(
         "UpdateSourceParams",
@@ -63,20 +63,17 @@ class UpdateSourceParams(Arguments):
             "receive_buffer_size": 262144, "max_receive_buffer_size": 2000, "poll_timeout_ms": 500,
             "max_batch_size": 8192, "failure_backoff_ms": 50, "max_commit_interval": 32,
         },
-        refused={"type": "leave it out; load new files when there are some"},
     )  # fmt: skip
 
 
-_CACHE: Final = (
-    "hit_rate_threshold", "device_id", "use_gpu_embedding_cache", "cache_size_percentage", "scaler",
-    "use_algorithm_search", "use_cuda_graph", "number_of_worker_buffers_in_pool", "number_of_refresh_buffers_in_pool",
-    "cache_refresh_percentage_per_iteration", "deployed_devices", "volatile_db", "persistent_db",
-    "maxnum_des_feature_per_sample", "refresh_delay", "refresh_interval",
+_SPEED: Final = frozenset({
+    "scaler", "num_of_worker_buffer_in_pool", "maxnum_des_feature_per_sample", "refresh_delay", "refresh_interval",
     "maxnum_catfeature_query_per_table_per_sample", "label_dim", "slot_num", "use_static_table", "use_context_stream",
     "fuse_embedding_table", "use_hctr_cache_implementation", "thread_pool_size", "init_ec", "embedding_cache_type",
-    "enable_pagelock", "fp8_quant", "redis_ip", "rocksdb_path", "db_type",
-)  # fmt: skip
-"""Arguments of caches and servers: every key is found in memory, so they change nothing."""
+    "enable_pagelock", "fp8_quant", "cache_refresh_percentage_per_iteration", "number_of_worker_buffers_in_pool",
+    "number_of_refresh_buffers_in_pool", "deployed_devices", "redis_ip", "rocksdb_path", "db_type",
+})  # fmt: skip
+"""Arguments of a model in a JSON that change how fast it answers: caches take part in updates, so none is refreshed."""
 
 
 class InferenceParams(Arguments):
@@ -104,7 +101,7 @@ class InferenceParams(Arguments):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        note("InferenceParams", "caches and databases: every key is found in memory, exactly")
+        note("InferenceParams", "what says how a GPU computes; sizes of buffers and pools")
 
     def default_of(self, table: int) -> float:
         """Return what a key that is not there reads."""
@@ -136,7 +133,7 @@ def server_from_json(file: str | Path) -> ParameterServerConfig:
     """Return what a parameter server's JSON says.
 
     Raises:
-        ConfigError: a key is missing, or updates are to come from Kafka.
+        ConfigError: a key is missing, or a word is unknown.
     """
     with expected_form(str(file)):
         return _server_of(load_json(file), file)
@@ -146,13 +143,38 @@ def _server_of(content: Any, file: str | Path) -> ParameterServerConfig:
     for key in ("supportlonglong", "models"):
         if key not in content:
             raise ConfigError("a key is missing", where=str(file), value=key)
-    kind = content.get("update_source", {}).get("type", "null")
-    if kind != "null":
-        raise ConfigError("updates do not come from Kafka here", where=f"{file}, update_source", value=kind,
-                          fix="leave update_source out")  # fmt: skip
     models = []
     for given in content["models"]:
         values = {_OF_JSON.get(key, key): value for key, value in given.items()}
-        values = {name: value for name, value in values.items() if name not in _CACHE}
-        models.append(InferenceParams(**{"max_batchsize": 64, **values, "i64_input_key": content["supportlonglong"]}))
-    return ParameterServerConfig(inference_params_array=models)
+        values = {name: value for name, value in values.items() if name not in _SPEED}
+        first = {"max_batchsize": 64, "hit_rate_threshold": 0.9}
+        models.append(InferenceParams(**{**first, **values, "i64_input_key": content["supportlonglong"]}))
+    return ParameterServerConfig(
+        inference_params_array=models,
+        volatile_db=_clause(content, "volatile_db", VolatileDatabaseParams, file),
+        persistent_db=_clause(content, "persistent_db", PersistentDatabaseParams, file),
+        update_source=_clause(content, "update_source", UpdateSourceParams, file),
+    )
+
+
+_WORDS: Final[dict[str, dict[str, Any]]] = {
+    "volatile_db": {"type": DatabaseType_t, "overflow_policy": DatabaseOverflowPolicy_t},
+    "persistent_db": {"type": DatabaseType_t},
+    "update_source": {"type": UpdateSourceType_t},
+}
+
+
+def _clause(content: Any, name: str, kind: Any, file: str | Path) -> Any:
+    """Return the arguments of a clause; without its type there is none."""
+    given = content.get(name)
+    if not isinstance(given, dict) or "type" not in given:
+        return None
+    values = dict(given)
+    for field, words in _WORDS[name].items():
+        if field in values:
+            known = [one.name for one in words]
+            if values[field] not in known:
+                raise ConfigError("an unknown word", where=f"{file}, {name}, {field}", value=str(values[field])[:80],
+                                  allowed=", ".join(known))  # fmt: skip
+            values[field] = words[values[field]]
+    return kind(**values)

@@ -8,7 +8,7 @@ from typing import Any
 from viviane.compat.hugectr.arguments import note, say
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.columns import Slot
-from viviane.parallel.plan import Plan, TablePlan
+from viviane.parallel.plan import ShardingPlan, TablePlan
 
 
 def plan_of(
@@ -41,7 +41,7 @@ def plan_of(
         return None
     say(f"Tables lie on {processes} processes as shard says: "
         + ", ".join(f"{one.table} {one.kind} {list(one.ranks) or 'everywhere'}" for one in found))  # fmt: skip
-    return Plan(world_size=processes, tables=tuple(found)).to_dict()
+    return ShardingPlan(world_size=processes, tables=tuple(found)).to_dict()
 
 
 def _place(collection: EmbeddingCollectionConfig, name: str, dynamic: set[str]) -> TablePlan | None:

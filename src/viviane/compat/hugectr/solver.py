@@ -41,7 +41,7 @@ class Solver(Arguments):
         speed=frozenset(
             {
                 "use_algorithm_search", "use_cuda_graph", "gen_loss_summary", "device_layout", "all_reduce_algo",
-                "num_iterations_statistics", "scaler", "kafka_brockers", "use_embedding_collection", *_OVERLAPS,
+                "num_iterations_statistics", "scaler", "use_embedding_collection", *_OVERLAPS,
             }
         ),
     )  # fmt: skip
@@ -63,7 +63,7 @@ class Solver(Arguments):
         return settings.Solver(
             batch_size=self.batchsize, eval_batch_size=self.batchsize_eval, lr=self.lr, precision=precision,
             seed=self.seed or group().from_first(lambda: random.SystemRandom().randrange(1, 2**31)),
-            device=self.device(),
+            device=self.device(), init_output_bias=False,  # HugeCTR leaves it at its initial value
         )  # fmt: skip
 
     def device(self) -> str:
@@ -169,7 +169,7 @@ class OptParams(Arguments):
                 update = "local"
                 say(
                     f"Warning: {where}: Update_t.Global of {self.optimizer_type.name} moves every row, and the rows of "
-                    "this table are not known beforehand: rows of the batch move; give slot_size_array to move all"
+                    "this table are not known in advance: rows of the batch move; give slot_size_array to move all"
                 )
         return self._rule(update)
 

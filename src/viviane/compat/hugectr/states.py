@@ -26,7 +26,7 @@ from viviane.core.errors import CheckpointError
 from viviane.model import Model
 
 _ORDER: Final = ("m", "v", "accumulator", "momentum", "n", "z")
-"""States in HugeCTR's order; clocks of LazyGlobal are not among them, they begin anew."""
+"""States in HugeCTR's order; clocks of LazyGlobal are not among them, they start over."""
 
 
 def save_states(model: Model, columns: Columns, prefix: str, iteration: int, given: Sequence[SparseEmbedding]) -> None:

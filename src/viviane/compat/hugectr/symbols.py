@@ -1,4 +1,4 @@
-"""What the modules of the door hold, by HugeCTR's names."""
+"""The content of the installed modules, by HugeCTR's names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HugectrModule(ModuleType):
 
 
 def modules() -> dict[str, ModuleType]:
-    """Return the modules of the door, by name.
+    """Return the modules to install, by name.
 
     Example:
         >>> made = modules()["hugectr"]

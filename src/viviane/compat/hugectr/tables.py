@@ -172,6 +172,6 @@ def _merge_dynamic(collection: EmbeddingCollection, name: str, rows: TableRows) 
     state: dict[str, Any] = {}
     if rows.states:
         state = {name: torch.from_numpy(values) for name, values in rows.states.items()}
-        for key, part in table.state.items():  # clocks and the like begin anew
+        for key, part in table.state.items():  # clocks and the like start over
             state.setdefault(key, torch.zeros((len(keys), *part.shape[1:]), dtype=part.dtype))
     table.import_(DynamicContent(keys, torch.from_numpy(rows.vectors), none, none, state))

@@ -14,7 +14,7 @@ from viviane.compat.hugectr.processes import rows_of_all
 from viviane.core.errors import ConfigError, suggest
 from viviane.model import DenseLayer, GraphModule, Model, SparseEmbedding
 from viviane.training.evaluation import evaluating
-from viviane.training.precision import Precision
+from viviane.training.step.precision import Precision
 
 
 def tensor_of(model: Model, name: str, batch: Batch) -> NDArray[np.float32]:

@@ -46,7 +46,7 @@ def make_client(settings: LoadSettings) -> Client:
 
 
 class HttpClient:
-    """Over HTTP, a connection for each request under way."""
+    """Over HTTP, a connection for each request in progress."""
 
     def __init__(self, settings: LoadSettings) -> None:
         self._aiohttp = require("aiohttp", extra="serving", purpose="a load test over HTTP")
@@ -64,7 +64,7 @@ class HttpClient:
                     raise RemoteError("the server refuses", where=self._url + path, value=str(content)[:500])
                 return content
         except (self._aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise RemoteError("the server does not answer", where=self._url, value=str(error)) from error
+            raise RemoteError("the server does not respond", where=self._url, value=str(error)) from error
 
     async def models(self) -> list[str]:
         """Return the names of the loaded models."""
@@ -129,7 +129,7 @@ class GrpcClient:
         try:
             return await self._method(self._channels[0], call)(message(f"{call}Request")(**fields), timeout=10)
         except self._grpc.RpcError as error:
-            raise RemoteError("the server does not answer", where=self._target, value=error.details()) from error
+            raise RemoteError("the server does not respond", where=self._target, value=error.details()) from error
 
     async def models(self) -> list[str]:
         """Return the names of the loaded models."""

@@ -103,7 +103,7 @@ def run_load(
         progress: called after each phase.
 
     Raises:
-        RemoteError: the server does not answer, or refuses the rows.
+        RemoteError: the server does not respond, or refuses the rows.
         ConfigError: several models, and the settings name none.
     """
     return asyncio.run(_run(settings, table, progress))
@@ -164,7 +164,7 @@ async def _warm_up(client: Client, requests: list[Any], settings: LoadSettings) 
         outcome = await client.send(request)
         if outcome != OK:
             fix = "send rows that the model accepts: --rows FILE"
-            raise RemoteError("the server does not answer these rows", where=settings.url, value=outcome, fix=fix)
+            raise RemoteError("the server rejects these rows", where=settings.url, value=outcome, fix=fix)
 
 
 async def closed_loop(client: Client, requests: list[Any], count: int, settings: LoadSettings) -> Phase:

@@ -66,7 +66,7 @@ class RequestSource:
                                 allowed=", ".join(table.column_names)[:1000])  # fmt: skip
 
     def prepared(self, rows: int, seed: int) -> list[PreparedRequest]:
-        """Return different requests of so many rows each."""
+        """Return different requests of this many rows each."""
         if self._table is None:
             made = example_rows(self._columns, rows * min(_DIFFERENT, max(8, 4096 // rows)), seed)
         else:
@@ -90,7 +90,7 @@ class RequestSource:
 
 
 def read_rows(path: str | Path, limit: int = 100_000) -> pa.Table:
-    """Return rows of a Parquet, CSV or JSON-lines file, or of the Parquet files of a folder; at most so many.
+    """Return rows of a Parquet, CSV or JSON-lines file, or of the Parquet files of a folder; at most this many.
 
     Raises:
         ConfigError: no such file, or of another kind.

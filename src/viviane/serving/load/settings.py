@@ -17,8 +17,8 @@ class LoadSettings(Settings):
         protocol: "http" or "grpc"; binary tensors in both.
         model, version: None takes the server's only model, and its newest version.
         rows: of each request.
-        concurrency: phases with so many clients, each of which sends its next request when it has the answer.
-        rates: phases with requests at random times (a Poisson process), so many a second on average, whether or not
+        concurrency: phases with this many clients, each of which sends its next request when it has the answer.
+        rates: phases with requests at random times (a Poisson process), this many a second on average, whether or not
             the server keeps up. Negative numbers are factors of the best throughput of the phases with clients:
             -0.5 is half of it, -2 twice.
         seconds: of each phase.

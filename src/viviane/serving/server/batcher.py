@@ -59,7 +59,7 @@ class Work:
         rows: columns by name, or a list of dicts.
         num_rows: how many.
         done: called once, from a thread of the batcher; must not raise.
-        cancelled: nobody waits for the answer any more.
+        cancelled: no client waits for the response.
     """
 
     rows: Any
@@ -82,7 +82,7 @@ class Batcher:
 
     def __init__(self, session: InferenceSession, settings: BatchSettings) -> None:
         self.session, self.settings = session, settings
-        self.inputs, self.outputs = session.inputs, session.outputs  # made anew by each call of the session's
+        self.inputs, self.outputs = session.inputs, session.outputs  # recreated by each call of the session's
         self._max_rows = settings.max_rows if session.rows_are_independent else 1
         self._turn = threading.Condition()
         self._waiting: deque[Work] = deque()
@@ -95,7 +95,7 @@ class Batcher:
         return len(self._waiting)
 
     def check_room(self, num_rows: int = 1) -> None:
-        """Refuse a request of so many rows where too many wait.
+        """Refuse a request of this many rows where too many wait.
 
         Raises:
             RequestError: with the status OVERLOADED.
@@ -128,7 +128,7 @@ class Batcher:
                 return
             try:
                 self._predict(batch)
-            except BaseException as error:  # nobody may wait for ever
+            except BaseException as error:  # every waiting request must get a response
                 for work in batch:
                     work.done(Outcome(Prediction(None, (), error)))
 

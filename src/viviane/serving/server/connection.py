@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
 from viviane.core.optional import require
@@ -11,9 +12,20 @@ from viviane.serving.server.settings import ServerSettings
 _PHRASES: Final = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
                    503: b"Service Unavailable"}  # fmt: skip
 
+_SHORT_BODY_BYTES: Final = 64 << 10
+"""A refused request's body up to here is read and thrown away, so that the connection lives on."""
+_TEXT: Final = b'{"error": "the model is overloaded; try again later"}'
+_OVERLOADED: Final = (
+    b"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"content-length: " + str(len(_TEXT)).encode() + b"\r\nconnection: %s\r\n\r\n" + _TEXT
+)
 
-def protocol_class(settings: ServerSettings) -> type[asyncio.Protocol]:
+
+def protocol_class(settings: ServerSettings, refuses: Callable[[bytes], bool]) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP protocol with limits on headers, on the time that they take, and on connections.
+
+    Args:
+        refuses: whether a POST to a path is refused because of too many others, before it is read.
 
     Raises:
         MissingExtraError: uvicorn or httptools is not installed.
@@ -25,7 +37,7 @@ def protocol_class(settings: ServerSettings) -> type[asyncio.Protocol]:
     class Connection(_Limits, base):  # type: ignore[misc]
         """A connection that reads headers of a limited size in a limited time."""
 
-    Connection.settings = settings
+    Connection.settings, Connection.refuses = settings, staticmethod(refuses)
     return Connection
 
 
@@ -36,15 +48,24 @@ class _Limits(_NEXT):  # type: ignore[misc]
     """Methods of uvicorn's protocol with limits around them; stands before it in the order of bases."""
 
     settings: ServerSettings
+    refuses: Callable[[bytes], bool]
+    parser: Any
     transport: Any
     loop: asyncio.AbstractEventLoop
     connections: set[Any]
     cycle: Any
+    url: bytes
+    headers: list[tuple[bytes, bytes]]
+    timeout_keep_alive: float
+    timeout_keep_alive_task: Any
+    timeout_keep_alive_handler: Callable[[], None]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._late: asyncio.TimerHandle | None = None
         self._head_bytes, self._in_body, self._refusal = 0, False, 400
+        self._skips = False
+        """Whether the body that arrives is one of a refused request."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -79,11 +100,43 @@ class _Limits(_NEXT):  # type: ignore[misc]
     def on_headers_complete(self) -> None:
         self._unwatch()
         self._in_body = True
-        super().on_headers_complete()
+        idle = self.cycle is None or self.cycle.response_complete
+        self._skips = idle and self.parser.get_method() == b"POST" and self.refuses(self.url)
+        if not self._skips:
+            super().on_headers_complete()
+        elif self._body_is_short():
+            self._watch()
+        else:
+            self._answer_overloaded(keep=False)
+
+    def on_body(self, body: bytes) -> None:
+        if not self._skips:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_body = False
-        super().on_message_complete()
+        if not self._skips:
+            super().on_message_complete()
+            return
+        self._skips = False
+        self._unwatch()
+        self._answer_overloaded(keep=self.parser.should_keep_alive())
+
+    def _body_is_short(self) -> bool:
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        return len(lengths) == 1 and lengths[0].isdigit() and int(lengths[0]) <= _SHORT_BODY_BYTES
+
+    def _answer_overloaded(self, *, keep: bool) -> None:
+        """Refuse a request without the cycle that uvicorn makes of one."""
+        if self.transport.is_closing():
+            return
+        self.transport.write(_OVERLOADED % (b"keep-alive" if keep else b"close"))
+        if keep:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         self._unwatch()

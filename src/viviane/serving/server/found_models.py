@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from viviane.core.errors import CheckpointError, ConfigError
-from viviane.core.locations import AnyPath, published_location
+from viviane.core.locations import AnyPath
+from viviane.core.remote.published import published_location
 from viviane.model.saving import find_model, read_model_file
 from viviane.serving.settings import MODEL_NAME, ModelEntry, SessionSettings
 from viviane.serving.versions import find_versions

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from viviane.core.optional import require
 from viviane.serving.server.example_rows import example_rows
 from viviane.serving.server.json_wire import HEADER_LENGTH, load_strict, numbers, parse_request, render_answer
+from viviane.serving.server.recommending import RecommendRequest
 from viviane.serving.server.service import Service
 from viviane.serving.server.settings import LOOPBACK
 from viviane.serving.server.status import RequestError, Status, describe, invalid, listed, status_of
@@ -95,7 +96,16 @@ class _Handlers:
         def route(path: str, handler: Handler, method: str = "GET") -> Any:
             return routing.Route(path, self._guarded(handler), methods=[method])
 
-        found = [route(path, self.page) for path in _PAGE]
+        bases = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
+        found = [route(f"{base}/infer", self.infer, "POST") for base in bases]  # looked through in this order
+        found += [
+            route("/v1/models/{model}:predict", self.predict, "POST"),
+            route("/v1/models/{model}/versions/{version}:predict", self.predict, "POST"),
+            route("/v1/recommenders/{name}:recommend", self.recommend, "POST"),
+            route("/v1/recommenders/{name}", self.recommender),
+            route("/v1/recommenders", self.recommender_names),
+        ]
+        found += [route(path, self.page) for path in _PAGE]
         found += [
             route("/metrics", self.metrics),
             route("/v2", self.server),
@@ -106,17 +116,14 @@ class _Handlers:
             route("/v2/repository/models/{model}/unload", self.unload, "POST"),
             route("/v2/models/stats", self.all_statistics),
             route("/v1/models", self.names),
-            route("/v1/models/{model}:predict", self.predict, "POST"),
-            route("/v1/models/{model}/versions/{version}:predict", self.predict, "POST"),
             route("/v1/models/{model}", self.columns),
         ]
-        for base in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        for base in bases:
             found += [
                 route(base, self.model),
                 route(f"{base}/ready", self.model_ready),
                 route(f"{base}/config", self.config),
                 route(f"{base}/stats", self.statistics),
-                route(f"{base}/infer", self.infer, "POST"),
             ]
         return found
 
@@ -125,7 +132,7 @@ class _Handlers:
             try:
                 return await handler(request)
             except self._requests.ClientDisconnect:
-                return self._responses.Response(status_code=400)  # nobody is there to read it
+                return self._responses.Response(status_code=400)  # the client is gone
             except Exception as error:  # every failure is an answer
                 return self.failure(error)
 
@@ -255,6 +262,24 @@ class _Handlers:
         rows, partial_rows = await self._service.parsed(len(body), lambda: _rows(body))
         answer = await self._service.infer_rows("json", name, version, rows, partial_rows=partial_rows)
         return self._json(await self._service.parsed(len(rows) * 64, lambda: _predictions(answer, partial_rows)))
+
+    async def recommend(self, request: Any) -> Any:
+        """Answer rows with items: {"instances": [{column: value, ...}, ...], "k": 10}."""
+        body = await self._body(request)
+        asked = await self._service.parsed(len(body), lambda: RecommendRequest.of(load_strict(body)))
+        found = await self._service.recommend(request.path_params["name"], asked)
+        return self._json({"recommendations": found})
+
+    async def recommender(self, request: Any) -> Any:
+        """Describe a recommender's columns."""
+        name = request.path_params["name"]
+        if name not in self._service.recommenders:
+            raise RequestError(Status.NOT_FOUND, "the server knows no recommender of this name", value=name[:200])
+        return self._json({"name": name, **self._service.recommenders[name].columns()})
+
+    async def recommender_names(self, _: Any) -> Any:
+        """List the recommenders."""
+        return self._json({"recommenders": sorted(self._service.recommenders)})
 
     # Bodies -----------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def load_strict(data: bytes | memoryview, where: str = "the body of the request"
         if len(found) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise invalid("a key stands twice in one JSON object", where=where, value=twice[:200])
+            raise invalid("a key occurs twice in one JSON object", where=where, value=twice[:200])
         return found
 
     def constant(name: str) -> Any:
@@ -174,7 +174,7 @@ def _check_range(name: str, kind: np.dtype[Any], data: Sequence[int]) -> None:
 
 
 def _outputs(content: Mapping[str, Any]) -> tuple[tuple[str, ...] | None, frozenset[str] | None]:
-    """Return the outputs that are asked for, and those of them in binary."""
+    """Return the outputs that are requested, and those of them in binary."""
     every = _flag(_parameters(content, "the request"), "binary_data_output", "the request")
     wanted = content.get("outputs")
     if wanted is None or wanted == []:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from viviane.core.optional import require
 from viviane.serving.server.batcher import Outcome
+from viviane.serving.server.table_metrics import TableMetrics
 
 _SECONDS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 65_536)
@@ -20,14 +21,20 @@ class ServerMetrics:
 
     Args:
         queued: returns how many requests wait, by model and version.
+        tables: returns what tables in tiers have done, by model and version.
     """
 
-    def __init__(self, queued: Callable[[], dict[tuple[str, int], int]]) -> None:
+    def __init__(
+        self,
+        queued: Callable[[], dict[tuple[str, int], int]],
+        tables: Callable[[], dict[tuple[str, int], dict[str, Any]]],
+    ) -> None:
         library = require("prometheus_client", extra="serving", purpose="metrics of a server")
         self._library = library
         self.registry = library.CollectorRegistry()
         library.ProcessCollector(registry=self.registry)
         self.registry.register(_Queues(queued))
+        self.registry.register(TableMetrics(tables))
 
         def counter(name: str, text: str, labels: Iterable[str]) -> Any:
             return library.Counter(f"viviane_{name}", text, labels, registry=self.registry)

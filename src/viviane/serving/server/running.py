@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from viviane.serving.repository import ModelRepository
 from viviane.serving.server.connection import protocol_class
 from viviane.serving.server.grpc_service import make_grpc_server
 from viviane.serving.server.http_app import make_app
+from viviane.serving.server.recommending import RowRecommender
 from viviane.serving.server.service import Service
 from viviane.serving.server.settings import ServerSettings
 
@@ -34,6 +35,7 @@ class InferenceServer:
     Args:
         settings: where to listen, and which models.
         version: of this software, for the metadata.
+        recommenders: that answer requests for recommendations over HTTP, by name.
 
     Raises:
         ConfigError: a port is taken, or the address is not this machine's.
@@ -41,7 +43,9 @@ class InferenceServer:
         MissingExtraError: a library of the extra "serving" is not installed.
     """
 
-    def __init__(self, settings: ServerSettings, version: str = "") -> None:
+    def __init__(
+        self, settings: ServerSettings, version: str = "", recommenders: Mapping[str, RowRecommender] | None = None
+    ) -> None:
         for library in ("starlette", "uvicorn", "httptools", "grpc", "google.protobuf", "prometheus_client"):
             require(library, extra="serving", purpose="serving models")
         self.settings = settings
@@ -56,7 +60,7 @@ class InferenceServer:
             raise
         self.http_port: int = self._socket.getsockname()[1]
         self.grpc_port: int | None = None if self._grpc_socket is None else self._grpc_socket.getsockname()[1]
-        self.service = Service(self.repository, settings, version)
+        self.service = Service(self.repository, settings, version, recommenders)
         for name in self.repository.names():
             self.service.warm_up(name)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -184,7 +188,7 @@ class InferenceServer:
         return server
 
     async def _end(self, http: Any, task: asyncio.Task[None], grpc: Any) -> None:
-        """Refuse new requests, and wait for those under way, at most as long as the settings say."""
+        """Refuse new requests, and wait for those in progress, at most as long as the settings say."""
         self.service.draining = True
         http.should_exit = True
         stops: list[Any] = [task]
@@ -213,7 +217,7 @@ def _http_server(service: Service, settings: ServerSettings) -> Any:
 
     config = uvicorn.Config(
         make_app(service),
-        http=protocol_class(settings),
+        http=protocol_class(settings, service.refuses),
         ws="none",
         lifespan="off",
         log_config=None,

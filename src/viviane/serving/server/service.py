@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from viviane.serving.repository import ModelRepository
 from viviane.serving.server.batcher import Batcher, Outcome, Work
 from viviane.serving.server.example_rows import example_rows
 from viviane.serving.server.metrics import ServerMetrics
+from viviane.serving.server.recommending import RecommendRequest, RowRecommender
 from viviane.serving.server.settings import ServerSettings
 from viviane.serving.server.status import RequestError, Status, invalid, status_of
 from viviane.serving.server.tensors import Tensor, check_rows, columns_of_tensors, input_specs, output_specs
@@ -34,7 +35,7 @@ _TICK_S: Final = 0.05
 _BUSY: Final = 32
 """With fewer requests in the queue a model would soon have nothing to do."""
 _SMALL_BYTES: Final = 16 << 10
-"""A request of up to so many bytes is parsed where it arrives; a longer one on a thread of its own."""
+"""A request of up to this many bytes is parsed where it arrives; a longer one on a thread of its own."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,19 @@ class Service:
         repository: the loaded models; the service does not close it.
         settings: limits and batching.
         version: of this software, for the metadata.
+        recommenders: that answer requests for recommendations, by name.
     """
 
-    def __init__(self, repository: ModelRepository, settings: ServerSettings, version: str) -> None:
+    def __init__(
+        self,
+        repository: ModelRepository,
+        settings: ServerSettings,
+        version: str,
+        recommenders: Mapping[str, RowRecommender] | None = None,
+    ) -> None:
         self.repository, self.settings, self.version = repository, settings, version
-        self.metrics = ServerMetrics(self._queued)
+        self.recommenders = dict(recommenders or {})
+        self.metrics = ServerMetrics(self._queued, repository.tables)
         self.draining = False
         self._batchers: dict[tuple[str, int], Batcher] = {}
         self._turn = threading.Lock()
@@ -90,6 +99,25 @@ class Service:
             except RequestError as error:
                 self.metrics.failed(protocol, model, error.status.grpc)
                 raise
+
+    def refuses(self, path: bytes) -> bool:
+        """Say whether a request for predictions is to be refused by its path alone, and count it then.
+
+        Beyond saturation a server has to spend next to nothing on the requests that it refuses.
+        """
+        end = path.partition(b"?")[0].decode("latin-1")
+        if end.endswith("/infer") and end.startswith("/v2/models/"):
+            protocol, names = "http", end[len("/v2/models/") : -len("/infer")]
+        elif end.endswith(":predict") and end.startswith("/v1/models/"):
+            protocol, names = "json", end[len("/v1/models/") : -len(":predict")]
+        else:
+            return False
+        model, _, version = names.partition("/versions/")
+        try:
+            self.check_room(protocol, model, version or None)
+        except RequestError as error:
+            return error.status is Status.OVERLOADED
+        return False
 
     async def watch_lag(self) -> None:
         """Measure how far the event loop is behind, until cancelled."""
@@ -125,6 +153,40 @@ class Service:
 
         return await self._answer(protocol, model, version, 0, checked, partial_rows=partial_rows)
 
+    async def recommend(self, name: str, request: RecommendRequest) -> list[dict[str, Any]]:
+        """Answer a request for recommendations.
+
+        Raises:
+            RequestError: no such recommender, too many rows, or too many requests under way.
+        """
+        start, known = perf_counter(), name if name in self.recommenders else ""
+        self._under_way += 1
+        try:
+            if not known:
+                what = "the server knows no recommender of this name"
+                raise RequestError(Status.NOT_FOUND, what, value=name[:200], fix=suggest(name, self.recommenders))
+            self._check_accepts()
+            check_rows(len(request.rows), self.settings.max_rows)
+            recommend = self.recommenders[name].recommend
+            call = partial(recommend, request.rows, request.k, keep_seen=request.keep_seen)
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except BaseException as error:
+            status = "cancelled" if isinstance(error, asyncio.CancelledError) else status_of(error).grpc
+            self.metrics.failed("recommend", known, status)
+            raise
+        finally:
+            self._under_way -= 1
+        self.metrics.answered("recommend", name, len(found), perf_counter() - start, None)
+        return found
+
+    def _check_accepts(self) -> None:
+        """Refuse a request while the server ends, or beside too many others."""
+        if self.draining:
+            raise RequestError(Status.UNAVAILABLE, "the server is shutting down")
+        if self._under_way > self.settings.max_concurrent:
+            allowed = str(self.settings.max_concurrent)
+            raise RequestError(Status.OVERLOADED, "too many requests are under way", allowed=allowed)
+
     async def _answer(
         self,
         protocol: str,
@@ -144,7 +206,7 @@ class Service:
                 raise RequestError(Status.UNAVAILABLE, "the server is shutting down")
             if self._under_way > self.settings.max_concurrent:
                 allowed = str(self.settings.max_concurrent)
-                raise RequestError(Status.OVERLOADED, "too many requests are under way", allowed=allowed)
+                raise RequestError(Status.OVERLOADED, "too many requests are in progress", allowed=allowed)
             with self.repository.lease(model, version_number(version)) as session:
                 batcher = self._batcher(model, session)
                 given, rows = await self.parsed(num_bytes, partial(rows_of, batcher))
@@ -199,7 +261,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether requests are taken: not while the server shuts down, and not before a model is loaded."""
-        return not self.draining and bool(self.repository.names())
+        return not self.draining and bool(self.repository.names() or self.recommenders)
 
     def is_ready(self, model: str, version: str | None) -> bool:
         """Whether a version of a model answers requests."""
@@ -259,7 +321,8 @@ class Service:
     def model_statistics(self, model: str, version: str | None) -> dict[str, Any]:
         """Return a version's counts and times in the form of Triton's."""
         session = self.repository.get(model, version_number(version))
-        return {"name": model, "version": str(session.version), **self.metrics.statistics(model)}
+        tables = {} if session.tables is None else {"parameter_server": session.tables.status()}
+        return {"name": model, "version": str(session.version), **self.metrics.statistics(model), **tables}
 
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
         """Return the state of every version; `ready`: of those that answer requests."""
@@ -273,7 +336,7 @@ class Service:
     # Loading ----------------------------------------------------------------------------------------------
 
     async def load(self, model: str) -> None:
-        """Load the newest version of a model of the settings, or load it anew.
+        """Load the newest version of a model of the settings, or reload it.
 
         Raises:
             RequestError: loading is not allowed, or the settings name no such model.
@@ -348,7 +411,7 @@ def chosen_outputs(answer: Answer, names: Sequence[str] | None) -> dict[str, NDA
     """Return the outputs that a request asks for; None: all.
 
     Raises:
-        RequestError: there is no such output, or it is asked for twice.
+        RequestError: there is no such output, or it is requested twice.
     """
     if not names:
         return answer.outputs
@@ -357,7 +420,7 @@ def chosen_outputs(answer: Answer, names: Sequence[str] | None) -> dict[str, NDA
         if name not in answer.outputs:
             raise invalid("the model has no such output", value=str(name)[:200], fix=suggest(name, answer.outputs))
         if name in found:
-            raise invalid("an output is asked for twice", value=name)
+            raise invalid("an output is requested twice", value=name)
         found[name] = answer.outputs[name]
     return found
 

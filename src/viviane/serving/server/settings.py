@@ -24,7 +24,7 @@ class ServerSettings(Settings):
         grpc_port: of gRPC; 0 takes a free one, None serves no gRPC.
         max_body_bytes: a longer request is refused with 413 or RESOURCE_EXHAUSTED.
         max_rows: rows of one request; more are refused in the same way.
-        max_concurrent: requests under way at once; more are refused with 429 or UNAVAILABLE.
+        max_concurrent: requests in progress at once; more are refused with 429 or UNAVAILABLE.
         max_lag_ms: requests are refused in the same way while the event loop is so far behind: they wait outside of any
             queue then.
         max_connections: open HTTP connections; more are closed at once.
@@ -76,5 +76,5 @@ class ServerSettings(Settings):
         return cls.from_dict(load_json(path), where=str(path))
 
     def changed(self, **changes: Any) -> ServerSettings:
-        """Return settings with some of them changed, checked anew."""
+        """Return settings with some of them changed, validated again."""
         return ServerSettings.from_dict({**self.to_dict(), **changes})

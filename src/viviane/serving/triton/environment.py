@@ -24,7 +24,8 @@ _PERF_ANALYZER: Final = ("tritonclient==2.51.0", "nvidia-cuda-runtime-cu12")  # 
 # The newest NumPy that the Python backend of Triton 2.51.0 exchanges tensors with, and a PyArrow that works with it.
 _PINNED: Final = ("numpy==1.26.4", "pyarrow==21.0.0")
 _LIBRARIES: Final = (
-    "torch", "numba", "pydantic", "typer", "rich", "safetensors", "fsspec", "duckdb", "ibis-framework",
+    "torch", "numba", "pydantic", "typer", "rich", "safetensors", "fsspec", "filelock", "jinja2", "psutil", "tenacity",
+    "duckdb", "ibis-framework",
 )  # fmt: skip
 _PYTHONS: Final = ((3, 11), (3, 12))
 _DONE: Final = "viviane-triton.json"

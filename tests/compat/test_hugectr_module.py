@@ -1,4 +1,4 @@
-"""The door itself: notebooks, mpi4py, file systems, torchrun, what inference answers."""
+"""The installed module: notebooks, mpi4py, file systems, torchrun, what inference answers."""
 
 import importlib.util
 import json
@@ -173,7 +173,7 @@ def test_mlperf_logging_is_answered_while_a_script_runs(tmp_path: Path, capsys: 
     assert "mlperf_logging" not in sys.modules
 
 
-def test_a_program_that_a_script_starts_finds_the_door(
+def test_a_program_that_a_script_starts_finds_the_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The door: a module `hugectr` that stands on sys.modules while a script of HugeCTR's runs."""
+"""Install the module `hugectr` in sys.modules while a script written for HugeCTR runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHILD: Final = Path(__file__).parent / "child"
 
 
 @contextmanager
-def opened() -> Iterator[None]:
+def installed() -> Iterator[None]:
     """Let `import hugectr` find HugeCTR's modules for a block; afterwards take them away, and stop all readers.
 
     Python programs that the block starts find them as well. A block inside such a block has the same modules.
@@ -56,8 +56,8 @@ def opened() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def stay_open() -> None:
-    """Let `import hugectr` find the door for the rest of this program, which a script has started."""
+def install() -> None:
+    """Install the modules for the rest of this program, which a script has started."""
     sys.modules.update({**modules(), **mpi.stand_in()})
     atexit.register(_end)
 
@@ -82,7 +82,7 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
     if not path.is_file():
         raise ConfigNotFoundError("no such script", value=str(path))
     if path.suffix == ".ipynb":
-        with opened():
+        with installed():
             run_notebook(path, args, program, run_file=_run, run_cell=_run_cell)
         return
     if program is not None:
@@ -100,7 +100,7 @@ def _run(path: Path, args: Sequence[str]) -> None:
     text = path.read_text(encoding="utf-8", errors="replace")
     want_gradients("check_out_tensor" in text and re.search(r"\bTrain\b", text) is not None)
     try:
-        with opened():
+        with installed():
             runpy.run_path(str(path), run_name="__main__")
     finally:
         want_gradients(False)

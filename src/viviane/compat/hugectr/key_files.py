@@ -1,0 +1,95 @@
+"""HugeCTR's files of a table, `key` and `emb_vector`, as the lowest tier of a parameter server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from viviane.core.errors import CheckpointError, StoreError
+from viviane.store.row_layout import Column, Found, Keys, RowLayout, Rows
+from viviane.store.statistics import StatsCounter, TierStats
+from viviane.store.tier import SCAN_ROWS
+
+
+class KeyFilesTier:
+    """Rows of a folder with `key` (int64) and `emb_vector` (float32), mapped into memory, never written.
+
+    Args:
+        folder: of the table.
+        dim: numbers a vector; None: as the sizes of the files say.
+
+    Raises:
+        CheckpointError: a file is missing, or they do not fit together.
+    """
+
+    def __init__(self, folder: Path, dim: int | None) -> None:
+        for name in ("key", "emb_vector"):
+            if not (folder / name).is_file():
+                raise CheckpointError("a file of the table is missing", where=str(folder / name))
+        num_bytes = (folder / "emb_vector").stat().st_size
+        keys = np.fromfile(folder / "key", "<i8").astype(np.int64)
+        width = dim or (num_bytes // 4 // len(keys) if len(keys) else 1)
+        if num_bytes != 4 * width * len(keys):
+            raise CheckpointError(
+                "keys and vectors do not fit together", where=str(folder),
+                value=f"{len(keys)} keys, {num_bytes // 4} numbers", allowed=f"{width} a key",
+            )  # fmt: skip
+        self.name, self._where = "files", str(folder)
+        self.layout = RowLayout([Column("weight", "float32", width)])
+        self._order = np.argsort(keys, kind="stable")
+        self._keys = keys[self._order]
+        empty = np.empty((0, 4 * width), np.uint8)
+        path = folder / "emb_vector"
+        self._data = np.memmap(path, np.uint8, "r", shape=(len(keys), 4 * width)) if len(keys) else empty
+        self._counter = StatsCounter(self.layout.row_bytes)
+
+    def fetch(self, keys: Keys, out: Rows) -> Found:
+        """Copy rows to `out` and return which were found; see `viviane.store.Tier`."""
+        self.layout.check_rows(keys, out)
+        with self._counter.fetching() as count:
+            found = np.zeros(len(keys), np.bool_)
+            if len(self._keys):
+                places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+                found = self._keys[places] == keys
+                rows, targets = self._order[places[found]], np.flatnonzero(found)
+                order = np.argsort(rows, kind="stable")  # in order of address: pages are read once
+                width = self._data.shape[1]
+                out[targets[order], :width] = self._data[rows[order]]
+                out[targets, width:] = 0
+            hits = int(np.count_nonzero(found))
+            count(hits=hits, misses=len(keys) - hits)
+        return found
+
+    def put(self, keys: Keys, rows: Rows) -> None:
+        """Refuse: files of a trained model are not changed."""
+        raise StoreError("files of a trained model are not written to", where=self._where)
+
+    def erase(self, keys: Keys) -> int:
+        """Refuse: files of a trained model are not changed."""
+        raise StoreError("files of a trained model are not written to", where=self._where)
+
+    def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
+        """Yield all keys with their rows, in order of the keys."""
+        for start in range(0, len(self._keys), batch_rows):
+            keys = self._keys[start : start + batch_rows].copy()
+            rows = self.layout.empty(len(keys))
+            self.fetch(keys, rows)
+            yield keys, rows
+
+    def num_rows(self) -> int:
+        """Return the number of keys."""
+        return len(self._keys)
+
+    def stats(self) -> TierStats:
+        """Return what was counted."""
+        return self._counter.snapshot()
+
+    def flush(self) -> None:
+        """Nothing is ever written."""
+
+    def close(self) -> None:
+        """Let go of the mapped file."""
+        self._data = np.empty((0, self._data.shape[1]), np.uint8)
+        self._keys = self._keys[:0]
