@@ -73,7 +73,7 @@ def test_one_changed_bit_is_found_and_named(place: Path, name: str) -> None:
         said = check(place / "data", place / "run", code=1)
         assert said.count("DAMAGED") == 1
         assert str(file.parent) in said
-        assert said.count("intact") == 5, "what stands beside it is still checked"
+        assert said.count("intact") == 5, "what stands next to it is still checked"
     finally:
         file.write_bytes(good)
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from viviane.cli.main import app
 from viviane.core.errors import ConfigError
 from viviane.data import write_dataset
-from viviane.parallel import Plan
+from viviane.parallel import ShardingPlan
 from viviane.schema import Schema
 
 MACHINE = ["--memory-gb", "1", "--memory-gb-per-s", "20", "--link-gb-per-s", "2"]
@@ -34,7 +34,7 @@ def test_prints_writes_and_draws_a_plan(config, tmp_path):
     assert result.exit_code == 0, result.output
     assert "device cpu: 1.0 GB, memory 20.0 GB/s, link 2.0 GB/s (given)" in result.output
     assert "expected:" in result.output
-    plan = Plan.from_json_file(tmp_path / "plan.json")
+    plan = ShardingPlan.from_json_file(tmp_path / "plan.json")
     assert {"emb.user", "emb.day", "emb.seen"} <= {one.table for one in plan.tables}
     assert plan.world_size == 3
     drawing = ET.fromstring((tmp_path / "plan.svg").read_text())

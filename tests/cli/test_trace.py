@@ -1,6 +1,7 @@
 """`viviane trace`: what it prints and writes, on data of one's own and on synthetic rows; what it refuses."""
 
 import gzip
+import html
 import json
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def test_prints_ranges_and_writes_trace_picture_and_page(folder, tmp_path, sourc
         names = [event["name"] for event in json.load(file)["traceEvents"]]
     assert names.count("viviane: step") == 2
     ET.fromstring((tmp_path / "trace.svg").read_text())
-    assert "Where a step's time goes" in (tmp_path / "trace.html").read_text()
+    assert "Where a step's time goes" in html.unescape((tmp_path / "trace.html").read_text())
 
 
 def test_the_saved_model_is_not_touched(folder, tmp_path):

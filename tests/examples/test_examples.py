@@ -27,7 +27,7 @@ def real(*parts: str) -> Path:
     return file
 
 
-# Bounds lie below what one seed reaches by about five standard errors of an AUC on so many test rows, and well above
+# Bounds lie below what one seed reaches by about five standard errors of an AUC on this many test rows, and well above
 # 0.5, which is what a broken road gives.
 
 

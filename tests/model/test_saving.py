@@ -127,8 +127,17 @@ def test_links_out_of_the_folder_are_refused(folder, name) -> None:
         Model.load(folder, device="cpu")
 
 
+def test_a_model_in_the_cache_of_hugging_face_is_read_through_its_links(trained, folder, valid, tmp_path) -> None:
+    blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "0f3a"
+    blobs.mkdir(parents=True)
+    for number, name in enumerate(files_of(folder)):
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to((folder / name).rename(blobs / str(number)))
+    np.testing.assert_array_equal(Model.load(snapshot, device="cpu").predict(valid), trained.predict(valid))
+
+
 def test_an_etl_that_is_not_listed_is_not_read(folder) -> None:
-    """Else anybody could put another one beside the model."""
+    """Else anybody could put another one next to the model."""
     (folder / "etl.zip").write_bytes(b"another")
     with pytest.raises(CheckpointError, match=r"lacks etl\.zip"):
         Model.load(folder, device="cpu")

@@ -12,8 +12,9 @@ from viviane.config.base import load_json
 from viviane.core.data_manifest import MANIFEST_FILE
 from viviane.core.errors import DataError, VivianeError
 from viviane.core.exchange import recover
-from viviane.core.locations import AnyPath, RemotePath, location, published_location
+from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.remote.cache import local_copy
+from viviane.core.remote.published import published_location
 from viviane.schema import SCHEMA_FILE
 
 Kind = Literal["data set", "model", "checkpoint", "fitted ETL"]

@@ -1,4 +1,4 @@
-"""`viviane checkpoint`: look into a checkpoint, compare two, cut tables anew, take them out."""
+"""`viviane checkpoint`: look into a checkpoint, compare two, reshard tables, take them out."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def command(
     path: Annotated[Path, typer.Argument(help="A checkpoint: a folder with manifest.json.")],
     other: Annotated[Path | None, typer.Argument(metavar="[B|OUT]", help="Of diff, reshard, export.")] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, max=_MOST, help="reshard: cut tables by rows into so many.")
+        int | None, typer.Option(min=1, max=_MOST, help="reshard: cut tables by rows into this many.")
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="reshard: a plan's JSON file, as `viviane plan` writes.")] = None,
     kind: Annotated[str, typer.Option("--format", help="export: npy, safetensors or parquet.")] = "npy",
     as_json: Annotated[bool, typer.Option("--json", help="inspect, diff: print JSON.")] = False,
 ) -> None:
     """Work on a checkpoint without its model; every file is verified first."""
-    from viviane.parallel import Plan
+    from viviane.parallel import ShardingPlan
     from viviane.training import verify_checkpoint
-    from viviane.training.checkpoint_export import export_checkpoint
-    from viviane.training.checkpoint_tools import compare_checkpoints, reshard
+    from viviane.training.checkpoint.export import export_checkpoint
+    from viviane.training.checkpoint.tools import compare_checkpoints, reshard
 
     if action not in ACTIONS:
         raise ConfigError("no such action", value=action, fix=suggest(action, ACTIONS))
@@ -61,7 +61,7 @@ def command(
     place = location(other)
     with publish_folder(place) if isinstance(place, RemotePath) else nullcontext(place) as out:
         if action == "reshard":
-            reshard(path, out, processes=processes, plan=None if plan is None else Plan.from_json_file(plan))
+            reshard(path, out, processes=processes, plan=None if plan is None else ShardingPlan.from_json_file(plan))
             typer.echo(f"{place}: {_num_files(verify_checkpoint(out))} files of tables")
         else:
             for file in export_checkpoint(path, out, kind):

@@ -1,4 +1,4 @@
-"""What `viviane doctor` finds out: machine, libraries, doors, and whether a small training run works here."""
+"""What `viviane doctor` reports: machine, libraries, extras, and whether a small training run works here."""
 
 from __future__ import annotations
 
@@ -18,23 +18,30 @@ import torch
 from viviane.core import machine
 from viviane.ops import dispatch
 
-# What each extra of pyproject.toml opens; True where the door is open today, False where it is planned.
-DOORS: Final[dict[str, tuple[str, bool]]] = {
+# What each extra of pyproject.toml is for; False if it is planned.
+EXTRAS: Final[dict[str, tuple[str, bool]]] = {
     "etl": ("cleaning raw logs on one machine: viviane etl, prediction on raw rows", True),
     "tracking": ("TensorBoard files in the run folder", True),
     "spark": ("cleaning raw logs on a cluster", True),
     "serving": ("serving over HTTP and gRPC: viviane serve, viviane load-test", True),
     "retrieval": ("approximate nearest neighbours: viviane index, viviane recommend", True),
-    "redis": ("embedding store in a Redis cluster", False),
-    "rocksdb": ("embedding store on disk", False),
+    "redis": ("rows of served models in Redis or Valkey", True),
+    "rocksdb": ("rows on disk, for training and serving", True),
     "kafka": ("training on a Kafka topic", True),
     "hdfs": ("data, models and checkpoints in HDFS by URL", True),
     "onnx": ("export to ONNX", True),
-    "tensorflow": ("embeddings inside TensorFlow and Keras", False),
+    "sklearn": ("estimators with scikit-learn's contract: CTRClassifier", True),
+    "tune": ("search for settings: viviane tune", True),
+    "hub": ("models on the Hugging Face Hub", True),
+    "mlflow": ("runs in MLflow", True),
+    "wandb": ("runs in Weights & Biases", True),
+    "keras": ("embedding layers for Keras 3", True),
+    "jax": ("the same on JAX", True),
+    "tensorflow": ("the same on TensorFlow, and scripts for the Sparse Operation Kit", True),
     "docs": ("building this documentation", True),
     "dev": ("tests and linters", True),
 }
-_ROOM_BYTES: Final = 2 * machine.GIB
+_FREE_DISK_BYTES: Final = 2 * machine.GIB
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,11 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Door:
-    """One extra: what it opens, and which of its libraries are not installed."""
+class Extra:
+    """An extra: what it is for, and which of its libraries are not installed."""
 
     extra: str
-    opens: str
+    purpose: str
     available: bool
     missing: tuple[str, ...]
 
@@ -69,12 +76,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that the doctor knows; `healthy` is False where something needed is broken."""
+    """The whole report; `healthy` is False if a check failed."""
 
     versions: dict[str, str | None]
     machine: dict[str, Any]
     threads: dict[str, int]
-    doors: tuple[Door, ...]
+    extras: tuple[Extra, ...]
     operations: tuple[Operation, ...]
     checks: tuple[Check, ...]
 
@@ -104,19 +111,19 @@ def diagnose() -> Diagnosis:
             "temporary_free_bytes": machine.free_disk_bytes(tempfile.gettempdir()),
         },
         threads={"torch": torch.get_num_threads(), "torch_between_operations": torch.get_num_interop_threads()},
-        doors=tuple(doors()),
+        extras=tuple(extras()),
         operations=tuple(operations()),
         checks=tuple(_attempt(name, check) for name, check in CHECKS.items()),
     )
 
 
-def doors() -> list[Door]:
-    """Return every extra with the libraries it lacks here."""
+def extras() -> list[Extra]:
+    """Return every extra, with the libraries that are missing here."""
     found = []
-    for extra, (opens, available) in DOORS.items():
+    for extra, (purpose, available) in EXTRAS.items():
         installed = machine.versions(*_requirements(extra))
         missing = tuple(name for name, version in installed.items() if version is None)
-        found.append(Door(extra, opens, available, missing))
+        found.append(Extra(extra, purpose, available, missing))
     return found
 
 
@@ -165,8 +172,8 @@ def _check_disk() -> Check:
         file.write(b"viviane")
     free = machine.free_disk_bytes(folder)
     seen = f"{free / machine.GIB:.1f} GiB free in {folder}"
-    fix = "" if free >= _ROOM_BYTES else "free some space, or set TMPDIR to a folder on a larger disk"
-    return Check("temporary files", free >= _ROOM_BYTES, seen, fix)
+    fix = "" if free >= _FREE_DISK_BYTES else "free disk space, or set TMPDIR to a folder on a larger disk"
+    return Check("temporary files", free >= _FREE_DISK_BYTES, seen, fix)
 
 
 def _check_gpu() -> Check:

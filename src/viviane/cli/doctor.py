@@ -34,7 +34,7 @@ def _show(diagnosis: Diagnosis) -> None:
     from viviane.cli.console import output
 
     console = output()
-    for table in (_machine(diagnosis), _doors(diagnosis), _operations(diagnosis), _checks(diagnosis)):
+    for table in (_machine(diagnosis), _extras(diagnosis), _operations(diagnosis), _checks(diagnosis)):
         console.print(table)
     for check in diagnosis.checks:
         if not check.ok:
@@ -71,11 +71,11 @@ def _machine(diagnosis: Diagnosis) -> Table:
     return table
 
 
-def _doors(diagnosis: Diagnosis) -> Table:
-    table = _table("Extras: pip install 'viviane[...]'", "extra", "opens", "here")
-    for door in diagnosis.doors:
-        state = "[green]installed[/green]" if not door.missing else "not installed: " + ", ".join(door.missing)
-        table.add_row(door.extra, door.opens, state if door.available else "planned")
+def _extras(diagnosis: Diagnosis) -> Table:
+    table = _table("Extras: pip install 'viviane[...]'", "extra", "purpose", "here")
+    for one in diagnosis.extras:
+        state = "[green]installed[/green]" if not one.missing else "not installed: " + ", ".join(one.missing)
+        table.add_row(one.extra, one.purpose, state if one.available else "planned")
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from viviane.core.errors import ConfigError
+from viviane.core.files import write_bytes_atomic
 from viviane.core.json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -32,8 +34,13 @@ def command(
     num_dense: Annotated[int | None, typer.Option(help="Preset: numeric columns [13].")] = None,
     num_categorical: Annotated[int | None, typer.Option(help="Preset: categorical columns [26].")] = None,
     min_count: Annotated[int | None, typer.Option(help="Preset: rarer values become one unknown id [6].")] = None,
-    hash_ids: Annotated[int | None, typer.Option(help="Preset: hash into so many ids, learn no vocabulary.")] = None,
+    hash_ids: Annotated[int | None, typer.Option(help="Preset: hash into this many ids, learn no vocabulary.")] = None,
     raw_ids: Annotated[bool, typer.Option(help="Preset: keep ids as they are, for dynamic tables.")] = False,
+    infer: Annotated[
+        bool,
+        typer.Option("--infer", help="Infer column types of the first INPUT; print them and the declarative file."),
+    ] = False,
+    label: Annotated[list[str] | None, typer.Option(help="With --infer: a column to predict; several times.")] = None,
     split: Annotated[str | None, typer.Option(help=_SPLIT_HELP)] = None,
     memory_limit: Annotated[str, typer.Option(help="Bound of the whole process: 4GB, 512MiB.")] = "4GB",
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.", min=1)] = None,
@@ -53,6 +60,12 @@ def command(
     """Clean raw logs: learn on the training part, write Parquet and schema for every part."""
     from viviane.etl import SequenceConfig, run, sequences
 
+    if label and not infer:
+        raise ConfigError("--label is for --infer; the declarative file names the labels", value=", ".join(label))
+    if infer:
+        _infer(inputs or [], label or [], output, overwrite=overwrite)
+        return
+
     options = {
         "num_dense": num_dense, "num_categorical": num_categorical, "min_count": min_count, "hash_ids": hash_ids,
         "raw_ids": raw_ids or None,
@@ -64,14 +77,7 @@ def command(
     if not inputs or output is None:
         raise ConfigError("say what to read and where to write", allowed="INPUT... --output FOLDER, or --picture FILE")
     if isinstance(what, SequenceConfig):
-        if split is not None:
-            raise ConfigError("rows to sequences are not split", value=split, fix="split the ETL that reads them")
-        if engine != "duckdb" or master or spark or device:
-            raise ConfigError(
-                "rows to sequences are DuckDB's work",
-                value=engine,
-                fix="leave out --engine, --master, --spark, --device",
-            )
+        _refuse_of_rows(split, engine, bool(master or spark or device))
         made = sequences(
             what, inputs, output,
             memory_limit=memory_limit, threads=threads, on_bad_row=_bad_row(on_bad_row), resume=resume,
@@ -97,6 +103,33 @@ def command(
             progress=progress.show,
         )
     _print(summary)
+
+
+def _refuse_of_rows(split: str | None, engine: str, has_options: bool) -> None:
+    """Refuse options that rows to sequences do not take."""
+    if split is not None:
+        raise ConfigError("rows to sequences are not split", value=split, fix="split the ETL that reads them")
+    if engine != "duckdb" or has_options:
+        fix = "leave out --engine, --master, --spark, --device"
+        raise ConfigError("rows to sequences are DuckDB's work", value=engine, fix=fix)
+
+
+def _infer(inputs: list[str], labels: list[str], output: Path | None, *, overwrite: bool) -> None:
+    """Print what each column is, and write or print the declarative file."""
+    from viviane.etl import infer_file
+
+    if len(inputs) != 1:
+        raise ConfigError("--infer reads one file", value=len(inputs), allowed="viviane etl --infer clicks.csv")
+    if output is not None and output.exists() and not overwrite:
+        raise ConfigError("the file exists", where=str(output), fix="choose another, or pass --overwrite")
+    found = infer_file(inputs[0], labels)
+    text = json.dumps(found.config.to_dict(), indent=2, ensure_ascii=False) + "\n"
+    typer.echo(found.describe(), err=True)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    write_bytes_atomic(output, text.encode())
+    typer.echo(f"\nedit {output}, then: viviane etl {inputs[0]} --config {output} --output data", err=True)
 
 
 def spark_settings(pairs: list[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import typer
 from viviane.core.errors import ConfigError, suggest
 
 ACTIONS = {
-    "build": "MODEL: index the vectors of its items, beside the model or in --output",
+    "build": "MODEL: index the vectors of its items, next to the model or in --output",
     "inspect": "MODEL or INDEX: what it holds and how much it finds",
 }
 

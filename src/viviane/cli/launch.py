@@ -14,12 +14,12 @@ _OWN = ("--processes", "--gpus", "--max-restarts")
 
 
 def launch(processes: int | None, gpus: int | None, max_restarts: int = 0) -> NoReturn:
-    """Start this command line in several processes, in the place of this one.
+    """Start this command line in several processes, in place of this one.
 
     Args:
         processes: on the CPU.
-        gpus: one process for each of so many GPUs of this machine.
-        max_restarts: how often all of them are started anew after one has died.
+        gpus: one process for each of this many GPUs of this machine.
+        max_restarts: how often all of them are restarted after one has died.
 
     Raises:
         ConfigError: both, or more GPUs than there are, or this process was itself started by torchrun.

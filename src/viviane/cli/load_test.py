@@ -28,7 +28,7 @@ def command(
     protocol: Annotated[str, typer.Option(help="http or grpc.")] = "http",
     concurrency: Annotated[str, typer.Option(help="Numbers of clients that wait for their answers.")] = "1,16,64",
     rates: Annotated[
-        str, typer.Option(help="Requests a second that wait for nobody; 1.5x is relative to the clients' best.")
+        str, typer.Option(help="Open-loop requests per second; 1.5x is relative to the clients' best.")
     ] = "0.25x,0.5x,0.75x,1x,1.5x,2x",
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of each phase.")] = 5.0,
     timeout_s: Annotated[
@@ -36,7 +36,7 @@ def command(
     ] = 30.0,
     seed: Annotated[int, typer.Option(help="Of times and made-up rows.")] = 0,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="A .json file; a page with a plot goes beside it.")
+        Path, typer.Option("--output", "-o", help="A .json file; a page with a plot goes next to it.")
     ] = Path("load-test.json"),
     tool: Annotated[str, typer.Option(help="viviane, or perf_analyzer, Triton's own.")] = "viviane",
 ) -> None:
@@ -99,7 +99,7 @@ def _line(*cells: str) -> str:
 def _page(result: LoadResult) -> str:
     """Return a page with latency against throughput, and the refused share against the offered rate."""
     from viviane.report.chart import Line, line_chart
-    from viviane.report.page import plain_page
+    from viviane.report.html import page
 
     def latency(kind: str, quantile: str) -> list[tuple[float, float]]:
         phases = [phase for phase in result.phases if phase.kind == kind and phase.latency_ms]
@@ -120,4 +120,4 @@ def _page(result: LoadResult) -> str:
         charts.append(line_chart(answered, x_label="requests/s offered", y_label="requests/s answered"))
     rows = "".join(f"<figure>{chart}</figure>" for chart in charts)
     told = f"{result.settings.url}, {result.settings.rows} row(s) a request, {result.settings.seconds:g} s a phase"
-    return plain_page(f"Load test of {result.model}", told, rows)
+    return page(f"Load test of {result.model}", told, rows)

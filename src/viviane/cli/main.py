@@ -28,15 +28,18 @@ COMMANDS = {
     "export": "viviane.cli.export",
     "serve": "viviane.cli.serve",
     "load-test": "viviane.cli.load_test",
+    "store": "viviane.cli.store",
     "index": "viviane.cli.index",
     "recommend": "viviane.cli.recommend",
     "summary": "viviane.cli.summary",
     "plan": "viviane.cli.plan",
+    "tune": "viviane.cli.tune",
     "trace": "viviane.cli.trace",
     "bench": "viviane.cli.bench",
     "checkpoint": "viviane.cli.checkpoint",
     "doctor": "viviane.cli.doctor",
     "hugectr": "viviane.cli.hugectr",
+    "sok": "viviane.cli.sok",
 }
 
 

@@ -14,7 +14,7 @@ from viviane.core.errors import ConfigError
 if TYPE_CHECKING:
     from viviane.cli.train_config import TrainConfig
     from viviane.data import Dataset
-    from viviane.model.graph import Plan as GraphPlan
+    from viviane.model.graph import GraphPlan
     from viviane.parallel.costs import Machine
     from viviane.parallel.planner import Planned, Planner
 
@@ -50,7 +50,7 @@ def command(
 
     count = processes or gpus
     if count is None or (processes and gpus):
-        raise ConfigError("a plan is for so many processes, or so many GPUs", fix="give --processes or --gpus")
+        raise ConfigError("a plan is for this many processes, or this many GPUs", fix="give --processes or --gpus")
     settings = read_train_config(config, changes or [])
     data = settings.data.open_train()
     if not isinstance(data, Dataset):
@@ -118,10 +118,7 @@ def _machine(device: str, count: int, told: _Told, *, may_be_elsewhere: bool) ->
     elif where.type == "cuda":
         held = torch.cuda.get_device_properties(where).total_memory
     else:
-        total, _ = memory_bytes()
-        if total is None:
-            raise ConfigError("this machine does not say how much memory it has", fix="say it with --memory-gb")
-        held = total
+        held, _ = memory_bytes()
     speed = speed or copy_gb_per_s(where)
     note = "given" if link else "measured"
     if link is None and where.type == "cuda":

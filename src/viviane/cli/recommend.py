@@ -32,7 +32,7 @@ def command(
     """Recommend items: candidates by nearest neighbours, put in order by a second model."""
     from viviane.cli.tables import check_output
 
-    recommender, model = _open(retrieval, ranking, candidates, device)
+    recommender, model = open_recommender(retrieval, ranking, candidates, device)
     names = _names(model)
     if similar is not None:
         try:
@@ -51,7 +51,9 @@ def command(
     typer.echo(f"{output}: {k} items for each of {count:,} rows")
 
 
-def _open(path: Path, ranking: Path | None, candidates: int, device: str) -> tuple[Recommender, Model]:
+def open_recommender(
+    path: Path, ranking: Path | None = None, candidates: int = 100, device: str = "auto"
+) -> tuple[Recommender, Model]:
     """Return the recommender, and the model whose columns the input has."""
     from viviane.model import Model
     from viviane.retrieval import ItemIndex, Recommender, VectorSource, index_folder, model_version
@@ -112,7 +114,7 @@ def _write(
     schema = pa.schema(fields if values is None else [*fields, ("value", pa.string())])
     with open_rows(data, model, with_labels=False) as rows, writing(output, schema, overwrite=overwrite) as write:
         for batch in rows.reader(4096):
-            histories, columns = _columns(model, batch)
+            histories, columns = given_columns(model, batch)
             found = recommender.recommend(histories, k, rows=columns, remove_seen=remove_seen)
             write(_table(found, count, values, schema))
             count += len(histories)
@@ -121,7 +123,7 @@ def _write(
     return count
 
 
-def _columns(model: Model, batch: Any) -> tuple[Any, dict[str, Any]]:
+def given_columns(model: Model, batch: Any) -> tuple[Any, dict[str, Any]]:
     """Return the histories of a batch, and its other columns."""
     import numpy as np
 

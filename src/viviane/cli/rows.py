@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from viviane.core.errors import DataError, DataNotFoundError
-from viviane.core.locations import AnyPath, published_location
+from viviane.core.locations import AnyPath
+from viviane.core.remote.published import published_location
 from viviane.data import Dataset
 from viviane.model import Model
 from viviane.schema import SCHEMA_FILE

@@ -26,7 +26,8 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
-            help="A run folder, a saved model, versions 1/, 2/ of one, or a folder of models; NAME=PATH names one.",
+            help="A run folder, a saved model, versions 1/, 2/ of one, a folder of models, or a saved recommender; "
+            "NAME=PATH names one.",
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="JSON file of settings; options change them.")] = None,
@@ -58,14 +59,18 @@ def command(
         raise ConfigError("no such engine", where="--engine", value=engine, allowed=", ".join(_ENGINES))
     session = {name: value for name, value in (("device", device), ("instances", instances)) if value is not None}
     data = _read(config, changes or [])
-    entries = _entries(models or [], session)
+    recommenders, others = _recommenders(models or [])
+    entries = _entries(others, session)
     if write_only is not None or engine == "triton":
+        if recommenders:
+            fix = "serve it by Viviane's own server: leave --engine and --write-only out"
+            raise ConfigError("Triton serves models, no recommenders", value=", ".join(recommenders), fix=fix)
         options = {"host": host, "http_port": port, "grpc_port": grpc_port, "max_delay_ms": max_delay_ms,
                    "instances": instances, "allow_load": allow_load or None}  # fmt: skip
         _triton(data, config, options, entries, session, write_only)
         return
     options = {"host": host, "http_port": port, "grpc_port": grpc_port, "allow_load": allow_load or None}
-    _serve(data, config, options, max_delay_ms, entries, session)
+    _serve(data, config, options, max_delay_ms, entries, session, recommenders)
 
 
 def _serve(
@@ -75,19 +80,24 @@ def _serve(
     max_delay_ms: float | None,
     entries: list[ModelEntry],
     session: dict[str, Any],
+    recommenders: dict[str, str],
 ) -> None:
     from viviane.serving.server import InferenceServer, ServerSettings
 
     if max_delay_ms is not None:
         data["batching"] = {**data.get("batching", {}), "max_delay_ms": max_delay_ms}
     settings = ServerSettings.from_dict({**data, **_given(options)}, where=_origin(config))
-    settings = _with_models(settings, entries, session)
+    if entries or not recommenders:
+        settings = _with_models(settings, entries, session)
     _warn_about_network(settings.host, settings.is_local)
-    server = InferenceServer(settings, metadata.version("viviane"))
+    opened = _opened(recommenders, session.get("device", "auto"))
+    server = InferenceServer(settings, metadata.version("viviane"), opened)
 
     def started() -> None:
         for name, versions in server.repository.names().items():
             typer.echo(f"model {name}: version {', '.join(map(str, versions))}")
+        for name in opened:
+            typer.echo(f"recommender {name}")
         typer.echo(f"HTTP: {server.http_url} (open it in a browser to try a row)")
         if server.grpc_target is not None:
             typer.echo(f"gRPC: {server.grpc_target}")
@@ -161,6 +171,32 @@ def _read(config: Path | None, changes: list[str]) -> dict[str, Any]:
     for change in changes:
         change_settings(data, change)
     return data
+
+
+def _recommenders(models: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the folders that hold recommenders, by name, and the others."""
+    found: dict[str, str] = {}
+    others = []
+    for one in models:
+        name, equals, path = one.partition("=")
+        named = bool(equals) and "/" not in name
+        path = path if named else one
+        if not (Path(path) / "recommender.json").is_file():
+            others.append(one)
+            continue
+        name = name if named else Path(path).resolve().name
+        if name in found:
+            raise ConfigError("two recommenders of one name", value=name, fix="name one: NAME=PATH")
+        found[name] = path
+    return found, others
+
+
+def _opened(recommenders: dict[str, str], device: str) -> dict[str, Any]:
+    if not recommenders:
+        return {}
+    from viviane.cli.served_recommender import ServedRecommender
+
+    return {name: ServedRecommender(path, device) for name, path in recommenders.items()}
 
 
 def _entries(models: list[str], session: dict[str, Any]) -> list[ModelEntry]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from viviane.data import Dataset
     from viviane.model import Model
-    from viviane.training.trace import Recorded, Replayed
+    from viviane.training.profiling.trace import Recorded, Replayed
 
 _SYNTHETIC_BATCHES = 8
 _KERNELS = 8
@@ -36,17 +36,17 @@ def command(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: solver.precision=bf16.")
     ] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Train in so many processes on the CPU.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Train on so many GPUs of this machine.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Train in this many processes on the CPU.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Train on this many GPUs of this machine.")] = None,
 ) -> None:
     """Show where the time of a training step goes. No file of the model or the run is touched."""
     if processes is not None or gpus is not None:
         from viviane.cli.launch import launch
 
-        launch(processes, gpus)  # does not come back: the command starts anew in every process
+        launch(processes, gpus)  # does not return: the command starts over in every process
     from viviane.data import Dataset
     from viviane.report.trace_page import PICTURE_FILE, REPLAYED_PICTURE_FILE, write_trace_page
-    from viviane.training.trace import record_trace
+    from viviane.training.profiling.trace import record_trace
 
     model, rows = _model(source, device, batch_size, changes or [], data)
     group = model.trainer.group

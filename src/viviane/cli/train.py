@@ -26,22 +26,26 @@ def command(
     ] = None,
     run_folder: Annotated[Path | None, typer.Option(help="Where metrics, checkpoints and the model go.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
-    processes: Annotated[int | None, typer.Option(min=1, help="Train in so many processes on the CPU.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Train on so many GPUs of this machine.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Train in this many processes on the CPU.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Train on this many GPUs of this machine.")] = None,
+    publish: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send changed rows to kafka://host:port/topic while it trains.")
+    ] = None,
+    publish_every: Annotated[float, typer.Option(min=0.01, help="Seconds between publications.")] = 1.0,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often a job whose process died goes on from its last checkpoint.")
+        int, typer.Option(min=0, help="Maximum restarts after a process has died, from the last checkpoint.")
     ] = 0,
 ) -> None:
     """Train a model; writes a run folder with the saved model and report.html."""
     if processes is not None or gpus is not None:
         from viviane.cli.launch import launch
 
-        launch(processes, gpus, max_restarts)  # does not come back: the command starts anew in every process
+        launch(processes, gpus, max_restarts)  # does not return: the command starts over in every process
     from viviane.cli.train_config import read_train_config
     from viviane.parallel import join_processes, num_restarts
     from viviane.report import write_report
     from viviane.training import RunFolder
-    from viviane.training.remote_run import RunMirror
+    from viviane.training.checkpoint.remote_run import RunMirror
     from viviane.training.run_folder import hold_folder
 
     settings = read_train_config(config, changes or [])
@@ -61,11 +65,14 @@ def command(
         model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics, statistics=train.info)
         if group.rank == 0:
             model.summary()
+        if publish is not None:
+            published = model.publish(publish, outbox=folder.path / "outbox", every_s=publish_every)
+            held.callback(published.close)
         files = {"train.json": settings.to_dict()}
         history = model.fit(train, validation, run_folder=place, resume=resume, files=files)
         if history.interrupted:
             if group.rank == 0:
-                typer.echo(f"interrupted; go on with: viviane train {config} --run-folder {place} --resume")
+                typer.echo(f"interrupted; resume with: viviane train {config} --run-folder {place} --resume")
             sys.exit(_INTERRUPTED)
         saved = model.save(place / "model")
         if group.rank:

@@ -17,7 +17,7 @@ EPSILON = 1e-7
 
 
 class Ratio(Metric):
-    """A ratio of two sums in float64 that stay on the device until they are asked for."""
+    """A ratio of two sums in float64 that stay on the device until they are requested."""
 
     def __init__(self) -> None:
         self.reset()

@@ -1,6 +1,9 @@
 """The model: a graph of named layers, or any torch module, with fit, evaluate, predict, save and load."""
 
-from viviane.model.graph import Plan, plan_graph
+import warnings
+from typing import Any
+
+from viviane.model.graph import GraphPlan, plan_graph
 from viviane.model.model import Model
 from viviane.model.module import GraphModule
 from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding, TableOptions
@@ -11,15 +14,23 @@ from viviane.model.summary import ModelSummary
 __all__ = [
     "DenseLayer",
     "GraphModule",
+    "GraphPlan",
     "Input",
     "Model",
     "ModelFile",
     "ModelSummary",
     "Node",
-    "Plan",
     "SparseEmbedding",
     "TableOptions",
     "graph_svg",
     "plan_graph",
     "read_model_file",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return `GraphPlan` under its old, deprecated name."""
+    if name != "Plan":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.Plan is now GraphPlan", DeprecationWarning, stacklevel=2)
+    return GraphPlan

@@ -10,7 +10,7 @@ from viviane.embedding import EmbeddingCollection, TableCollection
 
 
 class AllRows:
-    """Returns the rows of a table, (num_rows, dim), whatever the batch.
+    """Returns the rows of a table, (num_rows, dim), for every batch.
 
     Args:
         name: of the node, for the message.

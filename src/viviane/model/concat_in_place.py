@@ -23,7 +23,7 @@ from viviane.nn.shape import Concat, ConcatParameters, Reshape, ReshapeParameter
 
 
 class ConcatInPlace(nn.Module):
-    """A `Concat` whose other inputs go beside a lookup's vectors; where somebody listens to it, it is called itself.
+    """A `Concat` whose other inputs go beside a lookup's vectors; if it has hooks, it is called itself.
 
     Args:
         concat: the layer.
@@ -36,7 +36,7 @@ class ConcatInPlace(nn.Module):
         self._place = place
 
     def begin(self, wide: WideRows, *inputs: Any) -> None:
-        """Put the other inputs beside the lookup's vectors, which are under way, where all of them are there.
+        """Put the other inputs beside the lookup's vectors, which are in progress, where all of them are there.
 
         Args:
             wide: the lookup's rows.
@@ -50,7 +50,7 @@ class ConcatInPlace(nn.Module):
         """Return the joined tensor.
 
         Args:
-            inputs: of the layer, and the lookup's rows, or None where they have no room.
+            inputs: of the layer, and the lookup's rows, or None if the lookup has no margins.
         """
         parts: tuple[Tensor, ...] = inputs[:-1]
         wide: WideRows | None = inputs[-1]

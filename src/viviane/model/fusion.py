@@ -24,7 +24,7 @@ Step: TypeAlias = tuple[nn.Module, tuple[int, ...], tuple[int, ...]]
 class FusedMLP(nn.Module):
     """An MLP with the interaction before it and the fully connected layer behind it, where there are such.
 
-    Where the fused operators do not serve, or somebody listens to one of the layers, they are called one by one.
+    Where the fused operators do not serve, or one of the layers has hooks, they are called one by one.
 
     Args:
         pairs: whose output only the MLP reads, or None.

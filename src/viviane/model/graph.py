@@ -36,7 +36,7 @@ class Tables:
 
 
 @dataclass
-class Plan:
+class GraphPlan:
     """A graph that was found right for a schema.
 
     Args:
@@ -74,7 +74,7 @@ class Plan:
         return [node for node in self.nodes if isinstance(node, SparseEmbedding)]
 
 
-def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> Plan:
+def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> GraphPlan:
     """Check a graph against a schema, infer shapes, and build its layers; tables are not built yet.
 
     Args:
@@ -83,10 +83,10 @@ def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> Plan:
         seed: of the layers' initial values, which depend besides on each layer's name and shape alone.
 
     Raises:
-        ConfigError: a name stands twice, a bottom is unknown, the loss is missing or misplaced.
+        ConfigError: a name occurs twice, a bottom is unknown, the loss is missing or misplaced.
         SchemaError: a column is unknown, or a layer cannot take its inputs' shapes.
     """
-    plan = Plan(tuple(nodes))
+    plan = GraphPlan(tuple(nodes))
     if not nodes or not isinstance(nodes[0], Input):
         raise ConfigError(
             "a graph begins with an Input", fix="model.add(vv.Input(label='label', dense='dense', sparse='cats'))"
@@ -121,7 +121,7 @@ def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> Plan:
     return plan
 
 
-def _add_input(plan: Plan, node: Input, schema: Schema) -> None:
+def _add_input(plan: GraphPlan, node: Input, schema: Schema) -> None:
     plan.label = _groups("label", node.label, [one.name for one in schema.labels])
     plan.dense = _groups("dense", node.dense, [one.name for one in schema.dense])
     plan.sparse = _groups("sparse", node.sparse, [one.name for one in schema.categorical])
@@ -152,12 +152,12 @@ def _groups(kind: str, given: str | Mapping[str, tuple[str, ...]], everything: l
     for name, columns in given.items():
         twice = sorted({column for column in columns if columns.count(column) > 1})
         if twice or not columns:
-            what = "a column stands twice in one tensor" if twice else "an input tensor needs at least one column"
+            what = "a column occurs twice in one tensor" if twice else "an input tensor needs at least one column"
             raise ConfigError(what, where=f"Input, {kind} {name!r}", value=", ".join(twice))
     return dict(given)
 
 
-def _add_embedding(plan: Plan, node: SparseEmbedding, schema: Schema) -> None:
+def _add_embedding(plan: GraphPlan, node: SparseEmbedding, schema: Schema) -> None:
     where = f"embedding {node.name!r}"
     if node.bottom not in plan.sparse:
         fix = suggest(node.bottom, plan.sparse)
@@ -226,7 +226,7 @@ def _feature(node: SparseEmbedding, column: CategoricalColumn) -> FeatureConfig:
     return FeatureConfig(name=column.name, table=column.table, combiner=node.combiner, max_length=length)
 
 
-def _add_layer(plan: Plan, node: DenseLayer, schema: Schema, seed: int) -> tuple[str, ...]:
+def _add_layer(plan: GraphPlan, node: DenseLayer, schema: Schema, seed: int) -> tuple[str, ...]:
     """Build the layer and note its outputs' shapes; a loss is only checked."""
     where = f"layer {node.name!r} ({node.type})"
     inputs: list[Shape] = []
@@ -262,7 +262,7 @@ def _add_layer(plan: Plan, node: DenseLayer, schema: Schema, seed: int) -> tuple
     return node.top
 
 
-def _check_bottom(plan: Plan, bottom: str, where: str) -> None:
+def _check_bottom(plan: GraphPlan, bottom: str, where: str) -> None:
     if bottom in plan.sparse:
         fix = f"look them up first: SparseEmbedding('emb', bottom={bottom!r}, dim=16)"
         raise ConfigError("a layer cannot read categorical columns", where=where, value=bottom, fix=fix)
@@ -274,7 +274,7 @@ def _check_bottom(plan: Plan, bottom: str, where: str) -> None:
         raise SchemaError(f"the schema has no {kind} columns, so the tensor is empty", where=where, value=bottom)
 
 
-def _add_loss(plan: Plan, node: DenseLayer, layer: Loss, where: str) -> None:
+def _add_loss(plan: GraphPlan, node: DenseLayer, layer: Loss, where: str) -> None:
     output, label = node.bottom
     if label not in plan.label:
         fix = suggest(label, plan.label)

@@ -10,7 +10,7 @@ from viviane.model.nodes import DenseLayer, Node
 from viviane.nn import LAYERS, Loss
 from viviane.nn.loss import LossParameters
 from viviane.schema import Schema
-from viviane.training.objective import LossTerm
+from viviane.training.step.objective import LossTerm
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,24 +18,27 @@ from viviane.config import Adam, AnyOptimizer, Solver
 from viviane.config.optimizers import optimizer_settings
 from viviane.core.errors import ConfigError, expect, suggest
 from viviane.core.files import write_bytes_atomic
-from viviane.core.locations import AnyPath, location
+from viviane.core.html import html_table
+from viviane.core.locations import AnyPath
 from viviane.core.logging import get_logger
 from viviane.data import Dataset, KafkaStream
-from viviane.model.graph import Plan, plan_graph, unused_message
+from viviane.embedding.module_parts import collections_of, dense_parameters
+from viviane.model.graph import GraphPlan, plan_graph, unused_message
+from viviane.model.hub import model_card, pull, push
 from viviane.model.losses import terms, weigh_losses
 from viviane.model.module import GraphModule, build_module
 from viviane.model.nodes import DenseLayer, Input, Node, Recipe, SparseEmbedding
+from viviane.model.output_bias import base_rates, start_at_rates
 from viviane.model.plot import graph_svg
-from viviane.model.prediction import as_batches, predict_rows, tensor_rows
+from viviane.model.prediction import as_batches, as_dataset, predict_rows, tensor_rows
+from viviane.model.publication import Publication
 from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
 from viviane.model.summary import ModelSummary, summarize
 from viviane.parallel import join_processes
 from viviane.schema import Schema
-from viviane.training import Callback, History, Trainer
-from viviane.training.checkpoint_write import take_part
-from viviane.training.dense_state import collections_of, dense_parameters
+from viviane.training import Callback, EvaluationLines, History, Trainer
 from viviane.training.evaluation import choose_metrics
-from viviane.training.objective import LossTerm
+from viviane.training.step.objective import LossTerm
 
 _log = get_logger("model")
 
@@ -76,6 +82,7 @@ class Model:
         self._own_module = module
         self._module: nn.Module | None = None
         self._terms: list[LossTerm] | None = None
+        self._publications: list[Publication] = []
         self._trainer: Trainer | None = None
         if isinstance(schema, Dataset):
             self._remember_etl(schema)
@@ -100,7 +107,7 @@ class Model:
             allowed = "Input, SparseEmbedding, DenseLayer, or a model of viviane.zoo"
             raise ConfigError("a model is made of nodes", value=type(node).__name__, allowed=allowed)
 
-    def plan(self) -> Plan:
+    def plan(self) -> GraphPlan:
         """Check the graph against the schema and infer all shapes, without making tables."""
         return plan_graph(self.nodes, self.schema, seed=self.solver.seed)
 
@@ -202,26 +209,58 @@ class Model:
 
     def fit(
         self,
-        train: Dataset | KafkaStream,
-        validation: Dataset | None = None,
+        train: Any,
+        validation: Any = None,
         *,
         epochs: int | None = None,
         run_folder: str | AnyPath | None = None,
         callbacks: Sequence[Callback] = (),
         resume: bool = False,
         files: Mapping[str, Any] | None = None,
+        tracker: Any = None,
+        verbose: int | None = None,
     ) -> History:
-        """Train; a second call goes on with the optimizer's state where the first one ended.
+        """Train; a second call continues with the optimizer's state where the first one ended.
 
         Args:
-            train: training rows: a data set, or a stream for online training.
+            train: training rows: a data set, a stream for online training, or rows in memory as `predict` takes them,
+                with labels.
             validation: rows to evaluate on at the end of each epoch, or every `solver.eval_every` steps.
             epochs: instead of the solver's.
             run_folder: where metrics and checkpoints go, a folder or a URL.
             callbacks: hooks, see `viviane.training.Callback`.
-            resume: go on from the newest checkpoint of the run folder.
+            resume: continue from the newest checkpoint of the run folder.
             files: more JSON files of the run folder, by name.
+            tracker: "mlflow", "wandb" or "tensorboard", a `viviane.training.Tracker`, or several of these.
+            verbose: 0 shows nothing, 1 a line of progress, 2 a line for each evaluation too; None shows progress at a
+                terminal and in a notebook.
         """
+        if verbose is not None and verbose not in (0, 1, 2):
+            raise ConfigError("unknown verbose", value=verbose, allowed="0, 1, 2, None")
+        more = (*callbacks, *([EvaluationLines()] if verbose == 2 else []))
+        with ExitStack() as held:
+            if not isinstance(train, Dataset | KafkaStream):
+                train = held.enter_context(as_dataset(train, self.schema, self.etl))
+            if validation is not None:
+                validation = held.enter_context(as_dataset(validation, self.schema, self.etl))
+            return self._fit(
+                train, validation, epochs=epochs, run_folder=run_folder, callbacks=more, resume=resume, files=files,
+                tracker=tracker, progress=None if verbose is None else verbose > 0,
+            )  # fmt: skip
+
+    def _fit(
+        self,
+        train: Dataset | KafkaStream,
+        validation: Dataset | None,
+        *,
+        epochs: int | None,
+        run_folder: str | AnyPath | None,
+        callbacks: Sequence[Callback],
+        resume: bool,
+        files: Mapping[str, Any] | None,
+        tracker: Any,
+        progress: bool | None,
+    ) -> History:
         before = self.trainer
         for data in (train, *(() if validation is None else (validation,))):
             before.check_schema(data)
@@ -234,30 +273,83 @@ class Model:
             before.optimizer,
             metrics=self.metrics,
             terms=self._terms,
-            callbacks=callbacks,
+            callbacks=[*callbacks, *self._publications],
             run_folder=run_folder,
             config={"name": self.name, **graph},
             files=files,
+            tracker=tracker,
+            progress=progress,
         )
         if before.step:
             self._trainer.go_on_from(before)
+        elif solver.init_output_bias and isinstance(train, Dataset) and self._own_module is None:
+            self.init_output_bias(train)
         self._remember_etl(train)
         return self._trainer.fit(train, validation, resume=resume)
 
-    def evaluate(self, dataset: Dataset, *, max_batches: int | None = None) -> dict[str, float]:
-        """Return "loss" and the metrics over a data set."""
-        return self.trainer.evaluate(dataset, max_batches=max_batches)
+    def publish(
+        self,
+        address: str,
+        *,
+        outbox: str | Path,
+        every_s: float = 1.0,
+        dense_every: int = 1,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Publication:
+        """Send the rows that `fit` changes to servers, from now on; see `viviane.model.publication.Publication`.
 
-    def predict(self, rows: Any, *, raw: bool = False) -> NDArray[np.float32]:
+        Args:
+            address: kafka://host:port/topic.
+            outbox: folder for what the broker has not confirmed; of this model alone.
+            every_s: seconds between publications.
+            dense_every: publications between two that hold the dense weights.
+            settings: librdkafka's own; user and password come from the environment.
+
+        Raises:
+            RemoteError: no broker answers within 3 seconds, or there is no such topic.
+            ConfigError: an optimizer moves rows that no batch touches.
+        """
+        self._publications.append(
+            Publication(self, address, outbox=outbox, every_s=every_s, dense_every=dense_every, settings=settings)
+        )
+        return self._publications[-1]
+
+    def init_output_bias(self, train: Dataset) -> list[str]:
+        """Let training begin at the base rate p of each binary label: the bias of its logit becomes ln(p / (1 - p)).
+
+        The first `fit` does so (`Solver.init_output_bias`); a loop of your own calls it before its first step.
+
+        Args:
+            train: rows with labels, of which up to 65,536 are read.
+
+        Returns:
+            The labels it was done for: those whose logit comes from an `InnerProduct`, an `MLP` without a last
+            activation, or an `Add` of such, with the default initial bias or zero.
+
+        Raises:
+            ConfigError: before `compile`, or for a torch module, which has no graph.
+        """
+        if self._own_module is not None:
+            raise ConfigError("a torch module has no graph that says which bias is the output's", fix="set it yourself")
+        self.trainer.check_schema(train)
+        return start_at_rates(self.nodes, self.schema, self.module, base_rates(train, self.solver))
+
+    def evaluate(self, rows: Any, *, max_batches: int | None = None) -> dict[str, float]:
+        """Return "loss" and the metrics over rows with labels: a data set, or rows as `predict` takes them."""
+        with as_dataset(rows, self.schema, self.etl) as data:
+            return self.trainer.evaluate(data, max_batches=max_batches)
+
+    def predict(self, rows: Any, *, raw: bool | None = None) -> NDArray[np.float32]:
         """Return a probability for each row and label, (rows, L), in the order of the rows.
 
         Args:
-            rows: a Dataset, a Batch, or columns by name (ids as the ETL writes them); labels may be left out.
-            raw: rows are as they came, before the ETL: an Arrow table or a pandas frame, which the model's own
-                ETL turns into ids first; values that it never saw count as unknown.
+            rows: a Dataset, a Batch, or rows in memory: a pandas, Polars, Arrow or Hugging Face table, columns by name,
+                a list of dicts, a torch Dataset or DataLoader of dicts. Labels may be left out.
+            raw: whether rows are as they came, before the ETL; the model's own ETL then turns them into ids first, and
+                values that it never saw count as unknown. None finds out by columns and values.
 
         Raises:
-            ConfigError: `raw` without an ETL, or an unknown kind of rows.
+            ConfigError: raw rows without an ETL, an unknown kind of rows, or rows that may be raw or encoded.
         """
         if isinstance(rows, Dataset) and not raw:
             return self.trainer.predict(rows)
@@ -333,19 +425,19 @@ class Model:
         model.nodes.extend(content.nodes)
         return model
 
-    def save(self, folder: str | AnyPath) -> AnyPath:
+    def save(self, folder: str | AnyPath, *, published: Mapping[str, Any] | None = None) -> AnyPath:
         """Write graph, schema, weights and the data's ETL into a folder, whole or not at all; the folder may be a URL.
 
-        Several processes call it together; rank 0 writes.
+        Several processes call it together; rank 0 writes. Where it is refused or fails, all of them raise the error.
+
+        Args:
+            folder: where to; an older model there is replaced.
+            published: which published changes the weights contain, as a publisher says.
         """
-        module, group = self.module, self.trainer.group
         with self.trainer.averaged():
-            if group.rank == 0:
-                write_model(folder, self._content(), self.schema, module, self.etl)
-            else:
-                take_part(module, optimizer_state=False)
-            group.gather_numbers([0])
-        return location(folder)
+            return write_model(
+                folder, self._content(), self.schema, self.module, self.etl, self.trainer.group, published=published
+            )
 
     @classmethod
     def load(cls, folder: str | AnyPath, *, device: str = "auto", module: nn.Module | None = None) -> Self:
@@ -362,6 +454,63 @@ class Model:
         model = cls.blueprint(folder, device=device, module=module)
         model.compile(model.optimizer, model.embedding_optimizer, model.metrics)
         load_weights(find_model(folder), model.module)
+        return model
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        card: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        endpoint: str | None = None,
+        message: str = "Add a model",
+    ) -> str:
+        """Write the model to a repository of the Hugging Face Hub, with a model card; returns its address.
+
+        Args:
+            repo_id: "owner/name"; it is made if it does not exist.
+            card: README.md of the repository; None takes `viviane.model.hub.model_card(model)`.
+            private: whether a new repository is private; None takes the owner's default.
+            token: None takes the one of `hf auth login`.
+            endpoint: of another Hub.
+            message: of the commit.
+
+        Raises:
+            RemoteError: the Hub does not answer or refuses.
+        """
+        text = model_card(self) if card is None else card
+        return push(self, repo_id, private=private, token=token, endpoint=endpoint, card=text, message=message)
+
+    @classmethod
+    def from_hub(
+        cls,
+        repo_id: str,
+        *,
+        revision: str | None = None,
+        device: str = "auto",
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> Self:
+        """Load a model from a repository of the Hugging Face Hub; every file is verified as by `load`.
+
+        Args:
+            repo_id: "owner/name".
+            revision: a branch, tag or commit; None takes the main branch.
+            device: where to put it.
+            token: None takes the one of `hf auth login`.
+            endpoint: of another Hub.
+
+        Raises:
+            RemoteError: no such repository, or the Hub does not answer. ConfigError: it holds no model of Viviane.
+        """
+        folder = pull(repo_id, revision=revision, token=token, endpoint=endpoint)
+        try:
+            model = cls.load(folder, device=device)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)  # it holds the model's ETL
         return model
 
     @classmethod
@@ -399,6 +548,14 @@ class Model:
     def _remember_etl(self, data: Dataset | KafkaStream) -> None:
         if isinstance(data, Dataset) and (data.path / ETL_FILE).exists():
             self.etl = data.path / ETL_FILE
+
+    def _repr_html_(self) -> str:
+        """Return layers and tables, for notebooks."""
+        return (
+            self.describe().html()
+            if self.nodes or self._own_module is not None
+            else html_table(repr(self), ["node"], [])
+        )
 
     def __repr__(self) -> str:
         state = "compiled" if self._module is not None else "not compiled"

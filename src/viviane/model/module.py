@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,14 +14,15 @@ from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
-from viviane.embedding import EmbeddingOutput, FeatureConfig, TableCollection
+from viviane.embedding import FeatureConfig, TableCollection
 from viviane.embedding.wide_rows import Margins, WideRows
 from viviane.model.all_rows import AllRows
 from viviane.model.concat_in_place import ConcatInPlace, plan_in_place_concats
 from viviane.model.fusion import FusedMLP, Step, fuse
-from viviane.model.graph import Plan
+from viviane.model.graph import GraphPlan
 from viviane.model.ids import Ids
 from viviane.model.nodes import DenseLayer, SparseEmbedding
+from viviane.model.table_memory import table_memory
 from viviane.nn.registry import Layer
 from viviane.ops.capture import branch, is_capturing, join_ahead
 from viviane.ops.packing_ahead import pack_ahead
@@ -80,7 +80,7 @@ class GraphModule(nn.Module):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: GraphPlan,
         optimizer: AnyOptimizer,
         *,
         device: torch.device | str = "cpu",
@@ -120,11 +120,11 @@ class GraphModule(nn.Module):
                     self._steps.append((layer, bottoms, tuple(_slot(slots, top) for top in node.top)))
         self._slots = slots
         self._outputs = tuple(slots[loss.output] for loss in plan.losses)
-        self._fused = self._make_room(fuse(self._steps, self._outputs))
+        self._fused = self._use_margins(fuse(self._steps, self._outputs))
         self._in_turn = self._split(self._sources, self._fused)
 
-    def _make_room(self, steps: Sequence[Step]) -> list[Step]:
-        """Let lookups leave room for what is joined to their vectors alone; returns steps that make use of it."""
+    def _use_margins(self, steps: Sequence[Step]) -> list[Step]:
+        """Give lookups margins for inputs that are only joined with their vectors; return the steps that use them."""
         lookups = [tops[0] for tops, source in self._sources if isinstance(source, _Stack)]
         steps, joined = plan_in_place_concats(steps, self._outputs, lookups, len(self._slots))
         for i, (tops, source) in enumerate(self._sources):
@@ -141,7 +141,7 @@ class GraphModule(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return what the losses read side by side: the logits, (B, L), where there is one for each label."""
-        records = _records(batch)
+        records = batch.dense.is_cuda and _records(batch)  # the call is left out on a CPU
         if records:
             self._pack_ahead()
         values = self._run(batch, self._sources, self._in_turn)
@@ -235,7 +235,11 @@ class GraphModule(nn.Module):
                 finish, wide_rows[tops[-1]] = source.begin(batch)
                 begun.append((tops, finish))
             else:
-                _keep_results(values, tops, source(batch))
+                result = source(batch)
+                if len(tops) == 1:
+                    values[tops[0]] = result
+                else:
+                    _keep_results(values, tops, result)
         early, late = steps
         _compute(values, early)
         for layer, bottoms, _ in late:
@@ -249,12 +253,16 @@ class GraphModule(nn.Module):
 
 def _compute(values: list[Any], steps: Sequence[Step]) -> None:
     for layer, bottoms, tops in steps:
-        _keep_results(values, tops, layer(*[values[slot] for slot in bottoms]))
+        result = layer(*[values[slot] for slot in bottoms])
+        if len(tops) == 1:
+            values[tops[0]] = result
+        else:
+            _keep_results(values, tops, result)
 
 
 def _records(batch: Batch) -> bool:
     """Whether a CUDA graph is recorded."""
-    return not torch.compiler.is_compiling() and is_capturing(batch.dense.device)
+    return batch.dense.is_cuda and not torch.compiler.is_compiling() and is_capturing(batch.dense.device)
 
 
 def _keep_results(values: list[Any], tops: tuple[int, ...], result: Any) -> None:
@@ -266,7 +274,7 @@ def _keep_results(values: list[Any], tops: tuple[int, ...], result: Any) -> None
 
 
 def build_module(
-    plan: Plan, optimizer: AnyOptimizer, solver: Solver, group: Group, statistics: Mapping[str, Any] | None = None
+    plan: GraphPlan, optimizer: AnyOptimizer, solver: Solver, group: Group, statistics: Mapping[str, Any] | None = None
 ) -> GraphModule:
     """Make the layers and tables of a plan; tables are spread over the processes as the solver says.
 
@@ -290,13 +298,21 @@ def build_module(
             tables, features, optimizer, group, device=str(resolve_device(solver.device)), kinds=kinds,
             batch_size=solver.batch_size, wire_dtype=solver.wire_dtype, traffic=Traffic.of(statistics or {}),
         ).plan.to_dict()  # fmt: skip
-    make = partial(
-        make_tables, group=group, plan=given, wire_dtype=solver.wire_dtype, deduplicate_ids=solver.deduplicate_ids
+    device = resolve_device(solver.device)
+    memory = table_memory(
+        {node: one.tables for node, one in plan.tables.items()}, optimizer, solver, device, group.size
     )  # fmt: skip
-    return GraphModule(plan, optimizer, device=resolve_device(solver.device), seed=solver.seed, make=make)
+
+    def make(*args: Any, name: str, **options: Any) -> TableCollection:
+        return make_tables(
+            *args, name=name, cache=memory.get(name), group=group, plan=given, wire_dtype=solver.wire_dtype,
+            deduplicate_ids=solver.deduplicate_ids, **options,
+        )  # fmt: skip
+
+    return GraphModule(plan, optimizer, device=device, seed=solver.seed, make=make)
 
 
-def joined_tables(plan: Plan) -> tuple[list[AnyTable], list[FeatureConfig]]:
+def joined_tables(plan: GraphPlan) -> tuple[list[AnyTable], list[FeatureConfig]]:
     """Return tables and features of all embedding nodes, as "<node>.<table>" and "<node>.<feature>"."""
     tables: list[AnyTable] = []
     features: list[FeatureConfig] = []
@@ -311,6 +327,8 @@ def joined_tables(plan: Plan) -> tuple[list[AnyTable], list[FeatureConfig]]:
 class _Stack:
     """Looks a batch up and returns (B, S, D)."""
 
+    has_mask = False
+
     def __init__(self, collection: TableCollection, shape: tuple[int, ...]) -> None:
         self.collection = collection
         self.shape = shape
@@ -321,7 +339,7 @@ class _Stack:
         """Begin a lookup: over processes, else in a branch of the graph.
 
         Returns:
-            what waits for it; and its rows, where they have room and something may be put there meanwhile.
+            what waits for it; and the wider rows, if the lookup has margins.
         """
         if isinstance(self.collection, ShardedCollection):
             inputs = self.collection.begin(batch)
@@ -329,7 +347,7 @@ class _Stack:
         if not _records(batch):
             looked_up = self(batch)
             return lambda: looked_up, None
-        with branch(batch.dense.device, "lookup") as join:  # what memory holds up goes beside the products
+        with branch(batch.dense.device, "lookup") as join:  # bound by memory: overlaps with matrix products
             found = self(batch)
 
         def finish() -> Any:
@@ -339,25 +357,23 @@ class _Stack:
         return finish, found[-1] if self._leaves_margins else None
 
     def leave_margins(self, margins: Margins) -> None:
-        """From now on return the rows that the vectors are part of, too: None where they have no room beside them."""
+        """From now on return the rows that the vectors are part of, too: None if the lookup has no margins."""
         self.collection.margins, self._leaves_margins = margins, True
 
     def __call__(self, batch: Batch | AnyInput) -> Any:
         out = self.collection(batch)
-        found = [out.flat.view(out.flat.shape[0], *self.shape), *self._more(out)]
+        found = [out.flat.view(out.flat.shape[0], *self.shape)]
+        if self.has_mask:
+            found.append(torch.cat([out.mask(name) for name in out.places], 1).to(out.flat.dtype))
         if self._leaves_margins:
             found.append(out.wide)
         return found[0] if len(found) == 1 else tuple(found)
-
-    def _more(self, out: EmbeddingOutput) -> list[Tensor]:
-        return []
 
 
 class _StackAndMask(_Stack):
     """Looks a batch up and returns (B, S, D), and the mask (B, S) as ones and zeros."""
 
-    def _more(self, out: EmbeddingOutput) -> list[Tensor]:
-        return [torch.cat([out.mask(name) for name in out.places], 1).to(out.flat.dtype)]
+    has_mask = True
 
 
 class _Dense:
@@ -386,7 +402,7 @@ def _slot(slots: dict[str, int], name: str) -> int:
     return slots[name]
 
 
-def _needed(plan: Plan) -> set[str]:
+def _needed(plan: GraphPlan) -> set[str]:
     """Return the tensors that some logit depends on."""
     needed = {loss.output for loss in plan.losses}
     for node in reversed(plan.nodes):

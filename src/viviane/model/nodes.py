@@ -80,7 +80,7 @@ class SparseEmbedding(Settings):
             of max_length L then gives L vectors, zeros after its last.
         mask: name of a second output, (B, S): 1 where a place holds a vector, 0 where it is empty or padding; for
             "concat".
-        all_rows: name of another output, (num_ids, dim) whatever the batch: the rows of the group's one table, for a
+        all_rows: name of another output, (num_ids, dim) for every batch: the rows of the group's one table, for a
             softmax over all items. Its gradient moves every row in every step, so it is for tables that one process
             holds, up to some 100,000 rows.
         init: initial values: "uniform", "normal", "xavier", "zero", or settings of one.
@@ -118,7 +118,7 @@ class SparseEmbedding(Settings):
 
     @property
     def top(self) -> tuple[str, ...]:
-        """Names of its outputs: the vectors; the mask and the whole table where they are asked for."""
+        """Names of its outputs: the vectors; the mask and the whole table where they are requested."""
         return tuple(name for name in (self.name, self.mask, self.all_rows) if name is not None)
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Any
 
 from viviane.core.graph_drawing import Box, draw_graph
 from viviane.embedding import DynamicTableConfig, TableConfig
-from viviane.model.graph import Plan, plan_graph
+from viviane.model.graph import GraphPlan, plan_graph
 from viviane.model.losses import loss_options
 from viviane.model.nodes import DenseLayer, Input, SparseEmbedding
 from viviane.model.saving import ModelFile
@@ -23,7 +23,7 @@ def graph_svg(graph: Mapping[str, Any], schema: Schema) -> str:
         schema: the data's columns.
 
     Returns:
-        an <svg> element that stands alone or inside a page; "" for a torch module, which has no graph.
+        an <svg> element that works on its own or inside a page; "" for a torch module, which has no graph.
 
     Example:
         >>> schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}])
@@ -38,7 +38,7 @@ def graph_svg(graph: Mapping[str, Any], schema: Schema) -> str:
     return draw_graph(boxes, _edges(plan), f"graph of the model {content.name}")
 
 
-def _boxes(plan: Plan) -> dict[str, Box]:
+def _boxes(plan: GraphPlan) -> dict[str, Box]:
     boxes: dict[str, Box] = {}
     used = {bottom for node in plan.nodes for bottom in _bottoms(node)}
     for name, columns in {**plan.label, **plan.dense, **plan.sparse}.items():
@@ -63,7 +63,7 @@ def _boxes(plan: Plan) -> dict[str, Box]:
     return boxes
 
 
-def _edges(plan: Plan) -> list[tuple[str, str]]:
+def _edges(plan: GraphPlan) -> list[tuple[str, str]]:
     makers = {top: node.name for node in plan.nodes if not isinstance(node, Input) for top in node.top}
     pairs = [
         (makers.get(bottom, bottom), node.name)

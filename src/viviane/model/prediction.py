@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -14,12 +17,14 @@ from numpy.typing import NDArray
 from viviane.batch import Bag, Batch
 from viviane.core.errors import ConfigError, SchemaError
 from viviane.core.locations import AnyPath
-from viviane.data import Dataset
+from viviane.core.rows import as_table
+from viviane.data import Dataset, write_dataset
+from viviane.data.conversion import table_of
 from viviane.model.module import GraphModule
 from viviane.schema import CategoricalColumn, DenseColumn, Schema
 from viviane.training import Trainer
 from viviane.training.evaluation import evaluating, predict
-from viviane.training.precision import Precision
+from viviane.training.step.precision import Precision
 
 ROWS_PER_BATCH: Final = 8192
 
@@ -53,28 +58,98 @@ def _tensors(trainer: Trainer, module: GraphModule, name: str, batches: Iterable
     return np.concatenate(parts)
 
 
-def as_batches(rows: Any, schema: Schema, etl: AnyPath | None, *, raw: bool) -> Iterator[Batch]:
+def as_batches(rows: Any, schema: Schema, etl: AnyPath | None, *, raw: bool | None) -> Iterator[Batch]:
     """Yield batches of rows that are in memory; labels and weights of the rows are left out.
 
     Args:
-        rows: a Batch, columns by name, an Arrow table, or a pandas frame.
+        rows: a Batch, or rows in a form of `viviane.core.rows.as_table`.
         etl: the fitted ETL, which raw rows go through first.
-        raw: rows are as they were before the ETL: a table or a frame.
+        raw: whether rows are as they were before the ETL; None finds out, see `is_raw`.
 
     Raises:
-        ConfigError: raw rows and no ETL; rows of another kind.
+        ConfigError: raw rows and no ETL; rows of another kind, or that may be either.
         SchemaError: a column is missing or has nulls.
     """
-    if raw:
-        rows = clean(_as_table(rows, "raw rows are an Arrow table or a pandas frame"), etl)
     if isinstance(rows, Batch):
         yield rows
-    elif isinstance(rows, Mapping):
-        yield Batch.from_columns(schema, rows)
-    else:
-        table = _as_table(rows, "rows are a Dataset, a Batch, columns by name, an Arrow table or a pandas frame")
-        for start in range(0, table.num_rows, ROWS_PER_BATCH):
-            yield batch_of_table(table.slice(start, ROWS_PER_BATCH), schema, f"rows from {start} of a table")
+        return
+    if not raw and isinstance(rows, Mapping) and not _has_text(rows):
+        if raw is None and etl is not None and _lacks(rows, schema):
+            raw = True
+        else:
+            yield Batch.from_columns(schema, {name: rows[name] for name in rows if name in schema.column_names})
+            return
+    table = as_table(rows)
+    if is_raw(table, schema, etl) if raw is None else raw:
+        table = clean(table, etl)
+    for start in range(0, table.num_rows, ROWS_PER_BATCH):
+        yield batch_of_table(table.slice(start, ROWS_PER_BATCH), schema, f"rows from {start} of a table")
+
+
+def _has_text(columns: Mapping[str, Any]) -> bool:
+    return any(
+        isinstance(next(iter(values), None), str) for values in columns.values() if isinstance(values, list | tuple)
+    )
+
+
+def _features(schema: Schema) -> list[str]:
+    return [one.name for one in schema.dense] + [one.name for one in schema.categorical]
+
+
+def _lacks(columns: Mapping[str, Any], schema: Schema) -> bool:
+    return any(name not in columns for name in _features(schema))
+
+
+def is_raw(table: pa.Table, schema: Schema, etl: AnyPath | None) -> bool:
+    """Whether a table's rows are as they were before the model's ETL, and not ids and numbers as the ETL writes them.
+
+    They are raw where a column of the schema is missing, an id is text, has no value or is out of its range, or a dense
+    number has no value. Without an ETL they are not.
+
+    Raises:
+        ConfigError: they could be either: all columns fit both the schema and the ETL's input.
+    """
+    if etl is None:
+        return False
+    for name in _features(schema):
+        if name not in table.column_names:
+            return True
+        values: Any = table.column(name)
+        kind = _inner(values.type)
+        if values.null_count or not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            return True
+        column = schema.column(name)
+        if isinstance(column, CategoricalColumn) and not _could_be_ids(values, kind, column):
+            return True
+    from viviane.etl import FittedEtl
+
+    sources = FittedEtl.load(etl).config.feature_sources
+    if any(name not in table.column_names for name in sources):
+        return False
+    ids = [table.column(column.name).type for column in schema.one_hot]
+    if ids and all(
+        pa.types.is_int32(kind) for kind in ids
+    ):  # as the ETL writes them; whole numbers of files have 64 bits
+        return False
+    raise ConfigError(
+        "the rows may be raw or encoded: all their columns fit both", value=", ".join(sources[:5]),
+        fix="say which: predict(rows, raw=True) or raw=False",
+    )  # fmt: skip
+
+
+def _inner(kind: Any) -> Any:
+    """Return the type of a column's single values."""
+    return getattr(kind, "value_type", kind)
+
+
+def _could_be_ids(values: Any, kind: Any, column: CategoricalColumn) -> bool:
+    if not pa.types.is_integer(kind):
+        return False
+    flat = pc.list_flatten(values) if pa.types.is_nested(values.type) else values
+    if column.num_ids is None or not len(flat):
+        return True
+    ends: Any = pc.min_max(flat).as_py()
+    return bool(ends["min"] is not None and ends["min"] >= 0 and ends["max"] < column.num_ids)
 
 
 def clean(table: pa.Table, etl: AnyPath | None) -> pa.Table:
@@ -90,15 +165,40 @@ def clean(table: pa.Table, etl: AnyPath | None) -> pa.Table:
     return cleaned
 
 
-def _as_table(rows: Any, wanted: str) -> pa.Table:
-    if isinstance(rows, pa.Table):
-        return rows
-    if type(rows).__name__ == "DataFrame" and type(rows).__module__.startswith("pandas"):
-        table = pa.Table.from_pandas(rows, preserve_index=False)
-        # pandas 3 gives text with 64-bit offsets, for columns beyond 2 GiB; the ETL reads text with 32-bit ones
-        fields = [f.with_type(pa.string()) if pa.types.is_large_string(f.type) else f for f in table.schema]
-        return table.cast(pa.schema(fields))
-    raise ConfigError(wanted, value=type(rows).__name__)
+@contextmanager
+def as_dataset(rows: Any, schema: Schema, etl: AnyPath | None) -> Iterator[Dataset]:
+    """Hold rows with labels as a data set for a block: a data set as it is, other rows in a temporary folder.
+
+    Args:
+        rows: a Dataset, or rows in a form of `viviane.core.rows.as_table`, raw or encoded.
+        schema: of the data set; columns that it does not name are left out.
+        etl: the fitted ETL, which raw rows go through first.
+
+    Raises:
+        ConfigError: raw rows and no ETL. SchemaError: a column is missing, a label too.
+    """
+    if isinstance(rows, Dataset):
+        yield rows
+        return
+    if isinstance(rows, Batch):
+        tables: list[pa.Table] = [table_of(rows, schema)]
+    else:
+        table = as_table(rows)
+        table = clean(table, etl) if is_raw(table, schema, etl) else table
+        missing = [name for name in schema.column_names if name not in table.column_names]
+        if missing:
+            fix = (
+                "labels are needed to train and to evaluate"
+                if {*missing} & {one.name for one in schema.labels}
+                else None
+            )
+            raise SchemaError("a column is missing", value=", ".join(missing), fix=fix)
+        tables = [table.select(schema.column_names)]
+    with tempfile.TemporaryDirectory(prefix="viviane-rows-") as folder:
+        data = write_dataset(
+            Path(folder) / "rows", schema, (dict(zip(t.column_names, t.columns, strict=True)) for t in tables)
+        )
+        yield data
 
 
 def batch_of_table(table: pa.Table, schema: Schema, origin: str) -> Batch:

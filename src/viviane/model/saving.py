@@ -5,14 +5,17 @@ model/
     schema.json     the columns
     etl.zip         the fitted ETL that made the data, where it is known
     weights/        a checkpoint without optimizer state
+    published.json  which deltas it contains, where it was saved by a publisher
     files.json      size and check sum of the above
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from torch import nn
 
@@ -22,17 +25,24 @@ from viviane.core.errors import CheckpointError, CheckpointNotFoundError, Config
 from viviane.core.exchange import recover, tidy
 from viviane.core.file_names import file_inside, refuse_link_outside
 from viviane.core.files import file_sha256, replace_folder, write_json_atomic
-from viviane.core.locations import AnyPath, RemotePath, location, published_location
+from viviane.core.locations import AnyPath, RemotePath, location
+from viviane.core.machine_errors import as_own_error
 from viviane.core.remote.cache import local_copy
+from viviane.core.remote.published import published_location
 from viviane.model.nodes import Name, Node
+from viviane.parallel import Group
 from viviane.schema import SCHEMA_FILE, Schema
 from viviane.training import load_checkpoint, write_checkpoint
-from viviane.training.manifest import MANIFEST_FILE, FileEntry, verify_checkpoint
+from viviane.training.checkpoint.group_results import on_first_rank
+from viviane.training.checkpoint.manifest import MANIFEST_FILE, FileEntry, verify_checkpoint
+
+T = TypeVar("T")
 
 MODEL_FILE: Final = "model.json"
 FILES_FILE: Final = "files.json"
 ETL_FILE: Final = "etl.zip"
 WEIGHTS: Final = "weights"
+PUBLISHED_FILE: Final = "published.json"
 _WEIGHTS_MANIFEST: Final = f"{WEIGHTS}/{MANIFEST_FILE}"
 
 
@@ -72,16 +82,55 @@ def read_model_file(source: str | AnyPath | dict[str, Any]) -> ModelFile:
 
 
 def write_model(
-    folder: str | AnyPath, content: ModelFile, schema: Schema, module: nn.Module, etl: AnyPath | None
+    folder: str | AnyPath,
+    content: ModelFile,
+    schema: Schema,
+    module: nn.Module,
+    etl: AnyPath | None,
+    group: Group | None = None,
+    *,
+    published: Mapping[str, Any] | None = None,
 ) -> AnyPath:
     """Write a model's folder, whole or not at all; an older one is replaced when the new one is complete.
+
+    Args:
+        folder: a folder or a URL.
+        content, schema, module, etl: the model.
+        group: the processes that call it together; rank 0 writes all but the tables that others have. None: this one.
+        published: which deltas the weights contain.
 
     Raises:
         ConfigError: the folder holds something other than a model.
         DataError: the ETL that belongs to the model has been removed.
-        CheckpointError: the disk is full or not writable.
+        CheckpointError: the disk is full or not writable. Where one process fails, all of them raise its message.
     """
-    path, there = location(folder), published_location(folder)
+    group, path = group or Group(), location(folder)
+
+    def begin() -> str:
+        _check_place(path, published_location(folder), etl)
+        work = stack.enter_context(replace_folder(path))
+        (work / MODEL_FILE).write_text(content.text(), encoding="utf-8")
+        schema.save(work)
+        if etl is not None:
+            (work / ETL_FILE).write_bytes(etl.read_bytes())
+        if published is not None:
+            write_json_atomic(work / PUBLISHED_FILE, dict(published))
+        return str(work)
+
+    def finish() -> None:
+        files = sorted(file for file in work.rglob("*") if file.is_file())
+        entries = {file.relative_to(work).as_posix(): _entry(file).to_dict() for file in files}
+        write_json_atomic(work / FILES_FILE, {"format": "viviane-model-files", "version": 1, "files": entries})
+        stack.close()
+
+    with ExitStack() as stack:
+        work = Path(on_first_rank(group, lambda: _guarded(path, begin)))
+        write_checkpoint(work / WEIGHTS, module, optimizer_state=False, group=group)
+        on_first_rank(group, lambda: _guarded(path, finish))
+    return path
+
+
+def _check_place(path: AnyPath, there: AnyPath, etl: AnyPath | None) -> None:
     if isinstance(there, Path):
         tidy(there)
     taken = there.exists() and (not there.is_dir() or any(True for _ in there.iterdir()))
@@ -90,17 +139,22 @@ def write_model(
             "this is not a saved model, so it is not replaced", where=str(path), fix="choose another folder"
         )
     if etl is not None and not etl.exists():
-        raise DataError("the ETL of the model's data is gone", where=str(etl), fix="put it back, or train anew")
-    with replace_folder(path) as work:
-        (work / MODEL_FILE).write_text(content.text(), encoding="utf-8")
-        schema.save(work)
-        if etl is not None:
-            (work / ETL_FILE).write_bytes(etl.read_bytes())
-        write_checkpoint(work / WEIGHTS, module, optimizer_state=False)
-        files = sorted(file for file in work.rglob("*") if file.is_file())
-        entries = {file.relative_to(work).as_posix(): _entry(file).to_dict() for file in files}
-        write_json_atomic(work / FILES_FILE, {"format": "viviane-model-files", "version": 1, "files": entries})
-    return path
+        raise DataError("the ETL of the model's data is gone", where=str(etl), fix="restore it, or train again")
+
+
+def _guarded(path: AnyPath, make: Callable[[], T]) -> T:
+    """Call a function; an error of the operating system becomes one of ours."""
+    try:
+        return make()
+    except OSError as error:
+        own = as_own_error(error)
+        said = "the model could not be written" if own is None else f"the model could not be written: {own.what}"
+        raise CheckpointError(
+            said,
+            where=str(path),
+            value=str(error),
+            fix="free disk space or correct the permissions; an older model is whole",
+        ) from error
 
 
 def find_model(path: str | AnyPath) -> Path:
@@ -141,7 +195,8 @@ def read_model(folder: Path, *, whole: bool = False) -> tuple[ModelFile, Schema]
         raise CheckpointError(
             "a file of the model is missing, truncated or altered", where=str(folder / FILES_FILE), value=str(error)
         ) from error
-    needed = [MODEL_FILE, SCHEMA_FILE, _WEIGHTS_MANIFEST, *([ETL_FILE] if (folder / ETL_FILE).exists() else [])]
+    optional = [name for name in (ETL_FILE, PUBLISHED_FILE) if (folder / name).exists()]
+    needed = [MODEL_FILE, SCHEMA_FILE, _WEIGHTS_MANIFEST, *optional]
     for name in needed:
         if name not in files:
             raise CheckpointError(f"the list of files lacks {name}", where=str(folder / FILES_FILE))

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from viviane.config import AnyOptimizer
+from viviane.core.html import html_table
 from viviane.embedding import TableConfig, TableSummary
+from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.embedding.state import summarize as summarize_table
-from viviane.model.graph import Plan, Tables, unused_message
+from viviane.model.graph import GraphPlan, Tables, unused_message
 from viviane.model.losses import loss_options
 from viviane.model.nodes import Input, Node, SparseEmbedding
 from viviane.nn.rows import Shape, show_shape
-from viviane.training.dense_state import collections_of, dense_parameters
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,19 +80,28 @@ class ModelSummary:
         console = Console(width=width, highlight=False)
         if width is None and not console.is_terminal:
             console = Console(width=_FILE_WIDTH, highlight=False)
-        console.print(_layer_table(self))
+        console.print(_table(f"Model {self.name}", _LAYER_HEADINGS, _layer_rows(self), 4))
         if self.tables:
-            console.print(_table_table(self))
-        console.print(
+            console.print(_table("Tables", _TABLE_HEADINGS, _table_rows(self), 2))
+        console.print(self._sizes())
+        for note in self.notes:
+            console.print(f"[yellow]note:[/yellow] {note}")
+
+    def html(self) -> str:
+        """Return the summary as HTML tables, for notebooks."""
+        tables = html_table("Tables", _TABLE_HEADINGS, _table_rows(self)) if self.tables else ""
+        layers = html_table(f"Model {self.name}", _LAYER_HEADINGS, _layer_rows(self), self._sizes())
+        return layers + tables
+
+    def _sizes(self) -> str:
+        return (
             f"{self.dense_parameters + self.table_parameters:,} parameters: {self.dense_parameters:,} dense, "
             f"{self.table_parameters:,} in tables; {human_bytes(self.weight_bytes)} of weights, "
             f"{human_bytes(self.state_bytes)} of table optimizer state"
         )
-        for note in self.notes:
-            console.print(f"[yellow]note:[/yellow] {note}")
 
 
-def summarize(name: str, plan: Plan | None, module: nn.Module | None, optimizer: AnyOptimizer) -> ModelSummary:
+def summarize(name: str, plan: GraphPlan | None, module: nn.Module | None, optimizer: AnyOptimizer) -> ModelSummary:
     """Describe a plan, whose tables need not exist yet, or a torch module.
 
     Args:
@@ -126,7 +136,7 @@ def human_bytes(count: int) -> str:
     return f"{count} B" if units[0] == "B" else f"{size:.3g} {units[0]}" if size >= 10 else f"{size:.2f} {units[0]}"
 
 
-def _node(plan: Plan, node: Node) -> LayerSummary:
+def _node(plan: GraphPlan, node: Node) -> LayerSummary:
     if isinstance(node, Input):
         names = (*plan.label, *plan.dense, *plan.sparse)
         shapes = tuple(plan.shapes.get(name, (len(plan.sparse.get(name, ())),)) for name in names)
@@ -162,8 +172,12 @@ def _submodules(module: nn.Module) -> list[LayerSummary]:
     return own + lines
 
 
-def _layer_table(summary: ModelSummary) -> Table:
-    rows = [
+_LAYER_HEADINGS: Final = ("layer", "type", "reads", "output", "parameters", "bytes")
+_TABLE_HEADINGS: Final = ("table", "columns", "rows", "dim", "optimizer", "bytes", "state")
+
+
+def _layer_rows(summary: ModelSummary) -> list[tuple[str, ...]]:
+    return [
         (
             "\n".join(layer.names),
             "\n".join([layer.type, *layer.options]),
@@ -174,11 +188,10 @@ def _layer_table(summary: ModelSummary) -> Table:
         )
         for layer in summary.layers
     ]
-    return _table(f"Model {summary.name}", ("layer", "type", "reads", "output", "parameters", "bytes"), rows, 4)
 
 
-def _table_table(summary: ModelSummary) -> Table:
-    rows = [
+def _table_rows(summary: ModelSummary) -> list[tuple[str, ...]]:
+    return [
         (
             table.name,
             ", ".join(table.features),
@@ -190,7 +203,6 @@ def _table_table(summary: ModelSummary) -> Table:
         )
         for table in summary.tables
     ]
-    return _table("Tables", ("table", "columns", "rows", "dim", "optimizer", "bytes", "state"), rows, 2)
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], first_number: int) -> Table:

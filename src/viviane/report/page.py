@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from datetime import datetime
-from html import escape
-from importlib import resources
 from pathlib import Path
 
+from viviane.core.errors import DataError
 from viviane.core.files import write_bytes_atomic
-from viviane.report import sections
+from viviane.report import html, sections
 from viviane.report.record import RunRecord
+from viviane.training import History
 
 REPORT_FILE = "report.html"
 
 
-def write_report(run_folder: str | Path) -> Path:
+def write_report(run_folder: str | Path | History) -> Path:
     """Write report.html into a run folder from the run's own files; returns the file.
 
     The page holds its style and its drawings: it opens without a network and can be mailed.
 
     Args:
-        run_folder: a folder that `Model.fit(run_folder=...)` or `viviane train` wrote.
+        run_folder: a folder that `Model.fit(run_folder=...)` or `viviane train` wrote; or the history of such a fit.
 
     Raises:
         DataError: the folder holds no run, or a file of it is broken.
@@ -35,6 +35,10 @@ def write_report(run_folder: str | Path) -> Path:
           allowed: a folder with metrics.jsonl and schema.json
           do:      train with a run folder: `viviane train config.json --run-folder runs/mine`
     """
+    if isinstance(run_folder, History):
+        if run_folder.run_folder is None:
+            raise DataError("the fit has no run folder to report on", fix="pass run_folder= to fit")
+        run_folder = run_folder.run_folder
     run = RunRecord.load(run_folder)
     target = run.folder / REPORT_FILE
     write_bytes_atomic(target, render(run).encode("utf-8"))
@@ -55,29 +59,7 @@ def render(run: RunRecord) -> str:
             sections.model(run, _graph(run)),
         )
     )
-    return plain_page(name, f"Viviane training report, written {written}", body)
-
-
-def plain_page(title: str, line: str, body: str) -> str:
-    """Return a self-contained page in the report's style.
-
-    Args:
-        title: of the page.
-        line: text below the title.
-        body: HTML.
-
-    Example:
-        >>> "<h1>a &lt; b</h1>" in plain_page("a < b", "", "<p>text</p>")
-        True
-    """
-    style = (resources.files("viviane.report") / "style.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} · Viviane</title><style>{style}</style></head><body><main>"
-        f"<header><h1>{escape(title)}</h1><p>{escape(line)}</p></header>"
-        f"{body}</main></body></html>\n"
-    )
+    return html.page(name, f"Viviane training report, written {written}", body)
 
 
 def _graph(run: RunRecord) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from viviane.report import html
 from viviane.report.chart import Line, bar_chart, line_chart, share_bar
 from viviane.report.record import RunRecord
 from viviane.report.scale import short
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 TITLES = {"auc": "AUC", "log_loss": "log loss", "calibration": "calibration", "accuracy": "accuracy"}
 # One line a column would hide the others: the widest columns are the ones that matter for memory.
@@ -40,8 +43,7 @@ def cards(run: RunRecord) -> str:
             items.append((short(sorted(speed)[len(speed) // 2]), "samples per second, median"))
     if run.data.get("rows"):
         items.append((short(float(run.data["rows"])), "training rows"))
-    body = "".join(f'<div class="card"><b>{value}</b><span>{escape(text)}</span></div>' for value, text in items)
-    return f'<div class="cards">{body}</div>'
+    return html.part("cards", items)
 
 
 def curves(run: RunRecord) -> str:
@@ -148,12 +150,8 @@ def _missing_table(columns: dict[str, Any]) -> str:
     if not rows:
         return ""
     rows.sort(key=lambda row: -(row[1] + row[2]))
-    body = "".join(
-        f'<tr><td>{escape(name)}</td><td class="number">{missing:,.0f}</td><td class="number">{unknown:,.0f}</td></tr>'
-        for name, missing, unknown in rows[:MAX_BARS]
-    )
-    head = '<tr><th>feature</th><th class="number">missing</th><th class="number">rare or unseen</th></tr>'
-    return f'<div class="scroll"><table>{head}{body}</table></div>'
+    cells = [(name, f"{missing:,.0f}", f"{unknown:,.0f}") for name, missing, unknown in rows[:MAX_BARS]]
+    return html.part("table", ("feature", "missing", "rare or unseen"), cells)
 
 
 def stages(run: RunRecord) -> str:
@@ -169,10 +167,10 @@ def model(run: RunRecord, graph_svg: str) -> str:
     panels = []
     if graph_svg:
         panels.append(_panel("Graph", f'<div class="scroll">{graph_svg}</div>', wide=True))
-    text = escape(json.dumps(run.config, indent=2, ensure_ascii=False))
-    panels.append(_panel("Settings", f"<details><summary>show</summary><pre>{text}</pre></details>", wide=True))
-    columns = escape(json.dumps(run.schema.to_dict(), indent=1, ensure_ascii=False))
-    panels.append(_panel("Schema", f"<details><summary>show</summary><pre>{columns}</pre></details>", wide=True))
+    text = json.dumps(run.config, indent=2, ensure_ascii=False)
+    panels.append(_panel("Settings", html.part("details", text), wide=True))
+    columns = json.dumps(run.schema.to_dict(), indent=1, ensure_ascii=False)
+    panels.append(_panel("Schema", html.part("details", columns), wide=True))
     return _section("The model", panels)
 
 
@@ -180,10 +178,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def _panel(title: str, body: str, note: str = "", *, wide: bool = False) -> str:
-    foot = f"<p>{escape(note)}</p>" if note else ""
-    return f'<div class="panel{" wide" if wide else ""}"><h3>{escape(title)}</h3>{body}{foot}</div>'
+def _panel(title: str, body: str, note: str = "", *, wide: bool = False) -> Markup:
+    return html.part("panel", title, html.trusted(body), note, wide)
 
 
-def _section(title: str, panels: Sequence[str]) -> str:
-    return f'<section><h2>{escape(title)}</h2><div class="panels">{"".join(panels)}</div></section>'
+def _section(title: str, panels: Sequence[Markup]) -> Markup:
+    return html.part("section", title, panels)

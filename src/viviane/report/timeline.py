@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from html import escape
 
 from viviane.report.scale import Scale, short
-from viviane.training.device_time import starts
-from viviane.training.kernel_kinds import KINDS
-from viviane.training.timeline import Span, Timeline, Work
+from viviane.training.profiling.device_time import starts
+from viviane.training.profiling.kernel_kinds import KINDS
+from viviane.training.profiling.timeline import Span, Timeline, Work
 
 _LEFT, _RIGHT, _WIDTH, _BAR, _GAP, _TOP = 118, 16, 1080, 20, 12, 40
 _COLOURS = ("#2f62c9", "#d9702b", "#1f8a70", "#a63d7d", "#8a6d1b", "#5a4fc0", "#3b8ea5", "#7a7f8c")
@@ -44,7 +44,7 @@ def replayed_svg(timeline: Timeline) -> str:
     The host is ahead of the device: what it does in that time belongs to a later step.
 
     Args:
-        timeline: steps whose kernels are named by their kinds; see `viviane.training.device_time.by_kind`.
+        timeline: steps whose kernels are named by their kinds; see `viviane.training.profiling.device_time.by_kind`.
     """
     begins = starts(timeline)
     place = max(0, len(begins) // 2 - 1)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from html import escape
-from importlib import resources
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from viviane.core.files import write_bytes_atomic
+from viviane.report import html
 from viviane.report.timeline import replayed_svg, timeline_svg
-from viviane.training.device_time import DeviceTime, KindTime
-from viviane.training.timeline import Row
-from viviane.training.trace import Recorded, Replayed
+from viviane.training.profiling.device_time import DeviceTime, KindTime
+from viviane.training.profiling.timeline import Row
+from viviane.training.profiling.trace import Recorded, Replayed
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 PICTURE_FILE: Final = "trace.svg"
 REPLAYED_PICTURE_FILE: Final = "trace_recorded.svg"
@@ -96,44 +99,32 @@ def summary(recorded: Recorded) -> str:
 
 def render(recorded: Recorded) -> str:
     """Return the whole page as HTML."""
-    words = escape(f"{recorded.timeline.device}: {summary(recorded)}")
-    style = (resources.files("viviane.report") / "style.css").read_text(encoding="utf-8")
     timeline = recorded.timeline
     rows = [cells(recorded, row) for row in timeline.rows()]
-    kernels = [[escape(name[:100]), f"{ms:.4f}", f"{times:.1f}"] for name, ms, times in timeline.kernels(20)]
-    body = "" if recorded.replayed is None else _replayed(recorded.replayed)
-    body += f'<section class="panel wide">{timeline_svg(timeline)}</section><h2>Ranges</h2>{_table(HEADINGS, rows)}'
-    if kernels:
-        body += f"<h2>Longest kernels</h2>{_table(('kernel', 'ms a step', 'launches'), kernels)}"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Trace · Viviane</title><style>{style}</style></head><body><main>"
-        f"<header><h1>Where a step's time goes</h1><p>{words}</p></header>"
-        f"{body}</main></body></html>\n"
+    kernels = [(name[:100], f"{ms:.4f}", f"{times:.1f}") for name, ms, times in timeline.kernels(20)]
+    body = html.part(
+        "trace",
+        "" if recorded.replayed is None else _replayed(recorded.replayed),
+        html.trusted(timeline_svg(timeline)),
+        _table(HEADINGS, rows),
+        _table(("kernel", "ms a step", "launches"), kernels) if kernels else "",
+    )
+    return html.page("Trace", f"{timeline.device}: {summary(recorded)}", body, heading="Where a step's time goes")
+
+
+def _replayed(replayed: Replayed) -> Markup:
+    """Return the part of the page that shows replayed steps, and the heading of what follows it."""
+    kinds = [kind_cells(replayed.time, row) for row in replayed.time.kinds]
+    gaps = [(f"{row[2]} \N{RIGHTWARDS ARROW} {row[3]}", *row[:2]) for row in gap_lines(replayed.time)]
+    return html.part(
+        "replayed_step",
+        replayed_summary(replayed),
+        html.trusted(replayed_svg(replayed.timeline)),
+        _table(KIND_HEADINGS, kinds),
+        _table(("no kernel runs between", "ms a step", "times"), gaps) if gaps else "",
     )
 
 
-def _replayed(replayed: Replayed) -> str:
-    """Return the part of the page that shows replayed steps, and the headline of what follows it."""
-    time = replayed.time
-    kinds = [kind_cells(time, row) for row in time.kinds]
-    gaps = [[escape(cell) for cell in (f"{row[2]} \N{RIGHTWARDS ARROW} {row[3]}", *row[:2])] for row in gap_lines(time)]
-    found = (
-        f'<h2>A replayed step</h2><p>{escape(replayed_summary(replayed))}</p>'
-        f'<section class="panel wide">{replayed_svg(replayed.timeline)}</section>{_table(KIND_HEADINGS, kinds)}'
-    )  # fmt: skip
-    if gaps:
-        found += f"<h2>Longest gaps</h2>{_table(('no kernel runs between', 'ms a step', 'times'), gaps)}"
-    return f"{found}<h2>The same step from Python</h2>"
-
-
-def _table(headings: tuple[str, ...], rows: list[list[str]]) -> str:
-    head = "".join(f'<th class="{"number" if i else "name"}">{name}</th>' for i, name in enumerate(headings))
-    lines = []
-    for row in rows:
-        first = row[0].replace("  ", "&emsp;")
-        rest = "".join(f'<td class="number">{cell}</td>' for cell in row[1:])
-        lines.append(f"<tr><td>{first}</td>{rest}</tr>")
-    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    return f'<div class="panel scroll"><table>{body}</table></div>'
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    indented = [(row[0].replace("  ", "\N{EM SPACE}"), *row[1:]) for row in rows]
+    return html.part("table", headings, indented, panel=True)

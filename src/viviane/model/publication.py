@@ -1,0 +1,146 @@
+"""Publishing a model's changed rows while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from viviane.batch import Batch
+from viviane.core.errors import ConfigError, RemoteError, StoreError
+from viviane.model.changed_rows import ChangedRows
+from viviane.store.applier import Published
+from viviane.store.stream import DeltaPublisher
+from viviane.training import Callback
+from viviane.training.checkpoint.dense_state import dense_tensors
+from viviane.training.trainer_base import TrainerBase
+
+if TYPE_CHECKING:
+    from viviane.training import History
+
+
+class Publication(Callback):
+    """Sends the rows that training has changed to servers, every so many seconds, through an outbox.
+
+    Made by `Model.publish`. `fit` calls it; a loop of your own calls `mark` after each step, and `publish`.
+    What is published is in the outbox first, so that it survives a kill of this process.
+
+    Args:
+        model: what is trained.
+        address: kafka://host:port/topic.
+        outbox: folder for what the broker has not confirmed; of this model alone.
+        every_s: seconds between publications.
+        dense_every: publications between two that hold the dense weights; 1: each of them.
+        settings: librdkafka's own; no credentials.
+
+    Raises:
+        RemoteError: no broker answers within 3 seconds, or there is no such topic.
+    """
+
+    reason = "publication"
+
+    def __init__(
+        self, model: Any, address: str, *, outbox: str | Path, every_s: float = 1.0, dense_every: int = 1,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        if not every_s > 0 or dense_every < 1:
+            value = f"every_s {every_s}, dense_every {dense_every}"
+            raise ConfigError("publications come at no such times", value=value, allowed="more than 0; 1 or more")
+        self.every_s, self.dense_every = every_s, dense_every
+        self._model = model
+        self._publisher = DeltaPublisher(address, outbox, model.name, settings=settings)
+        self._changed = ChangedRows(model.module)
+        self._last = time.monotonic()
+        self._first_step: int | None = None
+        self._step = 0
+        self._count = 0
+        self._watches: list[Any] = []
+
+    # For loops of your own --------------------------------------------------------------------------------------
+
+    def mark(self, batch: Batch) -> None:
+        """Remember the rows of a batch that weights were updated by."""
+        self._changed.mark(batch)
+        self._first_step = self._first_step or self._step + 1
+
+    def publish(self) -> int:
+        """Publish what has changed, and return the number of the publication; it is on this disk then.
+
+        Raises:
+            StoreError: the disk is full. RemoteError: the broker has not answered for long, and too much waits. What
+                was to be published stays marked as changed.
+        """
+        from safetensors.torch import save
+
+        clocks = self._changed.clocks
+        changes = self._changed.take()
+        dense = None
+        if self._count % self.dense_every == 0:
+            tensors = dense_tensors(self._model.module)
+            dense = save({name: one.detach().cpu().contiguous().clone() for name, one in tensors.items()})
+        try:
+            number = self._publisher.publish(changes, dense=dense, steps=(self._first_step or 0, self._step))
+        except (StoreError, RemoteError):
+            self._changed.give_back(changes, clocks)
+            raise
+        self._count += 1
+        self._first_step, self._last = None, time.monotonic()
+        return number
+
+    def barrier(self, timeout_s: float = 60.0) -> None:
+        """Return when the broker has confirmed all that was published; raises RemoteError after `timeout_s`."""
+        self._publisher.barrier(timeout_s)
+
+    def snapshot(self, folder: str | Path) -> Any:
+        """Save the model with the mark of all that was published: servers begin there, and go on with what comes next.
+
+        Args:
+            folder: of the model, such as "models/ctr/2".
+        """
+        self.publish()
+        outbox = self._publisher.outbox
+        positions = {stream: seq for stream, seq in outbox.last.items() if stream[0]}
+        return self._model.save(folder, published=Published(outbox.publisher, positions).to_json())
+
+    def close(self) -> None:
+        """Wait for the broker for up to 10 seconds; what it has not confirmed stays in the outbox."""
+        self._publisher.close()
+
+    # For fit ----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: TrainerBase) -> None:
+        """Watch which rows steps look up.
+
+        Raises:
+            ConfigError: steps are recorded in CUDA graphs, which tell nobody their batches.
+        """
+        if trainer.device.type == "cuda" and trainer.solver.cuda_graph is not False:
+            raise ConfigError("a model is published from eager steps", where="Solver", value="cuda_graph",
+                              fix="cuda_graph=False")  # fmt: skip
+        for collection in self._changed.collections.values():
+            self._watches.append(collection.register_forward_pre_hook(self._looked_up))
+
+    def _looked_up(self, module: Any, given: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._changed.mark(given[0], module)
+
+    def on_step_end(self, step: int, loss: Tensor) -> None:
+        """Publish when it is time."""
+        self._first_step, self._step = self._first_step or step, step
+        if time.monotonic() - self._last >= self.every_s:
+            self.publish()
+
+    def state(self) -> dict[str, Any]:
+        """Publish before a checkpoint: a run that resumes from it has nothing left to publish from before."""
+        return {"publication": self.publish()}
+
+    def on_fit_end(self, history: History) -> None:
+        """Publish the rest, and watch no more."""
+        self.publish()
+        for one in self._watches:
+            one.remove()
+        self._watches.clear()

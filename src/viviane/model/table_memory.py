@@ -1,0 +1,98 @@
+"""How much memory each table of a model gets: what the solver says, or what the machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from viviane.config import AnyOptimizer, Solver
+from viviane.core.errors import ConfigError, suggest
+from viviane.core.logging import get_logger
+from viviane.core.machine import free_memory
+from viviane.embedding import TableConfig
+from viviane.embedding.cache_sizes import CacheSettings, slot_bytes, slots_of_tables, table_bytes
+
+_log = get_logger("model")
+_FITS = 0.8
+"""Tables whose rows and state take more than this share of the free memory do not fit: layers and batches need some."""
+_SHARE = 0.5
+
+
+def table_memory(
+    tables: Mapping[str, Sequence[object]],
+    optimizer: AnyOptimizer,
+    solver: Solver,
+    device: torch.device,
+    num_processes: int = 1,
+) -> dict[str, CacheSettings]:
+    """Return the memory of the tables of each collection; collections whose tables are whole in memory are left out.
+
+    Args:
+        tables: settings of the tables, by collection.
+        optimizer: the rule of tables that have none of their own.
+        solver: its embedding_memory: for all collections together.
+        device: where the tables are.
+        num_processes: that share the tables and this machine.
+
+    Raises:
+        ConfigError: embedding_memory names a table that is not there.
+    """
+    own = {node: [one for one in every if isinstance(one, TableConfig)] for node, every in tables.items()}
+    joined = [one.model_copy(update={"name": f"{node}.{one.name}"}) for node, every in own.items() for one in every]
+    given = solver.embedding_memory
+    settings = _chosen(joined, optimizer, device, num_processes) if given is None else _given(given, tables)
+    if settings is None:
+        return {}
+    slots = slots_of_tables(joined, optimizer, settings)
+    found = {}
+    for node, every in own.items():
+        sizes = {
+            one.name: slots[f"{node}.{one.name}"] * slot_bytes(one, optimizer)
+            for one in every
+            if slots[f"{node}.{one.name}"] < one.num_rows
+        }
+        if sizes:
+            folder = solver.embedding_folder
+            found[node] = CacheSettings(tables=sizes, folder=None if folder is None else Path(folder))
+    return found
+
+
+def _given(given: int | str | Mapping[str, int | str], tables: Mapping[str, Sequence[object]]) -> CacheSettings:
+    if not isinstance(given, Mapping):
+        return CacheSettings(memory=given)
+    names = {(node, str(getattr(one, "name", ""))): one for node, every in tables.items() for one in every}
+    sizes: dict[str, int | str] = {}
+    for name, size in given.items():
+        own = [(node, table) for node, table in names if name in (table, f"{node}.{table}")]
+        if not own:
+            fix = suggest(name, [table for _, table in names])
+            raise ConfigError("embedding_memory names a table that is not there", value=name, fix=fix)
+        for node, table in own:
+            if not isinstance(names[node, table], TableConfig):
+                raise ConfigError(
+                    "a dynamic table stays in memory", where=f"embedding_memory of table {table!r}",
+                    fix="bound it by max_capacity and when_full='evict', and leave it out of embedding_memory",
+                )  # fmt: skip
+            sizes[f"{node}.{table}"] = size
+    return CacheSettings(tables=sizes)
+
+
+def _chosen(
+    tables: Sequence[TableConfig], optimizer: AnyOptimizer, device: torch.device, num_processes: int
+) -> CacheSettings | None:
+    """Return the memory of tables that do not fit into what is free; None where they do."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    needed = sum(table_bytes(one, optimizer) for one in tables) // num_processes
+    if device.type == "cpu" and free is not None:
+        free //= num_processes
+    if free is None or needed <= _FITS * free:
+        return None
+    memory = int(free * _SHARE)
+    _log.info(
+        "embedding tables take %.1f GiB with their optimizer state, and %.1f GiB are free: %.1f GiB of rows stay in "
+        "memory, the others lie on disk (Solver.embedding_memory sets the size)",
+        needed / 2**30, free / 2**30, memory / 2**30,
+    )  # fmt: skip
+    return CacheSettings(memory=memory)

@@ -1,0 +1,252 @@
+"""What the estimators have in common: rows of any form, encoding, a model folder inside a pickle."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+import weakref
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted, check_random_state, column_or_1d, validate_data
+
+from viviane.core.errors import ConfigError, DataError
+from viviane.core.locations import AnyPath
+from viviane.core.rows import as_table, is_frame
+from viviane.model import Model
+from viviane.sklearn.table import Encoded, encode, names_of
+
+_MODEL: Final = "model_"
+_ZIPPED: Final = "_zipped_model"
+
+
+class TableEstimator(BaseEstimator):  # type: ignore[misc]
+    """Base: turns X into an Arrow table, keeps the scikit-learn attributes, and puts the model into pickles."""
+
+    model: Any
+    categories: Any
+    numbers: Any
+    min_count: int | None
+    random_state: Any
+    verbose: int
+    num_threads: int | None
+
+    # Rows -------------------------------------------------------------------------------------------------
+
+    def _table(self, X: Any, *, reset: bool) -> pa.Table:  # noqa: N803 - scikit-learn's name
+        """Return rows as a table, with scikit-learn's checks of names and numbers of columns.
+
+        Args:
+            X: rows in any form that `viviane.core.rows.as_table` reads.
+            reset: whether to remember the columns (in fit) or to compare them.
+        """
+        if not is_frame(X):
+            array = validate_data(
+                self, X, reset=reset, dtype=None, ensure_all_finite=False, ensure_min_samples=1, accept_sparse=False
+            )
+            if array.dtype.kind in "fc" and np.isinf(array).any():
+                raise DataError("X has infinite values", value="inf", fix="replace them, or make them missing (NaN)")
+            names = [f"x{n}" for n in range(array.shape[1])]
+            return _nan_as_missing(as_table(array, names))
+        table = as_table(X)
+        if reset:
+            self.feature_names_in_ = np.array(table.column_names, dtype=object)
+            self.n_features_in_ = len(table.column_names)
+        elif hasattr(self, "feature_names_in_"):
+            missing = [name for name in self.feature_names_in_ if name not in table.column_names]
+            if missing:
+                raise ConfigError(
+                    "X lacks columns that the estimator was fitted with", value=", ".join(missing[:10]),
+                    fix="give the columns of fit, by the same names",
+                )  # fmt: skip
+            table = table.select(list(self.feature_names_in_))
+        elif len(table.column_names) != self.n_features_in_:
+            raise ConfigError(
+                f"X has {len(table.column_names)} features, but {type(self).__name__} is expecting "
+                f"{self.n_features_in_} features as input"
+            )
+        else:
+            table = table.rename_columns([f"x{n}" for n in range(self.n_features_in_)])
+        return _nan_as_missing(table)
+
+    def _encode(self, table: pa.Table, labels: dict[str, NDArray[np.float64]], folder: Path, **more: Any) -> Encoded:
+        encoded = encode(
+            table, labels, folder, categories=names_of(self.categories), numbers=names_of(self.numbers),
+            min_count=self.min_count, threads=self.num_threads, **more,
+        )  # fmt: skip
+        self.columns_ = encoded.inferred.columns
+        self.etl_config_ = encoded.inferred.config
+        if self.verbose > 0:
+            say(encoded.inferred.describe())
+        return encoded
+
+    def _probabilities(self, X: Any) -> NDArray[np.float64]:  # noqa: N803
+        """Return the model's predictions, (rows, labels)."""
+        check_is_fitted(self, _MODEL)
+        table = self._table(X, reset=False)
+        found: NDArray[np.float64] = self._fitted_model().predict(table, raw=True).astype(np.float64)
+        return found
+
+    def _fitted_model(self) -> Model:
+        check_is_fitted(self, _MODEL)
+        model: Model = self.model_
+        return model
+
+    def _seed(self) -> int:
+        return int(check_random_state(self.random_state).randint(0, 2**31 - 1))
+
+    # Saving -----------------------------------------------------------------------------------------------
+
+    def _keep(self, model: Model, etl: Path) -> None:
+        """Keep a trained model, and its ETL in a folder that lives as long as the model."""
+        own = _folder_of(model) / etl.name
+        own.write_bytes(etl.read_bytes())
+        model.etl = own
+        self.model_ = model
+
+    def save(self, folder: str | AnyPath) -> AnyPath:
+        """Write the model's folder: what `vv.Model.load`, `viviane serve`, `predict` and `export` read.
+
+        Raises:
+            sklearn.exceptions.NotFittedError: before `fit`.
+        """
+        return self._fitted_model().save(folder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state = dict(state)
+        model = state.pop(_MODEL, None)
+        if model is not None:
+            state[_ZIPPED] = _zipped(model)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        zipped = state.pop(_ZIPPED, None)
+        super().__setstate__(state)
+        if zipped is not None:
+            with tempfile.TemporaryDirectory(prefix="viviane-estimator-") as folder:
+                place = Path(folder) / "model"
+                with zipfile.ZipFile(io.BytesIO(zipped)) as file:
+                    file.extractall(place)
+                self._keep(Model.load(place, device=getattr(self, "device", "auto")), place / "etl.zip")
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, _MODEL)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.input_tags.string = True
+        tags.input_tags.categorical = True
+        tags.non_deterministic = False
+        return tags
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(self.__getstate__())
+        return copied
+
+
+def _folder_of(model: Model) -> Path:
+    """Return a new folder that is removed when the model is."""
+    folder = tempfile.mkdtemp(prefix="viviane-estimator-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def say(text: str) -> None:
+    """Write lines where a user looks: the terminal or the notebook's output."""
+    from rich.console import Console
+
+    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+def weights_of(sample_weight: Any, rows: int) -> NDArray[np.float64] | None:
+    """Return checked sample weights.
+
+    Raises:
+        DataError: there is not one for each row, or one is negative or not finite.
+    """
+    if sample_weight is None:
+        return None
+    weights: NDArray[np.float64] = column_or_1d(np.asarray(sample_weight, dtype=np.float64))
+    if len(weights) != rows or not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
+        raise DataError(
+            "sample weights are one finite number of at least 0 for each row", value=(len(weights), rows),
+        )  # fmt: skip
+    return weights
+
+
+def column(values: Any, rows: int, what: str) -> NDArray[Any]:
+    """Return one value for each row, from an array, list, series or frame of one column.
+
+    Raises:
+        DataError: another number of values.
+    """
+    if hasattr(values, "to_numpy"):
+        values = values.to_numpy()
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        values = values.to_numpy(zero_copy_only=False) if isinstance(values, pa.Array) else values.to_numpy()
+    found: NDArray[Any] = column_or_1d(values, warn=True)
+    if len(found) != rows:
+        raise DataError(f"{what} has another number of rows than X", value=f"{len(found)}, X has {rows}")
+    return found
+
+
+def _nan_as_missing(table: pa.Table) -> pa.Table:
+    """Return a table whose NaN are missing values."""
+    import pyarrow.compute as pc
+
+    arrays: list[Any] = []
+    for values in table.columns:
+        if pa.types.is_floating(values.type):
+            values = pc.if_else(pc.is_nan(values), None, values)  # noqa: PLW2901
+        arrays.append(values)
+    return pa.table(arrays, names=table.column_names)
+
+
+def _zipped(model: Model) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="viviane-estimator-") as folder:
+        target = Path(folder) / "model"
+        model.save(target)
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as file:
+            for path in sorted(target.rglob("*")):
+                if path.is_file():
+                    file.write(path, path.relative_to(target).as_posix())
+        return content.getvalue()
+
+
+def checked_share(value: float) -> float:
+    """Return the share of rows that are held out.
+
+    Raises:
+        ConfigError: it is not between 0 and 1/2.
+    """
+    if not 0 < value <= 0.5:
+        raise ConfigError("not a share of rows", where="validation_fraction", value=value, allowed="0 < x <= 0.5")
+    return value
+
+
+def plural(count: int, word: str) -> str:
+    """Return a count with its word.
+
+    Example:
+        >>> plural(1, "fold"), plural(2, "fold")
+        ('1 fold', '2 folds')
+    """
+    return f"{count:,} {word}" + ("" if count == 1 else "s")
+
+
+def stacked(parts: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
+    """Return arrays (rows,) as columns, (rows, M)."""
+    return np.column_stack(parts).astype(np.float64)

@@ -1,0 +1,136 @@
+"""A model goes to a Hub and comes back; the Hub is a small HTTP server of the same addresses."""
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import viviane as vv
+from viviane.core.errors import ConfigError, RemoteError
+from viviane.model.hub import model_card
+
+pytest.importorskip("huggingface_hub")
+SHA = "a" * 40
+SCHEMA = vv.Schema(labels=[{"name": "y"}], categorical=[{"name": "c", "num_ids": 9}])
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Keeps the files of commits in memory: the part of the Hub's protocol for small files."""
+
+    files: dict[str, bytes]
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    @property
+    def place(self) -> str:
+        return f"http://{self.headers['Host']}"
+
+    def reply(self, content: Any, status: int = 200, **headers: str) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/repos/create":
+            self.reply({"url": f"{self.place}/me/clicks", "id": "me/clicks", "name": "me/clicks"})
+        elif "/preupload/" in self.path:
+            asked = json.loads(body)["files"]
+            self.reply(
+                {"files": [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in asked]}
+            )
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self.reply({"commitUrl": f"{self.place}/me/clicks/commit/{SHA}", "commitOid": SHA, "hookOutput": "",
+                        "success": True})  # fmt: skip
+        else:
+            self.reply({}, 200)
+
+    def do_GET(self) -> None:
+        if "/resolve/" in self.path:
+            content = self.files.get(self.path.split(f"/resolve/{SHA}/")[1].split("?")[0])
+            if content is None:
+                self.reply({}, 404)
+                return
+            self.reply(content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', X_Repo_Commit=SHA)
+        elif self.path.startswith("/api/models/me/clicks/tree"):
+            self.reply([{"type": "file", "path": n, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+                        for n, c in self.files.items()])  # fmt: skip
+        elif self.path.startswith("/api/models/me/clicks"):
+            listed = [{"rfilename": name, "size": len(content)} for name, content in self.files.items()]
+            self.reply({"id": "me/clicks", "sha": SHA, "siblings": listed, "private": False, "tags": []})
+        else:
+            self.reply({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    handler = type("OwnHub", (Hub,), {"files": {}})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def model() -> vv.Model:
+    made = vv.Model(vv.Solver(device="cpu"), SCHEMA, name="clicks")
+    made.add(vv.zoo.DeepFM(dim=2, deep_mlp=(4,)))
+    made.compile()
+    return made
+
+
+def test_a_pushed_model_comes_back_with_the_same_bits(hub: str) -> None:
+    made = model()
+    made.push_to_hub(
+        "me/clicks", endpoint=hub, token="hf_x", card=model_card(made, license="mit", figures={"auc": 0.7})
+    )
+    again = vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+    rows = {"c": [3, 4, 5]}
+    assert np.array_equal(again.predict(rows), made.predict(rows))
+
+
+def test_what_the_hub_refuses_is_an_error_of_ours(hub: str) -> None:
+    with pytest.raises(RemoteError, match="does not give"):
+        vv.Model.from_hub("me/other", endpoint=hub, token="hf_x")
+
+
+def test_a_repository_without_a_model_is_refused(hub: str) -> None:
+    with pytest.raises(ConfigError, match="no model of Viviane"):
+        vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+
+
+def test_the_card_names_columns_sizes_and_figures() -> None:
+    card = model_card(model(), license="mit", text="For tests.", figures={"auc": 0.71})
+    assert card.startswith("---\nlibrary_name: viviane\n")
+    for part in (
+        "license: mit",
+        "# clicks",
+        "For tests.",
+        "| auc | 0.71000 |",
+        "| `c` | one_hot | 9 |",
+        "encoded rows",
+    ):
+        assert part in card
