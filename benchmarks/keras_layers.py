@@ -1,0 +1,189 @@
+"""Viviane's Keras layers against the stock layer and keras-rs: time of a whole step, and what the layer itself adds.
+
+Run once for each backend: KERAS_BACKEND=torch, jax or tensorflow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import keras
+import numpy as np
+
+import viviane.keras as vk
+from record import record
+from viviane.config import SGD
+from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, UniformInit
+
+BACKEND = keras.backend.backend()
+GOAL = {"torch": 20.0, "jax": 80.0, "tensorflow": 400.0}
+
+
+def model_of(kind: str, rows: int, dim: int, features: int) -> keras.Model:
+    """A sum of all vectors and a dense layer: nearly all of the step is the embedding."""
+    ids = keras.Input((features,), dtype="int32")
+    rule = keras.optimizers.SGD(0.01)
+    if kind == "viviane":
+        tables = [TableConfig(name=f"t{i}", num_rows=rows, dim=dim, init=UniformInit()) for i in range(features)]
+        own = [FeatureConfig(name=f"f{i}", table=f"t{i}") for i in range(features)]
+        layer = vk.DistributedEmbedding(own, tables=tables, optimizer=rule)
+        found = layer([ids[:, i] for i in range(features)])
+        parts = [found[one.name] for one in own]
+    elif kind == "keras-rs":
+        import keras_rs
+
+        configs = []
+        for i in range(features):
+            table = keras_rs.layers.TableConfig(
+                f"t{i}", rows, dim, initializer="uniform", optimizer=rule, combiner="sum"
+            )
+            configs.append(keras_rs.layers.FeatureConfig(f"f{i}", table, (None, 1), (None, dim)))
+        parts = keras_rs.layers.DistributedEmbedding(configs)([ids[:, i : i + 1] for i in range(features)])
+    else:
+        parts = [keras.layers.Embedding(rows, dim)(ids[:, i]) for i in range(features)]
+    out = keras.layers.Dense(1, "sigmoid")(keras.layers.Concatenate()(parts))
+    model = keras.Model(ids, out)
+    model.compile(rule, "binary_crossentropy")
+    return model
+
+
+def step_ms(
+    model: keras.Model, x: np.ndarray, y: np.ndarray, repeat: int, fast: bool
+) -> tuple[float, tuple[float, float]]:
+    trainer = vk.FastTrainer(model) if fast else None
+    step = model.train_on_batch if trainer is None else trainer.step
+    for _ in range(min(3, repeat)):
+        step(x, y)
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        step(x, y)
+        times.append((time.perf_counter() - start) * 1e3)
+    cut = statistics.quantiles(times, n=5) if len(times) > 2 else [min(times), 0, 0, max(times)]
+    return min(times), (cut[0], cut[3])
+
+
+def own_us(rows: int, repeat: int) -> float:
+    """Time that Viviane's own lookup and update take for one key, outside of any framework."""
+    import torch
+
+    table = [TableConfig(name="t", num_rows=rows, dim=16)]
+    own = EmbeddingCollection(table, [FeatureConfig(name="f", table="t")], SGD())
+    keys, gradient = {"f": torch.zeros(1, dtype=torch.int32)}, torch.ones(1, 16)
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        own(keys).flat.backward(gradient)
+        own.step(0.1)
+        times.append((time.perf_counter() - start) * 1e6)
+    return min(times)
+
+
+def layer_us(rows: int, repeat: int) -> tuple[float, float]:
+    """Times of one key through the layer and back, in the framework's own terms, and of the same with no lookup."""
+    layer = vk.Embedding(rows, 16, optimizer=keras.optimizers.SGD(0.1))
+    layer.build()
+    keys = keras.ops.convert_to_tensor(np.zeros((1,), np.int32))
+    with_it, without = _functions(layer)
+    found = []
+    for call in (with_it, without):
+        for _ in range(20):
+            call(keys)
+        times = []
+        for _ in range(repeat):
+            start = time.perf_counter()
+            call(keys)
+            times.append((time.perf_counter() - start) * 1e6)
+        found.append(min(times))
+    return found[0], found[1]
+
+
+def _functions(layer):
+    if BACKEND == "torch":
+        import torch
+
+        def with_it(keys):
+            layer.look_up(keys.view(-1, 1), None, True).backward(torch.ones(1, 16))
+
+        leaf = torch.zeros(1, 16, requires_grad=True)
+
+        def without(keys):
+            (leaf * 1.0).backward(torch.ones(1, 16))
+
+        return with_it, without
+    if BACKEND == "jax":
+        import jax
+
+        mapping = [layer.anchor, layer.learning_rate]
+
+        def loss(anchor, keys):
+            with keras.StatelessScope(state_mapping=[(mapping[0], anchor), (mapping[1], jax.numpy.float32(0.1))]):
+                return layer.look_up(keys.reshape(-1, 1), None, True).sum()
+
+        both = jax.jit(jax.grad(loss))
+        plain = jax.jit(jax.grad(lambda anchor, keys: anchor * keys.sum().astype("float32")))
+        anchor = jax.numpy.zeros(())
+        return lambda keys: both(anchor, keys).block_until_ready(), lambda keys: plain(anchor, keys).block_until_ready()
+    import tensorflow as tf
+
+    leaf = tf.Variable(0.0)
+
+    @tf.function
+    def with_it(keys):
+        with tf.GradientTape() as tape:
+            out = tf.reduce_sum(layer.look_up(tf.reshape(keys, (-1, 1)), None, True))
+        return tape.gradient(out, layer.anchor.value)
+
+    @tf.function
+    def without(keys):
+        with tf.GradientTape() as tape:
+            out = leaf * tf.cast(tf.reduce_sum(keys), tf.float32)
+        return tape.gradient(out, leaf)
+
+    return with_it, without
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="small tables, few steps")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of each table")
+    parser.add_argument("--kinds", default="viviane,fast,stock,keras-rs")
+    options = parser.parse_args()
+    rows, repeat = (1_000, 2) if options.small else (options.rows, 7)
+    features, size, dim = 26, 2048, 16
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, rows, (size, features)).astype(np.int32)
+    y = generator.integers(0, 2, (size, 1)).astype(np.float32)
+    total, base = layer_us(1000, 20 if options.small else 300)
+    tables = own_us(1000, 20 if options.small else 300)
+    record(
+        bench="keras_layers", case=f"{BACKEND}, layer form, one key", metric="overhead of a lookup and its update",
+        value=max(0.0, total - base - tables), unit="us", better="lower", goal=GOAL[BACKEND],
+        shape={"rows": 1000, "dim": 16},
+    )  # fmt: skip
+    found = {}
+    for kind in options.kinds.split(","):
+        model = model_of("viviane" if kind == "fast" else kind, rows, dim, features)
+        few = 2 if kind in ("stock", "keras-rs") and BACKEND != "jax" else repeat
+        found[kind] = step_ms(model, x, y, min(few, repeat), kind == "fast")
+        print(kind, found[kind], flush=True)
+        keras.backend.clear_session()
+        del model
+    for form in ("viviane", "fast"):
+        if form not in found:
+            continue
+        for peer in ("stock", "keras-rs"):
+            if peer in found:
+                name = f"Keras {keras.__version__}" if peer == "stock" else "keras-rs 0.4.0"
+                record(
+                    bench="keras_layers", case=f"{BACKEND}, {'layer' if form == 'viviane' else 'fast'} form, SGD",
+                    metric="step", value=found[form][0], unit="ms", better="lower", peer=name,
+                    peer_value=found[peer][0], spread=found[form][1],
+                    shape={"tables": features, "rows": rows, "dim": dim, "batch": size},
+                )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

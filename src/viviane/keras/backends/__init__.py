@@ -1,0 +1,43 @@
+"""One file for each of Keras' backends: how a lookup and its update get into that framework's autograd."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any, Protocol
+
+import keras
+
+from viviane.core.errors import ConfigError
+
+_NAMES = ("torch", "jax", "tensorflow")
+
+
+class Backend(Protocol):
+    """What a backend's file has."""
+
+    def look_up(self, layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tuple[Any, Any]:
+        """Look up a matrix of keys (B, K): the vectors (B, W), and a zero whose gradient is the loss scale."""
+
+    def eagerly(self) -> AbstractContextManager[Any]:
+        """Compute at once for a block, even where the framework is tracing."""
+
+    def table_device(self) -> str:
+        """Return the device of the tables."""
+
+
+def backend_of() -> Backend:
+    """Return the file of Keras' present backend.
+
+    Raises:
+        ConfigError: there is none for it.
+    """
+    name = keras.backend.backend()
+    if name not in _NAMES:
+        raise ConfigError("no layers for this backend of Keras", value=name, allowed=", ".join(_NAMES))
+    return import_module(f"viviane.keras.backends.{name}_backend")
+
+
+def table_device() -> str:
+    """Return the device of the tables."""
+    return backend_of().table_device()

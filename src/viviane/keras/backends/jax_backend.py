@@ -1,0 +1,83 @@
+"""Keras on JAX: custom derivatives around calls of a host handler from compiled code.
+
+Shapes: B rows of the batch, K keys of a row, W columns of the output.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+from viviane.core.errors import ConfigError
+from viviane.core.optional import require
+from viviane.keras.ffi import BEGIN, END, READ, REFUSE, call_number, register
+
+
+def _jax() -> Any:
+    return require("jax", extra="jax", purpose="Keras on JAX")
+
+
+def table_device() -> str:
+    """Return the device of the tables: the handler is called with host memory."""
+    platform = _jax().default_backend()
+    if platform != "cpu":
+        raise ConfigError(
+            "on JAX the layers work on the CPU", value=platform, allowed="cpu",
+            fix="set JAX_PLATFORMS=cpu, train with viviane.keras.fit(model, data), or take the torch backend",
+        )  # fmt: skip
+    return "cpu"
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Compute at once for a block, even where JAX is tracing."""
+    return _jax().ensure_compile_time_eval()  # type: ignore[no-any-return]
+
+
+def look_up(layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tuple[Any, Any]:
+    """Look up keys (B, K): the vectors (B, W), and a zero whose gradient is the loss scale."""
+    jax = _jax()
+    number = register(layer.lookups)
+    given = (keys,) if weights is None else (keys, weights)
+    if trains:
+        flat, token = _training(number, layer.width, layer.compute_dtype)(layer.anchor.value, rate, *given)
+        return flat, token
+    shape = jax.ShapeDtypeStruct((keys.shape[0], layer.width), layer.compute_dtype)
+    flat = _call(READ, number, shape)(layer.anchor.value, *given)
+    return flat, jax.numpy.zeros(())
+
+
+def _call(kind: int, number: int, results: Any) -> Any:
+    """Return a function that calls the handler from compiled code, whether its results are used or not."""
+    import numpy as np
+
+    jax = _jax()
+    call = jax.ffi.ffi_call("viviane_tables", results, has_side_effect=True, vmap_method=None)
+    return lambda *arrays: call(*arrays, call=np.int64(call_number(kind, number)))
+
+
+@cache
+def _training(number: int, width: int, dtype: str) -> Any:
+    """Return the lookup that updates its rows when it is differentiated."""
+    jax = _jax()
+    jnp = jax.numpy
+
+    @jax.custom_vjp
+    def look_up(anchor: Any, rate: Any, keys: Any, *weights: Any) -> Any:
+        # It is this body that runs where nothing differentiates the layer.
+        shape = jax.ShapeDtypeStruct((keys.shape[0], width), dtype)
+        return _call(REFUSE, number, shape)(anchor, keys, *weights), jnp.zeros(())
+
+    def forward(anchor: Any, rate: Any, keys: Any, *weights: Any) -> Any:
+        shapes = (jax.ShapeDtypeStruct((keys.shape[0], width), dtype), jax.ShapeDtypeStruct((), "int32"))
+        flat, waiting = _call(BEGIN, number, shapes)(anchor, keys, *weights)
+        return (flat, jnp.zeros(())), (waiting, rate, len(weights))
+
+    def backward(kept: Any, gradients: Any) -> Any:
+        waiting, rate, num_weights = kept
+        gradient, token = gradients
+        zero = _call(END, number, jax.ShapeDtypeStruct((), "float32"))(waiting, gradient, rate, token)
+        return (zero, None, None, *(None,) * num_weights)
+
+    look_up.defvjp(forward, backward)
+    return look_up

@@ -1,0 +1,88 @@
+"""The fast form on JAX: one jitted step, weights as its arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from viviane.core.optional import require
+
+
+class Steps:
+    """Steps of a model; `rest` is the model from its inputs and rows on."""
+
+    def __init__(self, model: Any, rest: Any, layers: Sequence[Any], jit_compile: bool | None) -> None:
+        self._jax = require("jax", extra="jax", purpose="Keras on JAX")
+        self._model, self._rest, self._layers = model, rest, layers
+        self._trained = list(model.trainable_variables)
+        rest_of = [*model.non_trainable_variables, *model.optimizer.variables, *model.metrics_variables]
+        self._others = list({id(one): one for one in rest_of}.values())
+        step = self._step
+        self._compiled = self._jax.jit(step) if jit_compile is not False else step
+        self._state: tuple[list[Any], list[Any]] | None = None
+
+    def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
+        """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
+        if self._state is None or len(self._state[1]) != len(self._metrics_too()):
+            self.refresh()
+        assert self._state is not None
+        given = [self._jax.dlpack.from_dlpack(row) for row in rows]
+        trained, others, logs, gradients, rates, scale = self._compiled(*self._state, list(inputs), given, y, weight)
+        self._state = (trained, others)
+        found = [torch.utils.dlpack.from_dlpack(one) for one in gradients]
+        numbers = [float(np.asarray(rate)) for rate in rates]
+        return logs, found, numbers, float(np.asarray(scale))
+
+    def _metrics_too(self) -> list[Any]:
+        # Metrics make their variables with the first batch.
+        known = {id(one) for one in self._others}
+        self._others += [one for one in self._model.metrics_variables if id(one) not in known]
+        return self._others
+
+    def _step(self, trained: Any, others: Any, inputs: Any, rows: Any, y: Any, weight: Any) -> Any:
+        model, jax = self._model, self._jax
+
+        def loss_of(trained: Any, rows: Any) -> Any:
+            mapping = [*zip(self._trained, trained, strict=True), *zip(self._others, others, strict=True)]
+            with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+                predicted = self._rest([*inputs, *rows], training=True)
+                loss = model.compute_loss(inputs, y, predicted, weight, training=True)
+                scaled = model.optimizer.scale_loss(loss)
+            return scaled, (loss, predicted, [_now(scope, one, v) for one, v in zip(self._others, others, strict=True)])
+
+        (_, (loss, predicted, after)), gradients = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(
+            trained, rows
+        )
+        mapping = [*zip(self._trained, trained, strict=True), *zip(self._others, after, strict=True)]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            rates = [layer.next_rate() for layer in self._layers]
+            scale = model.optimizer.scale_loss(jax.numpy.ones(()))
+            model._loss_tracker.update_state(loss, sample_weight=inputs[0].shape[0])
+            logs = model.compute_metrics(inputs, y, predicted, weight)
+        after = [_now(scope, one, value) for one, value in zip(self._others, after, strict=True)]
+        places = {id(one): i for i, one in enumerate(self._others)}
+        own = [after[places[id(one)]] for one in model.optimizer.variables]
+        trained, own = model.optimizer.stateless_apply(own, gradients[0], trained)
+        for one, value in zip(model.optimizer.variables, own, strict=True):
+            after[places[id(one)]] = value
+        return trained, after, logs, gradients[1], rates, scale
+
+    def sync(self) -> None:
+        """Put the weights into the model's variables."""
+        if self._state is not None:
+            for one, value in zip([*self._trained, *self._others], [*self._state[0], *self._state[1]], strict=True):
+                one.assign(value)
+
+    def refresh(self) -> None:
+        """Take the weights from the model's variables."""
+        self._metrics_too()
+        self._state = ([one.value for one in self._trained], [one.value for one in self._others])
+
+
+def _now(scope: Any, variable: Any, before: Any) -> Any:
+    value = scope.get_current_value(variable)
+    return before if value is None else value

@@ -1,0 +1,62 @@
+"""The fast form on TensorFlow: one `tf.function`, compiled by XLA where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from viviane.core.optional import require
+from viviane.keras.backends.tensorflow_backend import to_tensorflow
+
+
+class Steps:
+    """Steps of a model; `rest` is the model from its inputs and rows on."""
+
+    def __init__(self, model: Any, rest: Any, layers: Sequence[Any], jit_compile: bool | None) -> None:
+        self._tf = require("tensorflow", extra="tensorflow", purpose="Keras on TensorFlow")
+        self._model, self._rest, self._layers = model, rest, layers
+        wanted = model.jit_compile is True if jit_compile is None else jit_compile
+        self._compiled = self._tf.function(self._step, jit_compile=wanted, reduce_retracing=True)
+
+    def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
+        """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
+        tf = self._tf
+        given = [tf.convert_to_tensor(one) for one in inputs]
+        labels = tf.nest.map_structure(tf.convert_to_tensor, y)
+        scales = None if weight is None else tf.convert_to_tensor(weight)
+        leaves = [to_tensorflow(row) for row in rows]
+        logs, gradients, rates, scale = self._compiled(given, leaves, labels, scales)
+        found = [_to_torch(one) for one in gradients]
+        return logs, found, [float(np.asarray(rate)) for rate in rates], float(np.asarray(scale))
+
+    def _step(self, inputs: Any, rows: Any, y: Any, weight: Any) -> Any:
+        tf, model = self._tf, self._model
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            predicted = self._rest([*inputs, *rows], training=True)
+            loss = model.compute_loss(inputs, y, predicted, weight, training=True)
+            scaled = model.optimizer.scale_loss(loss)
+        weights = model.trainable_variables
+        plain = [getattr(one, "value", one) for one in weights]
+        gradients, found = tape.gradient(scaled, [plain, rows], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        rates = [layer.next_rate() for layer in self._layers]
+        scale = model.optimizer.scale_loss(tf.ones(()))
+        model._loss_tracker.update_state(loss, sample_weight=tf.shape(inputs[0])[0])
+        model.optimizer.apply(gradients, weights)
+        logs = model.compute_metrics(inputs, y, predicted, sample_weight=weight)
+        return logs, [tf.convert_to_tensor(one) for one in found], rates, scale
+
+    def sync(self) -> None:
+        """Do nothing: weights are changed in place."""
+
+    def refresh(self) -> None:
+        """Do nothing: weights are read in place."""
+
+
+def _to_torch(gradient: Any) -> torch.Tensor:
+    if not gradient.shape.num_elements():
+        return torch.zeros(tuple(gradient.shape))
+    return torch.utils.dlpack.from_dlpack(gradient)

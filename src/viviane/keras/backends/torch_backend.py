@@ -1,0 +1,64 @@
+"""Keras on torch: an autograd function whose backward updates the rows.
+
+Shapes: B rows of the batch, K keys of a row, W columns of the output.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from viviane.embedding.external import ExternalLookups, checked_rate
+
+_OUTPUTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def table_device() -> str:
+    """Return the device that Keras puts its weights on."""
+    with torch.device("cpu"):
+        return str(keras.ops.convert_to_tensor(0.0).device)
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Compute on the CPU for a block, even where Keras traces on the device "meta"."""
+    return keras.device("cpu")  # type: ignore[no-any-return]
+
+
+class _Update(torch.autograd.Function):
+    """The lookup; its backward gives the tables their gradient, and the anchor a zero."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookups: ExternalLookups, batch: Any, rate: Tensor) -> Any:
+        ctx.number, flat = lookups.begin(batch)
+        ctx.lookups, ctx.rate = lookups, rate
+        return flat, anchor.detach() * 0.0
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient, token = gradients
+        where = ctx.lookups.where
+        scale = 1.0 if token is None or not bool(token != 0) else 1.0 / float(token)
+        ctx.lookups.end(ctx.number, gradient, checked_rate(ctx.rate, where), scale)
+        return torch.zeros((), device=gradient.device), None, None, None
+
+
+@torch.compiler.disable
+def look_up(layer: Any, keys: Tensor, weights: Tensor | None, rate: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
+    """Look up keys (B, K): the vectors (B, W), and a zero whose gradient is the loss scale."""
+    dtype = _OUTPUTS[layer.compute_dtype]
+    if keys.device.type == "meta":
+        return torch.empty(len(keys), layer.width, dtype=dtype, device="meta"), torch.zeros((), device="meta")
+    lookups: ExternalLookups = layer.lookups
+    batch = layer.columns.batch(keys.detach(), weights)
+    if not trains:
+        return lookups.read(batch).to(dtype), rate.new_zeros(())
+    if not torch.is_grad_enabled():
+        raise lookups.undifferentiated()
+    flat, token = _Update.apply(layer.anchor.value, lookups, batch, rate)  # type: ignore[no-untyped-call]
+    return flat.to(dtype), token

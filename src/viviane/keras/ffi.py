@@ -1,0 +1,190 @@
+"""The handler that XLA calls from compiled code: Numba reads the call, Python serves it. No compiler is needed.
+
+XLA's C interface for foreign functions is described in `xla/ffi/api/c_api.h` of the OpenXLA project; what stands where
+in its structures is checked by version when the handler is registered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import ConfigError
+from viviane.core.optional import require
+from viviane.embedding.external import ExternalLookups, checked_rate, tensor_at
+
+READ: Final = 0
+BEGIN: Final = 1
+END: Final = 2
+REFUSE: Final = 3
+"""What a call asks for: a lookup, one in training, the gradient of one, or the error of one without gradient."""
+
+_KINDS: Final = 4
+_ARGUMENT_BYTES: Final = 40  # of XLA_FFI_Args and XLA_FFI_Rets
+_WORDS: Final = 64
+_BUFFER: Final = 5  # words of a buffer in the list: address, type, rank, the first two dimensions
+_TYPES: Final = {
+    4: torch.int32, 5: torch.int64, 10: torch.float16, 11: torch.float32, 16: torch.bfloat16
+}  # fmt: skip
+_EXTENSION_METADATA: Final = 1
+_FAILED: Final = 13  # XLA_FFI_Error_Code_INTERNAL
+
+_served: WeakValueDictionary[int, ExternalLookups] = WeakValueDictionary()
+
+
+def call_number(kind: int, number: int) -> int:
+    """Return the one attribute of a call: which tables, and what for.
+
+    Example:
+        >>> call_number(END, 5) % 4, call_number(END, 5) // 4
+        (2, 5)
+    """
+    return number * _KINDS + kind
+
+
+def register(lookups: ExternalLookups) -> int:
+    """Return the number under which compiled code finds the tables, as long as they live."""
+    _register_handler()
+    _served[lookups.number] = lookups
+    return lookups.number
+
+
+# The call in Python ------------------------------------------------------------------------------------------
+
+
+def _serve(frame: int, address: int) -> int:
+    """Serve a call; returns 0, or XLA's error."""
+    try:
+        words = (ctypes.c_int64 * _WORDS).from_address(address)
+        if words[1] < 0:
+            raise ConfigError("XLA lays calls out in another way", fix="install the jax that viviane[jax] allows")
+        tensors = _tensors(words)
+        number, kind = divmod(words[0], _KINDS)
+        lookups = _served[number]
+        assert lookups.columns is not None
+        if kind == END:
+            waiting, gradient, rate, token, zero = tensors
+            scale = 1.0 / float(token) if float(token) else 1.0
+            lookups.end(int(waiting), gradient, checked_rate(rate, lookups.where), scale)
+            zero.zero_()
+            return 0
+        inputs = tensors[1 : words[1]]  # the first is the anchor
+        if kind == BEGIN:
+            inputs = [one.clone() for one in inputs]  # the update reads them, when XLA has used the memory again
+        if kind == REFUSE:
+            raise lookups.undifferentiated()
+        batch = lookups.columns.batch(*inputs)
+        out = tensors[words[1]]
+        if kind == READ:
+            out.copy_(lookups.read(batch))
+            return 0
+        found, flat = lookups.begin(batch)
+        out.copy_(flat)
+        tensors[words[1] + 1].fill_(found)
+        return 0
+    except BaseException as error:
+        return _error(frame, f"{type(error).__name__}: {error}")
+
+
+def _tensors(words: Any) -> list[Tensor]:
+    tensors = []
+    for i in range(words[1] + words[2]):
+        address, kind, rank, *shape = words[3 + i * _BUFFER : 3 + (i + 1) * _BUFFER]
+        tensors.append(tensor_at(address, _TYPES[kind], shape[:rank]))
+    return tensors
+
+
+class _ErrorArguments(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("message", ctypes.c_char_p),
+        ("code", ctypes.c_int),
+    )
+
+
+def _error(frame: int, message: str) -> int:
+    """Make XLA's error: the function for it is the seventh word of the interface that the frame points to."""
+    interface = ctypes.c_void_p.from_address(frame + 16).value
+    assert interface is not None
+    create = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(ctypes.c_int64.from_address(interface + 48).value)
+    arguments = _ErrorArguments(32, None, message.encode(), _FAILED)
+    return int(create(ctypes.addressof(arguments)) or 0)
+
+
+# The handler -------------------------------------------------------------------------------------------------
+
+
+@cache
+def _register_handler() -> Any:
+    """Compile the handler and make it known to JAX, once."""
+    jax = require("jax", extra="jax", purpose="Keras on JAX")
+    serve = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_serve)
+    handler = _compile(serve)
+    jax.ffi.register_ffi_target("viviane_tables", jax.ffi.pycapsule(ctypes.c_void_p(handler.address)), platform="cpu")
+    return serve, handler  # kept for the life of the process
+
+
+def _compile(serve: Callable[[int, int], int]) -> Any:
+    """Compile the handler: XLA_FFI_Error* handler(XLA_FFI_CallFrame*), pointers as whole numbers.
+
+    In the frame, words of 8 bytes: 0 its size, 1 extensions, 2 the interface, 3 the context, 4 the stage, 5-9 the
+    arguments, 10-14 the results, 15-20 the attributes. Arguments are: size, extensions, count, types, pointers.
+    """
+    import numpy as np
+    from numba import carray, cfunc, int64, types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def at(typing_context: Any, address: Any) -> Any:
+        """Return the memory at an address as a pointer to whole numbers."""
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(types.CPointer(int64)))
+
+        return types.CPointer(int64)(int64), generate
+
+    metadata, words, width, argument_bytes = _EXTENSION_METADATA, _WORDS, _BUFFER, _ARGUMENT_BYTES
+
+    @cfunc(int64(int64))
+    def handler(frame):  # type: ignore[no-untyped-def]
+        call = carray(at(frame), 21)
+        if call[1] != 0:
+            extension = carray(at(call[1]), 4)
+            if (extension[1] & 0xFFFFFFFF) == metadata:  # asked for its version: that of the caller
+                about, interface = carray(at(extension[3]), 5), carray(at(call[2]), 5)
+                about[3] = interface[4]
+                about[4] = 0
+                return 0
+        listed = np.zeros(words, np.int64)
+        if call[5] != argument_bytes or call[10] != argument_bytes:
+            listed[1] = -1
+            return serve(frame, listed.ctypes.data)
+        attributes = carray(at(call[20]), 1)
+        scalar = carray(at(attributes[0]), 2)
+        listed[0] = carray(at(scalar[1]), 1)[0]
+        listed[1], listed[2] = call[7], call[12]
+        place = 3
+        for part in range(2):
+            count, pointers = call[7 + 5 * part], carray(at(call[9 + 5 * part]), 32)
+            for i in range(count):
+                if place + width > words:
+                    break
+                buffer = carray(at(pointers[i]), 6)
+                listed[place] = buffer[3]
+                listed[place + 1] = buffer[2] & 0xFFFFFFFF
+                rank = buffer[4]
+                listed[place + 2] = rank
+                dims = carray(at(buffer[5]), 2)
+                for d in range(min(rank, 2)):
+                    listed[place + 3 + d] = dims[d]
+                place += width
+        return serve(frame, listed.ctypes.data)
+
+    return handler

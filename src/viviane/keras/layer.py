@@ -1,0 +1,282 @@
+"""What all layers share: the tables, the learning rate, saving.
+
+Shapes: B rows of the batch, K keys of a row, W columns of the output.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch import Tensor
+
+from viviane.batch import Batch
+from viviane.core.errors import CheckpointError, ConfigError
+from viviane.embedding import FeatureConfig, TableCollection
+from viviane.embedding.dynamic_config import AnyTable
+from viviane.embedding.external import ExternalLookups, KeyColumns
+from viviane.keras.backends import backend_of, table_device
+from viviane.keras.optimizers import Rule, rule_of
+from viviane.parallel.automatic import make_tables
+from viviane.parallel.start import join_processes
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a layer was given as optimizer: as an attribute of its own Keras would save it in the model's place."""
+
+    optimizer: Any
+
+
+class TableLayer(keras.layers.Layer):
+    """A layer whose rows are in Viviane's tables, and are updated in backward.
+
+    Its only trainable weight is `anchor`, a zero through which the framework's autograd reaches the layer.
+    """
+
+    built: bool
+
+    def __init__(self, optimizer: Any, seed: int, plan: Any, **options: Any) -> None:
+        super().__init__(**options)
+        if keras.backend.backend() == "tensorflow":
+            self.supports_jit = False  # XLA compiles no host calls of TensorFlow
+        self.held = Held(optimizer)
+        self.seed = seed
+        self.plan = plan
+        self.rule: Rule = rule_of(optimizer, self.where)
+        self._scales = keras.config.dtype_policy().compute_dtype == "float16" or self.compute_dtype == "float16"
+        self._lookups: ExternalLookups | None = None
+        self._columns: KeyColumns | None = None
+        self._settings: tuple[Any, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The layer's name, for errors."""
+        return f"layer {self.name!r}"
+
+    # Tables -------------------------------------------------------------------------------------------------
+
+    def _prepare(self, tables: Sequence[AnyTable], features: Sequence[FeatureConfig], columns: KeyColumns) -> None:
+        """Make the weights through which Keras sees the layer; the tables are made when they are used first."""
+        self._settings, self._columns = (tuple(tables), tuple(features)), columns
+        self.anchor = self.add_weight(name="anchor", shape=(), initializer="zeros", dtype="float32", autocast=False)
+        start = 0.0 if callable(self.rule.rate) or self.rule.rate is None else float(self.rule.rate)
+        self.learning_rate = self.add_weight(
+            name="learning_rate", shape=(), initializer=keras.initializers.Constant(start), dtype="float32",
+            trainable=False, autocast=False,
+        )  # fmt: skip
+        self.iterations = self.add_weight(
+            name="iterations", shape=(), initializer="zeros", dtype="int32", trainable=False
+        )
+        if self.rule.source is not None and not callable(self.rule.rate):
+            _watch_rate(self.rule.source, self.learning_rate)
+
+    def _fill(self, collection: TableCollection) -> None:
+        """Put initial rows into new tables, where Keras draws them."""
+
+    def _with_rule(self, tables: Sequence[AnyTable]) -> list[AnyTable]:
+        """Return the tables' settings as the layer's optimizer wants them."""
+        return list(tables)
+
+    @property
+    def lookups(self) -> ExternalLookups:
+        """The tables' lookups and updates."""
+        if self._lookups is None:
+            if not self._settings:
+                raise ConfigError("the layer has no tables before it is built", where=self.where, fix="call build()")
+            tables, features = self._settings
+            with backend_of().eagerly():
+                collection = make_tables(
+                    self._with_rule(tables), features, self.rule.settings, device=table_device(), seed=self.seed,
+                    group=join_processes("cpu"), plan="auto" if self.plan is None else self.plan, name=self.name,
+                )  # fmt: skip
+                self._fill(collection)
+            self._lookups = ExternalLookups(collection, self.where, self._columns)
+        return self._lookups
+
+    @property
+    def columns(self) -> KeyColumns:
+        """Which columns of the key matrix are whose."""
+        assert self._columns is not None
+        return self._columns
+
+    @property
+    def width(self) -> int:
+        """Columns of the output, W."""
+        return self.lookups.collection.width
+
+    @property
+    def collection(self) -> TableCollection:
+        """The tables as Viviane has them: to export rows, read dynamic tables, write checkpoints."""
+        return self.lookups.collection
+
+    @property
+    def num_updates(self) -> int:
+        """Steps of the tables so far."""
+        return self.lookups.num_updates
+
+    def count_params(self) -> int:
+        """Return the numbers of all rows, and the layer's own three."""
+        own = int(super().count_params())
+        tables = self._settings[0] if self._settings else ()
+        total: int = own + sum(getattr(table, "num_rows", 0) * table.dim for table in tables)
+        return total
+
+    # Lookup -------------------------------------------------------------------------------------------------
+
+    def look_up(self, keys: Any, weights: Any = None, training: Any = None) -> Any:
+        """Look up a matrix of keys (B, K), with weights (B, K) or None: (B, W) in the layer's compute type."""
+        trains = bool(training) and self.trainable
+        rate = self.next_rate() if trains else self.learning_rate.value
+        flat, token = backend_of().look_up(self, keys, weights, rate, trains)
+        if trains and self._scales:
+            # Its value is 0 and its gradient the loss scale, by which the rows' gradients are divided.
+            self.add_loss(token)
+        return flat
+
+    def next_rate(self) -> Any:
+        """Return the learning rate of the step at hand; of a schedule each call is a step."""
+        if not callable(self.rule.rate):
+            if self.rule.rate is None:
+                raise ConfigError(
+                    "the layer has no optimizer", where=self.where,
+                    fix="pass optimizer=..., the same as to compile(), or call viviane.keras.follow_optimizer(model) "
+                    "after compile()",
+                )  # fmt: skip
+            return self.learning_rate.value
+        rate = keras.ops.cast(self.rule.rate(self.iterations.value), "float32")
+        self.iterations.assign_add(1)
+        return rate
+
+    # The fast form, see viviane.keras.fit: arrays in and out, outside of compiled code.
+
+    def key_batch(self, keys: Sequence[Any]) -> Batch:
+        """Return what to look up for the layer's inputs, one array each in the order of `keras.tree.flatten`."""
+        raise NotImplementedError
+
+    def split_rows(self, flat: Tensor, keys: Sequence[Any]) -> list[Tensor]:
+        """Return looked-up vectors (B, W) as the layer's outputs, in the order of `keras.tree.flatten`."""
+        raise NotImplementedError
+
+    def join_rows(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the gradients of those outputs as that of the lookup, (B, W)."""
+        raise NotImplementedError
+
+    def follow(self, optimizer: Any) -> None:
+        """Take the rate from an optimizer, now and whenever a callback sets it; arithmetic stays what it is.
+
+        Raises:
+            ConfigError: the optimizer has other arithmetic.
+        """
+        rule = rule_of(optimizer, self.where)
+        if self.rule.rate is None:
+            if self._lookups is not None:
+                raise ConfigError(
+                    "the layer has been used without an optimizer", where=self.where,
+                    fix="call follow_optimizer(model) right after compile(), or pass optimizer=... to the layer",
+                )  # fmt: skip
+            self.rule, self.held = rule, Held(optimizer)
+        elif callable(rule.rate) != callable(self.rule.rate):
+            raise ConfigError("a rate and a schedule cannot stand for each other", where=self.where)
+        self.rule = Rule(self.rule.settings, rule.rate, rule.source)
+        if not callable(rule.rate) and self.built:
+            self.learning_rate.assign(rule.rate)
+            _watch_rate(rule.source, self.learning_rate)
+
+    # Saving -------------------------------------------------------------------------------------------------
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write rows, optimizer state and the layer's weights, as Keras' `save` asks."""
+        self.lookups.check()
+        for name, value in self._entries().items():
+            store[name] = value
+        for variable in (self.anchor, self.learning_rate, self.iterations):
+            store[f"own.{variable.name}"] = keras.ops.convert_to_numpy(variable)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read what `save_own_variables` wrote.
+
+        Raises:
+            CheckpointError: the file holds other tables, or another optimizer's state.
+        """
+        names = set(store.keys())
+        given = {}
+        for name, tensor in self._state().items():
+            if _stored(name) not in names:
+                raise CheckpointError("the file lacks a part of a table", where=self.where, value=name)
+            given[name] = _to_tensor(np.asarray(store[_stored(name)]), tensor.dtype)
+        try:
+            self.collection.load_state_dict(given)
+        except RuntimeError as error:
+            raise CheckpointError("the file does not fit the tables", where=self.where, value=str(error)) from error
+        for variable in (self.anchor, self.learning_rate, self.iterations):
+            variable.assign(np.asarray(store[f"own.{variable.name}"]))
+
+    def _state(self) -> Mapping[str, Tensor]:
+        return self.collection.state_dict()
+
+    def _entries(self) -> dict[str, np.ndarray[Any, Any]]:
+        return {_stored(name): _to_numpy(tensor) for name, tensor in self._state().items()}
+
+
+def _stored(name: str) -> str:
+    return "table." + name.replace("/", "|")  # a slash would open a group of the file
+
+
+def _to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    plain = tensor.detach().cpu().contiguous()
+    return plain.view(torch.int16).numpy() if plain.dtype == torch.bfloat16 else plain.numpy()  # NumPy has none
+
+
+def _to_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
+    whole = torch.from_numpy(np.ascontiguousarray(array).copy()).reshape(array.shape)
+    return whole.view(torch.bfloat16) if dtype == torch.bfloat16 else whole
+
+
+def _watch_rate(optimizer: Any, variable: Any) -> None:
+    """Set `variable` whenever the optimizer's rate is set, as callbacks do."""
+    rate = optimizer._learning_rate
+    watchers = getattr(rate, "viviane_watchers", None)
+    if watchers is None:
+        watchers = rate.viviane_watchers = []
+        rate.assign = partial(_assign_all, type(rate).assign, rate)
+    watchers.append(weakref.ref(variable))
+
+
+def _assign_all(assign: Any, rate: Any, value: Any, **options: Any) -> Any:
+    result = assign(rate, value, **options)
+    for watcher in rate.viviane_watchers:
+        variable = watcher()
+        if variable is not None:
+            # A copy: JAX donates both variables' memory to the compiled step, and refuses to take one buffer twice.
+            variable.assign(np.array(keras.ops.convert_to_numpy(value)))
+    return result
+
+
+def table_layers(model: Any) -> list[TableLayer]:
+    """Return the layers of a model that have Viviane's tables, each once."""
+    return list(dict.fromkeys(_layers(model)))
+
+
+def _layers(layer: Any) -> Iterator[TableLayer]:
+    if isinstance(layer, TableLayer):
+        yield layer
+    for inner in layer._flatten_layers(include_self=False, recursive=True):
+        if isinstance(inner, TableLayer):
+            yield inner
+
+
+def follow_optimizer(model: Any) -> None:
+    """Let all table layers of a compiled model follow its optimizer's learning rate.
+
+    After `load_model` the layers' optimizers are copies of their own: without this call a callback that sets the rate
+    of the model's optimizer does not reach them.
+    """
+    for layer in table_layers(model):
+        layer.follow(model.optimizer)

@@ -1,0 +1,1 @@
+"""What programs that a script under `viviane sok` starts find on their path."""

@@ -1,0 +1,154 @@
+"""`dump` and `load`: tables as SOK's files, one for keys, one for rows, one for each part of the optimizer's state.
+
+A file is a header of 296 bytes and the numbers, little-endian. The header: the table's name, 256 bytes,
+right-justified; the kind (0 keys, 1 rows, 2 state), int32, big-endian; the name of the state, 32 bytes; the type,
+int32, big-endian.
+"""
+
+from __future__ import annotations
+
+import string
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.files import write_bytes_atomic
+from viviane.embedding import DynamicTableConfig, TableState
+from viviane.embedding.dynamic_content import DynamicContent
+from viviane.tensorflow.optimizer import OptimizerWrapper
+from viviane.tensorflow.processes import rank
+from viviane.tensorflow.tables import Table
+from viviane.tensorflow.variables import rows_of, state_of, table_of
+
+_HEADER: Final = struct.Struct(">256si32si")
+_TYPES: Final = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
+_KEYS, _ROWS, _STATE = 0, 1, 2
+
+
+def dump(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = None) -> None:
+    """Write tables into a folder: `<name>-key`, `<name>-weight`, and with `optimizer` `<name>-<Optimizer>-<state>`.
+
+    Args:
+        path: the folder; made where it is not there.
+        variables: one, or a list.
+        optimizer: the wrapper whose state is written, too.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for variable in _listed(variables):
+        name = _file_name(variable)
+        keys, rows = rows_of(variable)
+        state = {} if optimizer is None else state_of(variable)
+        if rank() != 0:
+            continue
+        _write(folder / f"{name}-key", name, _KEYS, "", keys.numpy().astype("<i8"))
+        _write(folder / f"{name}-weight", name, _ROWS, "", rows.numpy().astype("<f4"))
+        for slot, part in state.items():
+            file = folder / f"{name}-{_kind(optimizer)}-{slot}"
+            _write(file, name, _STATE, slot, part.numpy().astype("<f4"))
+
+
+def load(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = None) -> None:
+    """Read what `dump` wrote; keys of a dynamic variable that the files do not name stay.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or of another shape; nothing of that table is changed then.
+    """
+    folder = Path(path)
+    for variable in _listed(variables):
+        table, name = table_of(variable), _file_name(variable)
+        keys = torch.from_numpy(_read(folder / f"{name}-key", name, _KEYS, None).astype(np.int64))
+        width = table.config.dim
+        rows = torch.from_numpy(_read(folder / f"{name}-weight", name, _ROWS, width).astype(np.float32))
+        if len(rows) != len(keys):
+            raise CheckpointError("keys and rows differ in number", where=str(folder / name), value=len(rows),
+                                  allowed=str(len(keys)))  # fmt: skip
+        state = {}
+        if optimizer is not None:
+            table.set_rule(optimizer.settings)
+            for slot, own in _slots(table).items():
+                part = _read(folder / f"{name}-{_kind(optimizer)}-{slot}", name, _STATE, own)
+                state[slot] = torch.from_numpy(part.astype(np.float32))
+                if len(part) != len(keys):
+                    raise CheckpointError("keys and state differ in number", where=f"{folder / name}, {slot}",
+                                          value=len(part), allowed=str(len(keys)))  # fmt: skip
+        _put(table, keys, rows, state)
+
+
+def _put(table: Table, keys: Tensor, rows: Tensor, state: dict[str, Tensor]) -> None:
+    if isinstance(table.config, DynamicTableConfig):
+        zeros = torch.zeros_like(keys)
+        table.dynamic.import_(DynamicContent(keys, rows, zeros, zeros, state))
+        return
+    count = table.config.num_rows
+    if len(keys) != count or not torch.equal(keys.sort().values, torch.arange(count)):
+        raise CheckpointError(
+            "the file's keys are not the variable's rows", where=table.config.name, value=len(keys),
+            allowed=f"each of 0 to {count - 1} once",
+        )  # fmt: skip
+    order = torch.argsort(keys)
+    table.collection.import_table(
+        table.config.name, TableState(rows[order], {name: part[order] for name, part in state.items()})
+    )
+
+
+def _slots(table: Table) -> dict[str, int | None]:
+    """Return the width of each part of a table's state; None: one number a row."""
+    name = table.config.name
+    if isinstance(table.config, DynamicTableConfig):
+        state = dict(table.dynamic.state)
+    else:
+        state = dict(table.collection.export_table(name, copy=False).state)
+    return {slot: part.shape[1] if part.dim() == 2 else None for slot, part in state.items()}
+
+
+def _listed(variables: Any) -> Sequence[Any]:
+    return list(variables) if isinstance(variables, list | tuple) else [variables]
+
+
+def _file_name(variable: Any) -> str:
+    """Return a table's name in files: punctuation becomes an underline."""
+    name = table_of(variable).config.name
+    return "".join("_" if one in string.punctuation else one for one in name)
+
+
+def _kind(optimizer: OptimizerWrapper | None) -> str:
+    assert optimizer is not None
+    return type(getattr(optimizer.optimizer, "inner_optimizer", optimizer.optimizer)).__name__
+
+
+def _write(file: Path, name: str, kind: int, slot: str, numbers: np.ndarray[Any, Any]) -> None:
+    encoded = name.encode()
+    if len(encoded) > 256:
+        raise ConfigError("the name is too long for the file", value=name, allowed="256 bytes")
+    code = _TYPES.index(numbers.dtype.str)
+    header = _HEADER.pack(encoded.rjust(256), kind, slot.encode().rjust(32), code)
+    write_bytes_atomic(file, header + np.ascontiguousarray(numbers).tobytes())
+
+
+def _read(file: Path, name: str, kind: int, width: int | None) -> np.ndarray[Any, Any]:
+    """Return a file's numbers: (N,), or (N, width)."""
+    if not file.is_file():
+        raise CheckpointError("no such file", where=str(file), fix="dump with the same names, and the same optimizer")
+    data = file.read_bytes()
+    if len(data) < _HEADER.size:
+        raise CheckpointError("the file is shorter than its header", where=str(file), value=len(data))
+    given, own_kind, _, code = _HEADER.unpack_from(data)
+    table = given.decode(errors="replace").strip(" \x00")
+    if table != name or own_kind != kind or not 0 <= code < len(_TYPES):
+        value = f"table {table!r}, kind {own_kind}, type {code}"
+        raise CheckpointError(
+            "the header is of another file", where=str(file), value=value, allowed=f"table {name!r}, kind {kind}"
+        )
+    dtype = np.dtype(_TYPES[code])
+    row_bytes = dtype.itemsize * (width or 1)
+    if (len(data) - _HEADER.size) % row_bytes:
+        raise CheckpointError("the file ends in the middle of a row", where=str(file), value=len(data))
+    numbers = np.frombuffer(data, dtype, offset=_HEADER.size)
+    return numbers if width is None else numbers.reshape(-1, width)

@@ -1,0 +1,166 @@
+"""`lookup_sparse`: pool rows of several variables in one call of the host.
+
+Shapes: B rows of the batch, N keys, D numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from viviane.core.errors import ConfigError, DataError
+from viviane.embedding.external import tensor_at
+from viviane.tensorflow.tables import Table
+from viviane.tensorflow.variables import plain_python, table_of, tensorflow
+
+_TYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+
+
+def _as_torch(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    plain = np.ascontiguousarray(array)
+    return tensor_at(plain.ctypes.data, _TYPES[str(plain.dtype)], plain.shape).clone()
+
+
+@plain_python
+def lookup_sparse(
+    params: Any,
+    sp_ids: Any,
+    sp_weights: Any = None,
+    combiners: Any = None,
+    use_low_frequency_filter: bool = False,
+) -> Any:
+    """Pool the rows of keys: (B, D), one for each variable.
+
+    Args:
+        params: a variable, or a list.
+        sp_ids: for each, a tf.RaggedTensor or tf.SparseTensor of rank 2, int32 or int64; a dense matrix too.
+        sp_weights: for each, of the same form, float32; a mean is divided by their sum.
+        combiners: for each, "sum" or "mean" (default); or one for all.
+        use_low_frequency_filter: keys come in as the variable's filter_ratio says, with either value.
+
+    Raises:
+        ConfigError, DataError: lists of different lengths, other types.
+    """
+    single = not isinstance(params, list | tuple)
+    variables, ids = ([params], [sp_ids]) if single else (list(params), list(sp_ids))
+    if isinstance(combiners, list | tuple) and isinstance(combiners[0] if combiners else None, int):
+        raise ConfigError("hotness is not needed", fix="call lookup_sparse(params, sp_ids, combiners=...)")
+    names = list(combiners) if isinstance(combiners, list | tuple) else [combiners or "mean"] * len(variables)
+    weights = [None] * len(variables) if sp_weights is None else [sp_weights] if single else list(sp_weights)
+    if not len(variables) == len(ids) == len(names) == len(weights):
+        counts = f"{len(variables)}, {len(ids)}, {len(weights)}, {len(names)}"
+        raise ConfigError("variables, ids, weights and combiners are as many", value=counts)
+    for name in names:
+        if name not in ("sum", "mean"):
+            raise ConfigError("no such combiner", value=name, allowed="'sum', 'mean'")
+    del use_low_frequency_filter
+    tables = [table_of(one) for one in variables]
+    given = [_parts(one, own) for one, own in zip(ids, weights, strict=True)]
+    found = _look_up(variables, tables, given, names)
+    return found[0] if single else found
+
+
+def _parts(ids: Any, weights: Any) -> tuple[Any, Any, Any | None]:
+    """Return values (N,), row splits (B + 1,) and weights (N,) or None."""
+    tf = tensorflow()
+    values, splits = _values(ids)
+    if values.dtype not in (tf.int32, tf.int64):
+        raise DataError("keys are int32 or int64", value=values.dtype.name)
+    own = None if weights is None else tf.cast(_values(weights)[0], tf.float32)
+    return values, splits, own
+
+
+def _values(given: Any) -> tuple[Any, Any]:
+    tf = tensorflow()
+    if isinstance(given, tf.RaggedTensor):
+        return given.values, tf.cast(given.row_splits, tf.int64)
+    if isinstance(given, tf.SparseTensor):
+        lengths = tf.math.bincount(
+            tf.cast(given.indices[:, 0], tf.int32), minlength=tf.cast(given.dense_shape[0], tf.int32), dtype=tf.int64
+        )
+        return given.values, tf.concat([tf.zeros((1,), tf.int64), tf.cumsum(lengths)], 0)
+    dense = tf.convert_to_tensor(given)
+    if dense.shape.rank != 2:
+        raise DataError("ids have rank 2", value=str(dense.shape), allowed="RaggedTensor, SparseTensor, a matrix")
+    shape = tf.shape(dense, out_type=tf.int64)
+    return tf.reshape(dense, (-1,)), tf.range(shape[0] + 1) * shape[1]
+
+
+def _look_up(
+    variables: Sequence[Any], tables: Sequence[Table], given: Sequence[Any], names: Sequence[str]
+) -> list[Any]:
+    tf = tensorflow()
+    flat = [part for parts in given for part in parts if part is not None]
+    weighted = [parts[2] is not None for parts in given]
+    trains = any(one.trainable for one in variables)
+
+    def unpacked(arrays: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        rest = list(arrays)
+        out: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        for has in weighted:
+            values, offsets = _as_torch(rest.pop(0)), _as_torch(rest.pop(0))
+            out.append((values, offsets, _as_torch(rest.pop(0)) if has else None))
+        return out
+
+    def read(*arrays: Any) -> list[Any]:
+        parts = unpacked(arrays)
+        return [t.read(*own, name).float().numpy() for t, own, name in zip(tables, parts, names, strict=True)]
+
+    def begin(*arrays: Any) -> list[Any]:
+        numbers, rows = [], []
+        for table, own, name in zip(tables, unpacked(arrays), names, strict=True):
+            number, found = table.begin(*own, name)
+            numbers.append(number)
+            rows.append(found.float().numpy())
+        return [np.asarray(numbers, np.int64), *rows]
+
+    def deliver(numbers: Any, *gradients: Any) -> list[Any]:
+        together = zip(tables, numbers, gradients, names, strict=True)
+        first = [table.deliver(int(n), _as_torch(np.asarray(g)), name) for table, n, g, name in together]
+        return [np.float32(one) for one in first]
+
+    def shaped(rows: Sequence[Any]) -> list[Any]:
+        for one, table in zip(rows, tables, strict=True):
+            one.set_shape((None, table.config.dim))
+        return list(rows)
+
+    if not trains:
+        return shaped(_listed(tf.numpy_function(read, flat, [tf.float32] * len(tables))))
+
+    @tf.custom_gradient
+    def train(*anchors: Any) -> Any:
+        with tf.control_dependencies(anchors):
+            numbers, *rows = tf.numpy_function(begin, flat, [tf.int64, *[tf.float32] * len(tables)])
+
+        def backward(*gradients: Any) -> Any:
+            # The factor by which a script scales it: 1 for the first gradient of a step, whose rows wait in the table.
+            factors = _listed(tf.numpy_function(deliver, [numbers, *gradients], [tf.float32] * len(tables)))
+            for one in factors:
+                one.set_shape(())
+            return factors
+
+        return tuple(shaped(rows)), backward
+
+    return _listed(train(*[tf.convert_to_tensor(one) for one in variables]))
+
+
+def _listed(found: Any) -> list[Any]:
+    """Return results as a list: TensorFlow gives a single one as it is, in some modes."""
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+@plain_python
+def all2all_dense_embedding(param: Any, indices: Any) -> Any:
+    """Look up one row for each key: (..., D).
+
+    Args:
+        param: a variable.
+        indices: keys of any shape, int32 or int64.
+    """
+    tf = tensorflow()
+    flat = tf.reshape(indices, (-1, 1))
+    rows = lookup_sparse(param, flat, combiners="sum")
+    return tf.reshape(rows, tf.concat([tf.shape(indices), [table_of(param).config.dim]], 0))

@@ -1,0 +1,174 @@
+"""A table behind a TensorFlow variable: its rows, its optimizer, what waits for an update.
+
+Shapes: N keys, D numbers a row, B rows of the batch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from viviane.batch import Bag
+from viviane.config.optimizers import SGD, AnyOptimizer
+from viviane.core.errors import ConfigError
+from viviane.embedding import DynamicTable, DynamicTableConfig, FeatureConfig, TableCollection, TableConfig, TableState
+from viviane.embedding.external import ExternalLookups
+from viviane.parallel.automatic import make_tables
+from viviane.tensorflow.processes import group
+
+_FEATURES = {"sum": "sum", "mean": "mean"}
+
+
+@dataclass
+class _Waiting:
+    """A lookup made before the optimizer was known: it is made again when the optimizer comes."""
+
+    keys: Mapping[str, Bag]
+    gradient: Tensor | None = None
+
+
+def _dynamic(collection: TableCollection, name: str) -> DynamicTable:
+    for part in collection.parts():
+        if name in part.tables:
+            return part.dynamic_table(name)
+    raise ConfigError("this process has no part of the variable", where=name, fix="export and dump where its rows are")
+
+
+@dataclass
+class Table:
+    """A table of one variable.
+
+    Args:
+        config: its settings.
+        kind: of its plan over several processes: "row" or "table".
+        seed: of initial values.
+    """
+
+    config: TableConfig | DynamicTableConfig
+    kind: str = "row"
+    seed: int = 0
+    rule: AnyOptimizer | None = None
+    lookups: ExternalLookups = field(init=False)
+    _early: dict[int, _Waiting] = field(default_factory=dict)
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _ended: list[tuple[int, Tensor]] = field(default_factory=list)
+    _next: int = 0
+    _times: list[tuple[float, int]] = field(default_factory=list)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.lookups = self._make(SGD())
+
+    @property
+    def collection(self) -> TableCollection:
+        """The rows."""
+        return self.lookups.collection
+
+    @property
+    def dynamic(self) -> DynamicTable:
+        """The dynamic table.
+
+        Raises:
+            ConfigError: rows are fixed.
+        """
+        if not isinstance(self.config, DynamicTableConfig):
+            raise ConfigError("the variable is not dynamic", where=self.config.name, fix="use a DynamicVariable")
+        return _dynamic(self.collection, self.config.name)
+
+    def _make(self, rule: AnyOptimizer) -> ExternalLookups:
+        features = [FeatureConfig(name=name, table=self.config.name, combiner=name) for name in _FEATURES]
+        together = group()
+        plan: Any = "auto" if together.size == 1 else {self.config.name: self.kind}
+        collections = make_tables(
+            [self.config], features, rule.model_copy(update={"lr": None}), seed=self.seed, group=together, plan=plan
+        )
+        return ExternalLookups(collections, f"variable {self.config.name!r}")
+
+    def set_rule(self, rule: AnyOptimizer) -> None:
+        """Take an optimizer; its state begins anew where another one was there."""
+        with self._lock:
+            if rule == self.rule:
+                return
+            before, name = self.collection, self.config.name
+            self.lookups = self._make(rule)
+            if isinstance(self.config, DynamicTableConfig):
+                content = _dynamic(before, name).export()
+                self.dynamic.import_(type(content)(content.keys, content.weight, content.scores, content.clocks))
+            else:
+                self.collection.import_table(name, TableState(before.export_table(name).weight))
+            self.rule = rule
+
+    def _batch(self, values: Tensor, offsets: Tensor, weights: Tensor | None, combiner: str) -> dict[str, Bag]:
+        nothing = Bag(values[:0], torch.zeros_like(offsets))
+        return {name: Bag(values, offsets, weights) if name == combiner else nothing for name in _FEATURES}
+
+    def _mine(self, flat: Tensor, combiner: str) -> Tensor:
+        start = list(_FEATURES).index(combiner) * self.config.dim
+        return flat[:, start : start + self.config.dim]
+
+    def read(self, values: Tensor, offsets: Tensor, weights: Tensor | None, combiner: str) -> Tensor:
+        """Pool rows without training: (B, D)."""
+        with self._lock:
+            return self._mine(self.lookups.read(self._batch(values, offsets, weights, combiner)), combiner)
+
+    def begin(self, values: Tensor, offsets: Tensor, weights: Tensor | None, combiner: str) -> tuple[int, Tensor]:
+        """Pool rows in training: the lookup's number, and the vectors (B, D)."""
+        with self._lock:
+            # The keys are another framework's memory, which is gone when the optimizer comes.
+            batch = self._batch(values.clone(), offsets.clone(), None if weights is None else weights.clone(), combiner)
+            number, self._next = self._next, self._next + 1
+            if self.rule is None:
+                self._early[number] = _Waiting(batch)
+                return number, self._mine(self.lookups.read(batch), combiner)
+            self._numbers[number], flat = self.lookups.begin(batch)
+            self._mark()
+            return number, self._mine(flat, combiner)
+
+    def deliver(self, number: int, gradient: Tensor, combiner: str) -> bool:
+        """Bring the gradient (B, D) of a lookup; whether it is the first since the last step."""
+        with self._lock:
+            wide = gradient.new_zeros(len(gradient), len(_FEATURES) * self.config.dim)
+            self._mine(wide, combiner).copy_(gradient)
+            first = not self._ended
+            self._ended.append((number, wide))
+            return first
+
+    def step(self, rule: AnyOptimizer, lr: float, scale: float) -> None:
+        """Update the rows by all gradients that have come."""
+        with self._lock:
+            self.set_rule(rule)
+            ended, self._ended = self._ended, []
+            for number, _ in ended:
+                if number in self._early:  # now with the optimizer's rows and state
+                    self._numbers[number], _ = self.lookups.begin(self._early.pop(number).keys)
+                    self._mark()
+            for number, gradient in ended:
+                self.lookups.end(self._numbers.pop(number), gradient, lr, scale)
+            self._early.clear()
+            if self._numbers:  # lookups of this step that the loss does not contain
+                self._numbers.clear()
+                self.lookups.discard()
+
+    # When keys were used ------------------------------------------------------------------------------------
+
+    def _mark(self) -> None:
+        if isinstance(self.config, DynamicTableConfig):
+            now = time.time()
+            if not self._times or now - self._times[-1][0] > 0.001:
+                self._times.append((now, self.dynamic.clock))
+            else:
+                self._times[-1] = (self._times[-1][0], self.dynamic.clock)
+            if len(self._times) > 1 << 16:  # a coarser log of the past
+                self._times = [*self._times[: 1 << 15 : 2], *self._times[1 << 15 :]]
+
+    def clock_at(self, moment: float) -> int:
+        """Return the table's clock at a time, in seconds since 1970: keys with a later one were used after it."""
+        at = bisect_right(self._times, (moment, 2**63))
+        return 0 if at == 0 else self._times[at - 1][1]

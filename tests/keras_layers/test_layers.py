@@ -1,0 +1,178 @@
+"""The layers on Keras' three backends: one process each runs `scenarios.py`, and these tests judge what it found."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCENARIOS = Path(__file__).parent / "scenarios.py"
+# Each backend takes half a minute of a CPU; continuous integration runs the first.
+BACKENDS = ("torch", pytest.param("jax", marks=pytest.mark.slow), pytest.param("tensorflow", marks=pytest.mark.slow))
+
+
+@cache
+def results(backend: str) -> dict[str, Any]:
+    environment = {**os.environ, "KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCENARIOS)], capture_output=True, text=True, env=environment, timeout=280, check=False
+    )
+    found = dict(json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    assert found, done.stderr[-3000:]
+    return found
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    for library in ("keras", name):
+        if find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    return name
+
+
+def result(backend: str, name: str) -> Any:
+    found = results(backend)
+    assert name in found, f"the process ended before {name}"
+    assert "error" not in found[name], found[name]["error"]
+    return found[name]
+
+
+# float32 values near 1: AdaGrad and Adam take roots of numbers that Keras rounds in another order.
+@pytest.mark.parametrize(
+    ("scenario", "steps", "bits"),
+    [
+        ("sgd", 50, True),
+        ("adagrad", 50, False),
+        ("adam", 50, False),
+        ("sgd_twice", 10, True),
+        ("schedule", 10, True),
+        ("momentum", 10, False),
+    ],
+)
+def test_steps_equal_those_of_the_stock_layer(backend: str, scenario: str, steps: int, bits: bool) -> None:
+    found = result(backend, scenario)
+    for form in ("layer", "fast"):
+        one = found[form]
+        assert one["updates"] == steps
+        assert one["loss"] <= 1e-6
+        assert one["rows"] <= 1e-6
+        if bits and backend != "tensorflow":  # which rounds lr g before it subtracts; all others round once
+            assert one["bits"]
+
+
+def test_a_layer_called_twice_updates_once_a_step(backend: str) -> None:
+    found = result(backend, "shared")["layer"]
+    assert found["updates"] == 10
+    assert found["loss"] <= 1e-6
+    assert found["rows"] <= 1e-6
+
+
+def test_callbacks_that_set_the_rate_reach_the_table(backend: str) -> None:
+    found = result(backend, "rate_callback")
+    assert found["rate"] == pytest.approx(0.025)
+    assert found["rows"] <= 1e-6
+
+
+def test_epochs_and_single_batches(backend: str) -> None:
+    found = result(backend, "epochs")
+    assert found["updates"] == 13
+    assert found["rate"] == pytest.approx(0.1)
+
+
+def test_an_update_that_nothing_differentiates_raises(backend: str) -> None:
+    lost = result(backend, "lost_update")
+    assert "got no gradient" in lost["raised"]
+    assert lost["updates"] == 0
+    assert (
+        "would not be updated" in (raised := result(backend, "undifferentiated")["raised"]) or "no gradient" in raised
+    )
+
+
+def test_nothing_is_updated_in_evaluation_and_frozen_layers(backend: str) -> None:
+    assert result(backend, "evaluation") == {"same": True, "updates": 0}
+    assert result(backend, "frozen") == {"same": True, "updates": 0}
+
+
+def test_a_saved_model_goes_on_bit_by_bit(backend: str) -> None:
+    found = result(backend, "saving")
+    assert found["rows"]
+    assert found["predictions"] == 0.0
+    assert found["params"] == 400 * 4 + 3
+
+
+def test_the_summary_counts_rows(backend: str) -> None:
+    assert "1,603" in result(backend, "summary")["text"]
+
+
+def test_rows_of_16_bits_train_and_are_saved(backend: str) -> None:
+    assert result(backend, "sixteen_bits") == {"finite": True, "same": True, "type": "torch.bfloat16"}
+
+
+def test_mixed_float16_divides_by_the_loss_scale(backend: str) -> None:
+    for form, found in result(backend, "mixed").items():
+        assert found["updates"] == 20, form
+        assert found["rows"] < 2e-3, form  # gradients pass through float16
+        assert found["loss"] < 5e-3, form
+
+
+def test_dynamic_tables_take_64_bit_keys_or_refuse_to_cut_them(backend: str) -> None:
+    found = result(backend, "dynamic")
+    assert found["same_keys"]
+    assert found["updates"] == 5
+    assert ("JAX cuts 64-bit numbers" in found["refused"]) == (backend == "jax")
+
+
+def test_bags_pool_as_by_hand(backend: str) -> None:
+    found = result(backend, "bags")
+    assert len(found) == 6
+    assert max(found.values()) < 1e-6, found
+
+
+def test_configurations_of_keras_rs_give_its_numbers(backend: str) -> None:
+    found = result(backend, "keras_rs_configs")
+    assert found["layer"] < 1e-5
+    assert found["fast"] < 1e-5
+    assert found["loaded"] == 0.0
+
+
+def test_own_configurations_with_a_dynamic_table(backend: str) -> None:
+    found = result(backend, "own_configs")
+    assert found == {"keys": 20, "updates": 10}
+
+
+def test_a_key_out_of_range_raises(backend: str) -> None:
+    raised = result(backend, "out_of_range")["raised"]
+    assert "key out of range" in raised
+    assert "400" in raised
+
+
+def test_l2_moves_touched_rows_alone(backend: str) -> None:
+    assert result(backend, "regularizer")["rows"] == [1.0, 1.0, 0.75, 1.0, 1.0]
+
+
+def test_jit_compile(backend: str) -> None:
+    found = result(backend, "jit")
+    if backend != "torch":  # on TensorFlow Keras leaves XLA off for the layer form, and says so
+        assert found == {"layer": 2, "fast": 2}
+
+
+def test_unaligned_memory_is_copied(backend: str) -> None:
+    found = result(backend, "unaligned")
+    assert backend != "tensorflow" or found["same"]
+
+
+def test_a_data_set_of_vivianes_is_input_of_fit(backend: str) -> None:
+    found = result(backend, "dataset")
+    assert found["losses"][1] < found["losses"][0]
+    assert found["fast"][0] < found["losses"][1]
+
+
+def test_strings_by_keras_lookup(backend: str) -> None:
+    found = result(backend, "strings")
+    assert backend != "tensorflow" or found == {"updates": 1}
