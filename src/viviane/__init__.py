@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from viviane import export, nn, optim, retrieval, zoo
     from viviane.batch import Bag, Batch
-    from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam, Solver
+    from viviane.config import Solver
+    from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
     from viviane.core.errors import VivianeError
     from viviane.data import Dataset, write_dataset
     from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from viviane.retrieval import Recommender
     from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
     from viviane.serving import InferenceSession, ModelRepository
+    from viviane.serving.server.python_server import Server
+    from viviane.sklearn import CTRClassifier, CTRMultiTaskClassifier, CTRRanker
     from viviane.training import Callback, History, Trainer
 
 __version__ = _version("viviane")
@@ -39,6 +42,9 @@ __all__ = [
     "AdamW",
     "Bag",
     "Batch",
+    "CTRClassifier",
+    "CTRMultiTaskClassifier",
+    "CTRRanker",
     "Callback",
     "CategoricalColumn",
     "Dataset",
@@ -58,6 +64,7 @@ __all__ = [
     "Recommender",
     "RowWiseAdam",
     "Schema",
+    "Server",
     "Solver",
     "SparseEmbedding",
     "TableConfig",
@@ -73,7 +80,8 @@ __all__ = [
 
 _HOMES: Final = {
     "viviane.batch": ("Bag", "Batch"),
-    "viviane.config": ("SGD", "AdaGrad", "Adam", "AdamW", "Ftrl", "Lamb", "RMSProp", "RowWiseAdam", "Solver"),
+    "viviane.config": ("Solver",),
+    "viviane.config.optimizers": ("SGD", "AdaGrad", "Adam", "AdamW", "Ftrl", "Lamb", "RMSProp", "RowWiseAdam"),
     "viviane.core.errors": ("VivianeError",),
     "viviane.data": ("Dataset", "write_dataset"),
     "viviane.embedding": ("EmbeddingCollection", "FeatureConfig", "TableConfig"),
@@ -81,14 +89,16 @@ _HOMES: Final = {
     "viviane.retrieval": ("Recommender",),
     "viviane.schema": ("CategoricalColumn", "DenseColumn", "LabelColumn", "Schema"),
     "viviane.serving": ("InferenceSession", "ModelRepository"),
+    "viviane.serving.server.python_server": ("Server",),
+    "viviane.sklearn": ("CTRClassifier", "CTRMultiTaskClassifier", "CTRRanker"),
     "viviane.training": ("Callback", "History", "Trainer"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
-_ROOMS: Final = frozenset({"export", "nn", "optim", "retrieval", "zoo"})
+_PACKAGES: Final = frozenset({"export", "nn", "optim", "retrieval", "zoo"})
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f"viviane.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'viviane' has no attribute {name!r}")

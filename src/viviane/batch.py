@@ -233,7 +233,7 @@ class Batch:
 
         Only where `ready_after` said when that is.
         """
-        event = self.ready
+        event = None if self._ready is None else self.ready
         if event is None:
             return
         stream = torch.cuda.current_stream(self.device.index)  # a number is looked up sooner than a device
@@ -290,9 +290,10 @@ class Batch:
 
     def _is_on(self, device: torch.device) -> bool:
         """Whether this is where the tensors are; a GPU without a number is the current one."""
-        if self.device.type == "cuda" and str(device) == "cuda":
-            return self.device.index == torch.cuda.current_device()
-        return self.device == device
+        own = self.device
+        if own.type == "cuda" and str(device) == "cuda":
+            return own.index == torch.cuda.current_device()
+        return own == device
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked host memory."""

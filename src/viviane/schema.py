@@ -1,6 +1,6 @@
 """What the data is: columns, cardinalities and reserved ids, written once by the ETL and read by all.
 
-A schema travels as `schema.json` inside every data set and every saved model, so that nobody types a
+A schema travels as `schema.json` inside every data set and every saved model, so that no one has to type a
 cardinality twice. Three ids are reserved in every categorical column but those of raw ids, the same in cleaning,
 training and prediction:
 
@@ -21,7 +21,9 @@ from pydantic import Field, model_validator
 from viviane.config.base import Settings
 from viviane.core.errors import SchemaError, SchemaNotFoundError, suggest
 from viviane.core.files import write_json_atomic
-from viviane.core.locations import AnyPath, location, published_location
+from viviane.core.html import html_table
+from viviane.core.locations import AnyPath, location
+from viviane.core.remote.published import published_location
 
 SCHEMA_FILE: Final = "schema.json"
 SCHEMA_VERSION: Final = 1
@@ -247,6 +249,19 @@ class Schema(Settings):
         if not file.exists():
             raise SchemaNotFoundError("no schema here", where=str(file), fix="write the data set with `viviane etl`")
         return cls.from_json_file(file)
+
+    def _repr_html_(self) -> str:
+        """Return the columns as a table, for notebooks."""
+        rows: list[list[Any]] = [[one.name, "label", one.task, one.dtype, None] for one in self.labels]
+        rows += [
+            [one.name, "dense", f"{one.dim} numbers" if one.dim > 1 else "", one.dtype, None] for one in self.dense
+        ]
+        for one in self.categorical:
+            kind = one.kind if one.max_length is None else f"{one.kind}, up to {one.max_length}"
+            rows.append([one.name, "categorical", kind, one.dtype, "raw ids" if one.num_ids is None else one.num_ids])
+        if self.sample_weight is not None:
+            rows.append([self.sample_weight, "weight", "", "float32", None])
+        return html_table("Schema", ["column", "role", "kind", "type", "ids"], rows)
 
     def difference(self, other: Schema) -> list[str]:
         """Say, a line each, how `other` differs from this schema in what a model depends on."""

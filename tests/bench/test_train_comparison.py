@@ -17,8 +17,8 @@ from viviane.cli.bench_train import show
 from viviane.cli.main import app
 from viviane.core.errors import ConfigError
 from viviane.data import write_dataset
+from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.schema import Schema
-from viviane.training.dense_state import collections_of, dense_parameters
 from viviane.zoo import ZOO
 
 CPU = torch.device("cpu")

@@ -68,3 +68,28 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="not a regular file"):
         file_inside(tmp_path, "pipe", where="x")
+
+
+def test_the_cache_of_hugging_face_links_to_its_blobs(tmp_path: Path) -> None:
+    cache = tmp_path / "models--you--ctr"
+    snapshot = cache / "snapshots" / "0f3a"
+    for folder in (snapshot / "weights", cache / "blobs" / "deep", cache / "refs"):
+        folder.mkdir(parents=True)
+    for name in ("blobs/9c1e", "blobs/deep/9c1e", "refs/main"):
+        (cache / name).write_text(name)
+    (snapshot / "model.json").symlink_to("../../blobs/9c1e")
+    (snapshot / "weights" / "dense").symlink_to("../../../blobs/9c1e")
+    assert file_inside(snapshot, "model.json", where="x").read_text() == "blobs/9c1e"
+    assert file_inside(snapshot, "weights/dense", where="x").read_text() == "blobs/9c1e"
+    assert file_inside(snapshot / "weights", "dense", where="x").read_text() == "blobs/9c1e"
+    (tmp_path / "alias").symlink_to(snapshot)
+    assert file_inside(tmp_path / "alias", "model.json", where="x").read_text() == "blobs/9c1e"
+    (cache / "blobs" / "onward").symlink_to("../refs/main")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").symlink_to(cache / "blobs" / "9c1e")
+    for name, target in (("up", "../../refs/main"), ("under", "../../blobs/deep/9c1e"), ("on", "../../blobs/onward")):
+        (snapshot / name).symlink_to(target)
+        with pytest.raises(DataError, match="symbolic link"):
+            file_inside(snapshot, name, where="x")
+    with pytest.raises(DataError, match="symbolic link"):
+        file_inside(tmp_path / "elsewhere", "file", where="x")

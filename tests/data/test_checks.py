@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from viviane.core.errors import DataError
-from viviane.data.checks import Place, check_finite, check_labels, check_weights
+from viviane.data.checks import CellLocation, check_finite, check_labels, check_weights
 from viviane.schema import LabelColumn
 
-PLACE = Place("part-00000.parquet", 2, 100, "x")
+PLACE = CellLocation("part-00000.parquet", 2, 100, "x")
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])

@@ -143,7 +143,7 @@ def test_a_column_that_stands_twice(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, GOOD)
     twice = pa.Table.from_arrays([*GOOD.values(), GOOD["x"]], names=[*GOOD, "x"])
     pq.write_table(twice, folder / "part-00000.parquet")
-    with pytest.raises(SchemaError, match="a column stands twice"):
+    with pytest.raises(SchemaError, match="a column occurs twice"):
         Dataset(folder)
 
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from viviane.data.block import Jagged, Rows
-from viviane.data.plan import EpochPlan, Group
+from viviane.data.plan import EpochPlan, RowGroup
 
 
-def groups_of(sizes: list[int]) -> list[Group]:
-    return [Group(i // 3, i % 3, 0, rows) for i, rows in enumerate(sizes)]
+def groups_of(sizes: list[int]) -> list[RowGroup]:
+    return [RowGroup(i // 3, i % 3, 0, rows) for i, rows in enumerate(sizes)]
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=12), shuffle_rows=st.none() | st.integers(1, 30))

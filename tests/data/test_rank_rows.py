@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from viviane.data.buffers import Buffers
-from viviane.data.plan import Group, Window
+from viviane.data.plan import RowGroup, Window
 from viviane.data.rank_rows import BatchRanges, WindowRows, rank_order
 
 
@@ -69,7 +69,7 @@ def test_spans_are_those_of_the_batches(ranks: int) -> None:
 
 
 def test_one_process_has_all_rows() -> None:
-    window = Window(0, 0, 5, (Group(0, 0, 0, 5),))
+    window = Window(0, 0, 5, (RowGroup(0, 0, 0, 5),))
     ranges = BatchRanges(0, 5, 2, (0, 1))
     assert ranges.spans(window) is None
     assert list(ranges.within(window)) == [(0, 2), (2, 4), (4, 5)]
@@ -83,7 +83,7 @@ def test_the_order_counts_among_own_rows() -> None:
     rng = np.random.default_rng(1)
     sizes = [100, 1, 37, 62]
     begins = np.cumsum([0, *sizes])
-    groups = tuple(Group(0, i, int(begins[i]), size) for i, size in enumerate(sizes))
+    groups = tuple(RowGroup(0, i, int(begins[i]), size) for i, size in enumerate(sizes))
     window = Window(3, 1000, 200, groups)
     order = rng.permutation(200)
     memory = Buffers()
@@ -98,7 +98,7 @@ def test_the_order_counts_among_own_rows() -> None:
 
 
 def test_spans_stand_side_by_side_among_own_rows() -> None:
-    window = Window(0, 0, 40, (Group(0, 0, 0, 40),))
+    window = Window(0, 0, 40, (RowGroup(0, 0, 0, 40),))
     rows = WindowRows(window, [(5, 10), (20, 25), (30, 40)])
     assert rows.num_rows == 20
     kept = [*range(5, 10), *range(20, 25), *range(30, 40)]

@@ -16,7 +16,7 @@ from viviane.core.errors import DataError
 from viviane.data import Dataset, prefetch, write_dataset
 from viviane.data import run as run_module
 from viviane.data.buffers import Buffers, PackedMemory
-from viviane.data.plan import EpochPlan, Group, Window
+from viviane.data.plan import EpochPlan, RowGroup, Window
 from viviane.data.reader import Reader
 from viviane.data.run import Run
 from viviane.data.slab import BatchShape
@@ -150,7 +150,7 @@ def test_an_error_comes_in_place_of_its_batch(data: Dataset, monkeypatch: pytest
     name = "view" if data.storage.mapped else "decode"
     plain = getattr(data.storage, name)
 
-    def read(group: Group, *rest: Any) -> Any:
+    def read(group: RowGroup, *rest: Any) -> Any:
         if group == lost:
             raise DataError("lost")
         return plain(group, *rest)
@@ -174,7 +174,7 @@ def test_bags_are_not_cut() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 4095, 4096, 4097, 20_000])
 def test_the_order_of_a_window_is_what_it_was_whatever_memory_it_is_in(rows: int) -> None:
-    plan, window = EpochPlan([Group(0, 0, 0, rows)], 1, seed=7, epoch=3), Window(5, 0, rows, ())
+    plan, window = EpochPlan([RowGroup(0, 0, 0, rows)], 1, seed=7, epoch=3), Window(5, 0, rows, ())
     wanted = plan._random("rows", 5).permutation(rows)
     out = np.full(rows, -1)
     assert plan.permutation(window, out) is out

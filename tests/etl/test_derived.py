@@ -122,7 +122,7 @@ def test_configs_without_derived_columns_keep_their_files(tmp_path: Path) -> Non
         ({"type": "count", "name": "n", "by": "w"}, "no input column 'w'; choose"),
         ({"type": "count", "name": "n", "by": "x"}, "key column 'x' is of type float: give single string, int or hex"),
         ({"type": "count", "name": "n", "by": ["u", "u"]}, "names a column of its key twice"),
-        ({"type": "count", "name": "x", "by": "u"}, "derived column 'x' stands twice"),
+        ({"type": "count", "name": "x", "by": "u"}, "derived column 'x' occurs twice"),
         ({"type": "count", "name": "n", "by": "y"}, "'n' would hold the label of column 'y': use target_encode"),
         ({"type": "group_statistics", "name": "n", "by": "u", "of": "y"}, "'n' would hold the label"),
         ({"type": "group_statistics", "name": "n", "by": "u", "of": "u"}, "column 'u' must hold int or float"),

@@ -82,7 +82,7 @@ def test_histories_against_a_loop(rows: list[tuple[Any, ...]], last: int, cross:
     cells = zip(*rows, strict=True)
     table = pa.table({c["name"]: pa.array(one, k) for c, one, k in zip(COLUMNS, cells, kinds, strict=True)})
     usual = viviane.etl.derive._ROWS_AT_ONCE
-    viviane.etl.derive._ROWS_AT_ONCE = at_once  # keys that go on over several pieces
+    viviane.etl.derive._ROWS_AT_ONCE = at_once  # keys that continue over several pieces
     try:
         with tempfile.TemporaryDirectory() as name:
             pq.write_table(table, Path(name) / "raw.parquet")
@@ -117,7 +117,7 @@ def test_a_history_and_its_target_share_a_vocabulary(tmp_path: Path) -> None:
     )
     run(settings_, raw, tmp_path / "out")
     found = read(tmp_path / "out/train")
-    # pen stands twice as a target and five times in histories, cup and ink as targets
+    # pen occurs twice as a target and five times in histories, cup and ink as targets
     pen, cup, ink = 3, 5, 4
     assert found["item"] == [pen, ink, pen, cup, ink, ink]
     assert found["past"] == [[], [pen], [pen], [pen], [pen, cup], []]
@@ -177,7 +177,7 @@ def test_functions_by_name(tmp_path: Path) -> None:
     assert run(settings_, raw, tmp_path / "out").filtered == 2  # a missing number satisfies no comparison
     found = read(tmp_path / "out/train")
     assert found["r"] == [1.5, 0.25]
-    assert found["l"] == [[3, 4], [5, 6, 3]]  # a stands twice; b, é and 中 once
+    assert found["l"] == [[3, 4], [5, 6, 3]]  # a occurs twice; b, é and 中 once
 
 
 def test_functions_that_are_not_there_or_go_wrong(tmp_path: Path) -> None:

@@ -423,3 +423,23 @@ def test_a_fuzzed_file_becomes_sequences_without_losing_a_row(tmp_path: Path) ->
     assert len(rejects) == summary.rejected
     counted = sum(pq.ParquetFile(tmp_path / "out/part-00000.parquet").read().column("count").to_pylist())
     assert summary.rows_in >= summary.rejected + summary.filtered + summary.no_key + counted
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_number_that_only_learned_statistics_make_too_large_is_named_by_its_line(tmp_path: Path, kind: str) -> None:
+    """Rows that were not trained on may lie any number of standard deviations away."""
+    values = [1e-30, 2e-30] * 10 + [1e20, 1e-30]
+    settings = config(
+        [{"name": "y", "type": "int"}, {"name": "x", "type": "float"}],
+        labels=[{"name": "y"}], dense=[{"name": "x", "operators": [STANDARD]}],
+    )  # fmt: skip
+    raw, place = tmp_path / f"raw.{kind}", "row 21"
+    if kind == "csv":  # the header, a malformed line, and the twenty before
+        lines = ["y,x", "1,pen", *(f"{n % 2},{value}" for n, value in enumerate(values))]
+        raw.write_text("\n".join(lines) + "\n")
+        place = "line 23"
+    else:
+        pq.write_table(pa.table({"y": [n % 2 for n in range(len(values))], "x": values}), raw)
+    with pytest.raises(DataError, match=rf"does not fit float32[\s\S]*raw\.{kind}, {place}, column 'x'[\s\S]*1e\+20"):
+        run(settings, raw, tmp_path / "out", on_bad_row="reject", split="rows:train=0.85,valid=0.15")
+    assert not (tmp_path / "out").exists()

@@ -190,9 +190,9 @@ def test_one_row_and_empty_files(tmp_path: Path) -> None:
 
 def test_duplicate_columns_are_refused(tmp_path: Path) -> None:
     twice = text(tmp_path / "raw.csv", "click,item,item\n1,a,b\n")
-    with pytest.raises(DataError, match="a column stands twice"):
+    with pytest.raises(DataError, match="a column occurs twice"):
         run(clicks(), twice, tmp_path / "out")
     table = pa.Table.from_arrays([pa.array([1]), pa.array(["a"]), pa.array(["b"])], names=["click", "item", "item"])
     pq.write_table(table, tmp_path / "raw.parquet")
-    with pytest.raises(DataError, match="a column stands twice"):
+    with pytest.raises(DataError, match="a column occurs twice"):
         run(clicks(), tmp_path / "raw.parquet", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Killed at any step, a run goes on and ends with the same bytes; a failed one leaves nothing that looks whole."""
+"""Killed at any step, a run continues and ends with the same bytes; a failed one leaves nothing that looks whole."""
 
 import os
 import random

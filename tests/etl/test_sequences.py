@@ -1,6 +1,7 @@
 """Rows of one key to lists: against a plain loop, in pieces of any size, and on to a data set."""
 
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import viviane.etl.sequence_job as module
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset
 from viviane.etl import SequenceConfig, run, sequences
+from viviane.etl.group_lists import Numbers
 
 COLUMNS: list[dict[str, Any]] = [
     {"name": "u"},
@@ -229,3 +231,35 @@ def test_settings_that_cannot_be(change: dict[str, Any], message: str) -> None:
         settings_of(**{"by": "u", **change}) if "order_by" not in change else SequenceConfig.from_dict(
             {**settings_of().to_dict(), **change}
         )
+
+
+def test_sums_of_whole_numbers_are_exact_or_refused(tmp_path: Path) -> None:
+    half, most = 2**62, 2**63 - 1
+    cases = {
+        "exact": ([half, half - 1, -5, 5], most),
+        "back again": ([half, half, half, -half, -half], half),
+        "lowest": ([-half, -half], -(2**63)),
+        "beyond": ([half, half], None),
+        "far beyond": ([most] * 4, None),  # wraps to a small number
+        "below": ([-half, -half, -1], None),
+    }
+    for name, (values, expected) in cases.items():
+        for pieces in (1, 2, 5):
+            column = Numbers("sum", pa.int64(), "total")
+            refused = pytest.raises(DataError, match=r"beyond 64 bits[\s\S]*'total'")
+            with refused if expected is None else nullcontext():
+                for part in np.array_split(np.array(values), pieces):
+                    column.add(pa.array(part), np.zeros(len(part), np.int64), 1)
+                found = column.add(pa.array([], pa.int64()), np.zeros(0, np.int64), 2)
+                assert found.to_pylist() == [expected], (name, pieces)
+    raw = tmp_path / "raw.csv"
+    raw.write_text(f"u,n\na,1\nb,{most}\nb,{most}\n")
+    config = SequenceConfig(
+        input={"columns": [{"name": "u"}, {"name": "n", "type": "int"}]}, by="u", order_by="n",
+        columns=[{"name": "total", "source": "n", "take": "sum"}],
+    )  # fmt: skip
+    with pytest.raises(DataError, match="beyond 64 bits"):
+        sequences(config, raw, tmp_path / "out")
+    for threads in (0, 10**30, "4"):
+        with pytest.raises(ConfigError, match="threads"):
+            sequences(config, raw, tmp_path / "out", threads=threads)

@@ -11,7 +11,7 @@ from raw_files import config, data_bytes, text
 
 from viviane.etl import criteo, pipeline, run, stage
 from viviane.etl.cells import convert
-from viviane.etl.config import Input, InputColumn
+from viviane.etl.columns import Input, InputColumn
 from viviane.etl.fitting import Fitter
 from viviane.etl.gpu import GpuEngine
 from viviane.etl.sources import find_sources
@@ -62,7 +62,7 @@ def raw_file(path: Path, rows: int = 4000) -> Path:
 
 
 def shape(monkeypatch: pytest.MonkeyPatch, shard_bytes: int, hold_bytes: int) -> list[int]:
-    """Small shards of small blocks, of which so many bytes are held; returns what will be the numbers held."""
+    """Small shards of small blocks, of which this many bytes are held; returns what will be the numbers held."""
     first, run_stager, blocks = pipeline._Run.__init__, stage.Stager.run, stage.text_blocks
     held: list[int] = []
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from viviane.config import Adam, Solver
+from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.model import Model
 from viviane.schema import Schema
-from viviane.training.dense_state import collections_of, dense_parameters
 from viviane.zoo import BST, DCN, DIN, DLRM, NCF, PLE, DCNv2, DeepFM, MMoE, SharedBottom, TwoTower, WideDeep
 
 MANY = Schema(

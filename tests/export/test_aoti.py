@@ -8,9 +8,9 @@ import torch
 from export_models import BINARY, MANY, made, rows
 
 from viviane.core.errors import ConfigError, ExportError
+from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.export import export, load
 from viviane.export.manifest import MANIFEST_FILE, _seal
-from viviane.training.dense_state import collections_of, dense_parameters
 from viviane.zoo import DLRM, SharedBottom
 
 pytestmark = pytest.mark.slow

@@ -33,7 +33,7 @@ class Broker:
             except OSError:
                 assert self.process.poll() is None, "the broker did not start"
                 time.sleep(0.02)
-        raise AssertionError("the broker did not answer")
+        raise AssertionError("the broker did not respond")
 
     def make(self, topic: str, partitions: int = 1) -> None:
         from confluent_kafka.admin import AdminClient, NewTopic

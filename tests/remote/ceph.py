@@ -91,7 +91,7 @@ class Gateway:
             if ready():
                 return
             time.sleep(0.5)
-        raise AssertionError(f"{what} did not answer within a minute")
+        raise AssertionError(f"{what} did not respond within a minute")
 
     def _answers(self) -> bool:
         try:

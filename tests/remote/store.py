@@ -48,7 +48,7 @@ class Store:
             except OSError:
                 assert self.process.poll() is None, "the S3 server did not start"
                 time.sleep(0.05)
-        raise AssertionError("the S3 server did not answer within 30 s")
+        raise AssertionError("the S3 server did not respond within 30 s")
 
     def client(self) -> Any:
         from pyarrow.fs import S3FileSystem

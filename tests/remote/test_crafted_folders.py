@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from store import Store
 
+from store import Store
 from viviane.core.errors import RemoteError
 from viviane.core.remote.cache import cache_folder, local_copy
 from viviane.data import Dataset

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from pyarrow.fs import FileSelector, S3FileSystem
 from sample_rows import SCHEMA, columns_of, make_rows, rows_of, same_bits
-from store import KEYS, Store
 
+from store import KEYS, Store
 from viviane.core.errors import ConfigError, DataError, RemoteError
 from viviane.data import Dataset, write_dataset
 from viviane.data.conversion import convert
@@ -108,7 +108,7 @@ def test_an_object_replaced_while_it_is_read_is_refused(bucket: str, shared_stor
 def test_an_upload_that_did_not_finish_is_no_data_set(bucket: str, shared_store: Store) -> None:
     write(f"s3://{bucket}/set")
     shared_store.client().delete_file(f"{bucket}/set/published.json")
-    with pytest.raises(RemoteError, match="not come to its end"):
+    with pytest.raises(RemoteError, match="not finish"):
         Dataset(f"s3://{bucket}/set")
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from cluster import Cluster, missing_parts, missing_web_parts
 from road import whole_road
-from store import free_port
 
+from store import free_port
 from viviane.core.errors import ConfigError, RemoteError
 from viviane.core.locations import RemotePath, location
 from viviane.core.remote.cache import local_copy

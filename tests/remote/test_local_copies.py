@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from store import Store
 
+from store import Store
 from viviane.core.errors import ConfigError, DataError, RemoteError
 from viviane.core.locations import RemotePath, location
 from viviane.core.remote.cache import cache_folder, local_copy

@@ -32,7 +32,7 @@ CONFIG = EtlConfig(
 
 @pytest.fixture
 def awake(shared_store: Store) -> Iterator[Store]:
-    """The store, which goes on in the end whatever a test did to it."""
+    """The store, which continues in the end whatever a test did to it."""
     yield shared_store
     shared_store.go_on()
 
@@ -134,7 +134,7 @@ def test_a_process_is_killed_while_it_publishes(bucket: str, use: Callable[[Stor
         assert done.returncode == -signal.SIGKILL, done.stderr
 
     publish_and_die()
-    with pytest.raises(RemoteError, match="an upload has not come to its end"):
+    with pytest.raises(RemoteError, match="an upload has not finished"):
         Dataset(url)
     write_dataset(url, SCHEMA, [rows(0)], overwrite=True)
     assert first_x(url) == 0

@@ -55,7 +55,7 @@ def test_rows_wait_decoded_but_never_many_and_the_place_is_that_of_delivered_one
         batches = iter(reader)
         assert numbers(next(batches)) == list(range(10))
         assert soon(lambda: reader._ahead is not None and reader._ahead.waiting_rows >= 40)
-        time.sleep(0.3)  # a thread that went on would decode far more by now
+        time.sleep(0.3)  # a thread that continued would decode far more by now
         assert reader._ahead is not None
         assert 40 <= reader._ahead.waiting_rows < 50  # four batches wait, and the look that filled them up
         assert reader.ready
@@ -92,7 +92,7 @@ def test_no_thread_is_left(broker: Broker, topic: str) -> None:
     batches = iter(reader)
     next(batches)
     assert len(threads()) == 1
-    again = iter(reader)  # begins anew, where the last batch ended
+    again = iter(reader)  # starts over, where the last batch ended
     assert numbers(next(again)) == list(range(10, 20))
     assert len(threads()) == 1
     reader.close()
@@ -166,7 +166,7 @@ def test_a_broker_that_goes_while_rows_wait(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_topic_whose_messages_went_back(broker: Broker, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place beyond the end: this broker does not refuse it, and others keep no id that tells a topic made anew."""
+    """A place beyond the end: this broker does not refuse it, and others have no id for a recreated topic."""
     monkeypatch.setattr("viviane.data.streaming.topic._IDLE_S", 0.5)
     broker.write(topic, [row(n) for n in range(20)])
     with KafkaStream(broker.servers, topic, SCHEMA, end={0: 20}).reader(8) as reader:

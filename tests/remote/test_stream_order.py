@@ -63,7 +63,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def read(broker: Broker, topic: str, *, num_ranks: int = 1, stop_after: int | None = None) -> list[list[list[int]]]:
-    """Read a topic on threads that stand for processes; stop and resume after so many batches."""
+    """Read a topic on threads that stand for processes; stop and resume after this many batches."""
     barrier, numbers = threading.Barrier(num_ranks), {}
     found: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     drawn = random.Random(num_ranks)

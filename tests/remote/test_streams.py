@@ -167,7 +167,7 @@ def test_a_topic_that_is_not_there_or_was_made_anew(broker: Broker, topic: str) 
         stream.reader(4)
     broker.make(topic)
     broker.write(topic, [row(n) for n in range(2)])
-    with stream.reader(4) as reader, pytest.raises(CheckpointError, match="deleted and made anew"):
+    with stream.reader(4) as reader, pytest.raises(CheckpointError, match="deleted and recreated"):
         reader.restore(state)
 
 

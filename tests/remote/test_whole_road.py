@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from store import Store
 from typer.testing import CliRunner
 
+from store import Store
 from viviane.cli import main
 from viviane.config import SGD, Adam, Solver
 from viviane.core.errors import ConfigError, RemoteError, VivianeError
@@ -23,7 +23,7 @@ from viviane.etl import EtlConfig, FittedEtl, run
 from viviane.model import Model
 from viviane.schema import Schema
 from viviane.training import Trainer
-from viviane.training.remote_run import RunMirror
+from viviane.training.checkpoint.remote_run import RunMirror
 from viviane.zoo import DLRM
 
 CONFIG = EtlConfig(

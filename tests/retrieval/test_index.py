@@ -63,7 +63,7 @@ def test_vectors_of_items():
 
 
 BAD = [
-    ({"vectors": np.ones((2, 2)), "ids": [3, 3]}, "stands twice"),
+    ({"vectors": np.ones((2, 2)), "ids": [3, 3]}, "occurs twice"),
     ({"vectors": np.ones((2, 2)), "ids": [3]}, "an id for each vector"),
     ({"vectors": np.array([[1.0, np.nan]]), "ids": [3]}, "not finite"),
     ({"vectors": np.ones((0, 2)), "ids": []}, "made of vectors"),

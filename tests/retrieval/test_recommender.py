@@ -2,6 +2,8 @@
 
 import json
 import re
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -134,7 +136,7 @@ def test_saved_and_loaded_it_recommends_the_same(two_stage, tmp_path) -> None:
     two_stage.both.save(tmp_path / "made")  # an older one is replaced
     with pytest.raises(SchemaError, match="not in the catalogue"):
         again.similar([ITEMS], 3)
-    # A model put in the place of the one that the index was built of:
+    # A model put in place of the one that the index was built of:
     two_stage.both.sources[0].model.save(tmp_path / "made" / "retrieval-hstu" / "other")
     other = tmp_path / "made" / "retrieval-hstu"
     listed = json.loads((other / "files.json").read_text())
@@ -269,3 +271,48 @@ def test_commands(retrieval, tmp_path) -> None:
     (tmp_path / "kept").rename(tmp_path / "model" / "index")
     with pytest.raises(CheckpointError, match="another version of the model"):
         run("recommend", tmp_path / "model", tmp_path / "rows", "--output", tmp_path / "new.csv")
+
+
+def test_served_it_answers_what_it_recommends_in_process(two_stage, tmp_path) -> None:
+    from viviane.cli.serve import _recommenders
+    from viviane.cli.served_recommender import ServedRecommender
+    from viviane.serving.server import InferenceServer, ServerSettings
+
+    folder = two_stage.both.save(tmp_path / "ring")
+    assert _recommenders([str(folder), f"other={folder}", "runs/dcn"]) == (
+        {"ring": str(folder), "other": str(folder)}, ["runs/dcn"],
+    )  # fmt: skip
+    wanted = Recommender.load(folder, device="cpu").recommend([[5, 6, 7], []], k=4)
+    settings = ServerSettings(http_port=0, grpc_port=None, max_rows=3)
+    with InferenceServer(settings, "1", {"ring": ServedRecommender(folder, "cpu")}) as server:
+
+        def ask(path: str, content: object = None) -> tuple[int, dict]:
+            body = None if content is None else json.dumps(content).encode()
+            request = urllib.request.Request(server.http_url + path, body, {"content-type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=30) as reply:
+                    return reply.status, json.load(reply)
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, json.load(error)
+
+        rows, path = [{"hist": [5, 6, 7]}, {"hist": []}], "/v1/recommenders/ring:recommend"
+        status, answer = ask(path, {"instances": rows, "k": 4})
+        assert status == 200
+        for one, items, scores in zip(answer["recommendations"], wanted.items, wanted.scores, strict=True):
+            assert one["items"] == items[items >= 0].tolist()
+            np.testing.assert_array_equal(np.array(one["scores"], np.float32), scores[items >= 0])
+        assert ask(path, {"instances": []}) == (200, {"recommendations": []})
+        assert ask("/v2/health/ready")[0] == 200
+        assert ask("/v1/recommenders")[1] == {"recommenders": ["ring"]}
+        assert [one["name"] for one in ask("/v1/recommenders/ring")[1]["inputs"]] == ["hist"]
+        for content, wrong in (
+            ({"instances": rows, "k": 0}, 400), ({"instances": rows, "many": 1}, 400), ({"instances": rows * 2}, 413),
+            ({"instances": [{"hist": ["x"]}]}, 400), ({"instances": [{}]}, 400), ({"instances": [3]}, 400), ([], 400),
+            ({"instances": rows, "keep_seen": 1}, 400),
+        ):  # fmt: skip
+            status, answer = ask(path, content)
+            assert status == wrong, answer
+            assert answer["error"]
+        assert ask("/v1/recommenders/none:recommend", {"instances": rows})[0] == 404
+        assert ask("/v1/recommenders/none")[0] == 404

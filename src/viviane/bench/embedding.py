@@ -171,7 +171,7 @@ def compare(
     processor_time: bool = False,
     heard: Callable[[Measurement | LeftOut], object] = lambda _: None,
 ) -> Comparison:
-    """Measure libraries one after another: tables are made anew for each rule, and serve all batch sizes.
+    """Measure libraries one after another: tables are recreated for each rule, and serve all batch sizes.
 
     Args:
         kinds: the same tables with each rule; the first also serve the lookups.

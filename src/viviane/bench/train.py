@@ -20,7 +20,7 @@ from viviane.bench.train_libraries import FROM_FILES, OURS, TRAIN_LIBRARIES, Tra
 from viviane.bench.workload import NUM_BATCHES, Draw, step_bytes
 from viviane.core import machine
 from viviane.core.errors import ConfigError, suggest
-from viviane.training.dense_state import dense_parameters
+from viviane.embedding.module_parts import dense_parameters
 
 _PRODUCT: Final = {"cpu": 1024, "cuda": 8192}
 

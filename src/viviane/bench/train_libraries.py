@@ -66,7 +66,7 @@ class Training:
         return [samples.batch(self.batch).to(self.tables.device) for _ in range(NUM_BATCHES)]
 
     def write(self, folder: Path, batches: int = 8 * NUM_BATCHES) -> Dataset:
-        """Write rows for so many batches, or 2 million rows: the same drawn ones again and again.
+        """Write rows for this many batches, or 2 million rows: the same drawn ones again and again.
 
         The first epoch begins with a wait for its first window of rows, so there should be many batches.
         """

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, AnyOptimizer, Ftrl, Lamb, RMSProp, RowWiseAdam
+from viviane.config.optimizers import AdaGrad, AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
 from viviane.ops.row_update import state_row_bytes
 
@@ -32,15 +32,8 @@ TABLE_SIZES: Final[dict[str, tuple[int, ...]]] = {
 """Rows of each table of public data sets."""
 
 RULES: Final[dict[str, AnyOptimizer]] = {
-    "sgd": SGD(),
-    "adagrad": AdaGrad(),
+    **{settings.model_fields["type"].default: settings() for settings in get_args(AnyOptimizer)},
     "row_wise_adagrad": AdaGrad(row_wise=True),
-    "rmsprop": RMSProp(),
-    "adam": Adam(),
-    "adamw": AdamW(),
-    "row_wise_adam": RowWiseAdam(),
-    "lamb": Lamb(),
-    "ftrl": Ftrl(),
 }
 """Optimizers that may be measured."""
 
@@ -110,7 +103,7 @@ class Load:
 def draw_ids(
     rows: Sequence[int], size: int, law: str, exponent: float = 1.1, count: int = NUM_BATCHES, seed: int = 0
 ) -> list[Tensor]:
-    """Draw batches (B, F) of int32 ids: P(id) ~ (id + 1)^-exponent by inverting the continuous law, or all alike.
+    """Draw batches (B, F) of int32 ids: P(id) ~ (id + 1)^-exponent by inverting the continuous law, or uniform ones.
 
     Args:
         rows: of each table.

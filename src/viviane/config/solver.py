@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from viviane.config.base import Settings
+from viviane.config.memory_sizes import num_bytes
 
 
 class Solver(Settings):
@@ -38,6 +39,9 @@ class Solver(Settings):
     """Where shuffled rows are put in order: "auto" on the GPU, which then has three buffers of rows in memory, where
     that is 1/32 of it at most and bags have one number of ids; "device" refuses what prevents it; "host" by the
     reader's threads. The batches are the same."""
+    init_output_bias: bool = True
+    """At the first fit of a graph, set the bias behind each binary label's loss to ln(p / (1 - p)), p the label's mean
+    over up to 65,536 training rows. Rare clicks are else learned from p = 1/2 downwards."""
     seed: int = Field(default=0, ge=0)
     """Seed of initial values, dropout and shuffling."""
 
@@ -50,7 +54,7 @@ class Solver(Settings):
 
     epochs: int = Field(default=1, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
-    """Stop after so many steps of a fit, whatever the epochs; a resumed fit counts from its first beginning."""
+    """Stop after this many steps of a fit, whatever the epochs; a resumed fit counts from its first beginning."""
     eval_every: int | None = Field(default=None, ge=1)
     """Steps between evaluations; None evaluates at the end of each epoch."""
     max_eval_batches: int | None = Field(default=None, ge=1)
@@ -60,13 +64,13 @@ class Solver(Settings):
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints stay; the best one by the first metric stays besides."""
     async_checkpoint: bool | Literal["auto"] = "auto"
-    """Write checkpoints in a thread while training goes on, with the same content; "auto" does where tables are
-    larger than 16 MiB. At most one is in work; an error of it ends training at one of the next steps."""
+    """Write checkpoints in a thread while training continues, with the same content; "auto" does where tables are
+    larger than 16 MiB. At most one is in progress; an error of it ends training at one of the next steps."""
 
     target: dict[str, float] = Field(default_factory=dict)
     """Stop when every named validation metric reaches its value, such as {"auc": 0.8025}."""
     patience: int | None = Field(default=None, ge=1)
-    """Stop after so many evaluations without a better first metric."""
+    """Stop after this many evaluations without a better first metric."""
     restore_best: bool = False
     """At the end of fit, go back to the weights of the best evaluation; each better one writes a checkpoint."""
 
@@ -100,9 +104,18 @@ class Solver(Settings):
     """Record the whole training step in a CUDA graph and replay it: "auto" does on a GPU, after a few batches of one
     shape, where nothing prevents it; True refuses what prevents it; False never does."""
 
+    embedding_memory: int | str | dict[str, int | str] | None = None
+    """Memory for embedding tables with their optimizer state, in each process: bytes, or text such as "8 GiB"; of
+    single tables by name, such as {"item": "2 GiB"}, and the others whole in memory. Rows that do not fit lie on disk,
+    and come when a batch needs them; the numbers are those of tables in memory. None: tables that do not fit into the
+    free memory get half of it."""
+    embedding_folder: str | None = None
+    """Where rows that do not fit lie while a process trains; None: the folder of temporary files. Checkpoints do not
+    refer to it."""
+
     plan: Literal["auto"] | dict[str, Any] = "auto"
     """Where tables are when several processes train: "auto", the plan with the least expected time on this machine;
-    the kind of some tables by name, such as {"item": "row"}, and the others as with "auto"; or a whole Plan."""
+    the kind of some tables by name, such as {"item": "row"}, and the others as with "auto"; or a whole ShardingPlan."""
     wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of embedding vectors and their gradients between processes."""
     fixed_sizes: bool | Literal["auto"] = "auto"
@@ -126,10 +139,18 @@ class Solver(Settings):
     @field_validator("plan", mode="before")
     @classmethod
     def _plan_as_data(cls, value: Any) -> Any:
-        """Take a Plan as the plain data that a file would hold."""
+        """Take a ShardingPlan as the plain data that a file would hold."""
         if value is None:  # as runs of earlier versions wrote it
             return "auto"
         return value.to_dict() if isinstance(value, Settings) else dict(value) if isinstance(value, Mapping) else value
+
+    @field_validator("embedding_memory")
+    @classmethod
+    def _memory_is_a_size(cls, value: Any) -> Any:
+        for table, size in (value if isinstance(value, dict) else {"": value}).items():
+            if size is not None:
+                num_bytes(size, f"embedding_memory of {table!r}" if table else "embedding_memory")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> Solver:

@@ -10,7 +10,7 @@ from viviane.core.errors import ConfigError
 def resolve_device(name: str = "auto") -> torch.device:
     """Turn "auto", "cpu", "cuda" or "cuda:N" into a device that exists here.
 
-    "auto" takes the first GPU where there is one, else the CPU. A GPU that was asked for and is not
+    "auto" takes the first GPU where there is one, else the CPU. A GPU that was requested and is not
     there is an error, never the CPU instead.
 
     Example:

@@ -110,11 +110,15 @@ class ProcessError(VivianeError, RuntimeError):
 
 
 class RemoteError(DataError):
-    """A remote store refuses, does not answer, or gives something else than was written."""
+    """A remote store refuses, does not respond, or gives something else than was written."""
 
 
 class ExportError(VivianeError):
     """A model cannot be exported, or an artifact is damaged, differs from its model, or is for another machine."""
+
+
+class StoreError(VivianeError):
+    """A tier or store cannot be read or written, or what it holds is damaged or of another form."""
 
 
 class MachineError(VivianeError, OSError):

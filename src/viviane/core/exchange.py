@@ -1,4 +1,4 @@
-"""Put a finished file or folder in the place of an older one, so that a kill at any moment leaves one of them whole.
+"""Put a finished file or folder in place of an older one, so that a kill at any moment leaves one of them whole.
 
 Linux and macOS exchange two names in one step. Elsewhere, and on file systems that cannot, the old output is renamed
 to `.<name>.viviane.old` for a moment; `recover` takes it back if the process was killed then.
@@ -110,7 +110,7 @@ def recover(path: Path) -> None:
 
 
 def tidy(path: Path) -> None:
-    """Before an output is refused or written: recover it, and remove what killed processes left beside it."""
+    """Before an output is refused or written: recover it, and remove what killed processes left next to it."""
     place = real_place(path)
     recover(place)
     with suppress(ConfigError, OSError):  # who holds the lock is at work
@@ -130,7 +130,7 @@ def _recover_locked(place: Path) -> None:
 
 
 def _kept(place: Path) -> Iterator[Path]:
-    """Yield what was renamed to make room; releases before 0.2 put their process into the name."""
+    """Yield outputs that were renamed before they were replaced; names from before 0.2 contain a process id."""
     earlier = re.compile(rf"\.{re.escape(place.name)}\.\d+\.old")
     if not place.parent.is_dir():
         return
@@ -142,13 +142,13 @@ def _kept(place: Path) -> Iterator[Path]:
 
 @contextmanager
 def reserved(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
-    """Hold the lock of an output, and yield an empty folder beside it for what is unfinished.
+    """Hold the lock of an output, and yield an empty folder next to it for what is unfinished.
 
     What killed processes left of earlier attempts is removed or taken back first, the folder at the end.
 
     Args:
         path: the output, a file or a folder; the folder around it is made.
-        overwrite: False refuses an output that exists, now that nobody else can make it.
+        overwrite: False refuses an output that exists, now that no other process can create it.
 
     Raises:
         ConfigError: another process is writing this output, or it exists.

@@ -82,14 +82,23 @@ def file_inside(folder: Path, name: object, *, where: str, error: type[VivianeEr
 def refuse_link_outside(path: Path, folder: Path, error: type[VivianeError] = DataError) -> None:
     """Refuse a path whose symbolic links lead out of a folder.
 
+    The folder may itself be a link, since the user names it. The cache of Hugging Face is allowed: what stands under
+    `<cache>/snapshots/<revision>` may link to a file directly in `<cache>/blobs`.
+
     Raises:
         VivianeError: of class `error`.
     """
-    target = path.resolve()
-    if not target.is_relative_to(folder.resolve()):
+    target, inside = path.resolve(), folder.resolve()
+    if not target.is_relative_to(inside) and target.parent not in _blob_folders(inside):
         raise error(
             "a file leads out of its folder through a symbolic link",
             where=str(path),
             value=str(target),
             fix="copy the file itself into the folder, if you trust it",
         )
+
+
+def _blob_folders(folder: Path) -> list[Path]:
+    """Return where a snapshot in a cache of Hugging Face keeps its files; `folder` is the snapshot or inside it."""
+    below = [folder, *folder.parents]
+    return [one.parent.parent / "blobs" for one in below if one.parent.name == "snapshots" and one != one.parent]

@@ -19,7 +19,7 @@ from viviane.core.locks import hidden_name, real_place
 
 
 def write_bytes_atomic(path: str | Path | RemotePath, data: bytes) -> None:
-    """Write `data` to a temporary name beside `path`, flush it, and rename it into place; to a URL, in one request."""
+    """Write `data` to a temporary name next to `path`, flush it, and rename it into place; to a URL, in one request."""
     path = location(path)
     if isinstance(path, RemotePath):
         path.write_bytes(data)
@@ -77,7 +77,7 @@ def write_json_atomic(path: str | Path | RemotePath, value: Any) -> None:
 
 @contextmanager
 def replace_folder(path: str | Path | RemotePath, *, overwrite: bool = True) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `path` that takes its place when the block succeeds.
+    """Yield an empty temporary folder next to `path` that takes its place when the block succeeds.
 
     An existing `path` stays whole until the new one is complete; a failed block leaves it untouched. The folder of a
     URL is a local one that is uploaded at the end.
@@ -106,7 +106,7 @@ def replace_folder(path: str | Path | RemotePath, *, overwrite: bool = True) -> 
 
 @contextmanager
 def replace_file(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
-    """Yield the path of a temporary file beside `path` that takes its place when the block succeeds.
+    """Yield the path of a temporary file next to `path` that takes its place when the block succeeds.
 
     Args:
         path: the file to make.

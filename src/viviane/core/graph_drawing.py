@@ -14,7 +14,7 @@ _CHARACTER: Final = 6.9  # pixels of a character at 12 px
 _LINE: Final = 16.0
 _PADDING: Final = 10.0
 
-# Its own colours, light and dark: the drawing stands alone or inside a page.
+# Its own colours, light and dark: the drawing works on its own or inside a page.
 _STYLE: Final = """
 .graph { --ink: #1d2433; --soft: #5c6579; --card: #ffffff; --edge: #b9c0cf;
   --input: #1f8a70; --table: #d9702b; --layer: #2f62c9; --loss: #a63d7d; }
@@ -50,7 +50,7 @@ class Box:
 
 
 def draw_graph(boxes: Mapping[str, Box], edges: Sequence[Edge], title: str) -> str:
-    """Return an <svg> element that stands alone or inside a page.
+    """Return an <svg> element that works on its own or inside a page.
 
     Args:
         boxes: by name.

@@ -1,4 +1,4 @@
-"""Read JSON that nobody vouches for: strict, and bounded in size, depth and length of numbers."""
+"""Read JSON from untrusted sources: strict, and bounded in size, depth and length of numbers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def parse_json(
 def expected_form(where: str | None, error: type[VivianeError] = ConfigError) -> Iterator[None]:
     """Turn what Python raises when parsed content has missing keys or values of other types into an `error`.
 
-    The block takes plain data apart and does nothing else, since any error in it is blamed on the file.
+    The block takes plain data apart and does nothing else, since any error in it is reported as an error of the file.
 
     Example:
         >>> with expected_form("info.json"):
@@ -189,7 +189,7 @@ def _hooks(where: str | None, error: type[VivianeError], repeated_key: RepeatedK
             for key, value in items:
                 if key in seen:
                     if repeated_key is None:
-                        raise error("the same key stands twice in one JSON object", where=where, value=key[:80])
+                        raise error("the same key occurs twice in one JSON object", where=where, value=key[:80])
                     repeated_key(key, seen[key], value)
                 seen[key] = value
         return result

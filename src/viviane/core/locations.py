@@ -14,7 +14,6 @@ from typing import IO, Any, Final, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from viviane.core.errors import ConfigError, RemoteError
-from viviane.core.exchange import recover
 from viviane.core.remote.ranged_file import RangedFile
 from viviane.core.remote.retry import retried
 from viviane.core.remote.systems import SCHEMES, connect
@@ -72,7 +71,7 @@ class RemotePath:
         return RemotePath(self.scheme, self.host, self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
-        """Return a file beside this one."""
+        """Return a file in the same folder."""
         return self.parent / name
 
     def absolute(self) -> RemotePath:
@@ -122,7 +121,7 @@ class RemotePath:
         return {one: status for one, status in self._entries(recursive) if status is not None}
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what stands in this folder, in order of names."""
+        """Yield the entries of this folder, in order of names."""
         return (one for one, _ in self._entries(recursive=False))
 
     def _entries(self, recursive: bool) -> list[tuple[RemotePath, RemoteStatus | None]]:
@@ -141,7 +140,7 @@ class RemotePath:
         return sorted(found, key=lambda one: one[0])
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield what stands in this folder under names that fit a pattern without slashes."""
+        """Yield the entries of this folder under names that fit a pattern without slashes."""
         return (one for one in self.iterdir() if fnmatch.fnmatchcase(one.name, pattern))
 
     def ranged(self) -> RangedFile:
@@ -171,7 +170,7 @@ class RemotePath:
         """Write a file; on an object store it appears whole or not at all.
 
         Raises:
-            RemoteError: the store does not answer or refuses, or keeps another number of bytes.
+            RemoteError: the store does not respond or refuses, or keeps another number of bytes.
         """
 
         def request() -> None:
@@ -186,7 +185,7 @@ class RemotePath:
             raise RemoteError("the store kept another number of bytes than were written", where=str(self))
 
     def remove_folder(self) -> None:
-        """Remove a folder with all that stands in it."""
+        """Remove a folder with everything in it."""
         retried(lambda: self.system.delete_dir(self.inner), str(self), "removing")
 
 
@@ -233,24 +232,6 @@ def location(path: str | Path | RemotePath) -> AnyPath:
     if {".", ".."} & set(parts):
         raise ConfigError("a URL's path must not hold . or ..", where=text)
     return RemotePath(scheme, host, "/".join(parts))
-
-
-def published_location(path: str | AnyPath) -> AnyPath:
-    """Return where the files of a path stand: of a URL that was published, in the folder of the version that counts.
-
-    A local output that a killed process had renamed to make room is taken back.
-
-    Raises:
-        ConfigError: see `location`.
-        RemoteError: the store does not answer, or holds something else than was published.
-    """
-    place = location(path)
-    if not isinstance(place, RemotePath):
-        recover(place)
-        return place
-    from viviane.core.remote.published import published_place
-
-    return published_place(place)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ _held: dict[Path, _Held] = {}
 
 
 def hidden_name(path: Path, ending: str) -> Path:
-    """Return a hidden name beside a path, such as of its lock.
+    """Return a hidden name next to a path, such as of its lock.
 
     Example:
         >>> hidden_name(Path("runs/mine"), "lock").as_posix()
@@ -140,7 +140,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _note_file(place: Path) -> Path:
-    """Return where the holder is noted: in the lock's file, but on Windows, where nobody else can read that."""
+    """Return where the holder is noted: in the lock's file, but on Windows, where other processes cannot read it."""
     return hidden_name(place, "holder" if sys.platform == "win32" else "lock")
 
 

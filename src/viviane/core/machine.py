@@ -7,6 +7,8 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,6 +16,11 @@ from typing import Final
 import torch
 
 GIB: Final = 1024**3
+# Folder, and the files of the limit and of what is used, of control groups of version 2 and 1.
+_CONTROL_GROUPS: Final = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 # Flags of /proc/cpuinfo that decide which vector instructions a kernel may use.
 _CPU_FLAGS: Final = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 
@@ -37,7 +44,7 @@ class Gpu:
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
-    """Describe the processor; where /proc/cpuinfo is not there, by what the platform tells.
+    """Describe the processor; where /proc/cpuinfo is not there, from the platform module.
 
     Example:
         >>> cpu().num_cores >= 1
@@ -54,21 +61,43 @@ def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on; not those that are masked off."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of cores that this process may run on."""
+    import psutil
+
+    process = psutil.Process()  # macOS has no affinity
+    return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else os.cpu_count() or 1
 
 
-def memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
-    """Return (total, available) main memory in bytes; None where the system does not tell."""
-    found: dict[str, int] = {}
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if value.strip().endswith("kB"):
-                found[name] = int(value.split()[0]) * 1024
-    return found.get("MemTotal"), found.get("MemAvailable")
+def memory_bytes() -> tuple[int, int]:
+    """Return (total, available) main memory in bytes."""
+    import psutil
+
+    found = psutil.virtual_memory()
+    return int(found.total), int(found.available)
+
+
+def free_memory() -> int | None:
+    """Return the bytes of main memory that this process may still take: free ones, within the limits set for it.
+
+    Limits are those of the process (RLIMIT_AS, RLIMIT_DATA) and of its control group. None where nothing is known.
+    """
+    import psutil
+
+    found: list[int | None] = [memory_bytes()[1]]
+    own = psutil.Process().memory_info()
+    if sys.platform == "linux":
+        import resource
+
+        for limit, used in ((resource.RLIMIT_AS, own.vms), (resource.RLIMIT_DATA, getattr(own, "data", own.rss))):
+            soft = resource.getrlimit(limit)[0]
+            found.append(None if soft == resource.RLIM_INFINITY else max(0, soft - used))
+    for folder, most, used_file in _CONTROL_GROUPS:
+        with suppress(OSError, ValueError):
+            text = (folder / most).read_text().strip()
+            if text != "max":
+                found.append(max(0, int(text) - int((folder / used_file).read_text())))
+    known = [one for one in found if one is not None]
+    return min(known) if known else None
 
 
 def gpus() -> list[Gpu]:
@@ -111,9 +140,7 @@ def describe() -> str:
         True
     """
     processor, (total, _) = cpu(), memory_bytes()
-    parts = [f"{processor.num_cores} cores {processor.model}"]
-    if total is not None:
-        parts.append(f"{total / GIB:.0f} GiB")
+    parts = [f"{processor.num_cores} cores {processor.model}", f"{total / GIB:.0f} GiB"]
     names = [gpu.name for gpu in gpus()]
     parts += [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     return ", ".join(parts)

@@ -13,8 +13,8 @@ _FULL: Final = {
     errno.EFBIG: "a file would exceed the limit of the process (ulimit -f)",
 }
 _FIXES: Final = {
-    errno.ENOSPC: "make room, or choose another folder",
-    errno.EDQUOT: "make room, or choose another folder",
+    errno.ENOSPC: "free disk space, or choose another folder",
+    errno.EDQUOT: "free disk space, or choose another folder",
     errno.EFBIG: "raise the limit: ulimit -f unlimited",
     errno.EACCES: "correct the permissions, or choose another path",
     errno.EPERM: "correct the permissions, or choose another path",
@@ -36,6 +36,7 @@ _NO_MEMORY: Final = (
     "failed to allocate",
     "bad_alloc",
     "unable to allocate",
+    "failed to map segment",
 )
 _NO_THREAD: Final = ("can't start new thread", "resource temporarily unavailable", "thread creation failed")
 
@@ -54,13 +55,15 @@ def as_own_error(error: BaseException) -> VivianeError | None:
         the disk is full
           where:   /data/part-00000.parquet
           value:   'No space left on device'
-          do:      make room, or choose another folder
+          do:      free disk space, or choose another folder
     """
     if isinstance(error, VivianeError):
         return error
     text = str(error)
     low = text.lower()
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(one in low for one in _NO_MEMORY)):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError | ImportError) and any(one in low for one in _NO_MEMORY)
+    ):
         return MachineError(
             "out of memory", value=_first_line(text) or type(error).__name__,
             fix="use smaller batches, tables or fewer threads, or raise the limit of the process (ulimit -v)",
@@ -70,6 +73,9 @@ def as_own_error(error: BaseException) -> VivianeError | None:
         return MachineError("no more threads can be started", value=_first_line(text), fix=fix)
     if isinstance(error, OSError):
         return _of_system(error, text)
+    if "too many open files" in low:  # as safetensors and others say it, whose errors are of their own classes
+        what = "the process may not open more files"
+        return MachineError(what, value=_first_line(text), fix=_FIXES[errno.EMFILE])
     return _of_text(error, text)
 
 

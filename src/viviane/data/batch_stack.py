@@ -78,7 +78,7 @@ class BatchStack:
         return (self.form.row_words + 1) * _WORD
 
     def can_be_cut(self, rows: int) -> bool:
-        """Say whether batches of so many rows can be slices of one another's tensors, each as aligned as on its own."""
+        """Return whether batches of this many rows can be aligned slices of shared tensors."""
         return rows > 0 and all(rows * words * _WORD % ALIGNED == 0 for words in self.form.widths)
 
     def batch(self, stack: Tensor, num_rows: int) -> Batch:

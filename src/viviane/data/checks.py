@@ -14,7 +14,7 @@ from viviane.schema import CategoricalColumn, LabelColumn
 
 
 @dataclass(frozen=True)
-class Place:
+class CellLocation:
     """One column of one row group, for messages; rows are counted from 0 within the file."""
 
     file: str
@@ -31,7 +31,7 @@ class Place:
         return f"{self.file}, {self.unit} {self.group}, column {self.column!r}"
 
 
-def check_no_nulls(array: Any, place: Place) -> None:
+def check_no_nulls(array: Any, place: CellLocation) -> None:
     """Refuse an Arrow array with nulls.
 
     Raises:
@@ -47,7 +47,7 @@ def check_no_nulls(array: Any, place: Place) -> None:
 
 
 def check_ids(
-    ids: NDArray[Any], column: CategoricalColumn, place: Place, offsets: NDArray[np.int64] | None = None
+    ids: NDArray[Any], column: CategoricalColumn, place: CellLocation, offsets: NDArray[np.int64] | None = None
 ) -> None:
     """Refuse ids outside 0 <= id < num_ids, of raw ids none; `offsets` says which row an id of a bag belongs to.
 
@@ -66,7 +66,7 @@ def check_ids(
     )
 
 
-def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: Place) -> None:
+def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: CellLocation) -> None:
     """Refuse a bag or sequence that is longer than the column's max_length, or of another length than its hotness.
 
     Raises:
@@ -82,7 +82,7 @@ def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: 
             where=place.row(row),
             value=f"{lengths[row]} ids",
             allowed=f"{column.hotness} (hotness)",
-            fix="take hotness out of schema.json, or write the data set with so many ids in every row",
+            fix="take hotness out of schema.json, or write the data set with this many ids in every row",
         )
     if column.max_length is not None and lengths.max() > column.max_length:
         row = int(np.argmax(lengths > column.max_length))
@@ -95,7 +95,7 @@ def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: 
         )
 
 
-def check_labels(values: NDArray[Any], column: LabelColumn, place: Place) -> None:
+def check_labels(values: NDArray[Any], column: LabelColumn, place: CellLocation) -> None:
     """Refuse a binary label other than 0 and 1 (or -1, if it is optional), and a regression label that is not finite.
 
     Raises:
@@ -118,7 +118,7 @@ def check_labels(values: NDArray[Any], column: LabelColumn, place: Place) -> Non
         )
 
 
-def check_finite(values: NDArray[Any], place: Place, offsets: NDArray[np.int64] | None = None) -> None:
+def check_finite(values: NDArray[Any], place: CellLocation, offsets: NDArray[np.int64] | None = None) -> None:
     """Refuse NaN and infinity.
 
     Raises:
@@ -134,7 +134,7 @@ def check_finite(values: NDArray[Any], place: Place, offsets: NDArray[np.int64] 
     _refuse(values[at], place.row(_row_of(at, offsets)), "a number is not finite", "finite numbers")
 
 
-def check_weights(values: NDArray[np.float32], place: Place, offsets: NDArray[np.int64] | None = None) -> None:
+def check_weights(values: NDArray[np.float32], place: CellLocation, offsets: NDArray[np.int64] | None = None) -> None:
     """Refuse sample weights that are not finite or are negative.
 
     Raises:

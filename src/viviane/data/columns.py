@@ -64,13 +64,13 @@ def check_columns(found: pa.Schema, schema: Schema, where: str) -> None:
     """Compare a file's columns with the schema.
 
     Raises:
-        SchemaError: a column is missing, stands twice, is unknown, or has another type; names file and column.
+        SchemaError: a column is missing, occurs twice, is unknown, or has another type; names file and column.
     """
     types = arrow_types(schema)
     names = found.names
     for name in names:
         if names.count(name) > 1:
-            raise SchemaError("a column stands twice in the file", where=where, value=name)
+            raise SchemaError("a column occurs twice in the file", where=where, value=name)
         if name not in types and name not in schema.ignored:
             raise SchemaError(
                 "the file has a column that the schema does not know",

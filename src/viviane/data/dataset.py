@@ -11,9 +11,11 @@ from typing import Any, Final, cast
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, DataError, DataNotFoundError, SchemaError, expect
+from viviane.core.html import html_table
 from viviane.core.json_files import read_json_object
-from viviane.core.locations import AnyPath, RemotePath, location, published_location
+from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.remote.cache import local_copy
+from viviane.core.remote.published import published_location
 from viviane.data.formats import MANIFEST_FILE, Format, Manifest, guess_format, named_format
 from viviane.data.formats.file_list import FILE_LIST, METADATA_FILE
 from viviane.data.reader import DEFAULT_SHUFFLE_ROWS, Reader
@@ -100,6 +102,12 @@ class Dataset:
     def __repr__(self) -> str:
         return f"Dataset({str(self.path)!r}, {self.num_rows} rows in {len(self.files)} file(s))"
 
+    def _repr_html_(self) -> str:
+        """Return place, size and columns, for notebooks."""
+        rows: list[list[Any]] = [["folder", str(self.path)], ["rows", self.num_rows], ["files", len(self.files)]]
+        facts = html_table("Dataset", ["", ""], [*rows, ["format", self.format.format]])
+        return facts + self.schema._repr_html_()
+
     @cached_property
     def info(self) -> dict[str, Any]:
         """Statistics that the writer left in info.json: rows, source, best reachable AUC; empty without the file."""
@@ -122,7 +130,7 @@ class Dataset:
     def verify(self) -> int:
         """Compare every file with the check sum that was written with it; returns the bytes compared.
 
-        Without a manifest (data sets written before 0.2, or by others) there is nothing to compare, and 0 comes back:
+        Without a manifest (data sets written before 0.2, or by others) nothing is compared, and the result is 0:
         `check` still reads every row, and the check sums of Parquet pages where there are any.
 
         Raises:
@@ -152,7 +160,7 @@ class Dataset:
         """Return the first rows in the order of the files.
 
         Raises:
-            ConfigError: fewer than one row is asked for.
+            ConfigError: fewer than one row is requested.
             DataError: the data set has no rows.
         """
         if num_rows < 1:

@@ -19,8 +19,8 @@ from viviane.core.errors import DataError
 from viviane.core.locations import AnyPath, RemotePath, arrow_source
 from viviane.data import checks
 from viviane.data.block import Block, Jagged
-from viviane.data.checks import Place
-from viviane.data.plan import Group
+from viviane.data.checks import CellLocation
+from viviane.data.plan import RowGroup
 from viviane.data.storage import FileStamp, refuse_changed, stamp
 from viviane.schema import CategoricalColumn, DenseColumn, Schema
 
@@ -54,7 +54,7 @@ def open_parquet(path: AnyPath, compare: Callable[[pa.Schema, str], None]) -> pq
 def decode_group(
     path: AnyPath,
     expected: FileStamp,
-    group: Group,
+    group: RowGroup,
     schema: Schema,
     block: Block,
     start: int,
@@ -71,11 +71,13 @@ def decode_group(
         KeyRangeError: an id is out of range.
     """
     table = read_group(path, expected, group, schema, verify=verify)
-    decode_table(table, lambda name: Place(str(path), group.index, group.first_row, name), schema, block, start, part)
+    decode_table(
+        table, lambda name: CellLocation(str(path), group.index, group.first_row, name), schema, block, start, part
+    )
 
 
 def decode_table(
-    table: pa.Table, place_of: Callable[[str], Place], schema: Schema, block: Block, start: int, part: int
+    table: pa.Table, place_of: Callable[[str], CellLocation], schema: Schema, block: Block, start: int, part: int
 ) -> None:
     """Check a table with the schema's types, and stack it into block rows [start, start + num_rows).
 
@@ -88,7 +90,7 @@ def decode_table(
         DataError, KeyRangeError: see `decode_group`.
     """
 
-    def column(name: str) -> tuple[Any, Place]:
+    def column(name: str) -> tuple[Any, CellLocation]:
         place = place_of(name)
         array = _whole(table.column(name))
         checks.check_no_nulls(array, place)
@@ -122,9 +124,9 @@ def decode_table(
 
 
 def read_group(
-    path: AnyPath, expected: FileStamp, group: Group, schema: Schema, *, named: bool = False, verify: bool = True
+    path: AnyPath, expected: FileStamp, group: RowGroup, schema: Schema, *, named: bool = False, verify: bool = True
 ) -> pa.Table:
-    """Return a row group as it stands in the file; `named`: the schema's columns alone; `verify`: see `decode_group`.
+    """Return a row group as it is stored in the file; `named`: only the schema's columns; `verify`: see `decode_group`.
 
     Raises:
         DataError: the file vanished, changed or is damaged.
@@ -175,7 +177,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _dense(array: Any, column: DenseColumn, place: Place, out: NDArray[np.float32]) -> None:
+def _dense(array: Any, column: DenseColumn, place: CellLocation, out: NDArray[np.float32]) -> None:
     if column.dim == 1 and not isinstance(array, pa.FixedSizeListArray | pa.ListArray | pa.LargeListArray):
         values = array.to_numpy()
         checks.check_finite(values, place)
@@ -195,7 +197,7 @@ def _dense(array: Any, column: DenseColumn, place: Place, out: NDArray[np.float3
     out[:] = values.reshape(len(out), column.dim)
 
 
-def _flat(array: Any, place: Place) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _flat(array: Any, place: CellLocation) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the values of a list array and the offsets of its rows, from 0."""
     values = array.flatten()
     if isinstance(array, pa.FixedSizeListArray):
@@ -212,7 +214,9 @@ def _flat(array: Any, place: Place) -> tuple[NDArray[Any], NDArray[np.int64]]:
     return values.to_numpy(), offsets
 
 
-def _bag(array: Any, column: CategoricalColumn, place: Place, weights: tuple[Any, Place] | None) -> Jagged:
+def _bag(
+    array: Any, column: CategoricalColumn, place: CellLocation, weights: tuple[Any, CellLocation] | None
+) -> Jagged:
     ids, offsets = _flat(array, place)
     checks.check_lengths(offsets, column, place)
     checks.check_ids(ids, column, place, offsets)

@@ -25,8 +25,8 @@ from viviane.schema import CategoricalColumn, Schema
 class NegativeDataset(Dataset):
     """Rows of a data set with negatives: in a bag column, or as rows of their own behind each row.
 
-    Negatives are functions of the seed, the epoch and the place of a row in it: drawn anew in every epoch, the same
-    again after a resume, and the same on any number of processes. Drawing starts when a batch is asked for; opening
+    Negatives are functions of the seed, the epoch and the place of a row in it: redrawn in every epoch, the same
+    again after a resume, and the same on any number of processes. Drawing starts when a batch is requested; opening
     goes through the rows once, to count.
 
     Args:

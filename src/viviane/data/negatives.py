@@ -1,4 +1,4 @@
-"""Sampled negatives: items that a row might have had and had not, drawn anew in each epoch from a seed."""
+"""Sampled negatives: items that a row might have had and had not, redrawn in each epoch from a seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Negatives(Settings):
         item: one-hot column with the item's id; the row's own item is never drawn.
         num: negatives of a row, K, each drawn by itself, so that one may come twice.
         column: name of the bag column that takes them; None makes rows of them, with labels 0.
-        alpha: an item is drawn in proportion to count^alpha: 0 all alike, 1 by popularity; 0.75 is common.
+        alpha: an item is drawn in proportion to count^alpha: 0 all equally likely, 1 by popularity; 0.75 is common.
         user: one-hot column of the user; items that stand in any row of his are never drawn. None: they may be.
         item_columns: for rows: other one-hot columns of the item, which change with it; every other column keeps the
             row's value.

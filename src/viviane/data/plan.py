@@ -22,7 +22,7 @@ _STRIDE: Final = 4096
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """One row group: `num_rows` rows that stand from row `first_row` on in file number `file`."""
 
     file: int
@@ -38,7 +38,7 @@ class Window:
     number: int
     start: int
     num_rows: int
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
 
 
 class EpochPlan:
@@ -50,12 +50,12 @@ class EpochPlan:
         seed, epoch: choose the permutation.
 
     Example:
-        >>> plan = EpochPlan([Group(0, 0, 0, 3), Group(0, 1, 3, 2)], shuffle_rows=None, seed=0, epoch=0)
+        >>> plan = EpochPlan([RowGroup(0, 0, 0, 3), RowGroup(0, 1, 3, 2)], shuffle_rows=None, seed=0, epoch=0)
         >>> [(window.start, window.num_rows) for window in plan.windows]
         [(0, 3), (3, 2)]
     """
 
-    def __init__(self, groups: Sequence[Group], shuffle_rows: int | None, seed: int, epoch: int) -> None:
+    def __init__(self, groups: Sequence[RowGroup], shuffle_rows: int | None, seed: int, epoch: int) -> None:
         self.shuffled = shuffle_rows is not None
         self._groups, self._shuffle_rows = groups, shuffle_rows
         self._seed = seed
@@ -65,7 +65,7 @@ class EpochPlan:
             order = self._random("groups").permutation(len(ordered))
             ordered = [ordered[i] for i in order]
         self.windows: list[Window] = []
-        start, rows, members = 0, 0, list[Group]()
+        start, rows, members = 0, 0, list[RowGroup]()
         for group in ordered:
             members.append(group)
             rows += group.num_rows

@@ -29,12 +29,12 @@ from viviane.data.assembly import Loading, Made, Order, ShuffledTask, assemble
 from viviane.data.block import Block
 from viviane.data.buffers import Buffers
 from viviane.data.device_shuffle import DeviceShuffle
-from viviane.data.plan import EpochPlan, Group, Window
+from viviane.data.plan import EpochPlan, RowGroup, Window
 from viviane.data.rank_rows import BatchRanges, RankOrder, Span, rank_order
 from viviane.data.run import Run
 from viviane.data.slab import BatchShape
 from viviane.data.staged_window import StagedWindow
-from viviane.data.storage import Storage
+from viviane.data.storage import DatasetFiles
 
 _THREAD_NAME = "viviane-reader"
 _RUN_ROWS = 16_384  # rows of a task at least: handing one to a thread costs as much as copying 10,000 rows
@@ -58,7 +58,7 @@ class Reading:
         device_shuffle: rows are mixed on a device; None: by the threads.
     """
 
-    storage: Storage
+    storage: DatasetFiles
     shape: BatchShape
     batch_size: int
     last_row: int
@@ -85,7 +85,7 @@ class Prefetcher:
 
     Attributes:
         until_epoch: before this epoch, the one after this is read, too, when rows of this one are all on their way.
-        following: the epoch after this one, begun; whoever iterated to the end takes it over, or closes it.
+        following: the epoch after this one, begun; the caller that iterated to the end takes it over or closes it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Prefetcher:
         self._ranges = reading.ranges(first_row)
         self._next = 0
         # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
-        # For a GPU threads do it all the same: the consumer has kernels to launch.
+        # For a GPU threads do it anyway: the consumer has kernels to launch.
         self._inline = storage.mapped and not plan.shuffled and not buffers.pin_memory
         self._run = 1 if self._inline else max(1, self._rows_together() // batch_size)
         self._next_run = 1 if before is None else self._run  # the first batch is waited for: runs begin small
@@ -257,9 +257,9 @@ class Prefetcher:
         while self._pending and self._pending[0][0] <= row:
             self._hand_in_next()
 
-    def _fill(self, room: int) -> None:
-        """Hand in what is due until there are `room` tasks for batches, or the epoch has no more."""
-        while self._next < len(self._ranges) and len(self._tasks) < room:
+    def _fill(self, limit: int) -> None:
+        """Hand in what is due until there are `limit` tasks for batches, or the epoch has no more."""
+        while self._next < len(self._ranges) and len(self._tasks) < limit:
             self._hand_in_until(self._ranges[self._next][0])
             self._tasks.append(self._hand_in_run())
 
@@ -303,12 +303,12 @@ class Prefetcher:
 
 
 @timed_as("decode")
-def _decode(storage: Storage, group: Group, block: Block, start: int, part: int) -> None:
+def _decode(storage: DatasetFiles, group: RowGroup, block: Block, start: int, part: int) -> None:
     storage.decode(group, block, start, part)
 
 
 @timed_as("decode")
-def _stage(storage: Storage, window: StagedWindow, part: int, memory: Buffers) -> None:
+def _stage(storage: DatasetFiles, window: StagedWindow, part: int, memory: Buffers) -> None:
     window.decode(storage, part, memory)
 
 

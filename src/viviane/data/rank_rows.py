@@ -138,7 +138,7 @@ class WindowRows:
     def kept(self, part: int) -> NDArray[np.int64] | None:
         """Return which rows of a row group are kept, rising; None: all. It may wait for the order."""
         if self._is_whole:
-            return None  # whatever their order is: nobody waits for it
+            return None  # their order does not matter yet
         assert self.order is not None
         rows = self.order.result().rows
         return None if rows is None else rows[part]
@@ -170,8 +170,8 @@ def rank_order(
         pin_memory: put the new order into page-locked memory.
 
     Example:
-        >>> from viviane.data.plan import Group
-        >>> window = Window(0, 0, 4, (Group(0, 0, 0, 3), Group(0, 1, 3, 1)))
+        >>> from viviane.data.plan import RowGroup
+        >>> window = Window(0, 0, 4, (RowGroup(0, 0, 0, 3), RowGroup(0, 1, 3, 1)))
         >>> found = rank_order(np.array([3, 0, 2, 1]), window, [(0, 1), (2, 3)], Buffers())
         >>> found.order.tolist(), [rows.tolist() for rows in found.rows]
         ([1, 0], [[2], [0]])

@@ -6,23 +6,24 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import torch
 
 from viviane.batch import Batch
 from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.locations import AnyPath
 from viviane.data.batch_stack import BatchStack
 from viviane.data.buffers import Buffers
 from viviane.data.device_shuffle import DeviceShuffle
-from viviane.data.plan import EpochPlan, Window
+from viviane.data.plan import EpochPlan, RowGroup, Window
 from viviane.data.prefetch import Prefetcher, Reading
 from viviane.data.run import Cut
 from viviane.data.slab import BatchShape
-
-if TYPE_CHECKING:
-    from viviane.data.dataset import Dataset
+from viviane.data.storage import DatasetFiles
+from viviane.schema import Schema
 
 DEFAULT_SHUFFLE_ROWS: Final = 524_288
 STATE_VERSION: Final = 1
@@ -30,12 +31,27 @@ _T = TypeVar("_T")
 _KEPT_WINDOWS: Final = 1 << 32  # bytes; fresh memory takes longer than the rows that are decoded into it
 
 
+class ReadableDataset(Protocol):
+    """What a reader uses of a `Dataset`."""
+
+    path: AnyPath
+    schema: Schema
+    storage: DatasetFiles
+    files: list[Path]
+    groups: list[RowGroup]
+    num_rows: int
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash over schema, file names, sizes and row counts."""
+
+
 class Reader:
     """Iterates over the batches of one epoch, starting at its current position.
 
-    The order is a function of (data set, seed, epoch, shuffle_rows), whatever the threads do: row groups in
+    The order is a function of (data set, seed, epoch, shuffle_rows), regardless of thread timing: row groups in
     random order over the whole set, gathered into windows of at least shuffle_rows rows, each window permuted.
-    When an epoch is exhausted, the reader stands at the start of the next one.
+    When an epoch is exhausted, the reader is at the start of the next one.
 
     Args:
         dataset: what to read.
@@ -46,17 +62,17 @@ class Reader:
         epoch: which epoch to start with.
         num_threads: decoding threads.
         shuffle_rows: rows that are mixed with each other. Two windows are in memory at a time.
-        max_batches: end the epoch after so many batches.
+        max_batches: end the epoch after this many batches.
         rank, num_ranks: share every batch among num_ranks readers; this one delivers rows B r // n to B (r + 1) // n
-            of a batch of B rows. All ranks see equally many batches, whatever the number of rows: where the last one
-            has fewer rows than ranks, some get a batch of 0 rows. Together they see what one reader would. A saved
+            of a batch of B rows. All ranks deliver the same number of batches: if the last one has fewer rows than
+            ranks, some ranks get a batch of 0 rows. Together they see what one reader would. A saved
             position is that of any rank, and of any number of ranks.
         pin_memory: deliver batches in page-locked memory, from which a GPU reads on its own, in pieces of some 65,536
             rows at most, or of one batch; a `DeviceFeed` moves each piece in one copy. The memory of a piece is used
-            again once nobody refers to a batch in it and its copies are done.
+            again once no batch in it is referenced and its copies are done.
         until_epoch: epochs before this one are read one after another: while one ends, rows of the next are decoded
             already, so that it begins without a wait; close the reader if it does not come to that. By default
-            nothing is read beyond an epoch's end. The attribute may be set anew; it counts when an epoch begins.
+            nothing is read beyond an epoch's end. The attribute may be changed; it counts when an epoch begins.
 
     Raises:
         ConfigError: a number is out of range.
@@ -78,7 +94,7 @@ class Reader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: ReadableDataset,
         batch_size: int,
         *,
         shuffle: bool = False,
@@ -135,7 +151,7 @@ class Reader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the reader stands in, from 0."""
+        """The current epoch, from 0."""
         return self._epoch
 
     @property
@@ -165,7 +181,7 @@ class Reader:
         return self._begun(self._batches())
 
     def cuts(self, mixed_on: torch.device | None = None) -> Iterator[Cut]:
-        """Continue as by iterating, but give each batch as a cut of its run, whose tensors nobody has made yet.
+        """Continue as by iterating, but give each batch as a cut of its run, whose tensors are not created yet.
 
         Args:
             mixed_on: each run is going to be moved to this device, in turn and on one stream; rows are put in order

@@ -1,4 +1,4 @@
-"""Batches whose rows were taken together: they lie one behind another in the tensors of one batch.
+"""Batches whose rows were taken together: they follow one another in the tensors of one batch.
 
 What a small batch costs the host is not its bytes. It is a few calls for each matrix, a copy and an event for each
 batch, and for each call of a reader's thread a turn at the interpreter's lock, which the thread that launches kernels
@@ -114,7 +114,7 @@ class Run:
 
 
 def _split(tensor: _T, first: int, last: int, size: int) -> Sequence[_T]:
-    """Cut rows [first, last) of a tensor into parts of so many."""
+    """Cut rows [first, last) of a tensor into parts of this many."""
     if tensor is None:
         return [tensor] * -(-(last - first) // size)
     # Unlike those of `split`, they count writes each on its own: see `Batch.ready`.

@@ -48,7 +48,7 @@ class BatchShape:
         )
 
     def can_be_cut(self, rows: int) -> bool:
-        """Say whether batches of so many rows can be slices of one another's tensors, each as aligned as on its own."""
+        """Return whether batches of this many rows can be aligned slices of shared tensors."""
         widths = [self.num_labels, self.num_dense, self.num_one_hot, int(self.weighted)]
         return rows > 0 and not self.bags and all(rows * width * 4 % ALIGNED == 0 for width in widths)
 

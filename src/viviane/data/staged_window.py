@@ -18,7 +18,7 @@ from viviane.data.block import Block, Jagged, Rows, take
 from viviane.data.buffers import Buffers, Maker
 from viviane.data.plan import Window
 from viviane.data.rank_rows import Span, WindowRows
-from viviane.data.storage import Storage
+from viviane.data.storage import DatasetFiles
 from viviane.ops.row_stacks import take_rows
 
 
@@ -58,7 +58,7 @@ class StagedWindow(WindowRows):
         self._device_stack: Tensor | None = None
         self._device_order: Tensor | None = None
 
-    def decode(self, storage: Storage, part: int, memory: Buffers) -> None:
+    def decode(self, storage: DatasetFiles, part: int, memory: Buffers) -> None:
         """Read those rows of a row group that go to the device; any thread may, once for each group.
 
         Args:
@@ -68,7 +68,7 @@ class StagedWindow(WindowRows):
 
         Raises:
             DataError: a row has another number of ids than its column's hotness.
-            DataError, KeyRangeError: see `Storage.decode`.
+            DataError, KeyRangeError: see `DatasetFiles.decode`.
         """
         group, rows = self.window.groups[part], self.kept(part)
         count, start = self.num_kept(part), self.start(part)

@@ -1,4 +1,4 @@
-"""Where the rows of a data set stand: files, the groups of rows in them, and how a group gets into memory."""
+"""The files of a data set, the row groups in them, and how a row group is decoded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from viviane.core.errors import DataError
 from viviane.core.locations import AnyPath
 from viviane.data.block import Block, View
 from viviane.data.buffers import Memory
-from viviane.data.checks import Place
-from viviane.data.plan import Group
+from viviane.data.checks import CellLocation
+from viviane.data.plan import RowGroup
 from viviane.schema import Schema
 
 ROWS_PER_BLOCK: Final = 131_072
@@ -48,7 +48,7 @@ def refuse_changed(path: AnyPath, expected: FileStamp) -> None:
         raise DataError("a file changed after the data set was opened", where=str(path), fix="open the data set again")
 
 
-class Storage(ABC):
+class DatasetFiles(ABC):
     """The files of one data set in one format, opened and checked as far as is cheap.
 
     Args:
@@ -65,10 +65,10 @@ class Storage(ABC):
         self.schema = schema
         self.files: list[Path] = list(files)
         self.stamps: list[FileStamp] = [stamp(file) for file in self.files]
-        self.groups: list[Group] = []
+        self.groups: list[RowGroup] = []
 
     @abstractmethod
-    def decode(self, group: Group, block: Block, start: int, part: int) -> None:
+    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
         """Read a group into block rows [start, start + num_rows); its bags become part number `part`.
 
         Raises:
@@ -76,8 +76,8 @@ class Storage(ABC):
             KeyRangeError: an id is out of range.
         """
 
-    def view(self, group: Group, memory: Memory | None = None) -> View:
-        """Return the rows of a group as they stand in the file.
+    def view(self, group: RowGroup, memory: Memory | None = None) -> View:
+        """Return the rows of a group as they are stored in the file.
 
         Args:
             group: which one.
@@ -90,6 +90,6 @@ class Storage(ABC):
         self.decode(group, block, 0, 0)
         return block.finish()
 
-    def place(self, group: Group, column: str) -> Place:
+    def place(self, group: RowGroup, column: str) -> CellLocation:
         """Name a column of a group, for messages."""
-        return Place(str(self.files[group.file]), group.index, group.first_row, column, self.unit)
+        return CellLocation(str(self.files[group.file]), group.index, group.first_row, column, self.unit)

@@ -12,11 +12,13 @@ from typing import Any, Final, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.exchange import tidy
 from viviane.core.files import replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, RemotePath, location
+from viviane.core.rows import as_table, is_table
 from viviane.data.columns import arrow_types, check_columns, is_list
 from viviane.data.dataset import INFO_FILE, Dataset
 from viviane.data.formats import Format, Manifest, named_format
@@ -30,7 +32,7 @@ _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def write_dataset(
     path: str | AnyPath,
     schema: Schema,
-    source: Iterable[pa.Table | pa.RecordBatch | Mapping[str, Any]],
+    source: Any,
     *,
     format: str | Format = "parquet",  # noqa: A002 - the word on the command line
     rows_per_group: int = ROWS_PER_GROUP,
@@ -42,8 +44,9 @@ def write_dataset(
 
     Args:
         path: the folder, or its URL; it appears only when everything is written.
-        source: Arrow tables, or dicts of arrays or lists by column name, of any sizes. Tables must have the
-            schema's types; the values of dicts are converted where no information is lost.
+        source: an iterable of Arrow tables, or of dicts of arrays or lists by column name, of any sizes; or one table
+            in a form of `viviane.core.rows.as_table`. Arrow tables must have the schema's types; other values are
+            converted where no information is lost.
         format: name of a format of `viviane.data.formats`, or a format with its options.
         rows_per_group: rows of a Parquet row group or of a block, the unit of reading.
         rows_per_file: rows of a file.
@@ -78,7 +81,7 @@ def write_dataset(
     chosen = named_format(format)
     chosen.check_schema(schema)
     wanted = pa.schema([pa.field(name, kind, nullable=False) for name, kind in arrow_types(schema).items()])
-    tables = (_conform(part, wanted, schema, number) for number, part in enumerate(source))
+    tables = (_conform(part, wanted, schema, number) for number, part in enumerate(_parts(source)))
     with _explain_full_disk(target), replace_folder(target, overwrite=overwrite) as folder:
         place = cast(Path, target.absolute())  # of a URL only the text is used
         files = chosen.write(folder, place, schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
@@ -100,9 +103,30 @@ def _explain_full_disk(target: AnyPath) -> Iterator[None]:
         remote = isinstance(target, RemotePath)
         where = f"{tempfile.gettempdir()}, on the way to {target}" if remote else str(target)
         raise DataError(
-            "the disk is full: the data set is not written, and what stood there before is as it was",
-            where=where, value=error.strerror or str(error), fix="make room, or write to another disk",
+            "the disk is full: the data set is not written, and the earlier output is unchanged",
+            where=where, value=error.strerror or str(error), fix="free disk space, or write to another disk",
         ) from error  # fmt: skip
+
+
+def _parts(source: Any) -> Iterable[Any]:
+    """Return the parts of a source: itself where it is one table, frame, mapping or list of rows."""
+    if isinstance(source, pa.Table | pa.RecordBatch | Mapping):
+        return [source]
+    if isinstance(source, list | tuple) and source and isinstance(source[0], Mapping) and _is_row(source[0]):
+        return [_columns(source)]
+    if isinstance(source, pa.RecordBatchReader) or not isinstance(source, Iterable) or is_table(source):
+        return [_columns(source)]
+    return source
+
+
+def _is_row(item: Mapping[str, Any]) -> bool:
+    """Whether a dict is one row: one of its values is a number."""
+    return any(isinstance(value, int | float | str | np.generic) for value in item.values())
+
+
+def _columns(source: Any) -> Mapping[str, Any]:
+    table = as_table(source)
+    return dict(zip(table.column_names, table.columns, strict=True))
 
 
 def _regroup(tables: Iterator[pa.Table], wanted: pa.Schema, rows_per_group: int) -> Iterator[pa.Table]:
@@ -155,6 +179,8 @@ def _conform(part: Any, wanted: pa.Schema, schema: Schema, number: int) -> pa.Ta
 
 def _array(values: Any, field: Any, where: str) -> Any:
     """Convert a column to its type: float64 is rounded to float32; ids are never rounded or wrapped."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
     try:
         return _converted(values, field.type)
     except SchemaError:

@@ -5,6 +5,7 @@ from viviane.etl.drawing import picture
 from viviane.etl.entry import PRESETS, fit, run
 from viviane.etl.fitted import FittedEtl
 from viviane.etl.functions import register_function
+from viviane.etl.infer import Inferred, InferredColumn, infer_config, infer_file
 from viviane.etl.pipeline import Summary
 from viviane.etl.presets import criteo
 from viviane.etl.sequence_config import SequenceConfig
@@ -14,11 +15,15 @@ __all__ = [
     "PRESETS",
     "EtlConfig",
     "FittedEtl",
+    "Inferred",
+    "InferredColumn",
     "SequenceConfig",
     "SequenceSummary",
     "Summary",
     "criteo",
     "fit",
+    "infer_config",
+    "infer_file",
     "picture",
     "register_function",
     "run",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
 from viviane.etl.cells import make_list
-from viviane.etl.config import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec, RawIds
+from viviane.etl.columns import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec, RawIds
 from viviane.etl.engine import Build, Engine, Lookup
 from viviane.etl.expressions import bucket, value_of
 from viviane.etl.learned import Learned

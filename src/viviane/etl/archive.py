@@ -16,8 +16,10 @@ import pyarrow.parquet as pq
 from viviane.core.errors import ConfigError, DataError, DataNotFoundError
 from viviane.core.files import write_bytes_atomic
 from viviane.core.json_files import expected_form, json_object, parse_json
-from viviane.core.locations import AnyPath, published_location
-from viviane.etl.config import Bucketize, CategoricalSpec, Categorify, DenseSpec, EtlConfig, LabelSpec
+from viviane.core.locations import AnyPath
+from viviane.core.remote.published import published_location
+from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpec, LabelSpec
+from viviane.etl.config import EtlConfig
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned, Vocabulary
 from viviane.etl.values import combined

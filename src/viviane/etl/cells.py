@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from viviane.etl.config import InputColumn
+from viviane.etl.columns import InputColumn
 
 SCALARS: Final[dict[str, pa.DataType]] = {
     "float": pa.float64(),

@@ -1,17 +1,33 @@
-"""Rows that parsed but cannot be used: no label, lists whose lengths disagree, no value for the split."""
+"""Rows that parsed but cannot be used (no label, lists whose lengths disagree), and arguments that cannot be."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from viviane.core.errors import ConfigError, expect
 from viviane.etl.cells import BadCell, shown
-from viviane.etl.config import CategoricalSpec, EtlConfig
+from viviane.etl.columns import CategoricalSpec
+from viviane.etl.config import EtlConfig
 from viviane.etl.engine import Engine
 from viviane.etl.limits import States, beyond_limits
+
+_MOST_THREADS: Final = 4096
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse a number of threads that no engine takes; None is every core.
+
+    Raises:
+        ConfigError: it is no whole number, or out of range.
+    """
+    if threads is not None:
+        expect("threads", threads, int)
+        if not 1 <= threads <= _MOST_THREADS:
+            raise ConfigError("threads must be at least 1", value=threads, allowed=f"1 to {_MOST_THREADS}")
 
 
 def unusable_rows(

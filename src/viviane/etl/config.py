@@ -1,257 +1,18 @@
-"""The declarative file: what the raw files hold, and what becomes of it."""
+"""The declarative file: what the raw files hold, what is derived from them, and what is written."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from viviane.config.base import Settings
 from viviane.core.errors import suggest
+from viviane.etl.columns import CategoricalSpec, DenseSpec, Input, InputColumn, LabelSpec, refuse_repeated
 from viviane.etl.conditions import Filter
-from viviane.etl.config_checks import check_categorical, check_derived, check_number, check_shared
-from viviane.etl.derivations import ELEMENTWISE, ROW_DERIVATIONS, Derivation, TargetEncode
-from viviane.etl.operators import Operator
+from viviane.etl.derivations import ELEMENTWISE, ROW_DERIVATIONS, Derivation, History, TargetEncode
 from viviane.etl.saved import without
-
-RESERVED_PREFIX = "__"  # columns that staging adds
-
-
-class InputColumn(Settings):
-    """One column of the raw files.
-
-    Args:
-        name: its name, in the header or by position.
-        type: "hex" is a whole number written with 1 to 16 hexadecimal digits; a missing or NaN float is missing.
-        list: the column is a Parquet list.
-        separator: the column is text that holds a list, such as "Comedy|Drama".
-    """
-
-    name: str = Field(min_length=1)
-    type: Literal["float", "int", "string", "hex", "timestamp"] = "string"
-    list: bool = False
-    separator: str | None = Field(default=None, min_length=1)
-
-    @model_validator(mode="after")
-    def _check(self) -> InputColumn:
-        if self.name.startswith(RESERVED_PREFIX):
-            raise ValueError(f"column names must not begin with {RESERVED_PREFIX!r}: {self.name!r}")
-        return self
-
-    @property
-    def is_list(self) -> bool:
-        """Whether a row holds several values."""
-        return self.list or self.separator is not None
-
-    @property
-    def is_number(self) -> bool:
-        """Whether operators on numbers apply."""
-        return self.type in ("float", "int")
-
-
-class Input(Settings):
-    """How to read the raw files; Parquet is recognised by its first bytes and needs only `columns`.
-
-    Args:
-        columns: for text without header, every column in order; otherwise those that are used.
-        delimiter: between values of a text line; several characters are allowed where quote is None.
-        header: the first line of each text file holds the names.
-        quote: character around values that contain the delimiter; None where quotes mean nothing.
-        encoding: of text files.
-        missing: texts that stand for a missing value, in string columns of Parquet too.
-        hive_partitioning: columns are also taken from folders called `name=value`, which are searched. False: the name
-            of a folder means nothing.
-    """
-
-    columns: tuple[InputColumn, ...] = Field(min_length=1)
-    delimiter: str = Field(default=",", min_length=1)
-    header: bool = True
-    quote: str | None = Field(default=None, min_length=1, max_length=1)
-    encoding: str = "utf-8"
-    missing: tuple[str, ...] = ("",)
-    hive_partitioning: bool = False
-
-    @model_serializer(mode="wrap")
-    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without(usual(self), "hive_partitioning")
-
-    @model_validator(mode="after")
-    def _check(self) -> Input:
-        _once([column.name for column in self.columns], "input column")
-        if len(self.delimiter) > 1 and self.quote is not None:
-            raise ValueError("a delimiter of several characters cannot be combined with quote")
-        try:
-            plain = "a\n\t".encode(self.encoding) == b"a\n\t"
-        except LookupError:
-            raise ValueError(f"unknown encoding {self.encoding!r}") from None
-        if not plain:
-            raise ValueError(f"encoding {self.encoding!r} does not keep ASCII as it is; convert the files to UTF-8")
-        return self
-
-
-class LabelSpec(Settings):
-    """A label: a number, perhaps through operators such as threshold. A row without it is malformed.
-
-    Args:
-        optional: a row may lack it, a binary label; it is then -1, which counts neither in loss nor in metrics.
-    """
-
-    name: str = Field(min_length=1)
-    source: str | None = None
-    task: Literal["binary", "regression"] = "binary"
-    operators: tuple[Operator, ...] = ()
-    optional: bool = False
-
-    @model_validator(mode="after")
-    def _check(self) -> LabelSpec:
-        if self.optional and self.task != "binary":
-            raise ValueError(f"label {self.name!r}: only binary labels are optional; filter the rows without it")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without(usual(self), "optional")
-
-
-class DenseSpec(Settings):
-    """A real number, or a vector of `dim` numbers from a list column; operators apply to every element."""
-
-    name: str = Field(min_length=1)
-    source: str | None = None
-    dim: int = Field(default=1, ge=1)
-    operators: tuple[Operator, ...] = ()
-
-
-class Categorify(Settings):
-    """Number the values seen in training: 3, 4, ... by falling count, ties by value.
-
-    Args:
-        min_count: a value seen fewer times becomes the unknown id.
-        max_values: keep only so many of the most frequent.
-        unknown_buckets: so many ids after the last value take rare and unseen values, by hash; 0: all are id 2.
-    """
-
-    type: Literal["categorify"] = "categorify"
-    min_count: int = Field(default=1, ge=1)
-    max_values: int | None = Field(default=None, ge=1)
-    unknown_buckets: int = Field(default=0, ge=0, le=2**30)
-
-    @model_serializer(mode="wrap")
-    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without(usual(self), "unknown_buckets")
-
-
-class HashTo(Settings):
-    """3 + h mod (num_ids - 3), h the first 60 bits of the MD5 of the value's text: nothing is learned or stored."""
-
-    type: Literal["hash"] = "hash"
-    num_ids: int = Field(ge=4)
-
-
-class Bucketize(Settings):
-    """3 + the number of borders <= x; borders are given, or cut the training data into equal shares.
-
-    Args:
-        borders: rising numbers.
-        quantiles: number of shares; equal borders fall together, so there may be fewer buckets.
-    """
-
-    type: Literal["bucketize"] = "bucketize"
-    borders: tuple[float, ...] | None = Field(default=None, min_length=1, max_length=1000)
-    quantiles: int | None = Field(default=None, ge=2, le=1000)
-
-    @model_validator(mode="after")
-    def _check(self) -> Bucketize:
-        if (self.borders is None) == (self.quantiles is None):
-            raise ValueError("bucketize takes either borders or quantiles")
-        if self.borders is not None and any(a >= b for a, b in pairwise(self.borders)):
-            raise ValueError("borders must rise")
-        return self
-
-
-class RawIds(Settings):
-    """The whole number itself, or the first 60 bits of the MD5 of a text or cross: nothing is learned or reserved.
-
-    A dynamic table takes such ids. Hexadecimal numbers of 16 digits above 2^63 - 1 become negative.
-
-    Args:
-        missing: the id of a missing value; None refuses missing values.
-    """
-
-    type: Literal["raw"] = "raw"
-    missing: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-
-
-Encoding: TypeAlias = Annotated[Categorify | HashTo | Bucketize | RawIds, Field(discriminator="type")]
-
-
-class CategoricalSpec(Settings):
-    """A column of ids.
-
-    Args:
-        source: the raw column; several names make a cross, whose value is the tuple of theirs. Lists are crossed value
-            by value: single values stand beside each of them, and several lists of a row have one length.
-        encoding: how values become ids.
-        operators: applied first; for columns of numbers.
-        kind: "multi_hot" and "sequence" need a list column.
-        max_length: longer lists are cut (and counted); required for a sequence.
-        keep: which end of a list survives the cut.
-        hotness: values that every list has, after the cut; another length is a malformed row, and a missing list is so
-            many missing values. "auto" looks at all rows of the run and keeps the length if it is one.
-        weights: raw list column with one weight per value; kept under its own name.
-        vocabulary: columns that name the same vocabulary share values and ids.
-    """
-
-    name: str = Field(min_length=1)
-    source: str | tuple[str, ...] | None = None
-    encoding: Encoding = Categorify()
-    operators: tuple[Operator, ...] = ()
-    kind: Literal["one_hot", "multi_hot", "sequence"] = "one_hot"
-    max_length: int | None = Field(default=None, ge=1)
-    keep: Literal["first", "last"] = "last"
-    hotness: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    weights: str | None = None
-    vocabulary: str | None = None
-    dtype: Literal["int32", "int64"] = "int32"
-
-    @model_serializer(mode="wrap")
-    def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without(usual(self), "hotness")
-
-    @model_validator(mode="after")
-    def _check(self) -> CategoricalSpec:
-        if self.kind == "sequence" and self.max_length is None:
-            raise ValueError(f"the sequence {self.name!r} needs max_length")
-        if self.kind == "one_hot" and (self.max_length or self.weights or self.hotness):
-            raise ValueError(f"the one-hot column {self.name!r} takes neither max_length nor hotness nor weights")
-        if isinstance(self.hotness, int) and self.max_length is not None and self.hotness > self.max_length:
-            raise ValueError(f"{self.name!r} has hotness {self.hotness} above max_length {self.max_length}")
-        if self.kind == "sequence" and self.weights:
-            raise ValueError(f"the sequence {self.name!r} takes no weights")
-        if len(self.sources) > 1 and (self.operators or self.encoding.type == "bucketize"):
-            raise ValueError(
-                f"the cross {self.name!r} is a tuple, which operators and bucketize do not compute with: leave out its "
-                "operators, and encode it with categorify, hash or raw"
-            )
-        if self.encoding.type == "raw":
-            if "dtype" in self.model_fields_set and self.dtype != "int64":
-                raise ValueError(f"the raw ids of {self.name!r} are int64")
-            object.__setattr__(self, "dtype", "int64")
-        return self
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The raw columns, in order."""
-        if self.source is None:
-            return (self.name,)
-        return (self.source,) if isinstance(self.source, str) else self.source
-
-    @property
-    def table(self) -> str:
-        """The vocabulary's name."""
-        return self.vocabulary or self.name
 
 
 class EtlConfig(Settings):
@@ -302,7 +63,7 @@ class EtlConfig(Settings):
         for one in sorted(self.derived, key=lambda one: not isinstance(one, ROW_DERIVATIONS)):
             for name, kind, is_list in one.made(find):
                 if name in known or name in made:
-                    raise ValueError(f"the derived column {name!r} stands twice, or is a raw one: rename it")
+                    raise ValueError(f"the derived column {name!r} occurs twice, or is a raw one: rename it")
                 made[name] = InputColumn(name=name, type=kind, list=is_list)
                 known |= {name: made[name]} if isinstance(one, ROW_DERIVATIONS) else {}
         return made
@@ -352,19 +113,19 @@ class EtlConfig(Settings):
         specs: list[Any] = [*self.labels, *self.dense, *self.categorical]
         specs += [self.sample_weight] if self.sample_weight else []
         weights = [spec.weights for spec in self.categorical if spec.weights]
-        _once([spec.name for spec in specs] + weights + list(self.ignored), "output column")
-        _once([one.name for one in self.derived], "derivation")
+        refuse_repeated([spec.name for spec in specs] + weights + list(self.ignored), "output column")
+        refuse_repeated([one.name for one in self.derived], "derivation")
         if not self.dense and not self.categorical:
             raise ValueError("nothing to write: give dense or categorical columns")
         numbers: list[LabelSpec | DenseSpec] = [*self.labels, *self.dense]
         for number in numbers + ([self.sample_weight] if self.sample_weight else []):
-            check_number(number, self.column(number.source or number.name))
+            _check_number(number, self.column(number.source or number.name))
         for spec in self.categorical:
-            check_categorical(spec, self)
+            _check_categorical(spec, self)
         for name in [*self.ignored, *(one.column for one in self.filters)]:
             self.column(name)
-        check_shared(self)
-        check_derived(self)
+        _check_shared(self)
+        _check_derived(self)
         return self
 
 
@@ -372,7 +133,106 @@ def _no_column(name: str, known: list[InputColumn]) -> str:
     return f"no input column {name!r}; {suggest(name, [column.name for column in known])}"
 
 
-def _once(names: list[str], what: str) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{what} named twice: {', '.join(twice)}")
+def _check_derived(config: EtlConfig) -> None:
+    """What derived columns may be made of and used for; `EtlConfig.derived_columns` has checked their types.
+
+    Raises:
+        ValueError: naming the derived column and what to do.
+    """
+    derived = config.derived_columns
+    labels = {spec.name: spec for spec in config.labels}
+    label_columns = {spec.source or spec.name for spec in config.labels}
+    raw_only = [*label_columns, *(one.weights for one in config.categorical if one.weights)]
+    raw_only += [config.sample_weight.source or config.sample_weight.name] if config.sample_weight else []
+    # Of these, lists made value by value from a raw column will do: their lengths are checked there.
+    lists = [one.source or one.name for one in config.dense if one.dim > 1]
+    lists += [name for one in config.categorical if one.weights for name in config.lists_of(one)]
+    raw_only += [name for name in lists if config.list_root(name) is None]
+    late = [one for one in config.derived if not isinstance(one, ROW_DERIVATIONS)]
+    late_names = {name for one in late for name, _, _ in one.made(config.column)}
+    wrong = [name for name in raw_only if name in derived]
+    for name in [*wrong, *(one.column for one in config.filters if one.column in late_names)]:
+        raise ValueError(f"{name!r} is derived: labels, weights, vectors and filters need input columns here")
+    for one in config.derived:
+        # Earlier rows may show their labels: a row does not see its own.
+        leaking = [] if isinstance(one, History) else sorted(label_columns & set(one.inputs))
+        if leaking:
+            raise ValueError(f"{one.name!r} would hold the label of column {leaking[0]!r}: use target_encode")
+        if isinstance(one, TargetEncode):
+            for name in one.targets.values():
+                if name not in labels:
+                    raise ValueError(f"{one.name!r}: no label {name!r}; {suggest(name, list(labels))}")
+                if any(step.wanted() for step in labels[name].operators):
+                    raise ValueError(f"{one.name!r}: label {name!r} has an operator that learns: use another label")
+            if one.fold_by in label_columns:
+                raise ValueError(f"{one.name!r}: folds by the label would show it: use another fold_by")
+            if one.fold_by is not None and (one.fold_by in derived or config.column(one.fold_by).is_list):
+                raise ValueError(f"{one.name!r}: fold_by {one.fold_by!r} must be a single-valued input column")
+
+
+def _check_number(spec: LabelSpec | DenseSpec, column: InputColumn) -> None:
+    """The type of the source of a label or dense column.
+
+    Raises:
+        ValueError: naming the column and what it is.
+    """
+    dim = getattr(spec, "dim", 1)  # a label is one number
+    if not column.is_number:
+        raise ValueError(f"{spec.name!r} needs numbers, but input column {column.name!r} is of type {column.type}")
+    if column.is_list != (dim > 1):
+        raise ValueError(f"{spec.name!r} has dim {dim}, but input column {column.name!r} is {_shape(column)}")
+
+
+def _check_categorical(spec: CategoricalSpec, config: EtlConfig) -> None:
+    """Types and lists of a categorical column's sources.
+
+    Raises:
+        ValueError: naming the column and what to do.
+    """
+    columns = [config.column(name) for name in spec.sources]
+    lists = [column for column in columns if column.is_list]
+    if lists and spec.kind == "one_hot":
+        raise ValueError(f"{spec.name!r} is one_hot, but input column {lists[0].name!r} is a list: make it multi_hot")
+    if spec.kind != "one_hot" and not lists:
+        named = f"input column {columns[0].name!r} is" if len(columns) == 1 else "each of its columns is"
+        raise ValueError(f"{spec.name!r} is {spec.kind}, but {named} a single value")
+    for column in columns:
+        if column.type == "timestamp" or (len(columns) > 1 and column.type == "float"):
+            raise ValueError(f"{spec.name!r}: ids are not made from {column.type} column {column.name!r} this way")
+        if (spec.operators or spec.encoding.type == "bucketize") and not column.is_number:
+            raise ValueError(f"{spec.name!r} computes with column {column.name!r}, which is of type {column.type}")
+        if spec.encoding.type == "raw" and (spec.operators or column.type == "float"):
+            raise ValueError(f"{spec.name!r}: raw ids are whole numbers or texts, without operators")
+    if spec.weights and not (config.column(spec.weights).is_list and config.column(spec.weights).is_number):
+        raise ValueError(f"weights {spec.weights!r} of {spec.name!r} must be a list of numbers")
+    for name in config.lists_of(spec):
+        if config.list_root(name) is None and len(lists) > 1:
+            raise ValueError(
+                f"{spec.name!r} crosses several lists, but how long those of {name!r} are is not known when rows are "
+                "read: cross it with single values only"
+            )
+        if spec.hotness and any(one.name == name and isinstance(one, History) for one in config.derived):
+            raise ValueError(f"{spec.name!r} has hotness, but {name!r} is a history, which begins empty: leave it out")
+
+
+def _check_shared(config: EtlConfig) -> None:
+    """Columns of one vocabulary have one encoding and type of value.
+
+    Raises:
+        ValueError: naming two that differ.
+    """
+    first: dict[str, CategoricalSpec] = {}
+    for spec in config.categorical:
+        other = first.setdefault(spec.table, spec)
+        if other.encoding != spec.encoding or _value_type(config, other) != _value_type(config, spec):
+            raise ValueError(f"{other.name!r} and {spec.name!r} share a vocabulary but differ in type or encoding")
+
+
+def _value_type(config: EtlConfig, spec: CategoricalSpec) -> str:
+    if len(spec.sources) > 1:
+        return "string"
+    return "float" if spec.operators else config.column(spec.sources[0]).type
+
+
+def _shape(column: InputColumn) -> str:
+    return "a list" if column.is_list else "a single value"

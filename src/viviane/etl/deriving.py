@@ -97,7 +97,7 @@ def add_group_columns(
 def keys_of(by: Names, table: pa.Table, engine: Engine) -> Any:
     """The key of each row: a column as it is, or one text for the tuple of several; missing if a part is.
 
-    Where a column is a list, a list of keys: one for each of its values, with the row's single values beside it.
+    Where a column is a list, a list of keys: one for each of its values, with the row's single values next to it.
     """
     names = key_names(by)
     if len(names) == 1:

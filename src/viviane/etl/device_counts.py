@@ -71,7 +71,7 @@ class Counts:
 
 
 def count_keys(keys: Tensor) -> Counts:
-    """Count whole numbers, (N,), int64; numbers less than 2^32 apart are sorted as int32, in half the passes."""
+    """Count whole numbers, (N,), int64; numbers less than 2^32 apart are sorted as int32, in half as many passes."""
     if len(keys) == 0:
         return Counts(keys, keys.clone())
     low, high = (int(end) for end in torch.aminmax(keys))

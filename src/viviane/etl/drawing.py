@@ -1,4 +1,4 @@
-"""An ETL as a graph: what is read, what is made of it, what stands in the data set; drawn as SVG."""
+"""An ETL as a graph: what is read, what is made of it, the content of the data set; drawn as SVG."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from viviane.core.graph_drawing import Box, draw_graph
+from viviane.etl.columns import CategoricalSpec, Categorify, DenseSpec, InputColumn, LabelSpec
 from viviane.etl.conditions import Filter
-from viviane.etl.config import CategoricalSpec, Categorify, DenseSpec, EtlConfig, InputColumn, LabelSpec
+from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import Computed, History, TargetEncode, key_names
 from viviane.etl.learned import Learned
 from viviane.etl.sequence_config import SESSION, SequenceColumn, SequenceConfig
@@ -26,7 +27,7 @@ def picture(what: EtlConfig | Learned | SequenceConfig) -> str:
     learned. The file format, its version and the reserved ids stand in the last box.
 
     Returns:
-        an <svg> element that stands alone or inside a page.
+        an <svg> element that works on its own or inside a page.
 
     Example:
         >>> config = EtlConfig(

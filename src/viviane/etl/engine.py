@@ -72,7 +72,7 @@ class Engine(Protocol):
         Args:
             by_value: in rising order of values, else by falling count, equal counts by value.
             min_count: values seen less often are left out.
-            max_values: only the first so many.
+            max_values: only the first this many.
 
         Returns:
             `value` and `count` (int64).
@@ -111,7 +111,7 @@ def counted(values: Any, *, by_value: bool, min_count: int, max_values: int | No
 
 @cache
 def _loading_ibis() -> Thread:
-    """Begin to load ibis and its compiler, once; it takes longer than reading a small input, so both go on together."""
+    """Start to load ibis and its compiler once; this takes longer than reading a small input, so both run at once."""
     if importlib.util.find_spec("ibis") is None:  # say so before the long work begins
         require("ibis", extra="etl", purpose="feature engineering")
     thread = Thread(target=_load_ibis, name="loading ibis")

@@ -1,4 +1,4 @@
-"""The door: raw files in, data sets out."""
+"""The entry point: raw files in, data sets out."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow.parquet as pq
+
 from viviane.core.errors import ConfigNotFoundError, expect
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.registry import Registry
+from viviane.core.rows import as_table
 from viviane.etl.archive import load_learned
 from viviane.etl.config import EtlConfig
 from viviane.etl.fitted import FittedEtl
@@ -22,7 +25,7 @@ PRESETS.register("criteo")(criteo)
 
 def run(
     config: EtlConfig | FittedEtl | str | AnyPath,
-    input: str | AnyPath | Sequence[str | AnyPath],  # noqa: A002 - the word on the command line
+    input: Any,  # noqa: A002 - the word on the command line
     output: str | AnyPath,
     **options: Any,
 ) -> Summary:
@@ -30,7 +33,8 @@ def run(
 
     Args:
         config: an EtlConfig, the path of a declarative file, the name of a preset, or a fitted ETL.
-        input: raw files, folders or patterns: delimited text, gzip or not, or Parquet.
+        input: raw files, folders or patterns: delimited text, gzip or not, or Parquet; or rows in memory, in a form of
+            `viviane.core.rows.as_table`, which are written to a temporary file first.
         output: folder that gets train/, valid/, ... (the parts of the split), etl.zip, etl.json with the counts, and
             rejects.jsonl if rows were rejected. Without a split: train/ alone; a fitted ETL writes the data set
             into `output` itself.
@@ -38,7 +42,7 @@ def run(
             memory_limit: bytes or text ("4GB"), the bound of the whole process;
             threads: default, all cores;
             on_bad_row: "error" stops at a malformed row, "reject" sets it aside and counts it;
-            resume: go on with an interrupted run of the same job (default);
+            resume: resume an interrupted run of the same job (default);
             overwrite: replace an existing output;
             labels: for a fitted ETL: False where files have no labels, None (default) finds out;
             engine: "duckdb" (default), "spark" or "gpu": the same output byte for byte;
@@ -64,6 +68,11 @@ def run(
         {'train': 3, 'valid': 1}
     """
     expect("config", config, EtlConfig, FittedEtl, str, Path, RemotePath)
+    if not _is_place(input):
+        with tempfile.TemporaryDirectory(prefix="viviane-etl-") as folder:
+            file = Path(folder) / "rows.parquet"
+            pq.write_table(as_table(input), file)
+            return run(config, file, output, **options)
     if isinstance(config, (EtlConfig, FittedEtl)):
         return run_job(config, input, location(output), **options)
     if str(config) in PRESETS:
@@ -71,6 +80,14 @@ def run(
     if not location(config).exists():
         raise ConfigNotFoundError("neither a preset nor a file", value=str(config), allowed=", ".join(PRESETS))
     return run_job(EtlConfig.from_json_file(config), input, location(output), **options)
+
+
+def _is_place(value: Any) -> bool:
+    """Whether an input is the place of files, or several such, and not rows."""
+    places = (str, Path, RemotePath)
+    return isinstance(value, places) or (
+        isinstance(value, Sequence) and len(value) > 0 and all(isinstance(one, places) for one in value)
+    )
 
 
 def fit(config: EtlConfig, sources: str | AnyPath | Sequence[str | AnyPath], **options: Any) -> FittedEtl:

@@ -6,8 +6,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from viviane.etl.columns import CategoricalSpec
 from viviane.etl.conditions import Filter
-from viviane.etl.config import CategoricalSpec
 from viviane.etl.operators import State, chain
 
 HASH_BITS: Final = 60
@@ -46,7 +46,7 @@ def crossed(values: Sequence[Any]) -> Any:
 
 
 def exploded(rows: Any, names: Sequence[str]) -> Any:
-    """The named columns of an ibis table, with a row for each value of the lists among them, single values beside it.
+    """The named columns of an ibis table, with a row for each value of the lists among them, single values next to it.
 
     Several lists of a row are taken together, value by value.
     """

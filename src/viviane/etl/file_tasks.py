@@ -1,6 +1,6 @@
 """Output files as tasks that know nothing of one another, for an engine whose workers are elsewhere.
 
-A file holds rows k n to (k + 1) n of its part. Which staged shards they lie in is known beforehand, so that a worker
+A file holds rows k n to (k + 1) n of its part. Which staged shards they lie in is known in advance, so that a worker
 reads those, applies what was learned, and writes the file that one process writing everything would write.
 """
 

@@ -110,7 +110,7 @@ class FittedEtl(Learned):
 
     @property
     def rows_are_independent(self) -> bool:
-        """Whether what becomes of a row depends on that row alone, not on the rows before it."""
+        """Whether the result of a row depends on that row alone, not on the rows before it."""
         return not any(isinstance(one, EARLIER) for one in self.config.derived)
 
     def transform(

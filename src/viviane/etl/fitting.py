@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from viviane.core.errors import DataError
-from viviane.etl.config import Bucketize, CategoricalSpec, Categorify, DenseSpec, EtlConfig, LabelSpec
+from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpec, LabelSpec
+from viviane.etl.config import EtlConfig
 from viviane.etl.engine import Engine
 from viviane.etl.expressions import exploded, value_of
 from viviane.etl.learned import Learned, Vocabulary
@@ -26,7 +27,7 @@ class Fitter:
 
     Args:
         rows: an ibis table of the training rows.
-        folder: finished vocabularies are kept here, so that an interrupted run goes on.
+        folder: finished vocabularies are kept here, so that an interrupted run resumes.
         progress: called with the number of columns done.
         counted: the same rows as `rows`, where they are soonest read; used where their order does not matter.
     """

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from viviane.etl.cells import list_parts
-from viviane.etl.config import EtlConfig, LabelSpec
+from viviane.etl.columns import LabelSpec
+from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import CountEncode, GroupDerivation, GroupStatistics, TargetEncode, key_names
 from viviane.etl.deriving import key_build, keys_of
 from viviane.etl.engine import Build, Engine
@@ -38,7 +39,7 @@ class GroupFitter:
     """Learns what the group derivations of a config ask for.
 
     Args:
-        folder: finished ones are kept here, so that an interrupted run goes on.
+        folder: finished ones are kept here, so that an interrupted run resumes.
     """
 
     def __init__(

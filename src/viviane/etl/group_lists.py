@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from viviane.core.errors import DataError
 from viviane.etl.cells import make_list
 from viviane.etl.sequence_config import SequenceColumn
 
@@ -19,7 +20,7 @@ class GroupColumn(Protocol):
     """Takes the values of each piece and gives those of the groups that ended in it."""
 
     def add(self, values: Any, groups: _Ints, num_groups: int) -> Any:
-        """Return a column of num_groups - 1 rows: every group but the last one, which may go on.
+        """Return a column of num_groups - 1 rows: every group but the last one, which may continue.
 
         Args:
             values: those that count, in order.
@@ -34,7 +35,7 @@ def group_column(column: SequenceColumn, kind: pa.DataType) -> GroupColumn:
         return Lists(column, kind)
     if column.take in ("first", "last"):
         return Edge(column.take, kind)
-    return Numbers(column.take, kind)
+    return Numbers(column.take, kind, column.name)
 
 
 class Lists:
@@ -89,16 +90,26 @@ class Numbers:
     """count, sum, mean, min or max of each group; without a value count and sum are 0, the others missing.
 
     Values are added in their order, whatever the pieces, so that sums repeat bit by bit; whole numbers stay whole.
+
+    Args:
+        take: which of them.
+        kind: type of the values.
+        name: of the column, for messages.
     """
 
-    def __init__(self, take: str, kind: pa.DataType) -> None:
-        self.take = take
+    def __init__(self, take: str, kind: pa.DataType, name: str = "") -> None:
+        self.take, self.name = take, name
         # Whole numbers beyond 2^53 stay exact, but for the mean, which is a quotient.
         self._type: Any = np.int64 if take == "count" or (pa.types.is_integer(kind) and take != "mean") else np.float64
         self._open: tuple[Any, Any] = (self._type(0), 0)  # of the open group: number, values
+        self._exact = 0  # the open group's sum of whole numbers, which int64 may not hold
 
     def add(self, values: Any, groups: _Ints, num_groups: int) -> Any:
-        """See `GroupColumn`."""
+        """See `GroupColumn`.
+
+        Raises:
+            DataError: a sum of whole numbers is beyond 64 bits.
+        """
         counts = np.bincount(groups, minlength=num_groups).astype(np.int64)
         known = self._open[1] > 0
         counts[0] += self._open[1]
@@ -115,9 +126,28 @@ class Numbers:
         total[0] = self._open[0] if known else total[0]
         combine: Any = {"min": np.minimum, "max": np.maximum}.get(self.take, np.add)
         combine.at(total, groups, x)
+        if self.take == "sum" and self._type is np.int64:
+            self._check_sums(total, x, groups)
         self._open = (total[-1], int(counts[-1]))
         num = counts[:-1]
         if self.take == "sum":
             return pa.array(total[:-1])
         done = total[:-1] / np.maximum(num, 1) if self.take == "mean" else total[:-1]
         return pa.array(done, mask=num == 0)
+
+    def _check_sums(self, total: _Ints, x: _Ints, groups: _Ints) -> None:
+        """Refuse sums that wrapped around; sizes in float64 tell which groups may have, and those are added exactly."""
+        sizes = np.zeros(len(total))
+        sizes[0] = abs(self._exact)
+        np.add.at(sizes, groups, np.abs(x.astype(np.float64)))
+        last, exact = len(total) - 1, int(total[-1])
+        for group in np.flatnonzero(sizes >= 2.0**62).tolist():
+            true_sum = sum(x[groups == group].tolist()) + (self._exact if group == 0 else 0)
+            if group == last:
+                exact = true_sum
+            elif not -(2**63) <= true_sum < 2**63:
+                raise DataError(
+                    "a sum of whole numbers is beyond 64 bits", where=f"column {self.name!r}", value=true_sum,
+                    allowed="-2^63 to 2^63 - 1", fix='read the source as type "float", or take the mean',
+                )  # fmt: skip
+        self._exact = exact

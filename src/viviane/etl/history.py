@@ -17,7 +17,7 @@ class HistoryMaker:
     """Lists, for each row, the last values of the rows of its key that are strictly earlier.
 
     Pieces are handed in one after another; between them it keeps the last values of the key at work, and those of the
-    moment at work, whatever the length of a key.
+    moment at work, regardless of the length of a key.
 
     Args:
         last: longest list.

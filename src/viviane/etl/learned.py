@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from viviane.etl.config import Bucketize, CategoricalSpec, Categorify, EtlConfig, HashTo, RawIds
+from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, HashTo, RawIds
+from viviane.etl.config import EtlConfig
 from viviane.etl.groups import Groups
 from viviane.etl.operators import State
 from viviane.schema import RESERVED, CategoricalColumn, DenseColumn, LabelColumn, Schema

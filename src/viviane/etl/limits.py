@@ -1,4 +1,4 @@
-"""Values that parsed but are too large for what becomes of them: beyond float32, or no time of the calendar."""
+"""Values that parsed but are too large for their later use: beyond float32, or no time of the calendar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from viviane.etl.cells import BadCell, list_parts, shown
-from viviane.etl.config import CategoricalSpec, EtlConfig
+from viviane.etl.columns import CategoricalSpec
+from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import DatePart, DifferenceLag, GroupStatistics, key_names
 from viviane.etl.engine import Engine
 from viviane.etl.operators import Operator, State, chain

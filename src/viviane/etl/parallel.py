@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Yield work(item) in the order of items; at most threads + 1 items are under way.
+    """Yield work(item) in the order of items; at most threads + 1 items are in progress.
 
     Example:
         >>> list(ordered_map(lambda x: x * x, range(4), 2))

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from viviane.core.errors import DataError, suggest
 from viviane.core.locations import RemotePath
 from viviane.etl.cells import BadCell, convert
-from viviane.etl.config import InputColumn
+from viviane.etl.columns import InputColumn
 from viviane.etl.sources import Source
 from viviane.etl.text import Chunk
 
@@ -57,7 +57,7 @@ def check_columns(
                 "a column is missing", where=where, value=column.name, fix=suggest(column.name, schema.names)
             )
         if schema.names.count(column.name) > 1:
-            raise DataError("a column stands twice", where=where, value=column.name, fix="rename one of them")
+            raise DataError("a column occurs twice", where=where, value=column.name, fix="rename one of them")
         kind = schema.field(column.name).type
         if not fits(kind, column, text_allowed=text_allowed):
             allowed = ("a list column; each element: " if column.is_list else "") + _ACCEPTED[column.type]

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from viviane.core.errors import DataError
 from viviane.etl.cells import BadCell, convert
-from viviane.etl.config import InputColumn
+from viviane.etl.columns import InputColumn
 from viviane.etl.sources import Source
 from viviane.etl.text import Chunk
 

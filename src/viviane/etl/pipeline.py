@@ -26,6 +26,7 @@ from viviane.core.logging import get_logger
 from viviane.core.remote.published import upload_folder
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned, save_learned
+from viviane.etl.checks import check_threads
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import History
 from viviane.etl.derive import derive
@@ -34,6 +35,7 @@ from viviane.etl.file_tasks import write_files
 from viviane.etl.fitting import Fitter, settle_hotness
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned
+from viviane.etl.limits import beyond_limits
 from viviane.etl.parallel import ordered_map
 from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
@@ -107,10 +109,7 @@ def run_job(
     """Learn (from a config) or only apply (what was learned), and write; see `viviane.etl.run`."""
     if on_bad_row not in ("error", "reject"):
         raise ConfigError("unknown on_bad_row", value=on_bad_row, allowed="error, reject")
-    if threads is not None:
-        expect("threads", threads, int)
-        if threads < 1:
-            raise ConfigError("threads must be at least 1", value=threads)
+    check_threads(threads)
     expect("progress", progress, Callable)  # type: ignore[arg-type]
     if split is not None:
         expect("split", split, str, Settings)
@@ -154,7 +153,7 @@ def run_job(
             "a file could not be read or written",
             where=str(error.filename or here.parent),
             value=error.strerror or str(error),
-            fix="make room or correct the permissions, then run the same command again: it resumes",
+            fix="free disk space or correct the permissions, then run the same command again: it resumes",
         ) from error
     if isinstance(output, RemotePath):
         upload_folder(here, output)
@@ -193,7 +192,7 @@ def _digest(learned: Learned) -> str:
 
 
 class _Run:
-    """One job under way."""
+    """One job in progress."""
 
     def __init__(
         self,
@@ -210,7 +209,7 @@ class _Run:
         if listed := sum(one.last for one in config.derived if isinstance(one, History)):
             # A row's lists come to weigh more than the row: keep what is held of a shard as it was.
             self.shard_bytes = max(1 << 20, self.shard_bytes // (1 + listed // 4))
-        # A small input is not read back: what is held comes to no more than the shards that writing has under way.
+        # A small input is not read back: what is held comes to no more than the shards that writing has in progress.
         self.hold_bytes = 0 if config.derived else 3 * self.shard_bytes
         self.parse_threads = max(1, min(threads, limit_bytes >> 27))  # each holds a few blocks of text
         self.seconds: dict[str, float] = {}
@@ -254,7 +253,7 @@ class _Run:
                     self.chosen, learned, file, partition, full, work / "out", self.progress
                 )  # fmt: skip
             else:
-                written, num_cut = self._write(learned, partition, full, stager.held, work / "out")
+                written, num_cut = self._write(learned, partition, full, stager, work / "out")
             paths = [str(one.path) for one in stager.sources]
             for name, (folder, statistics) in written.items():
                 self._complete(folder, statistics, learned, work / "out", name, paths)
@@ -306,7 +305,7 @@ class _Run:
             yield partition.training_rows(rows)
 
     def _write(
-        self, learned: Learned, partition: Partition, shards: list[Shard], held: dict[Path, pa.Table], folder: Path
+        self, learned: Learned, partition: Partition, shards: list[Shard], stager: Stager, folder: Path
     ) -> tuple[dict[str, tuple[Path, Statistics]], dict[str, int]]:
         """Apply to each shard that is not wholly in finished files, and write its rows to their parts."""
         writers = {name: PartWriter(folder / name, learned.schema) for name in partition.names}
@@ -315,9 +314,13 @@ class _Run:
         todo = [n for n in range(len(shards)) if (partition.starts[n] + partition.counts[n] > done).any()]
 
         def transform(number: int) -> tuple[int, list[pa.Table]]:
-            file = shards[number].file
+            file, held = shards[number].file, stager.held
             staged = held.pop(file) if file in held else read_columns(file, use_threads=False)
-            return number, [applier.table(part) for part in partition.parts_of(staged)]
+            try:
+                return number, [applier.table(part) for part in partition.parts_of(staged)]
+            except Exception as error:
+                self._refuse_huge(staged, learned, stager, shards[number - 1] if number else None, error)
+                raise
 
         try:
             for number, tables in ordered_map(transform, todo, min(2, self.threads)):
@@ -332,6 +335,19 @@ class _Run:
                 writer.abandon()
             raise
         return {name: (one.folder, one.statistics) for name, one in writers.items()}, applier.num_cut
+
+    def _refuse_huge(
+        self, staged: pa.Table, learned: Learned, stager: Stager, before: Shard | None, cause: Exception
+    ) -> None:
+        """Name the line of a number that operators made too large by what they learned, if there is one."""
+        cells = beyond_limits(staged, learned.config, self.chosen, learned.states)
+        if cells:
+            cell = cells[0]
+            raise DataError(
+                f"after its operators {cell.problem}",
+                where=f"{stager.place_of(before, cell.row)}, column {cell.column!r}", value=cell.value,
+                fix="clip the column, or take its logarithm, before it is standardized; or leave the line out",
+            ) from cause  # fmt: skip
 
     def _complete(
         self, folder: Path, statistics: Statistics, learned: Learned, out: Path, name: str, sources: list[str]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from viviane.core.errors import ConfigError
-from viviane.etl.config import (
+from viviane.etl.columns import (
     CategoricalSpec,
     Categorify,
     DenseSpec,
     Encoding,
-    EtlConfig,
     HashTo,
     Input,
     InputColumn,
     LabelSpec,
     RawIds,
 )
+from viviane.etl.config import EtlConfig
 from viviane.etl.operators import Fill, Log
 
 
@@ -34,7 +34,7 @@ def criteo(
     Args:
         num_dense, num_categorical: N and M.
         min_count: rarer categories become the unknown id.
-        hash_ids: hash categories into so many ids instead of learning a vocabulary.
+        hash_ids: hash categories into this many ids instead of learning a vocabulary.
         raw_ids: keep categories as the numbers they are, a missing one as -1, for dynamic tables.
 
     Example:

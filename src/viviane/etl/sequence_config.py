@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from viviane.config.base import Settings
 from viviane.core.errors import suggest
+from viviane.etl.columns import CategoricalSpec, HashTo, Input, InputColumn
 from viviane.etl.conditions import Filter
-from viviane.etl.config import CategoricalSpec, EtlConfig, HashTo, Input, InputColumn
+from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import Names, key_names
 
 Take = Literal["first", "last", "count", "sum", "mean", "min", "max"]
@@ -22,8 +23,8 @@ class SequenceColumn(Settings):
     Args:
         name: of the new column.
         source: input column; default, the same name.
-        first, last: list so many values from the start, or up to the end, of the group; one of them, or `take`.
-        skip: leave out so many at that end before: the last 20 without the very last are `last: 20, skip: 1`.
+        first, last: list this many values from the start, or up to the end, of the group; one of them, or `take`.
+        skip: leave out this many at that end before: the last 20 without the very last are `last: 20, skip: 1`.
         take: one value in place of a list. `count` counts values, `first` and `last` take one as it is.
         where: rows that count for this column, so that clicked and passed-over items make two lists.
     """

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from viviane.core.errors import ConfigError, DataError, VivianeError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
 from viviane.core.json_files import expected_form, read_json_object
+from viviane.etl.checks import check_threads
 from viviane.etl.deriving import ROW
 from viviane.etl.engine import DuckDbEngine
 from viviane.etl.expressions import kept
@@ -95,6 +96,7 @@ def sequences(
     """
     if on_bad_row not in ("error", "reject"):
         raise ConfigError("unknown on_bad_row", value=on_bad_row, allowed="error, reject")
+    check_threads(threads)
     config = config if isinstance(config, SequenceConfig) else SequenceConfig.from_json_file(config)
     output, limit = Path(output), parse_bytes(memory_limit)
     if limit < _LEAST_MEMORY_BYTES:
@@ -128,7 +130,7 @@ def sequences(
             "a file could not be read or written",
             where=str(error.filename or output.parent),
             value=error.strerror or str(error),
-            fix="make room or correct the permissions, then run the same command again: it resumes",
+            fix="free disk space or correct the permissions, then run the same command again: it resumes",
         ) from error
     return summary
 
@@ -194,7 +196,7 @@ class _Maker:
         self.keys = [f"key{i}" for i in range(len(config.keys))]
         self.columns = [group_column(one, schema.field(f"value{i}").type) for i, one in enumerate(config.columns)]
         self.num_rows = self.num_no_key = self.num_groups = self.num_short = 0
-        self._open: pa.Table | None = None  # the last row so far, whose group may go on
+        self._open: pa.Table | None = None  # the last row so far, whose group may continue
         self._size, self._session = 0, 0  # of the open group
 
     def tables(self, source: pq.ParquetFile) -> Iterator[pa.Table]:

@@ -30,7 +30,7 @@ class Source:
     path_values: tuple[tuple[str, str | None], ...] = ()  # columns that its folders name, where they are to
 
     def stamp(self) -> list[object]:
-        """What tells this file from a changed one, cheaply."""
+        """What distinguishes this file from a changed one, cheaply."""
         return [str(self.path), self.size_bytes, self.modified_ns]
 
 

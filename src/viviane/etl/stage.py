@@ -1,6 +1,6 @@
 """First pass: read raw files once into shards of typed Parquet, setting malformed rows aside.
 
-A shard and its note (a JSON file beside it, written last) are the unit of resuming: the note says where in the raw
+A shard and its note (a JSON file next to it, written last) are the unit of resuming: the note says where in the raw
 files the next shard begins.
 """
 
@@ -22,7 +22,8 @@ from viviane.core.files import write_bytes_atomic, write_json_atomic
 from viviane.core.json_files import expected_form, read_json_object
 from viviane.etl.cells import shown
 from viviane.etl.checks import unusable_rows
-from viviane.etl.config import EtlConfig, InputColumn
+from viviane.etl.columns import InputColumn
+from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import EARLIER
 from viviane.etl.deriving import ROW, add_row_columns
 from viviane.etl.engine import Engine
@@ -37,7 +38,7 @@ from viviane.etl.text import Chunk, TextLayout, parse_block, shown_line, text_la
 from viviane.etl.values import hash_values
 
 OnBadRow = Literal["error", "reject"]
-Position = dict[str, int]  # source, bytes and line (text) or row (Parquet) where reading goes on
+Position = dict[str, int]  # source, bytes and line (text) or row (Parquet) where reading continues
 START: Final[Position] = {"source": 0, "bytes": 0, "line": 1, "row": 0}
 
 
@@ -193,6 +194,22 @@ class Stager:
             self.progress(first_row + shards[-1].num_rows)
         return shards
 
+    def place_of(self, before: Shard | None, row: int) -> str:
+        """Return file and line of a staged row, which are found by parsing its shard once more.
+
+        Args:
+            before: the shard before that of the row; None for the first one.
+            row: in its shard.
+        """
+        for job in self._jobs(before.after if before else START):
+            chunk = self._parsed(job)
+            cells = chunk.bad + unusable_rows(chunk.table, self.config, self.split_column, self.engine, self.states)
+            lines = np.delete(chunk.lines, sorted({cell.row for cell in cells}))
+            if row < len(lines):
+                return f"{job.source.path}, {'row' if job.source.kind == 'parquet' else 'line'} {lines[row]}"
+            row -= len(lines)
+        raise DataError("the input has changed since it was staged", fix="run again with resume=False")
+
     def _jobs(self, position: Position) -> Iterator[_Job]:
         for number in range(position["source"], len(self.sources)):
             at = position if number == position["source"] else {**START, "source": number}
@@ -283,7 +300,7 @@ class Stager:
         """Write a shard, and hold it as long as all of them fit; what is held is hardly read, so quickly written."""
         self.hold_bytes -= table.nbytes
         small = self.hold_bytes >= 0
-        # Rows are looked for by their part only: statistics of other columns would be read by nobody.
+        # Rows are looked for by their part only: statistics of other columns would not be used.
         pq.write_table(
             table, shard.file, compression="none" if small else "lz4", use_dictionary=not small,
             row_group_size=131_072, write_statistics=[KEY] if KEY in table.column_names else False,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import DataError, suggest
 from viviane.etl.cells import SCALARS, BadCell, cast_cells, convert, shown, staged_type
-from viviane.etl.config import Input, InputColumn
+from viviane.etl.columns import Input, InputColumn
 from viviane.etl.sources import Source, TextBlock, text_blocks
 
 _BOM: Final = b"\xef\xbb\xbf"
@@ -73,7 +73,7 @@ def text_layout(
             header, all of them left out of every line.
 
     Raises:
-        DataError: a column is missing in the header, or stands twice.
+        DataError: a column is missing in the header, or occurs twice.
     """
     first = next(text_blocks(source, block_bytes=1 << 16), None)
     line = b"" if first is None else first.data.split(b"\n", 1)[0]
@@ -99,7 +99,7 @@ def text_layout(
     wanted = tuple(column for column in wanted if column.name in names or column.name not in optional)
     for column in wanted:
         if names.count(column.name) != 1:
-            what = "a column is missing in the header" if column.name not in names else "a column stands twice"
+            what = "a column is missing in the header" if column.name not in names else "a column occurs twice"
             raise DataError(what, where=f"{source.path}, line 1", value=column.name, fix=suggest(column.name, names))
     return TextLayout(settings, tuple(names), wanted, len(line) + 1, 2)
 

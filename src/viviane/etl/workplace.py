@@ -1,4 +1,4 @@
-"""Where a run keeps its unfinished work: a hidden folder beside the output, tied to one job by a fingerprint."""
+"""Where a run keeps its unfinished work: a hidden folder next to the output, tied to one job by a fingerprint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from viviane.core.errors import ConfigError, DataError
 from viviane.core.exchange import put_in_place, reserved, sync_tree, tidy
 from viviane.core.files import write_json_atomic
 from viviane.core.json_files import read_json_object
-from viviane.core.locations import AnyPath, RemotePath, published_location
+from viviane.core.locations import AnyPath, RemotePath
 from viviane.core.locks import hidden_name
 from viviane.core.logging import get_logger
 from viviane.core.remote.cache import cache_folder
+from viviane.core.remote.published import published_location
 
 SUMMARY_FILE: Final = "etl.json"
 _UNITS: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -79,7 +80,7 @@ def discard_work(output: Path) -> None:
 
 
 def work_folder(output: Path) -> Path:
-    """Return where a run keeps its unfinished work, hidden beside the output."""
+    """Return where a run keeps its unfinished work, hidden next to the output."""
     return output.parent / f".{output.name}.etl"
 
 
@@ -109,14 +110,14 @@ def _job_of(note: Path) -> Any:
 def workplace(output: Path, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
     """Yield the work folder; its `out` takes the place of `output` when the block succeeds.
 
-    A failed or killed run leaves the folder behind, for the next run of the same job to go on with.
+    A failed or killed run leaves the folder behind, for the next run of the same job to continue with.
 
     Raises:
         ConfigError: the output exists, or another process is at this output.
     """
     refuse_existing(output, overwrite=overwrite)
     with reserved(output) as spare:
-        refuse_existing(output, overwrite=overwrite)  # now that nobody else can make it
+        refuse_existing(output, overwrite=overwrite)  # now that no other process can create it
         work = work_folder(output)
         work.mkdir(exist_ok=True)
         note = work / "job.json"

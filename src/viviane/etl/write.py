@@ -16,7 +16,7 @@ from viviane.schema import RESERVED, CategoricalColumn, Schema
 
 ROWS_PER_GROUP: Final = 131_072
 ROWS_PER_FILE: Final = 8 * ROWS_PER_GROUP
-_COUNTED_IDS: Final = 1 << 20  # statistics count so many ids of a column one by one
+_COUNTED_IDS: Final = 1 << 20  # statistics count this many ids of a column one by one
 _TOP_COUNTS: Final = 1000
 
 
@@ -82,7 +82,7 @@ class PartWriter:
             self._finish_file()
 
     def abandon(self) -> None:
-        """Close the file at work, which keeps its temporary name and is written anew by the next run."""
+        """Close the file at work, which keeps its temporary name and is rewritten by the next run."""
         if self._writer is not None:
             self._writer.close()
 

@@ -39,7 +39,7 @@ from viviane.model import Model
 from viviane.model.prediction import as_batches
 from viviane.model.saving import ETL_FILE
 from viviane.schema import SCHEMA_FILE, Schema
-from viviane.training.tensor_files import read_tensors
+from viviane.training.checkpoint.tensor_files import read_tensors
 
 _READ_ROWS = 8192
 
@@ -47,7 +47,7 @@ _READ_ROWS = 8192
 class Artifact:
     """An exported model.
 
-    `predict` may be called from several threads, `update` while nobody predicts.
+    `predict` may be called from several threads, `update` while no prediction runs.
 
     Args:
         folder: where it was loaded from.

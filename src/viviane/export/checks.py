@@ -12,7 +12,7 @@ from torch import Tensor
 from viviane.core.errors import DataError, ExportError, KeyRangeError
 from viviane.export.manifest import KeyLimit
 from viviane.export.program import ProgramInput
-from viviane.training.manifest import TensorEntry
+from viviane.training.checkpoint.manifest import TensorEntry
 
 
 def limits_of(one: ProgramInput, limits: tuple[KeyLimit, ...]) -> list[tuple[int, KeyLimit]]:

@@ -16,7 +16,7 @@ from viviane.ops.key_rows import mix
 
 _KEYS_PER_BUCKET: Final = 2
 _SEEDS: Final = 8
-"""Tries: of so many ways to share keys out, the one whose largest bucket is smallest is taken."""
+"""Tries: of this many ways to share keys out, the one whose largest bucket is smallest is taken."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class FrozenKeys:
 def freeze_keys(keys: Tensor) -> FrozenKeys:
     """Sort distinct keys (K,), int64, into buckets by their first mixed bits.
 
-    Seeds are drawn from a check sum of the keys, so equal keys give equal buckets, and nobody can choose keys that
+    Seeds are drawn from a check sum of the keys, so equal keys give equal buckets, and no attacker can choose keys that
     share a bucket.
 
     Example:

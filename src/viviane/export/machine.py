@@ -65,7 +65,7 @@ class Requirements(Settings):
         """Refuse an artifact that does not run here.
 
         Raises:
-            ExportError: names what is asked for and what is here.
+            ExportError: names what is requested and what is here.
         """
         where, version = f"{folder}, form {form!r}", torch_version()
         low, high = self.torch_from, self.torch_below

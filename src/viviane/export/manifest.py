@@ -20,10 +20,11 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import ExportError, VivianeError
+from viviane.core.file_names import file_inside
 from viviane.core.files import file_sha256, write_json_atomic
 from viviane.export.machine import Requirements
 from viviane.export.program import PrecisionName, ProgramInput
-from viviane.training.manifest import FileEntry, TensorEntry
+from viviane.training.checkpoint.manifest import FileEntry, TensorEntry
 
 FORMAT: Final = "viviane-export"
 VERSION: Final = 1
@@ -177,10 +178,11 @@ def verify_files(folder: Path, manifest: ExportManifest, names: set[str]) -> Non
         ExportError: names the file.
     """
     for name in sorted(names):
-        entry, file = manifest.files.get(name), folder / name
+        entry = manifest.files.get(name)
+        file = file_inside(folder, name, where=str(folder / MANIFEST_FILE), error=ExportError)
         if entry is None:
             raise ExportError("the manifest does not name a file", where=str(file))
-        if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
+        if not file.is_file():
             raise ExportError("a file of the artifact is missing", where=str(file), fix="use another copy")
         size = file.stat().st_size
         if size != entry.bytes or file_sha256(file) != entry.sha256:

@@ -26,6 +26,7 @@ from viviane.batch import Batch
 from viviane.core.errors import ExportError, VivianeError
 from viviane.core.machine import describe, versions
 from viviane.embedding.base import TableCollection
+from viviane.embedding.module_parts import collections_of
 from viviane.export.forms import Runner
 from viviane.export.forms.form import silent
 from viviane.export.manifest import ExportManifest, FormName, KeyLimit
@@ -33,10 +34,9 @@ from viviane.export.program import PrecisionName, Program, batch_tensors, freeze
 from viviane.export.samples import SIZES, Sort, column_keys, make_batch, refused_batches
 from viviane.export.tables import FrozenTables, GivenCollection, flat_vectors
 from viviane.schema import Schema
-from viviane.training.dense_state import collections_of
 from viviane.training.evaluation import evaluating
-from viviane.training.objective import Objective
-from viviane.training.precision import Precision
+from viviane.training.step.objective import Objective
+from viviane.training.step.precision import Precision
 
 FACTOR: Final = 8.0
 BASE: Final[dict[PrecisionName, float]] = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 8e-3}

@@ -49,8 +49,12 @@ def key_rows(keys: Tensor, rules: Sequence[ColumnRule], null_row: int) -> Tensor
     rows = keys + column([rule.base for rule in rules])
     if any(rule.padding >= 0 for rule in rules):
         rows = torch.where(torch.eq(keys, column([rule.padding for rule in rules])), null_row, rows)
-    bad = (keys < 0) | (keys >= column([rule.num_rows for rule in rules]))
-    instead = column([_instead(rule, null_row) for rule in rules])
+    num_rows = column([rule.num_rows for rule in rules])
+    bad = (keys < 0) | (keys >= num_rows)
+    refused = [_instead(rule, null_row) for rule in rules]
+    # AOTInductor tries its kernels out on a GPU with zeros for all tensors: each key is refused then, and has to have
+    # a row that is there.
+    instead = column(refused) if isinstance(num_rows, int) else torch.tensor(refused, device=keys.device)
     if any(rule.policy == HASH for rule in rules):
         hashed = _hashed(keys, rules, column)
         if all(rule.policy == HASH for rule in rules):
@@ -81,7 +85,7 @@ def _hashed(keys: Tensor, rules: Sequence[ColumnRule], column: Callable[[Sequenc
 def find_keys(keys: Tensor, frozen: Tensor, starts: Tensor, seed: int, width: int) -> tuple[Tensor, Tensor]:
     """Return the place of each key among frozen keys, int64, and whether it is there; absent keys have place 0.
 
-    Keys of one bucket stand side by side; a bucket is the first bits of the mixed key.
+    Keys of one bucket are side by side; a bucket is the first bits of the mixed key.
 
     Args:
         keys: (...), int64.

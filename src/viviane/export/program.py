@@ -19,12 +19,12 @@ from viviane.config.base import Settings
 from viviane.core.errors import ConfigError
 from viviane.embedding import EmbeddingBag
 from viviane.embedding.base import TableCollection
+from viviane.embedding.module_parts import collections_of
 from viviane.export.tables import FrozenCollection, FrozenEmbeddingBag, FrozenTables, GivenCollection, given
 from viviane.model import GraphModule
 from viviane.schema import Schema
-from viviane.training.dense_state import collections_of
-from viviane.training.objective import Objective
-from viviane.training.precision import Precision
+from viviane.training.step.objective import Objective
+from viviane.training.step.precision import Precision
 
 PrecisionName: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Kind: TypeAlias = Literal["dense", "one_hot", "values", "lengths", "weights", "vectors", "mask", "table"]

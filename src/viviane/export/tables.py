@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from viviane.batch import Bag, Batch
 from viviane.core.errors import ConfigError
 from viviane.embedding import (
+    CachedStorage,
     DynamicStorage,
     DynamicTableConfig,
     EmbeddingBag,
@@ -25,8 +26,9 @@ from viviane.embedding import (
     TableConfig,
 )
 from viviane.embedding.base import TableCollection
+from viviane.embedding.batch_keys import Keys, as_bag
 from viviane.embedding.keys import column_rule
-from viviane.embedding.plan import Keys, as_bag, place_features
+from viviane.embedding.plan import place_features
 from viviane.export import operators, plain
 from viviane.export.frozen_keys import FrozenKeys, freeze_keys
 from viviane.ops.key_rows import ColumnRule
@@ -203,7 +205,7 @@ class FrozenCollection(nn.Module):
         ConfigError: the collection's tables are spread over several processes.
     """
 
-    margins: Any = None  # a graph may ask for room beside the output; there is none
+    margins: Any = None  # a graph may ask for room next to the output; there is none
     gradient_watch: Any = None
 
     def __init__(self, collection: TableCollection, name: str, kernels: bool, frozen: FrozenTables) -> None:
@@ -223,9 +225,14 @@ class FrozenCollection(nn.Module):
         self.device, self.width = collection.device, collection.width
         made: list[_Part] = []
         for i, storage in enumerate(collection.all_storages()):
+            if isinstance(storage, CachedStorage):
+                raise ConfigError(
+                    "an exported model needs its tables whole in memory", where=f"embedding {name!r}",
+                    fix="save the model, and export the saved folder",
+                )  # fmt: skip
             if isinstance(storage, DynamicStorage):
                 made.append(DynamicPart(storage, f"{name}.{i}", kernels, frozen))
-            else:
+            elif isinstance(storage, Storage):
                 made.append(FixedPart(storage, f"{name}.{i}", kernels))
         self.parts = nn.ModuleList(made)
         self._part_of = {t: i for i, storage in enumerate(collection.all_storages()) for t in storage.tables}

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from viviane.core.errors import ConfigError, DataError, suggest
 from viviane.core.files import replace_folder, write_json_atomic
-from viviane.core.locations import AnyPath, location, published_location
+from viviane.core.locations import AnyPath, location
+from viviane.core.remote.published import published_location
+from viviane.embedding.module_parts import collections_of
 from viviane.export.forms import Trace, form_module
 from viviane.export.manifest import (
     FORMS,
@@ -33,9 +35,8 @@ from viviane.export.samples import column_keys, key_limits, make_batch
 from viviane.export.tables import FixedPart, FrozenTables
 from viviane.model import Model
 from viviane.model.saving import ETL_FILE
-from viviane.training.dense_state import collections_of
-from viviane.training.manifest import TensorEntry
-from viviane.training.tensor_files import write_tensors
+from viviane.training.checkpoint.manifest import TensorEntry
+from viviane.training.checkpoint.tensor_files import write_tensors
 
 _EXAMPLE_ROWS: Final = 6
 _PIECE: Final = 1 << 22
@@ -137,7 +138,7 @@ def _forms(to: Sequence[str] | str) -> tuple[FormName, ...]:
 def _precision(model: Model, precision: str) -> PrecisionName:
     own = model.trainer.precision
     name = precision if precision != "auto" else "fp32" if own is None else own.name
-    # TF32 is a mode of the GPU's products, which whoever runs the artifact switches on.
+    # TF32 is a mode of the GPU's products, which the caller of the artifact switches on.
     return "fp32" if name == "tf32" else name  # type: ignore[return-value]
 
 
@@ -192,7 +193,7 @@ class _Export:
     def write(self, forms: Sequence[FormName], output: str | AnyPath) -> Path | AnyPath:
         """Write all forms, compare them, and publish the folder."""
         if self.model.etl is not None and not self.model.etl.exists():
-            raise DataError("the ETL of the model's data is gone", where=str(self.model.etl), fix="put it back")
+            raise DataError("the ETL of the model's data is gone", where=str(self.model.etl), fix="restore it")
         traces = self._traces(forms)
         cases = self.reference.cases()
         limits = () if self.options.dense_only else self._limits()

@@ -3,8 +3,9 @@
 from viviane.retrieval.candidates import Candidates, CandidateSource
 from viviane.retrieval.early_stopping import CatalogueEvaluation, catalogue_metrics
 from viviane.retrieval.evaluation import CatalogueMetrics, evaluate_vectors
+from viviane.retrieval.faiss_index import IndexSettings
 from viviane.retrieval.histories import Histories, leave_one_out
-from viviane.retrieval.index import IndexSettings, ItemIndex
+from viviane.retrieval.index import ItemIndex
 from viviane.retrieval.item_knn import ItemKNN, ItemKNNSettings
 from viviane.retrieval.popularity import Popularity
 from viviane.retrieval.ranking import Ranker

@@ -9,8 +9,9 @@ from viviane.model import Model
 from viviane.retrieval.evaluation import evaluate_vectors
 from viviane.retrieval.histories import Histories, Ids
 from viviane.retrieval.rows import Roles, all_items, vectors
-from viviane.training import Callback, Trainer
+from viviane.training import Callback
 from viviane.training.history import CATALOGUE
+from viviane.training.trainer_base import TrainerBase
 
 
 class CatalogueEvaluation(Callback):
@@ -60,7 +61,7 @@ class CatalogueEvaluation(Callback):
         lead = f"ndcg@{max(self.k)}"
         self.measures = tuple(f"{CATALOGUE}/{name}" for name in [lead, *(n for n in names if n != lead), "mrr"])
 
-    def measure(self, trainer: Trainer) -> dict[str, float]:
+    def measure(self, trainer: TrainerBase) -> dict[str, float]:
         """Return the metrics of the weights as they are."""
         found = catalogue_metrics(
             self.model, self.histories, self.wanted, seen=self.seen, k=self.k, more=self.more, roles=self.roles

@@ -1,21 +1,43 @@
-"""The kinds of search that faiss does."""
+"""Settings of an index, and the approximate search that faiss does."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 
+from viviane.config.base import Settings
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.core.optional import require
 
-if TYPE_CHECKING:
-    from viviane.retrieval.index import IndexSettings
-
+IndexKind: TypeAlias = Literal["exact", "flat", "ivf", "hnsw", "sq8"]
 _TRAINING_POINTS = 39  # of each list: what faiss asks for
+
+
+class IndexSettings(Settings):
+    """How to search.
+
+    Args:
+        kind: "exact", torch's products on any device; "flat", the same by faiss; "ivf", lists of which some are
+            searched; "hnsw", a graph; "sq8", lists of vectors with 8 bits a number.
+        num_lists: of "ivf" and "sq8"; None takes 4 sqrt(n), and fewer where a list would hold less than 39 vectors.
+        num_probes: of "ivf" and "sq8": lists that are searched; None takes an eighth of them, 8 at least.
+        num_links: of "hnsw": neighbours of a node.
+        build_depth, search_depth: of "hnsw": candidates kept while building, and while searching.
+        seed: of the clustering.
+    """
+
+    kind: IndexKind = "exact"
+    num_lists: int | None = Field(default=None, ge=1)
+    num_probes: int | None = Field(default=None, ge=1)
+    num_links: int = Field(default=32, ge=2)
+    build_depth: int = Field(default=80, ge=1)
+    search_depth: int = Field(default=128, ge=1)
+    seed: int = 0
 
 
 class FaissSearch:

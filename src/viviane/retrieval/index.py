@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal, Self, TypeAlias
+from typing import Final, Literal, Self
 
 import numpy as np
 import torch
@@ -24,35 +24,12 @@ from viviane.core.files import file_sha256, replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
 from viviane.retrieval.candidates import NO_ITEM, Candidates, in_order
-from viviane.retrieval.faiss_index import FaissSearch
+from viviane.retrieval.faiss_index import FaissSearch, IndexKind, IndexSettings
 from viviane.retrieval.histories import Ids
 
-IndexKind: TypeAlias = Literal["exact", "flat", "ivf", "hnsw", "sq8"]
 INDEX_FILE: Final = "index.json"
 _FILES = ("vectors.npy", "ids.npy", "index.faiss")
 _MOST_SCORES = 1 << 24  # of one batch of exact search
-
-
-class IndexSettings(Settings):
-    """How to search.
-
-    Args:
-        kind: "exact", torch's products on any device; "flat", the same by faiss; "ivf", lists of which some are
-            searched; "hnsw", a graph; "sq8", lists of vectors with 8 bits a number.
-        num_lists: of "ivf" and "sq8"; None takes 4 sqrt(n), and fewer where a list would hold less than 39 vectors.
-        num_probes: of "ivf" and "sq8": lists that are searched; None takes an eighth of them, 8 at least.
-        num_links: of "hnsw": neighbours of a node.
-        build_depth, search_depth: of "hnsw": candidates kept while building, and while searching.
-        seed: of the clustering.
-    """
-
-    kind: IndexKind = "exact"
-    num_lists: int | None = Field(default=None, ge=1)
-    num_probes: int | None = Field(default=None, ge=1)
-    num_links: int = Field(default=32, ge=2)
-    build_depth: int = Field(default=80, ge=1)
-    search_depth: int = Field(default=128, ge=1)
-    seed: int = 0
 
 
 class IndexFile(Settings):
@@ -124,7 +101,7 @@ class ItemIndex:
             raise SchemaError("an id for each vector", value=self.ids.shape, allowed=str(self.vectors.shape[:1]))
         distinct, counts = np.unique(self.ids, return_counts=True)
         if (counts > 1).any():
-            raise SchemaError("an item stands twice in the index", value=int(distinct[counts > 1][0]))
+            raise SchemaError("an item occurs twice in the index", value=int(distinct[counts > 1][0]))
         if distinct[0] < 0 or (num_items is not None and distinct[-1] >= num_items):
             raise SchemaError("an item's id is out of range", value=int(distinct[-1]), allowed=f"0 to {num_items}")
         if not np.isfinite(self.vectors).all():
@@ -135,7 +112,7 @@ class ItemIndex:
         return len(self.ids)
 
     def search(self, queries: NDArray[np.floating], k: int) -> Candidates:
-        """Return the best k items of each query, fewer where there are not so many; safe to call from threads.
+        """Return the best k items of each query, fewer where there are not that many; safe to call from threads.
 
         Raises:
             SchemaError: queries of another width, or not finite. ConfigError: k below 1.
@@ -234,7 +211,7 @@ class ItemIndex:
         if model is not None and content.model not in (None, model):
             raise CheckpointError(
                 "the index was built of another version of the model", where=str(folder),
-                value=f"{content.model}, the model is {model}", fix="build it anew: viviane index build MODEL",
+                value=f"{content.model}, the model is {model}", fix="rebuild it: viviane index build MODEL",
             )  # fmt: skip
         try:
             vectors, ids = (np.load(path / name, allow_pickle=False) for name in _FILES[:2])
@@ -275,5 +252,5 @@ def _read(path: Path, where: str) -> IndexFile:
             raise CheckpointError("index.json names a file that no index has", where=where, value=name)
         if not (path / name).is_file() or file_sha256(path / name) != expected:
             what = "a file of the index is missing or was altered: its check sum differs"
-            raise CheckpointError(what, where=str(path / name), fix="load another copy, or build it anew")
+            raise CheckpointError(what, where=str(path / name), fix="load another copy, or rebuild it")
     return content

@@ -26,7 +26,7 @@ class ItemKNNSettings(Settings):
     """How neighbours are counted.
 
     Args:
-        max_gap: pairs with up to so many places between them in a history count; None counts all pairs.
+        max_gap: pairs with up to this many places between them in a history count; None counts all pairs.
         gap_decay: weight of a pair, for each place between its items.
         backward: weight of the earlier item as a neighbour of the later one; 1 for histories without an order.
         popularity_power: a pair's weight is divided by (events of both, multiplied, + 1) to this power; 0.5 is the

@@ -8,7 +8,7 @@ the candidates of a row:
     <source>_rank       log(1 + candidates with a higher score)
     history_length      log(1 + items in the history)
 
-All other columns, such as the user's age, come from the rows that are asked for.
+All other columns, such as the user's age, come from the rows that are requested.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from viviane.retrieval.candidates import NO_ITEM, Candidates, CandidateSource, d
 from viviane.retrieval.histories import Histories, Ids
 from viviane.retrieval.popularity import Popularity
 from viviane.retrieval.ranking import Ranker
+from viviane.retrieval.saving import load_parts, save_recommender
 from viviane.retrieval.vector_source import VectorSource
 
 
@@ -193,7 +194,7 @@ class Recommender:
         return Candidates(np.concatenate([found.items, again], 1), np.concatenate([found.scores, scores], 1))
 
     def _filled(self, best: Candidates, unwanted: Histories, k: int) -> Candidates:
-        """Put popular items behind those that were found; their scores go on below the last one's."""
+        """Put popular items behind those that were found; their scores continue below the last one's."""
         assert self.fallback is not None
         short = np.flatnonzero((best.items == NO_ITEM).any(1))
         had = best.items[short]
@@ -210,9 +211,10 @@ class Recommender:
 
     def save(self, folder: str | AnyPath) -> AnyPath:
         """Write models, indexes and settings into one folder, whole or not at all."""
-        from viviane.retrieval.saving import save_recommender
-
-        return save_recommender(self, folder)
+        return save_recommender(
+            folder, self.sources, ranking=self.ranking, fallback=self.fallback, num_candidates=self.num_candidates,
+            label=self.label,
+        )  # fmt: skip
 
     @classmethod
     def load(cls, folder: str | AnyPath, *, device: str = "auto") -> Self:
@@ -221,6 +223,4 @@ class Recommender:
         Raises:
             CheckpointError: a file is missing or altered, or an index belongs to another model.
         """
-        from viviane.retrieval.saving import load_parts
-
         return cls(**load_parts(folder, device))

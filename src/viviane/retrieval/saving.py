@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from pydantic import Field
@@ -19,9 +20,6 @@ from viviane.retrieval.index import ItemIndex
 from viviane.retrieval.item_knn import ItemKNN, ItemKNNSettings
 from viviane.retrieval.popularity import Popularity
 from viviane.retrieval.vector_source import VectorSource, model_version
-
-if TYPE_CHECKING:
-    from viviane.retrieval.recommender import Recommender
 
 RECOMMENDER_FILE: Final = "recommender.json"
 _ARRAYS = {"item_knn": ("start", "item", "weight"), "popularity": ("counts",)}
@@ -52,8 +50,16 @@ class RecommenderFile(Settings):
     sha256: dict[str, str]
 
 
-def save_recommender(recommender: Recommender, folder: str | AnyPath) -> AnyPath:
-    """Write a recommender into a folder, whole or not at all.
+def save_recommender(
+    folder: str | AnyPath,
+    sources: Sequence[CandidateSource],
+    *,
+    ranking: Model | None,
+    fallback: Popularity | None,
+    num_candidates: int,
+    label: str | None,
+) -> AnyPath:
+    """Write a recommender's parts into a folder, whole or not at all; arguments as for `Recommender`.
 
     Raises:
         ConfigError: a source is of a kind of your own, or the folder holds something else.
@@ -66,16 +72,16 @@ def save_recommender(recommender: Recommender, folder: str | AnyPath) -> AnyPath
     with replace_folder(path) as work:
         entries: list[SourceEntry] = []
         sums: dict[str, str] = {}
-        for source in recommender.sources:
+        for source in sources:
             place = f"retrieval-{source.name}"
             entries.append(_save_source(source, work, place, sums))
-        if recommender.ranking is not None:
-            recommender.ranking.save(work / "ranking")
-        if recommender.fallback is not None:
-            _save_arrays(recommender.fallback, "popularity", work, "fallback", sums)
+        if ranking is not None:
+            ranking.save(work / "ranking")
+        if fallback is not None:
+            _save_arrays(fallback, "popularity", work, "fallback", sums)
         content = RecommenderFile(
-            sources=tuple(entries), num_candidates=recommender.num_candidates, label=recommender.label,
-            ranking=recommender.ranking is not None, fallback=recommender.fallback is not None, sha256=sums,
+            sources=tuple(entries), num_candidates=num_candidates, label=label,
+            ranking=ranking is not None, fallback=fallback is not None, sha256=sums,
         )  # fmt: skip
         write_json_atomic(work / RECOMMENDER_FILE, content.to_dict())
     return path

@@ -33,8 +33,9 @@ from viviane.retrieval.popularity import Popularity
 from viviane.retrieval.ranking import feature_names, features
 from viviane.retrieval.recommender import Recommender
 from viviane.schema import RESERVED, Schema
-from viviane.training import Callback, Trainer
+from viviane.training import Callback
 from viviane.training.history import CATALOGUE
+from viviane.training.trainer_base import TrainerBase
 
 
 class TwoStageSettings(Settings):
@@ -191,8 +192,8 @@ class _ListEvaluation(Callback):
         self._held = self._items >= 0
         self._columns = recommender.ranker.columns(histories, self._items, self._held)  # the same at each evaluation
 
-    def measure(self, trainer: Trainer) -> dict[str, float]:
-        """Rank the same candidates anew."""
+    def measure(self, trainer: TrainerBase) -> dict[str, float]:
+        """Rank the same candidates again."""
         ranker = self.recommender.ranker
         assert ranker is not None
         ranked = in_order(self._items, ranker.predict(self._columns, self._held))

@@ -17,8 +17,9 @@ from viviane.model import Model
 from viviane.model.saving import FILES_FILE, find_model
 from viviane.retrieval.candidates import Candidates, drop_seen
 from viviane.retrieval.early_stopping import user_vectors
+from viviane.retrieval.faiss_index import IndexKind, IndexSettings
 from viviane.retrieval.histories import Histories, Ids
-from viviane.retrieval.index import IndexKind, IndexSettings, ItemIndex
+from viviane.retrieval.index import ItemIndex
 from viviane.retrieval.rows import Roles, vectors
 from viviane.schema import RESERVED
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from format_rows import rows_of
 
+from viviane.core.errors import DataError
 from viviane.data import Dataset, write_dataset
 from viviane.data.formats import HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat
 from viviane.data.formats.key_set import key_set, read_key_set, write_key_set
@@ -51,6 +52,26 @@ def norm_file(checked: bool, wide: bool, shift: tuple[int, int, int] = (0, 10, 3
     second = struct.pack(f"<4fi{key}ii{key}", 0, -2, 3, 4, 1, 0 + a, 0, 1, 1 + c)
     header = struct.pack("<8q", int(checked), 2, 1, 3, 3, 0, 0, 0)
     return wrapped(header) + wrapped(first) + wrapped(second)
+
+
+def test_norm_of_hugectr_2_0(tmp_path: Path) -> None:
+    content = struct.pack("<4q", 2, 1, 2, 0)  # rows, labels, slots
+    content += struct.pack("<iiqi3q", 1, 1, 9, 3, 10 + 19, 10 + 0, 10 + 7)
+    content += struct.pack("<iiqi", 0, 1, 0, 0)
+    (tmp_path / "0.data").write_bytes(content)
+    schema = SCHEMA.select(["y", "a", "b"])
+    rows = {"y": ROWS["y"], "a": ROWS["a"], "b": ROWS["b"]}
+    options = NormFormat(version="2.0")
+    assert rows_of(Dataset(tmp_path / "0.data", schema, format=options)) == rows
+    written = write_dataset(tmp_path / "again", schema, [rows], format=options)
+    assert written.files[0].read_bytes() == content
+    assert rows_of(written) == rows
+    for length in range(len(content)):
+        (tmp_path / "0.data").write_bytes(content[:length])
+        with pytest.raises(DataError, match=r"0\.data|no rows|file list"):
+            rows_of(Dataset(tmp_path / "0.data", schema, format=options))
+    with pytest.raises(DataError, match="no dense numbers"):
+        write_dataset(tmp_path / "dense", SCHEMA, [ROWS], format=options)
 
 
 @pytest.mark.parametrize("checked", [False, True])

@@ -50,7 +50,7 @@ def local_copy(path: str | Path | RemotePath) -> Path:
     """Return a local path as it is, or the verified local copy of a remote folder or file.
 
     Raises:
-        RemoteError: there is nothing at the URL, a file came altered, or the store does not answer.
+        RemoteError: there is nothing at the URL, a file came altered, or the store does not respond.
         DataError: the copy is larger than the cache may be, or the disk is full.
     """
     place = location(path)
@@ -71,7 +71,7 @@ def copy_folder(remote: RemotePath, target: Path) -> None:
     """Copy a remote folder to a local one that is kept, compared like every copy.
 
     Raises:
-        RemoteError: there is nothing at the URL, a file came altered, or the store does not answer.
+        RemoteError: there is nothing at the URL, a file came altered, or the store does not respond.
         DataError: the disk is full.
     """
     files, _, place = _wanted(remote)
@@ -103,7 +103,7 @@ def _fetch(remote: RemotePath) -> Path:
 
 
 def _wanted(remote: RemotePath) -> tuple[dict[str, PublishedFile], str, RemotePath]:
-    """Return the files by path inside the folder, what tells this content from another, and the folder's place."""
+    """Return the files by path inside the folder, a fingerprint of the content, and the folder's location."""
     found = find_published(remote)
     if found is not None:
         published, inside = found
@@ -145,7 +145,7 @@ def _download(remote: RemotePath, place: RemotePath, files: Mapping[str, Publish
         raise DataError(
             "the disk is full" if full else "a local copy cannot be written",
             where=str(target.parent), value=f"{need} bytes are needed, {free} are free ({error.strerror})",
-            fix=f"make room, or name a folder on another disk: {CACHE_VARIABLE}=/path",
+            fix=f"free disk space, or name a folder on another disk: {CACHE_VARIABLE}=/path",
         ) from error  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def _free_space(need: int, cache: Path, remote: RemotePath) -> None:
 
 def _remove_unused(copy: Path) -> bool:
     """Remove a copy that no process holds; a folder that a killed download left is one too."""
-    key = copy.name.strip(".").partition(".")[0]  # a download under way is .<key>.<random>.tmp
+    key = copy.name.strip(".").partition(".")[0]  # a download in progress is .<key>.<random>.tmp
     with copy.with_name(f"{key}.lock").open("w") as lock:
         if not _flock(lock, "exclusive", wait=False):
             return False

@@ -4,7 +4,7 @@
 <url>/published.json              which version counts, and the size and check sum of each of its files
 
 The version folder is uploaded and compared first, published.json is written last, and it alone decides what readers
-see. The version before stays until the next one is published, so that readers in work come to their end.
+see. The version before stays until the next one is published, so that readers in progress finish.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from viviane.core.errors import ConfigError, DataError, RemoteError, VivianeError
+from viviane.core.exchange import recover
 from viviane.core.file_names import check_file_name
 from viviane.core.json_files import json_object, parse_json
-from viviane.core.locations import RemotePath
+from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.remote.retry import retried
 from viviane.core.remote.systems import rename_over
 
@@ -115,7 +116,7 @@ def find_published(path: RemotePath) -> tuple[Published, str] | None:
     """Return what is published at a folder or around it, and the path inside; None for a plain folder.
 
     Raises:
-        RemoteError: published.json is damaged, or an upload never came to its end.
+        RemoteError: published.json is damaged, or an upload never finished.
     """
     inside, root = "", path
     for _ in range(_LEVELS):
@@ -127,7 +128,7 @@ def find_published(path: RemotePath) -> tuple[Published, str] | None:
         inside, root = f"{root.name}/{inside}".strip("/"), root.parent
     if (path / VERSIONS).is_dir():
         raise RemoteError(
-            "nothing is published here: an upload has not come to its end", where=str(path),
+            "nothing is published here: an upload has not finished", where=str(path),
             fix="wait for it, or publish again",
         )  # fmt: skip
     return None
@@ -143,13 +144,29 @@ def published_place(path: RemotePath) -> RemotePath:
     return published.place / inside if inside else published.place
 
 
+def published_location(path: str | AnyPath) -> AnyPath:
+    """Return the path of a file or folder; of a published URL, its path in the folder of the current version.
+
+    A local output that a killed process had renamed before replacing it is restored.
+
+    Raises:
+        ConfigError: see `location`.
+        RemoteError: the store does not respond, or its files differ from what was published.
+    """
+    place = location(path)
+    if isinstance(place, RemotePath):
+        return published_place(place)
+    recover(place)
+    return place
+
+
 @contextmanager
 def publish_folder(target: RemotePath, *, overwrite: bool = True) -> Iterator[Path]:
     """Yield an empty local folder whose files are published at a URL when the block succeeds.
 
     Raises:
         ConfigError: something is published there and is not to be replaced.
-        RemoteError: the store does not answer or refuses; what was published before still counts.
+        RemoteError: the store does not respond or refuses; what was published before still counts.
     """
     if not overwrite and target.exists():
         raise ConfigError("the URL is taken", where=str(target), fix="choose another, or pass overwrite=True")
@@ -161,10 +178,10 @@ def publish_folder(target: RemotePath, *, overwrite: bool = True) -> Iterator[Pa
 
 
 def upload_folder(source: Path, target: RemotePath) -> Published:
-    """Publish a local folder at a URL; see the head of this file.
+    """Publish a local folder at a URL; see the module docstring.
 
     Raises:
-        RemoteError: the store does not answer or refuses; what was published before still counts.
+        RemoteError: the store does not respond or refuses; what was published before still counts.
     """
     earlier = Published.load(target)
     version = f"{VERSIONS}/{time.time_ns():020d}-{secrets.token_hex(4)}"  # names rise with time
@@ -178,7 +195,7 @@ def upload_folder(source: Path, target: RemotePath) -> Published:
         published = Published(target, version, entries)
         published.compare()
     except BaseException:
-        with suppress(VivianeError):  # the error that matters is on its way; a version nobody names does no harm
+        with suppress(VivianeError):  # the error that matters is on its way; an unreferenced version does no harm
             place.remove_folder()
         raise
     content: dict[str, Any] = {
@@ -208,7 +225,7 @@ def _switch(file: RemotePath, data: bytes) -> None:
 
 
 def upload_file(source: Path, target: RemotePath) -> PublishedFile:
-    """Copy a local file to a URL, in pieces; an attempt that fails begins anew."""
+    """Copy a local file to a URL, in pieces; an attempt that fails starts over."""
 
     def request() -> PublishedFile:
         digest, size = hashlib.sha256(), 0

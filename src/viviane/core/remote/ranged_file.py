@@ -37,7 +37,7 @@ class RangedFile(io.RawIOBase):
         """Return bytes [start, start + count), as far as the file goes.
 
         Raises:
-            RemoteError: the store does not answer, or the file has become shorter.
+            RemoteError: the store does not respond, or the file has become shorter.
         """
         count = max(0, min(count, self.size - start))
         if count == 0:

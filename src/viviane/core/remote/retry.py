@@ -1,11 +1,9 @@
-"""Try again, wait longer each time, and say at last which URL failed how often."""
+"""Repeat failed requests with exponential backoff; the final error names the URL and the number of attempts."""
 
 from __future__ import annotations
 
 import os
-import random
 import re
-import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -18,7 +16,7 @@ _SECRETS: Final = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY
 _FIRST_WAIT_S: Final = 0.2
 _LONGEST_WAIT_S: Final = 10.0
 _LONGEST_TEXT: Final = 400
-# Asking again does not help: the store answered, and said no.
+# Errors that a repeated request does not cure: the store responded, and refused.
 _REFUSED: Final = re.compile(
     r"ACCESS.?DENIED|INVALID.?ACCESS.?KEY|INVALID.?CLIENT.?TOKEN|SIGNATURE.?DOES.?NOT.?MATCH|NO.?SUCH.?BUCKET"
     r"|EXPIRED.?TOKEN|UNRECOGNIZED.?CLIENT|HTTP status (400|401|403)|Permission denied|PERMISSION_DENIED"
@@ -57,7 +55,7 @@ def bounded_number(name: str, default: float, least: float) -> float:
 
 
 def retried(request: Callable[[], T], url: str, purpose: str) -> T:
-    """Return what a request returns, sent again with growing pauses while the store does not answer.
+    """Return what a request returns, sent again with exponential backoff while the store does not respond.
 
     Args:
         request: is called again from the start each time.
@@ -72,21 +70,43 @@ def retried(request: Callable[[], T], url: str, purpose: str) -> T:
         >>> retried(lambda: 3, "s3://bucket/key", "reading")
         3
     """
+    from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+    def log_attempt(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        wait = state.next_action.sleep if state.next_action is not None else 0.0
+        _log.warning("%s %s failed (attempt %d of %d), again in %.1f s: %s", purpose, url, state.attempt_number, most,
+                     wait, _text_of(error))  # fmt: skip
+
     most = attempts()
-    for count in range(1, most + 1):
-        try:
-            return request()
-        except (FileNotFoundError, VivianeError):  # said already, and not by a store that stumbled
-            raise
-        except (OSError, ValueError, RuntimeError) as error:
-            text = without_secrets(str(error)) or type(error).__name__
-            refused = isinstance(error, PermissionError) or _REFUSED.search(text) is not None
-            if refused or count == most:
-                raise _failed(url, purpose, text, count, refused) from None  # the cause's text may hold a secret
-            wait = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (count - 1)) * random.uniform(0.5, 1)
-            _log.warning("%s %s failed (attempt %d of %d), again in %.1f s: %s", purpose, url, count, most, wait, text)
-            time.sleep(wait)
-    raise AssertionError("a loop over at least one attempt returns or raises")
+    retrying = Retrying(
+        stop=stop_after_attempt(most),
+        wait=wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
+        retry=retry_if_exception(_is_transient),
+        before_sleep=log_attempt,
+        reraise=True,
+    )
+    try:
+        return retrying(request)
+    except (FileNotFoundError, VivianeError):  # complete errors, which no store's failure caused
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        count, refused = retrying.statistics["attempt_number"], _is_refused(error)
+        raise _failed(url, purpose, _text_of(error), count, refused) from None  # the cause's text may hold a secret
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Return whether a repeated request may succeed."""
+    is_failure = isinstance(error, OSError | ValueError | RuntimeError)
+    return is_failure and not isinstance(error, FileNotFoundError | VivianeError) and not _is_refused(error)
+
+
+def _is_refused(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or _REFUSED.search(_text_of(error)) is not None
+
+
+def _text_of(error: BaseException | None) -> str:
+    return without_secrets(str(error)) or type(error).__name__
 
 
 def _failed(url: str, purpose: str, text: str, count: int, refused: bool) -> RemoteError:
@@ -98,7 +118,7 @@ def _failed(url: str, purpose: str, text: str, count: int, refused: bool) -> Rem
             fix="set the credentials of someone who may do this in the environment, and check the bucket's name",
         )
     return RemoteError(
-        f"{purpose} failed {count} times; the store does not answer as it should",
+        f"{purpose} failed {count} times; the store does not respond correctly",
         where=url,
         value=text,
         fix=f"check the store and the network, then run again; {ATTEMPTS_VARIABLE} and {TIMEOUT_VARIABLE} set the "

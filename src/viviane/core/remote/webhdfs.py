@@ -92,7 +92,7 @@ class WebHdfs(fs.FileSystemHandler):
         return path
 
     def get_file_info(self, paths: Any) -> list[Any]:
-        """Look up files; what is not there is NotFound, and a server that does not answer an error."""
+        """Look up files; what is not there is NotFound, and a server that does not respond an error."""
         found = []
         for path in paths:
             try:
@@ -127,7 +127,7 @@ class WebHdfs(fs.FileSystemHandler):
         self.call("PUT", "MKDIRS", path)
 
     def delete_dir(self, path: str) -> None:
-        """Remove a folder with all that stands in it."""
+        """Remove a folder with everything in it."""
         self.call("DELETE", "DELETE", path, recursive="true")
 
     def delete_file(self, path: str) -> None:
@@ -226,7 +226,7 @@ def _info(path: str, status: Any) -> Any:
 
 
 def _checked(answer: Any, path: str) -> Any:
-    """Return an answer that is none of an error; servers say in JSON what is wrong, whatever the HTTP status."""
+    """Return an answer that is none of an error; servers say in JSON what is wrong, regardless of the HTTP status."""
     if answer.status_code < 400:
         return answer
     if answer.status_code == _UNAUTHORIZED:

@@ -21,8 +21,8 @@ from viviane.data import checks
 from viviane.data.block import Block, Jagged, View
 from viviane.data.buffers import Memory
 from viviane.data.formats.format import FileEntry, Format, check_entries, check_stored, checked_views
-from viviane.data.plan import Group
-from viviane.data.storage import ROWS_PER_BLOCK, Storage, refuse_changed
+from viviane.data.plan import RowGroup
+from viviane.data.storage import ROWS_PER_BLOCK, DatasetFiles, refuse_changed
 from viviane.schema import Schema
 
 DATA_FILE: Final = "data.bin"
@@ -137,7 +137,7 @@ def _refuse(
         )
 
 
-class FixedRecordStorage(Storage):
+class FixedRecordStorage(DatasetFiles):
     """Files of records, mapped into memory; shown as they stand where nothing must be computed."""
 
     def __init__(
@@ -178,10 +178,10 @@ class FixedRecordStorage(Storage):
                 fix="copy the file again, or correct num_samples",
             )
         for index, start in enumerate(range(0, rows, ROWS_PER_BLOCK)):
-            self.groups.append(Group(number, index, start, min(ROWS_PER_BLOCK, rows - start)))
+            self.groups.append(RowGroup(number, index, start, min(ROWS_PER_BLOCK, rows - start)))
 
-    def view(self, group: Group, memory: Memory | None = None) -> View:
-        """Return the records of a group, as they stand if nothing must be computed; see Storage."""
+    def view(self, group: RowGroup, memory: Memory | None = None) -> View:
+        """Return the records of a group, as they stand if nothing must be computed; see DatasetFiles."""
         if not self.mapped:
             return super().view(group, memory)
         keys = self._records(group)
@@ -217,13 +217,13 @@ class FixedRecordStorage(Storage):
             yield to, slice(places[column.name], places[column.name] + column.dim)
             to += column.dim
 
-    def _records(self, group: Group) -> NDArray[Any]:
+    def _records(self, group: RowGroup) -> NDArray[Any]:
         path = self.files[group.file]
         refuse_changed(path, self.stamps[group.file])
         start = group.first_row * self._record.dtype.itemsize
         return np.asarray(np.memmap(path, self._record.dtype, "r", offset=start, shape=(group.num_rows,)))
 
-    def _check(self, group: Group, records: NDArray[Any]) -> None:
+    def _check(self, group: RowGroup, records: NDArray[Any]) -> None:
         stored, starts = self._record.schema, self._record.starts()
         for label in self.schema.labels:
             index = [one.name for one in stored.labels].index(label.name)
@@ -235,8 +235,8 @@ class FixedRecordStorage(Storage):
         for feature in self.schema.one_hot:
             checks.check_ids(records["keys"][:, starts[feature.name]], feature, self.place(group, feature.name))
 
-    def decode(self, group: Group, block: Block, start: int, part: int) -> None:
-        """Read the records of a group into a block; see Storage."""
+    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
+        """Read the records of a group into a block; see DatasetFiles."""
         if self.mapped:
             block.fill(self.view(group), start, group.num_rows, part)
             return
@@ -298,7 +298,7 @@ class FixedRecordFormat(Format):
 
     def open(
         self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
-    ) -> Storage:
+    ) -> DatasetFiles:
         """Compare the file's size with the length of a row and the number of rows; see Format."""
         return FixedRecordStorage(self.record(stored), files, schema, entries, getattr(self, "num_samples", None))
 

@@ -16,9 +16,9 @@ from viviane.core.errors import ConfigError, DataError, SchemaError, suggest
 from viviane.core.file_names import check_file_name
 from viviane.core.locations import AnyPath
 from viviane.data.block import Block, View
-from viviane.data.checks import Place
+from viviane.data.checks import CellLocation
 from viviane.data.decode import decode_table
-from viviane.data.storage import Storage
+from viviane.data.storage import DatasetFiles
 from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
 
 
@@ -83,7 +83,7 @@ class Format(Settings):
     @abstractmethod
     def open(
         self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
-    ) -> Storage:
+    ) -> DatasetFiles:
         """Open data files.
 
         Args:
@@ -134,8 +134,8 @@ def checked_views(schema: Schema, tables: Iterator[pa.Table]) -> Iterator[tuple[
     for number, table in enumerate(tables):
         block = Block(schema, table.num_rows, 1)
 
-        def place(name: str, number: int = number, row: int = row) -> Place:
-            return Place("the rows to write", number, row, name, "part")
+        def place(name: str, number: int = number, row: int = row) -> CellLocation:
+            return CellLocation("the rows to write", number, row, name, "part")
 
         decode_table(table, place, schema, block, 0, 0)
         yield block.finish(), table.num_rows
@@ -181,7 +181,7 @@ def _kind(column: Any) -> str:
             return "bags of ids"
 
 
-def check_entries(files: Sequence[Path], storage: Storage, entries: Sequence[FileEntry] | None) -> None:
+def check_entries(files: Sequence[Path], storage: DatasetFiles, entries: Sequence[FileEntry] | None) -> None:
     """Compare the sizes of files with the manifest.
 
     Raises:

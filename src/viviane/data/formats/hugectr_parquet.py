@@ -1,4 +1,4 @@
-"""HugeCTR's Parquet: files with `_metadata.json` beside them, and a file list."""
+"""HugeCTR's Parquet: files with `_metadata.json` next to them, and a file list."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from viviane.data.formats.file_list import FILE_LIST, METADATA_FILE, is_file_lis
 from viviane.data.formats.format import FileEntry, FilePattern, Format, check_entries
 from viviane.data.formats.parquet import groups_of, write_parquet
 from viviane.data.formats.slots import check_slots, slots_of
-from viviane.data.plan import Group
-from viviane.data.storage import Storage
+from viviane.data.plan import RowGroup
+from viviane.data.storage import DatasetFiles
 from viviane.schema import CategoricalColumn, Schema
 
 
@@ -56,7 +56,7 @@ class HugectrParquetFormat(Format):
 
     def open(
         self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
-    ) -> Storage:
+    ) -> DatasetFiles:
         """Read the metadata and the footers, and compare them; see Format."""
         return HugectrParquetStorage(self, files, stored, schema, entries)
 
@@ -97,7 +97,7 @@ class HugectrParquetFormat(Format):
         return files
 
 
-class HugectrParquetStorage(Storage):
+class HugectrParquetStorage(DatasetFiles):
     """Parquet files of HugeCTR, whose columns are converted to the schema's types."""
 
     unit: ClassVar[str] = "row group"
@@ -148,8 +148,8 @@ class HugectrParquetStorage(Storage):
                     allowed="whole numbers for keys; whole numbers or floats for labels and dense numbers",
                 )  # fmt: skip
 
-    def decode(self, group: Group, block: Block, start: int, part: int) -> None:
-        """Read a row group into a block; see Storage."""
+    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
+        """Read a row group into a block; see DatasetFiles."""
         path = self.files[group.file]
         table = read_group(path, self.stamps[group.file], group, self.schema, named=True)
         table = _cast(table, self._types, self._shifts, f"{path}, row group {group.index}")
@@ -202,7 +202,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
     path = folder / METADATA_FILE
     if not path.is_file():
         raise DataError(
-            f"{METADATA_FILE} is missing", where=str(path), fix="HugeCTR's Parquet needs it beside the data"
+            f"{METADATA_FILE} is missing", where=str(path), fix="HugeCTR's Parquet needs it next to the data"
         )
     try:
         content = load_json(path)

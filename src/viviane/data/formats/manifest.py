@@ -93,7 +93,7 @@ class Manifest(Settings):
         return paths
 
     def _refuse_others(self, folder: AnyPath) -> None:
-        """Refuse Parquet files that the manifest does not list, which would be left out without a word."""
+        """Refuse Parquet files that the manifest does not list, which would be left out silently."""
         listed = {entry.name for entry in self.files}
         for file in sorted(one.name for one in folder.glob("*.parquet")):
             if file not in listed and not file.startswith((".", "_")):

@@ -19,13 +19,15 @@ from viviane.data.formats.file_list import FILE_LIST, is_file_list, read_file_li
 from viviane.data.formats.format import FileEntry, FilePattern, Format, check_entries, check_stored, checked_views
 from viviane.data.formats.norm_pack import pack
 from viviane.data.formats.slots import check_slots, slots_of
-from viviane.data.plan import Group
-from viviane.data.storage import ROWS_PER_BLOCK, Storage, refuse_changed
+from viviane.data.plan import RowGroup
+from viviane.data.storage import ROWS_PER_BLOCK, DatasetFiles, refuse_changed
 from viviane.ops.norm_records import PROBLEMS, NormLayout, NormRecords, Problem, norm_records, skip_records
 from viviane.schema import CategoricalColumn, Schema
 
 HEADER: Final = struct.Struct("<8q")
 """error_check, number_of_records, label_dim, dense_dim, slot_num, three reserved."""
+FIRST_HEADER: Final = struct.Struct("<4q")
+"""Of HugeCTR 2.0: number_of_records, label_dim, slot_num, reserved."""
 _WRAPPED: Final = 5  # bytes around a checked record: its length before, its check sum after
 
 
@@ -35,6 +37,8 @@ class NormFormat(Format):
     Args:
         check_sum: the header and every row carry a check sum (check_type Sum); else none (Non).
         i64_input_key: keys of 8 bytes (int64) instead of 4 (uint32).
+        version: "2.0" is HugeCTR's first layout: a header of 32 bytes, int32 labels, keys of 8 bytes, no dense numbers
+            and no check sums, whatever the two options above say.
         slot_sizes: HugeCTR's slot_size_array; None takes the columns' num_ids.
         shifted_keys: keys are unique over all slots: an id plus the sizes of the slots before.
         file_name: pattern of the names of files to write.
@@ -43,6 +47,7 @@ class NormFormat(Format):
     format: Literal["norm"] = "norm"
     check_sum: bool = True
     i64_input_key: bool = False
+    version: Literal["2.0", "2.1"] = "2.1"
     slot_sizes: tuple[int, ...] | None = Field(default=None)
     shifted_keys: bool = True
     file_name: FilePattern = "part-{:05}.norm"
@@ -50,12 +55,17 @@ class NormFormat(Format):
     @property
     def key_bytes(self) -> int:
         """Bytes of a key."""
-        return 8 if self.i64_input_key else 4
+        return 8 if self.i64_input_key or self.version == "2.0" else 4
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the header and every row carry a check sum."""
+        return self.check_sum and self.version != "2.0"
 
     def layout(self, schema: Schema) -> NormLayout:
         """Return what one row holds."""
         numbers = len(schema.labels) + schema.num_dense
-        return NormLayout(numbers, len(schema.categorical), self.key_bytes, self.check_sum)
+        return NormLayout(numbers, len(schema.categorical), self.key_bytes, self.is_checked)
 
     def files_at(self, path: Path) -> list[Path]:
         """Return the files of a file list, or the one file that is no list; see Format."""
@@ -67,12 +77,17 @@ class NormFormat(Format):
 
     def open(
         self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
-    ) -> Storage:
+    ) -> DatasetFiles:
         """Read the headers; see Format."""
         return NormStorage(self, files, stored, schema, entries)
 
     def check_schema(self, schema: Schema) -> None:
         """Refuse weights, and keys that do not fit; see Format."""
+        if self.version == "2.0" and schema.num_dense:
+            raise DataError(
+                "files of HugeCTR 2.0 have no dense numbers", where=f"column {schema.dense[0].name!r}",
+                fix='leave the dense columns out, or use version="2.1"',
+            )  # fmt: skip
         check_slots(schema, slots_of(schema, self.slot_sizes, self.shifted_keys), self.key_bytes, "norm")
 
     def write(
@@ -98,7 +113,7 @@ class NormFormat(Format):
                     close()
                     file, rows = (folder / self.file_name.format(len(files))).open("wb"), 0
                     file.write(self.header(schema, 0))  # its number of rows follows when the file is closed
-                file.write(pack(view, count, slots, self.layout(schema)).data)
+                file.write(pack(view, count, slots, self.layout(schema), whole_labels=self.version == "2.0").data)
                 rows += count
             if file is None:
                 file = (folder / self.file_name.format(0)).open("wb")
@@ -111,14 +126,26 @@ class NormFormat(Format):
         return tuple(files)
 
     def header(self, schema: Schema, rows: int) -> bytes:
-        """Return the header of a file of so many rows."""
+        """Return the header of a file of this many rows."""
+        if self.version == "2.0":
+            return FIRST_HEADER.pack(rows, len(schema.labels), len(schema.categorical), 0)
         content = HEADER.pack(
             int(self.check_sum), rows, len(schema.labels), schema.num_dense, len(schema.categorical), 0, 0, 0
         )
         return struct.pack("<i", len(content)) + content + bytes([sum(content) % 256]) if self.check_sum else content
 
+    def expected(self, stored: Schema) -> tuple[tuple[str, int, int | None], ...]:
+        """Return name, place and value of the numbers of a header; None for the number of rows."""
+        labels, slots = len(stored.labels), len(stored.categorical)
+        if self.version == "2.0":
+            return ("number_of_records", 0, None), ("label_dim", 1, labels), ("slot_num", 2, slots)
+        return (
+            ("error_check", 0, int(self.check_sum)), ("number_of_records", 1, None), ("label_dim", 2, labels),
+            ("dense_dim", 3, stored.num_dense), ("slot_num", 4, slots),
+        )  # fmt: skip
 
-class NormStorage(Storage):
+
+class NormStorage(DatasetFiles):
     """Norm files, whose rows are found by walking over them."""
 
     def __init__(
@@ -150,7 +177,7 @@ class NormStorage(Storage):
         starts = [at]
         for index, row in enumerate(range(0, rows, ROWS_PER_BLOCK)):
             count = min(ROWS_PER_BLOCK, rows - row)
-            self.groups.append(Group(number, index, row, count))
+            self.groups.append(RowGroup(number, index, row, count))
             if row + count < rows:  # a long file: only a walk tells where its next group begins
                 end = skip_records(self._data(number), starts[-1], count, self._layout)
                 if isinstance(end, Problem):
@@ -163,48 +190,46 @@ class NormStorage(Storage):
 
     def _read_header(self, path: Path) -> tuple[int, int]:
         """Return the number of rows and the byte of the first one."""
-        wrapped = _WRAPPED if self._options.check_sum else 0
+        shape = FIRST_HEADER if self._options.version == "2.0" else HEADER
+        wrapped = _WRAPPED if self._options.is_checked else 0
         with path.open("rb") as file:
-            content = file.read(HEADER.size + wrapped)
-        if len(content) < HEADER.size + wrapped:
+            content = file.read(shape.size + wrapped)
+        if len(content) < shape.size + wrapped:
             raise DataError(
                 "the file ends inside its header", where=f"{path}, byte {len(content)}", value=f"{len(content)} bytes",
-                allowed=f"{HEADER.size + wrapped} bytes and more", fix="copy the file again",
+                allowed=f"{shape.size + wrapped} bytes and more", fix="copy the file again",
             )  # fmt: skip
         if wrapped:
             inner = content[4:-1]
-            if struct.unpack_from("<i", content)[0] != HEADER.size or sum(inner) % 256 != content[-1]:
+            if struct.unpack_from("<i", content)[0] != shape.size or sum(inner) % 256 != content[-1]:
                 raise DataError(
                     "the header's length or check sum is wrong", where=f"{path}, byte 0",
                     fix="copy the file again; a file without check sums needs check_sum=False",
                 )  # fmt: skip
             content = inner
-        fields = HEADER.unpack(content)
-        wanted = (
-            ("error_check", 0, int(self._options.check_sum)),
-            ("label_dim", 2, len(self._stored.labels)),
-            ("dense_dim", 3, self._stored.num_dense),
-            ("slot_num", 4, len(self._stored.categorical)),
-        )
-        for name, index, value in wanted:
-            if fields[index] != value:
+        fields, rows, byte = shape.unpack(content), 0, 0
+        for name, index, value in self._options.expected(self._stored):
+            place = 4 * bool(wrapped) + 8 * index
+            if value is None:
+                rows, byte = fields[index], place
+            elif fields[index] != value:
                 raise DataError(
                     f"the header's {name} is not what schema and format say",
-                    where=f"{path}, byte {4 * bool(wrapped) + 8 * index}",
+                    where=f"{path}, byte {place}",
                     value=fields[index],
                     allowed=str(value),
                     fix="correct the schema or the format's options; or the file is damaged",
                 )
-        if fields[1] < 0:
-            raise DataError("the header counts a negative number of rows", where=f"{path}, byte 8", value=fields[1])
+        if rows < 0:
+            raise DataError("the header counts a negative number of rows", where=f"{path}, byte {byte}", value=rows)
         smallest = 4 * (self._layout.num_numbers + self._layout.num_slots) + wrapped
-        if fields[1] * smallest > path.stat().st_size:
+        if rows * smallest > path.stat().st_size:
             raise DataError(
-                "the header counts more rows than fit into the file; it may be truncated", where=f"{path}, byte 8",
-                value=fields[1], allowed=f"at most {path.stat().st_size // smallest} in {path.stat().st_size} bytes",
+                "the header counts more rows than fit into the file; it may be truncated", where=f"{path}, byte {byte}",
+                value=rows, allowed=f"at most {path.stat().st_size // smallest} in {path.stat().st_size} bytes",
                 fix="copy the file again",
             )  # fmt: skip
-        return fields[1], HEADER.size + wrapped
+        return rows, shape.size + wrapped
 
     def _data(self, number: int) -> NDArray[np.uint8]:
         return np.asarray(np.memmap(self.files[number], np.uint8, "r"))
@@ -222,8 +247,8 @@ class NormStorage(Storage):
             value=f"{size - end} bytes", fix="copy the file again; or the schema or the width of keys is wrong",
         )  # fmt: skip
 
-    def decode(self, group: Group, block: Block, start: int, part: int) -> None:
-        """Read rows into a block; see Storage."""
+    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
+        """Read rows into a block; see DatasetFiles."""
         refuse_changed(self.files[group.file], self.stamps[group.file])
         first, end = self._starts[group.file][group.index : group.index + 2]
         found = norm_records(self._data(group.file)[:end], first, group.num_rows, self._layout)
@@ -241,10 +266,12 @@ class NormStorage(Storage):
                 keys -= slot.shift
                 self._ids(keys, found.lengths[i], column, group, block, rows, part)
 
-    def _numbers(self, found: NormRecords, group: Group, block: Block, rows: slice) -> None:
+    def _numbers(self, found: NormRecords, group: RowGroup, block: Block, rows: slice) -> None:
         labels = [label.name for label in self._stored.labels]
         for i, label in enumerate(self.schema.labels):
             values = found.numbers[:, labels.index(label.name)]
+            if self._options.version == "2.0":
+                values = values.view(np.int32).astype(np.float32)
             checks.check_labels(values, label, self.place(group, label.name))
             block.labels[rows, i] = values
         places, at = {}, len(labels)
@@ -264,7 +291,7 @@ class NormStorage(Storage):
         keys: NDArray[np.int64],
         lengths: NDArray[np.int32],
         column: CategoricalColumn,
-        group: Group,
+        group: RowGroup,
         block: Block,
         rows: slice,
         part: int,

@@ -12,8 +12,13 @@ from viviane.data.formats.slots import Slot
 from viviane.ops.norm_records import NormLayout, pack_records
 
 
-def pack(view: View, rows: int, slots: Sequence[Slot], layout: NormLayout) -> NDArray[np.uint8]:
+def pack(
+    view: View, rows: int, slots: Sequence[Slot], layout: NormLayout, *, whole_labels: bool = False
+) -> NDArray[np.uint8]:
     """Return rows as records.
+
+    Args:
+        whole_labels: write labels as int32.
 
     Example:
         >>> from viviane.data.formats.slots import Slot
@@ -28,8 +33,11 @@ def pack(view: View, rows: int, slots: Sequence[Slot], layout: NormLayout) -> ND
     bags = [_bag(view, slots, i, rows) for i in range(len(slots))]
     lengths = [np.diff(bag.offsets) for bag in bags]
     keys = [bag.values.astype(np.int64) + slot.shift for bag, slot in zip(bags, slots, strict=True)]
+    labels = view.labels[0][1]
+    if whole_labels:
+        labels = labels.astype(np.int32).view(np.float32)
     return pack_records(
-        np.concatenate([view.labels[0][1], view.dense[0][1]], axis=1),
+        np.concatenate([labels, view.dense[0][1]], axis=1),
         np.array(lengths, np.int32).reshape(len(slots), rows),
         np.concatenate([np.zeros(0, np.int64), *keys]),
         layout,

@@ -15,8 +15,8 @@ from viviane.data.block import Block
 from viviane.data.columns import arrow_types, check_columns
 from viviane.data.decode import decode_group, open_parquet
 from viviane.data.formats.format import FileEntry, Format, check_entries
-from viviane.data.plan import Group
-from viviane.data.storage import Storage
+from viviane.data.plan import RowGroup
+from viviane.data.storage import DatasetFiles
 from viviane.schema import Schema
 
 # lz4 decodes two to three times as fast as zstd. Ids, labels and whole-number dense columns repeat and shrink
@@ -29,7 +29,7 @@ ENCODING: Final[dict[str, Any]] = {
 }
 
 
-class ParquetStorage(Storage):
+class ParquetStorage(DatasetFiles):
     """Parquet files whose columns have the schema's names and types."""
 
     unit: ClassVar[str] = "row group"
@@ -37,7 +37,7 @@ class ParquetStorage(Storage):
     def __init__(self, schema: Schema, files: Sequence[AnyPath], entries: Sequence[FileEntry] | None = None) -> None:
         super().__init__(schema, cast("Sequence[Path]", files))  # remote files are read by the same names
         check_entries(self.files, self, entries)
-        self._verified: set[Group] = set()  # check sums of pages are compared once: it costs a fifth of decoding
+        self._verified: set[RowGroup] = set()  # check sums of pages are compared once: it costs a fifth of decoding
         for number, path in enumerate(self.files):
             with open_parquet(path, lambda found, where: check_columns(found, schema, where)) as file:
                 if entries is not None and file.metadata.num_rows != entries[number].rows:
@@ -48,8 +48,8 @@ class ParquetStorage(Storage):
                     )  # fmt: skip
                 self.groups += groups_of(number, file)
 
-    def decode(self, group: Group, block: Block, start: int, part: int) -> None:
-        """Read a row group into a block; see Storage."""
+    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
+        """Read a row group into a block; see DatasetFiles."""
         path, stamp, first = self.files[group.file], self.stamps[group.file], group not in self._verified
         decode_group(path, stamp, group, self.schema, block, start, part, verify=first)
         self._verified.add(group)
@@ -69,7 +69,7 @@ class ParquetFormat(Format):
 
     def open(
         self, files: Sequence[AnyPath], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
-    ) -> Storage:
+    ) -> DatasetFiles:
         """Read the footer of every file and compare its columns with the schema; see Format."""
         return ParquetStorage(schema, files, entries)
 
@@ -98,12 +98,12 @@ class ParquetFormat(Format):
         return write_parquet(folder, types, tables, rows_per_file)
 
 
-def groups_of(number: int, file: pq.ParquetFile) -> Iterator[Group]:
+def groups_of(number: int, file: pq.ParquetFile) -> Iterator[RowGroup]:
     """Yield the row groups of file `number`."""
     row = 0
     for index in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(index).num_rows
-        yield Group(number, index, row, rows)
+        yield RowGroup(number, index, row, rows)
         row += rows
 
 

@@ -23,8 +23,8 @@ from viviane.data.buffers import Memory
 from viviane.data.formats.block_layout import IdLayout, content, sections
 from viviane.data.formats.format import BlockEntry, FileEntry, Format, check_entries, check_stored, checked_views
 from viviane.data.formats.mapped_file import MappedFile
-from viviane.data.plan import Group
-from viviane.data.storage import Storage, refuse_changed
+from viviane.data.plan import RowGroup
+from viviane.data.storage import DatasetFiles, refuse_changed
 from viviane.schema import CategoricalColumn, LabelColumn, Schema
 
 
@@ -47,7 +47,7 @@ class VivianeFormat(Format):
 
     def open(
         self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
-    ) -> Storage:
+    ) -> DatasetFiles:
         """Compare the sizes of files and blocks with the manifest; see Format."""
         if entries is None:
             self.files_at(files[0].parent)
@@ -103,7 +103,7 @@ def _name(number: int) -> str:
     return f"part-{number:05}.rows"
 
 
-class VivianeStorage(Storage):
+class VivianeStorage(DatasetFiles):
     """Files of Viviane's own format, mapped into memory when they are first read."""
 
     mapped = True
@@ -133,7 +133,7 @@ class VivianeStorage(Storage):
             if block.start != end or len(block.nnz) != len(self._stored.bags):
                 raise _contradiction(self.files[number], f"block {index} begins at byte {block.start}, not {end}")
             end += sections(self._stored, self._options.layout, block.rows, block.nnz)[1]
-            self.groups.append(Group(number, index, row, block.rows))
+            self.groups.append(RowGroup(number, index, row, block.rows))
             row += block.rows
         if end != entry.bytes or row != entry.rows:
             raise _contradiction(
@@ -144,12 +144,12 @@ class VivianeStorage(Storage):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}, "_views": {}}  # a map would be pickled as all its bytes
 
-    def decode(self, group: Group, block: Block, start: int, part: int) -> None:
-        """Copy a block of the file; see Storage."""
+    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
+        """Copy a block of the file; see DatasetFiles."""
         block.fill(self.view(group), start, group.num_rows, part)
 
-    def view(self, group: Group, memory: Memory | None = None) -> View:
-        """Return a block as it stands in the file; the first time, its check sum is compared."""
+    def view(self, group: RowGroup, memory: Memory | None = None) -> View:
+        """Return a block as it is stored in the file; the first time, its check sum is compared."""
         path = self.files[group.file]
         refuse_changed(path, self.stamps[group.file])
         view = self._views.get((group.file, group.index))
@@ -162,13 +162,13 @@ class VivianeStorage(Storage):
             self._map(group).fetch(start, end)
         return view
 
-    def _map(self, group: Group) -> MappedFile:
+    def _map(self, group: RowGroup) -> MappedFile:
         found = self._maps.get(group.file)
         if found is None:
             found = self._maps[group.file] = MappedFile(self.files[group.file])
         return found
 
-    def _open_block(self, group: Group, data: NDArray[np.uint8]) -> View:
+    def _open_block(self, group: RowGroup, data: NDArray[np.uint8]) -> View:
         entry = self._entries[group.file].blocks[group.index]
         planned, size = sections(self._stored, self._options.layout, entry.rows, entry.nnz)
         if self._options.check_sums == "first":
@@ -187,7 +187,7 @@ class VivianeStorage(Storage):
             self._check(group, column, view)
         return view
 
-    def _check(self, group: Group, column: LabelColumn | CategoricalColumn, view: View) -> None:
+    def _check(self, group: RowGroup, column: LabelColumn | CategoricalColumn, view: View) -> None:
         """Compare values with a schema that allows less than the one they were written by."""
         place = self.place(group, column.name)
         if isinstance(column, LabelColumn):

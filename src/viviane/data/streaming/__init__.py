@@ -1,6 +1,5 @@
 """Rows as they arrive: a Kafka topic as a data set for online training."""
 
-from viviane.data.streaming.kafka import KafkaStream
-from viviane.data.streaming.reader import StreamReader
+from viviane.data.streaming.kafka import KafkaStream, StreamReader
 
 __all__ = ["KafkaStream", "StreamReader"]

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,11 @@ from numpy.typing import NDArray
 from viviane.core.errors import DataError
 from viviane.core.logging import get_logger
 from viviane.data.block import View
+from viviane.data.streaming.bounds import Position, StreamBounds
 from viviane.data.streaming.merge import Merge
 from viviane.data.streaming.messages import BadMessageError, MessageDecoder
 from viviane.data.streaming.topic import EndOfLog, Message, Topic
 
-if TYPE_CHECKING:
-    from viviane.data.streaming.kafka import KafkaStream
-
-Place = tuple[int, int]
-"""The next message's offset, and how many of its rows were delivered."""
 POLL_S: Final = 0.25
 _MOST_MESSAGES: Final = 16_384
 _AHEAD: Final = 4  # batches whose rows may wait
@@ -53,10 +49,10 @@ class Rows:
         self._ends = np.cumsum(counts - self._taken)
         self.count = len(self._rows)
 
-    def take(self, most: int) -> tuple[NDArray[np.int64], dict[int, Place]]:
+    def take(self, most: int) -> tuple[NDArray[np.int64], dict[int, Position]]:
         """Return the next rows, and what then comes next in each partition they are of."""
         first, self.at = self.at, min(self.count, self.at + most)
-        places: dict[int, Place] = {}
+        places: dict[int, Position] = {}
         start, stop = (int(np.searchsorted(self._ends, row, side="right")) for row in (first, self.at))
         for number in range(start, stop):  # messages whose last row is among them
             places[self._messages[number].partition] = (self._messages[number].offset + 1, 0)
@@ -83,8 +79,9 @@ class DecodeAhead:
     The thread waits while the queue holds rows of `_AHEAD` batches. An error ends it, and is the last thing found.
 
     Args:
-        stream: says what ends a partition, and what becomes of a message that cannot be read.
-        topic: a connection that nobody else uses from now on; closed by `close`.
+        bounds: of the stream.
+        on_bad_message: "error" raises for a message that cannot be read, "skip" leaves it out.
+        topic: a connection that is used by nothing else from now on; closed by `close`.
         decoder: of the messages.
         places: where each partition is read from; rows of the first message may have been delivered.
         batch_size: rows of a batch here.
@@ -94,12 +91,13 @@ class DecodeAhead:
     """
 
     def __init__(
-        self, stream: KafkaStream, topic: Topic, decoder: MessageDecoder, places: Mapping[int, Place], batch_size: int,
-        bases: Mapping[int, int] | None = None,
+        self, bounds: StreamBounds, on_bad_message: Literal["error", "skip"], topic: Topic, decoder: MessageDecoder,
+        places: Mapping[int, Position], batch_size: int, bases: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
-        self._stream, self._topic, self._decoder = stream, topic, decoder
+        self._bounds, self._topic, self._decoder = bounds, topic, decoder
+        self._on_bad_message = on_bad_message
         self._places, self._batch_size = dict(places), batch_size
-        self._open = stream.unfinished(topic, {one: place[0] for one, place in places.items()})
+        self._open = bounds.unfinished(topic, {one: place[0] for one, place in places.items()})
         self._at_log_end: set[int] = set()
         self._most = min(batch_size, _MOST_MESSAGES)
         self._merge = None if bases is None else Merge(topic, self._open, bases, self._most)
@@ -119,7 +117,7 @@ class DecodeAhead:
         return self._waiting_rows
 
     def next(self, seconds: float) -> Found | None:
-        """Return what was found next, or None after so many seconds.
+        """Return what was found next, or None after this many seconds.
 
         Raises:
             DataError, RemoteError: what the thread met, after everything that it found before.
@@ -137,7 +135,7 @@ class DecodeAhead:
     def close(self) -> None:
         """Stop the thread, wait for its last look at the topic, and leave the brokers.
 
-        A thread that is asking brokers that do not answer is left to itself: it leaves when its retries are over.
+        A thread that is asking brokers that do not respond is left to itself: it leaves when its retries are over.
         """
         with self._changed:
             self._closed = True
@@ -182,14 +180,14 @@ class DecodeAhead:
         for one in self._topic.poll(self._most, wait):
             if one.partition not in self._open or (self._merge is not None and self._merge.is_fetched(one.partition)):
                 continue
-            if self._stream.is_end(one):
+            if self._bounds.is_end(one):
                 self._finish(one.partition)
             elif isinstance(one, EndOfLog):
                 self._at_log_end.add(one.partition)
             else:
                 self._at_log_end.discard(one.partition)
                 messages.append(one)
-        if self._stream.is_over:
+        if self._bounds.is_over:
             for partition in self._at_log_end & self._open:
                 self._finish(partition)
         if self._merge is not None:
@@ -219,8 +217,8 @@ class DecodeAhead:
         self._topic.stop(partition)
 
     def _bad(self, message: Message, error: BadMessageError) -> None:
-        where = f"{self._stream.path}, partition {message.partition}, offset {message.offset}"
-        if self._stream.on_bad_message == "error":
+        where = f"{self._bounds.path}, partition {message.partition}, offset {message.offset}"
+        if self._on_bad_message == "error":
             raise DataError(
                 "a message cannot be read", where=where, value=error.cause,
                 fix='correct who writes them; on_bad_message="skip" leaves such messages out and counts them',

@@ -1,28 +1,40 @@
-"""A Kafka topic where a data set is taken: endless, or up to offsets or a time."""
+"""A Kafka topic as a data set, and the reader of its batches, whose offsets say exactly which message comes next."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Final, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from viviane.core.errors import ConfigError, SchemaError, suggest
-from viviane.data.streaming.ahead import Place
-from viviane.data.streaming.messages import MessageKind, RowTransform
-from viviane.data.streaming.reader import Exchange, StreamReader
-from viviane.data.streaming.topic import EndOfLog, Message, Topic
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.batch import Batch
+from viviane.core.errors import CheckpointError, ConfigError, SchemaError, suggest
+from viviane.data.block import View
+from viviane.data.buffers import Buffers
+from viviane.data.slab import BatchShape, Slab
+from viviane.data.streaming.ahead import POLL_S, DecodeAhead, Rows
+from viviane.data.streaming.bounds import Bound, Position, StreamBounds
+from viviane.data.streaming.messages import MessageDecoder, MessageKind, RowTransform
+from viviane.data.streaming.topic import Topic
 from viviane.schema import Schema
 
-Bound = str | int | datetime | Mapping[int, int]
+STATE_VERSION: Final = 1
+Exchange = Callable[[Sequence[int]], list[list[int]]]
+"""Gives the numbers of every process, in order of rank."""
 _MAX_WAIT_S: Final = 1.0
 _OPTIONS: Final = ("messages", "start", "end", "max_wait_s", "on_bad_message")
+_REMEMBERED: Final = 16  # batches that a consumer may take ahead of the one it works on
 
 
 class KafkaStream:
-    """Rows of a Kafka topic, for `Trainer.fit` and `Model.fit` in the place of a data set.
+    """Rows of a Kafka topic, for `Trainer.fit` and `Model.fit` in place of a data set.
 
     Offsets stand in the checkpoints of the run and are never committed to Kafka, so that a resumed run trains on
     exactly the next message.
@@ -46,7 +58,7 @@ class KafkaStream:
         start: of a new run: "beginning", "end", offsets by partition, or a time (datetime, or ISO text).
         end: None is endless; "now": what is there when its end is reached; offsets by partition, the first one that is
             not read; or a time.
-        max_wait_s: a batch that is not full is delivered so many seconds after its first row; None waits. By default
+        max_wait_s: a batch that is not full is delivered this many seconds after its first row; None waits. By default
             None for a bounded stream, 1 for others.
         on_bad_message: "error", or "skip" leaves messages out that cannot be read, and counts and logs them.
         settings: librdkafka's own, such as {"security.protocol": "SASL_SSL"}; no credentials.
@@ -89,11 +101,11 @@ class KafkaStream:
             raise ConfigError("unknown on_bad_message", value=on_bad_message, allowed="error, skip")
         self.servers, self.topic, self.etl, self.messages = servers, topic, etl, messages
         self.schema: Schema = schema if schema is not None else etl.schema  # type: ignore[union-attr]
-        self.start, self.end = _bound(start, "start", ("beginning", "end")), _bound(end, "end", ("now",))
         self.max_wait_s: float | None = max_wait_s
         self.on_bad_message = on_bad_message
         self.settings = dict(settings or {})
         self.path = f"kafka://{servers}/{topic}"
+        self.bounds = StreamBounds(self.path, start, end)
         self.info: dict[str, Any] = {}
         self.exchange: Exchange | None = None
         self.stop: Callable[[], bool] = lambda: False
@@ -141,7 +153,7 @@ class KafkaStream:
         rank: int = 0, num_ranks: int = 1, **order: Any,
     ) -> StreamReader:  # fmt: skip
         """Return a reader of this stream's batches; options about the order of rows mean nothing here."""
-        del order  # shuffle, seed, threads: see the head of the class
+        del order  # shuffle, seed, threads: see the class docstring
         return StreamReader(
             self, batch_size, epoch=epoch, drop_last=drop_last, max_batches=max_batches, rank=rank, num_ranks=num_ranks
         )
@@ -152,65 +164,222 @@ class KafkaStream:
         """Return a connection to the topic."""
         return Topic(self.servers, self.topic, self.settings)
 
-    def first_places(self, topic: Topic) -> dict[int, Place]:
-        """Return where a new run begins in each partition."""
-        start = self.start
-        if isinstance(start, Mapping):
-            unknown = sorted(set(start) - set(topic.partitions))
-            if unknown:
-                raise ConfigError("the topic has no such partition", where=self.path, value=unknown)
-            return {one: (start[one] if one in start else topic.bounds(one)[0], 0) for one in topic.partitions}
-        if isinstance(start, int):
-            found = topic.offsets_at(start, topic.partitions)
-            offsets = {one: topic.bounds(one)[1] if at is None else at for one, at in found.items()}
-            return {one: (at, 0) for one, at in offsets.items()}
-        return {one: (topic.bounds(one)[start == "end"], 0) for one in topic.partitions}
 
-    def unfinished(self, topic: Topic, offsets: Mapping[int, int]) -> set[int]:
-        """Return the partitions that have messages before the end, or may get some."""
-        end = self.end
-        if not isinstance(end, Mapping):
-            return set(offsets)
-        return {one for one, offset in offsets.items() if offset < end.get(one, 0)}
+class StreamReader:
+    """Iterates over batches of a topic from its current offsets on; made by `KafkaStream.reader`.
 
-    def is_end(self, found: Message | EndOfLog) -> bool:
-        """Say whether what was found is beyond the end."""
-        end = self.end
-        if end is None:
+    A batch is delivered when it has its rows, or earlier: `max_wait_s` after its first row came. With an end, the
+    epoch ends there and the next one begins where this one did.
+
+    Args:
+        stream: the topic.
+        batch_size: rows of a batch, B, over all ranks.
+        epoch: which epoch to start with.
+        drop_last: leave out a last batch that is shorter than batch_size.
+        max_batches: end the epoch after this many batches.
+        rank, num_ranks: this reader takes the partitions p with p % num_ranks == rank, and its share of each batch.
+
+    Raises:
+        ConfigError: several ranks without a way to agree, or a number out of range.
+        DataError, RemoteError: there is no such topic, or no broker responds.
+    """
+
+    def __init__(
+        self, stream: KafkaStream, batch_size: int, *, epoch: int, drop_last: bool, max_batches: int | None, rank: int,
+        num_ranks: int,
+    ) -> None:  # fmt: skip
+        if batch_size < num_ranks or not 0 <= rank < num_ranks:
+            raise ConfigError("a batch needs a row for every rank", value=batch_size, allowed=f"{num_ranks} or more")
+        if num_ranks > 1 and stream.exchange is None:
+            raise ConfigError(
+                "ranks that share a stream have to agree on each batch",
+                fix="train with Trainer.fit or Model.fit; in a loop of your own, use stream.connected(...)",
+            )
+        self.stream, self.batch_size, self.drop_last, self.max_batches = stream, batch_size, drop_last, max_batches
+        self.rank, self.num_ranks = rank, num_ranks
+        self.num_skipped = 0
+        self._share = batch_size * (rank + 1) // num_ranks - batch_size * rank // num_ranks
+        self._shape = BatchShape.of(stream.schema)
+        self._decoder = MessageDecoder(stream.messages, stream.schema, stream.etl)
+        self._buffers = Buffers(False)
+        topic = stream.connect()
+        try:
+            self._beginning = stream.bounds.first_positions(topic)
+        finally:
+            topic.close()  # reading reconnects
+        self.topic_id, self._all_partitions = topic.topic_id, topic.partitions
+        self._own = [one for one in self._all_partitions if one % num_ranks == rank]
+        self._epoch, self._delivered = epoch, 0
+        self._places: dict[int, Position] = dict(self._beginning)
+        self._history: deque[tuple[int, dict[int, Position]]] = deque([(0, dict(self._places))], _REMEMBERED)
+        self._ahead: DecodeAhead | None = None
+        self._rest: Rows | None = None
+        self._open_ends: set[int] = set()  # partitions that have not ended
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Batches of this epoch that were delivered."""
+        return self._delivered
+
+    @property
+    def ready(self) -> bool:
+        """Whether the rows of the next batch are decoded; False with several ranks, which decide together."""
+        if self._ahead is None or self.num_ranks > 1:
             return False
-        if isinstance(end, Mapping):
-            return found.offset >= end.get(found.partition, 0)
-        if isinstance(found, EndOfLog):
-            return end == "now" or self.is_over
-        return isinstance(end, int) and found.time_ms >= end
+        rest = 0 if self._rest is None else self._rest.count - self._rest.at
+        return rest + self._ahead.waiting_rows >= self._share
 
-    @property
-    def is_bounded(self) -> bool:
-        """Whether all rows up to the end are there already, or will be waited for."""
-        return self.end == "now" or isinstance(self.end, Mapping) or self.is_over
+    # Reading ----------------------------------------------------------------------------------------------
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the time that ends the stream has passed."""
-        return isinstance(self.end, int) and time.time() * 1000 >= self.end
+    def __iter__(self) -> Iterator[Batch]:
+        """Continue with the next message."""
+        self.close()
+        own = {one: self._places.get(one, (0, 0)) for one in self._own}
+        topic = self.stream.connect()
+        try:
+            bases = {one: place[0] for one, place in self._beginning.items()} if self.stream.bounds.is_bounded else None
+            self._ahead = ahead = DecodeAhead(
+                self.stream.bounds, self.stream.on_bad_message, topic, self._decoder, own, self._share, bases
+            )
+        except BaseException:
+            topic.close()
+            raise
+        # A reader that is dropped, or stands at the end of the process, leaves no thread behind.
+        self._dropped = weakref.finalize(self, ahead.close)
+        self._rest, self._open_ends = None, set(ahead.partitions)
+        return self._batches(ahead)
 
+    def _batches(self, ahead: DecodeAhead) -> Iterator[Batch]:
+        while self.max_batches is None or self._delivered < self.max_batches:
+            before = dict(self._places)
+            parts, places = self._gather_rows(ahead)
+            count = sum(len(rows) for _, rows in parts)
+            short = not self._open_ends and count < self._share and self.drop_last
+            if short or not parts:
+                count, parts = 0, [(self._decoder.empty(), np.empty(0, np.int64))]
+            num_rows, ended, stops = self._agree(count, places)
+            if stops:
+                self._places = before  # what was read and not delivered is read again
+                return
+            if num_rows == 0:
+                if ended:
+                    break
+                continue
+            self._delivered += 1
+            self._history.append((self._delivered, dict(self._places)))
+            yield Slab.gather(self._shape, parts, self._buffers).batch(self._shape, self._origin())
+        self._epoch, self._delivered, self._places = self._epoch + 1, 0, dict(self._beginning)
+        self._history.clear()
+        self._history.append((0, dict(self._places)))
 
-def _bound(value: Bound | None, name: str, words: Sequence[str]) -> str | int | dict[int, int] | None:
-    """Return a word, milliseconds since 1970, or offsets by partition."""
-    if value is None or (isinstance(value, str) and value in words):
-        return value
-    if isinstance(value, Mapping):
-        offsets = {int(partition): int(offset) for partition, offset in value.items()}
-        if any(number < 0 for pair in offsets.items() for number in pair):
-            raise ConfigError(f"the stream's {name} has a negative number", value=str(offsets))
-        return offsets
-    try:
-        moment = datetime.fromisoformat(value) if isinstance(value, str) else value
-        if not isinstance(moment, datetime):
-            raise TypeError(f"{type(value).__name__}")
-    except (ValueError, TypeError):
-        raise ConfigError(
-            f"the stream's {name} is nothing that bounds it", value=str(value),
-            allowed=", ".join((*words, "offsets by partition", "a time such as 2026-01-31T12:00:00+00:00")),
-        ) from None  # fmt: skip
-    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+    def _origin(self) -> str:
+        ends = ", ".join(f"{partition}: {place[0]}" for partition, place in sorted(self._places.items()))
+        return f"{self.stream.path}, batch {self._delivered - 1} (before offsets {ends})"
+
+    def _gather_rows(self, ahead: DecodeAhead) -> tuple[list[tuple[View, NDArray[np.int64]]], dict[int, Position]]:
+        """Collect rows of a batch until it is whole, `max_wait_s` is over, the stream ends or the run stops."""
+        parts: list[tuple[View, NDArray[np.int64]]] = []
+        places: dict[int, Position] = {}
+        count, wait = 0, self.stream.max_wait_s
+        # alone, a batch's time begins with its first row; together, no rank makes the others wait for long
+        deadline = None if wait is None or self.num_ranks == 1 else time.monotonic() + wait
+        while count < self._share and not self.stream.stop():
+            if self._rest is None or self._rest.at == self._rest.count:
+                left = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
+                if left <= 0 or not self._open_ends:
+                    break
+                found = ahead.next(left)
+                if found is not None:
+                    self._rest = found.rows
+                    self._open_ends -= found.ended
+                    self.num_skipped += found.num_skipped
+                continue
+            if deadline is None and wait is not None:
+                deadline = time.monotonic() + wait
+            rows, reached = self._rest.take(self._share - count)
+            parts.append((self._rest.view, rows))
+            places |= reached
+            count += len(rows)
+        return parts, places
+
+    def _agree(self, count: int, places: dict[int, Position]) -> tuple[int, bool, bool]:
+        """Move on to the places of all ranks; returns rows of the whole batch, whether all ended, whether one stops."""
+        stops = self.stream.stop()
+        if self.num_ranks == 1:
+            if count:
+                self._places |= places
+            return count, not self._open_ends and count == 0, stops and count < self._share
+        assert self.stream.exchange is not None
+        reached = self._places | (places if count else {})
+        own = [number for one in self._own for number in reached.get(one, (0, 0))]
+        padding = [0] * (2 * -(-len(self._all_partitions) // self.num_ranks) - len(own))
+        every = self.stream.exchange([count, int(bool(self._open_ends)), int(stops), *own, *padding])
+        if any(one[2] for one in every):
+            return 0, False, True
+        for rank, numbers in enumerate(every):
+            theirs = [one for one in self._all_partitions if one % self.num_ranks == rank]
+            self._places |= {p: (numbers[3 + 2 * i], numbers[4 + 2 * i]) for i, p in enumerate(theirs)}
+        return sum(one[0] for one in every), not any(one[1] for one in every), False
+
+    # Position ---------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the place as plain data: offsets of the next message of each partition, after recent batches."""
+        after = {str(n): {str(p): list(place) for p, place in sorted(places.items())} for n, places in self._history}
+        return {
+            "version": STATE_VERSION, "topic": self.stream.topic, "topic_id": self.topic_id,
+            "messages": self.stream.messages, "epoch": self._epoch, "batches": self._delivered, "offsets_after": after,
+            "beginning": {str(partition): list(place) for partition, place in sorted(self._beginning.items())},
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with exactly the message that would have come after `state` was taken.
+
+        Raises:
+            CheckpointError: the state is of another topic, or of one that was deleted and recreated.
+        """
+        try:
+            version, epoch, batches = state["version"], int(state["epoch"]), int(state["batches"])
+            found = state["offsets_after"][str(batches)]
+            places = {int(partition): (int(place[0]), int(place[1])) for partition, place in found.items()}
+            begun = state.get("beginning", {})  # versions before 0.2 did not save it
+            beginning = {int(partition): (int(place[0]), int(place[1])) for partition, place in begun.items()}
+            known = {name: state[name] for name in ("topic", "topic_id", "messages")}
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError("not a position in a stream", value=str(error), fix="resume with the data set of "
+                                  "the run that was saved") from error  # fmt: skip
+        wanted = {"topic": self.stream.topic, "messages": self.stream.messages, "topic_id": self.topic_id}
+        for name, value in wanted.items():
+            if known[name] != value and not (name == "topic_id" and None in (known[name], value)):
+                what = "topic, which was deleted and recreated since" if name == "topic_id" else name
+                raise CheckpointError(
+                    f"the saved position is of another {what}", where=self.stream.path, value=known[name],
+                    allowed=str(value), fix="start a new run",
+                )  # fmt: skip
+        if version != STATE_VERSION:
+            raise CheckpointError("a position of another version", value=version, allowed=str(STATE_VERSION))
+        self.close()
+        self._beginning |= beginning
+        self._epoch, self._delivered, self._places = epoch, batches, {**self._beginning, **places}
+        self._history.clear()
+        self._history.append((batches, dict(self._places)))
+
+    def close(self) -> None:
+        """Stop the thread that decodes, and leave the brokers; the position stays."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._dropped.detach()
+            ahead.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -21,7 +21,7 @@ class Merge:
     Args:
         topic: of the partitions.
         partitions: that have messages, or may get some.
-        bases: offset from which each is counted; unchanged when reading goes on from later offsets.
+        bases: offset from which each is counted; unchanged when reading continues from later offsets.
         most: messages to hold of a partition, and to give at a time.
     """
 
@@ -43,7 +43,7 @@ class Merge:
         return bool(self._heads) and all(self._waiting[one] for one in self._fetching)
 
     def is_fetched(self, partition: int) -> bool:
-        """Whether a partition has come to its end, though messages of it may wait."""
+        """Whether a partition has ended, though messages of it may wait."""
         return partition not in self._fetching
 
     def end(self, partition: int) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, DataError, VivianeError
 from viviane.data.block import Block, View
-from viviane.data.checks import Place
+from viviane.data.checks import CellLocation
 from viviane.data.columns import arrow_types, check_columns
 from viviane.data.decode import decode_table
 from viviane.schema import Schema
@@ -89,7 +89,7 @@ class MessageDecoder:
         """Return no rows."""
         block = Block(self.schema, 0, 1)
         table = pa.schema(list(arrow_types(self.schema).items())).empty_table()
-        decode_table(table, lambda name: Place("no message", 0, 0, name, "message"), self.schema, block, 0, 0)
+        decode_table(table, lambda name: CellLocation("no message", 0, 0, name, "message"), self.schema, block, 0, 0)
         return block.finish()
 
     def _decode(self, values: Sequence[bytes | None]) -> tuple[View, NDArray[np.int64]]:
@@ -102,7 +102,7 @@ class MessageDecoder:
         check_columns(table.schema, self.schema, "the message")
         table = table.select(self.schema.column_names)
         block = Block(self.schema, table.num_rows, 1)
-        decode_table(table, lambda name: Place("the message", 0, 0, name, "message"), self.schema, block, 0, 0)
+        decode_table(table, lambda name: CellLocation("the message", 0, 0, name, "message"), self.schema, block, 0, 0)
         return block.finish(), counts
 
     def _json(self, values: list[bytes]) -> tuple[pa.Table, NDArray[np.int64]]:

@@ -79,7 +79,7 @@ class Topic:
         settings: of librdkafka, besides.
 
     Raises:
-        RemoteError: no broker answers, after retries.
+        RemoteError: no broker responds, after retries.
         DataError: there is no such topic.
     """
 
@@ -123,7 +123,7 @@ class Topic:
         return sorted(found.partitions)
 
     def _topic_id(self) -> str | None:
-        """Return what tells this topic from a later one of the same name; None where brokers are too old to say."""
+        """Return the id of this topic, which a later one of the same name does not have; None for old brokers."""
         admin = require("confluent_kafka.admin", extra="kafka", purpose="reading a Kafka topic")
         try:
             client = admin.AdminClient(self._settings)
@@ -171,10 +171,10 @@ class Topic:
         return retried(requests, self.url, "asking the brokers")
 
     def poll(self, most: int, seconds: float) -> list[Message | EndOfLog]:
-        """Return up to so many messages, as soon as there are some, or none after so many seconds.
+        """Return up to this many messages, as soon as there are some, or none after this many seconds.
 
         Raises:
-            RemoteError: no broker has answered for a while, after retries.
+            RemoteError: no broker has responded for a while, after retries.
             DataError: the topic was deleted, or the next message is no longer there.
         """
         found: list[Message | EndOfLog] = []
@@ -236,7 +236,7 @@ class Topic:
 
     def _rewound(self, partition: int, offset: int, text: str) -> DataError:
         return DataError(
-            "the next message is not in the topic: it was removed, or the topic was made anew",
+            "the next message is not in the topic: it was removed, or the topic was recreated",
             where=f"{self.url}, partition {partition}", value=f"offset {offset}; {text}",
             fix="keep messages for longer than a run may stand still; start a new run with `start`",
         )  # fmt: skip

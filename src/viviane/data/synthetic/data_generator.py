@@ -38,10 +38,10 @@ class DataGeneratorConfig(Settings):
         label_dim, dense_dim, num_slot: columns of each kind.
         i64_input_key: keys of 8 bytes instead of 4.
         source, eval_source: file lists to write (norm, parquet), or files (raw, raw-async). Lists name files
-            `train/gen_<i>.data` and `val/gen_<i>.data`, or .parquet, beside the list.
+            `train/gen_<i>.data` and `val/gen_<i>.data`, or .parquet, next to the list.
         slot_size_array: different keys of each slot.
-        nnz_array: keys of each slot in a row; empty: one each. In norm and raw-async exactly so many, in Parquet 1 to
-            so many where it is above 1.
+        nnz_array: keys of each slot in a row; empty: one each. In norm and raw-async exactly this many, in Parquet 1 to
+            this many where it is above 1.
         check_type: "Sum": norm files carry check sums; "Non": none.
         dist_type: of the keys.
         power_law_type: "Long" (alpha 0.9), "Medium" (1.1), "Short" (1.3), or "Specific": `alpha`.

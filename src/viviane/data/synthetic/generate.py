@@ -99,15 +99,15 @@ def generate(
     num_threads: int = 2,
     overwrite: bool = False,
 ) -> Generated:
-    """Write synthetic click data; memory stays bounded whatever the number of rows.
+    """Write synthetic click data; memory stays bounded regardless of the number of rows.
 
-    The same config and part give the same bytes, whatever num_threads. Parts share the planted model and
+    The same config and part give the same bytes, regardless of num_threads. Parts share the planted model and
     differ in their rows.
 
     Args:
         config: columns, frequencies, planted model.
         path: "parquet": a data set folder; "criteo": a text file, compressed if it ends in .gz, with
-            `<path>.info.json` beside it.
+            `<path>.info.json` next to it.
         part: "train", "valid" or any other name.
         overwrite: replace what is there.
 

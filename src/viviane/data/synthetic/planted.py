@@ -7,7 +7,7 @@
              layers, factorisation machines and dot interactions find, and a linear model does not
     smooth   sum over dense columns of sin(a x + b)
 
-Effects and vectors are hashes of (column, key), so that no table is kept whatever the cardinality; they fade
+Effects and vectors are hashes of (column, key), so that no table is kept regardless of the cardinality; they fade
 with the rank of the key, (1 + rank / 100)^-1/2, because what rare keys carry cannot be learned from a
 finite number of rows. Bags contribute the (weighted) mean over their ids. Chunk i of a part ("train",
 "valid") depends on (config, part, i) alone.

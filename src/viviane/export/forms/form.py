@@ -1,4 +1,4 @@
-"""What all forms share: a program with an example of its inputs, traced when it is asked for; and what runs a form."""
+"""What all forms share: a program with an example of its inputs, traced when it is requested; and what runs a form."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
 
 
 def save(trace: Trace, file: Path) -> None:
-    """Translate the traced program into one file; weights beyond `LARGE_BYTES` go beside it, into `<file>.data`.
+    """Translate the traced program into one file; weights beyond `LARGE_BYTES` go next to it, into `<file>.data`.
 
     Raises:
         ExportError: an operator has no translation.

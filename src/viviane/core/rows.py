@@ -1,0 +1,277 @@
+"""Rows in memory, in whatever form they come, as one Arrow table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from viviane.core.errors import ConfigError, DataError, SchemaError
+
+FORMS: Final = (
+    "a pandas, Polars, Arrow or Hugging Face table, columns by name, a list of dicts, an array (rows, columns), "
+    "or a torch Dataset or DataLoader of dicts"
+)
+
+
+def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
+    """Return rows as an Arrow table, copying as little as possible.
+
+    pandas frames (categories, nullable and mixed types; the index is left out), Polars frames and lazy frames, Arrow
+    tables, record batches and readers, whatever has Arrow's PyCapsule interface, Hugging Face data sets, columns by
+    name, lists of dicts, NumPy arrays of two dimensions or of records, torch tensors, torch Datasets and DataLoaders
+    whose items are dicts, and iterables of any of these. NaN in a pandas frame stands for a missing value, elsewhere
+    for itself.
+
+    Args:
+        rows: the rows.
+        names: names of an array's columns; None gives x0, x1, ...
+
+    Raises:
+        ConfigError: rows of another kind.
+        SchemaError: a column stands twice, or columns differ in length.
+        DataError: a column's values are of types that do not go together.
+
+    Example:
+        >>> as_table([{"item": "pen", "price": 1.5}, {"item": "ink", "price": None}]).to_pydict()
+        {'item': ['pen', 'ink'], 'price': [1.5, None]}
+        >>> as_table(np.zeros((2, 2))).column_names
+        ['x0', 'x1']
+    """
+    table = _whole(rows, names)
+    if table is None:
+        table = _of_parts(rows, names)
+    twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    if twice:
+        raise SchemaError("a column stands twice", value=", ".join(twice), fix="rename one of them")
+    return plain_table(table)
+
+
+def is_frame(rows: Any) -> bool:
+    """Whether rows have named columns of their own, so that `as_table` needs no names.
+
+    Example:
+        >>> is_frame({"a": [1]}), is_frame(np.zeros((2, 2)))
+        (True, False)
+    """
+    if isinstance(rows, np.ndarray):
+        return rows.dtype.names is not None
+    if isinstance(rows, list | tuple):
+        return bool(rows) and isinstance(rows[0], Mapping | pa.Table | pa.RecordBatch)
+    return not isinstance(rows, torch.Tensor)
+
+
+def is_table(rows: Any) -> bool:
+    """Whether rows are one table of a library for tables, as opposed to an iterable of parts.
+
+    Example:
+        >>> is_table(pa.table({"a": [1]})), is_table([{"a": [1]}])
+        (True, False)
+    """
+    library = type(rows).__module__.partition(".")[0]
+    return hasattr(rows, "__arrow_c_stream__") or library in ("pandas", "polars", "datasets")
+
+
+def _whole(rows: Any, names: Sequence[str] | None) -> pa.Table | None:
+    """Return the table of what holds all rows at once; None where it has to be iterated."""
+    if isinstance(rows, torch.Tensor):
+        rows = rows.detach().cpu().numpy()
+    if isinstance(rows, np.ndarray):
+        return _of_array(rows, names)
+    if isinstance(rows, pa.Table):
+        return rows
+    library = type(rows).__module__.partition(".")[0]
+    convert: Callable[[Any], pa.Table] | None = _OF_LIBRARY.get(library)
+    if isinstance(rows, pa.RecordBatch):
+        convert = _of_record_batch
+    elif isinstance(rows, Mapping) and library != "datasets":
+        convert = _of_columns
+    elif convert is None and hasattr(rows, "__arrow_c_stream__"):
+        convert = pa.table
+    return None if convert is None else convert(rows)
+
+
+def _of_parts(rows: Any, names: Sequence[str] | None) -> pa.Table:
+    """Return the rows of an iterable: of dicts with one row each, or of parts that are tables themselves."""
+    if isinstance(rows, str | bytes):
+        raise ConfigError("a text is not rows", value=repr(rows[:80]), allowed=FORMS, fix="read the file first")
+    items = _items(rows)
+    first = next(items, None)
+    if first is None:
+        raise DataError("there are no rows", allowed=FORMS)
+    items = chain([first], items)
+    if isinstance(first, Mapping) and not _is_batch(first):
+        return _of_dicts(items)
+    if isinstance(first, int | float | str | bool) or (
+        isinstance(first, list | tuple) and not any(isinstance(one, Mapping) for one in first)
+    ):
+        if isinstance(rows, list | tuple) and isinstance(first, list | tuple):
+            return _of_array(_array_of_lists(rows), names)
+        raise ConfigError("rows of this kind have no named columns", value=type(rows).__name__, allowed=FORMS)
+    return pa.concat_tables([as_table(part, names) for part in items], promote_options="permissive")
+
+
+def _items(rows: Any) -> Iterator[Any]:
+    if isinstance(rows, torch.utils.data.Dataset) and not isinstance(rows, Iterable):
+        if not hasattr(rows, "__len__"):
+            raise ConfigError("a torch Dataset of unknown length", value=type(rows).__name__, fix="give it __len__")
+        return (rows[n] for n in range(len(rows)))
+    if isinstance(rows, Iterable):
+        return iter(rows)
+    raise ConfigError("rows of this kind are not understood", value=type(rows).__name__, allowed=FORMS)
+
+
+def _is_batch(item: Mapping[str, Any]) -> bool:
+    """Whether a dict holds columns of several rows, as a DataLoader gives them, and not one row."""
+    return any(isinstance(value, np.ndarray | torch.Tensor) and value.ndim > 0 for value in item.values()) and all(
+        hasattr(value, "__len__") and not isinstance(value, str | bytes) for value in item.values()
+    )
+
+
+def _of_dicts(items: Iterable[Any]) -> pa.Table:
+    columns: dict[str, list[Any]] = {}
+    count = 0
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise DataError("a row is a dict from column to value", where=f"row {number}", value=type(item).__name__)
+        for name in item.keys() - columns.keys():
+            columns[str(name)] = [None] * number
+        for name, values in columns.items():
+            value = item.get(name)
+            values.append(value.item() if isinstance(value, np.generic | torch.Tensor) and not value.ndim else value)
+        count = number + 1
+    # The order of the first row, then of appearance.
+    return pa.table({name: _array(name, values) for name, values in columns.items()}) if count else pa.table({})
+
+
+def _of_columns(columns: Mapping[str, Any]) -> pa.Table:
+    arrays = {str(name): _array(str(name), values) for name, values in columns.items()}
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise SchemaError("columns differ in length", value=lengths)
+    return pa.table(arrays)
+
+
+def _array_of_lists(rows: Sequence[Any]) -> np.ndarray[Any, Any]:
+    try:
+        found = np.asarray(rows)
+    except ValueError as error:
+        raise DataError("rows differ in length", value=str(error)) from error
+    return found
+
+
+def _of_array(array: np.ndarray[Any, Any], names: Sequence[str] | None) -> pa.Table:
+    if array.dtype.names is not None:
+        return _of_columns({name: array[name] for name in array.dtype.names})
+    if array.ndim != 2:
+        fix = "reshape one column to (rows, 1), and one row to (1, columns)"
+        raise DataError("an array of rows has two dimensions", value=array.shape, allowed="(rows, columns)", fix=fix)
+    chosen = [f"x{n}" for n in range(array.shape[1])] if names is None else list(names)
+    if len(chosen) != array.shape[1]:
+        raise SchemaError("the array has another number of columns", value=array.shape[1], allowed=str(len(chosen)))
+    return pa.table({name: _array(name, np.ascontiguousarray(array[:, n])) for n, name in enumerate(chosen)})
+
+
+def _of_record_batch(batch: pa.RecordBatch) -> pa.Table:
+    return pa.Table.from_batches([batch])
+
+
+def _of_pandas(frame: Any) -> pa.Table:
+    if not hasattr(frame, "columns"):
+        raise ConfigError("a column alone is not rows", value=type(frame).__name__, fix="frame = series.to_frame()")
+    names = [str(name) for name in frame.columns]
+    arrays = [_array(name, frame.iloc[:, n], from_pandas=True) for n, name in enumerate(names)]
+    return pa.table(arrays, names=names) if names else pa.table({})
+
+
+def _of_polars(frame: Any) -> pa.Table:
+    collected = frame.collect() if hasattr(frame, "collect") else frame
+    if not hasattr(collected, "columns"):
+        raise ConfigError("a column alone is not rows", value=type(frame).__name__, fix="frame = series.to_frame()")
+    table: pa.Table = collected.to_arrow()
+    return table
+
+
+def _of_hugging_face(data: Any) -> pa.Table:
+    if isinstance(data, Mapping):
+        raise ConfigError("several splits are not one table", value=", ".join(map(str, data)), fix='data["train"]')
+    if not hasattr(data, "with_format"):
+        raise ConfigError("rows of this kind are not understood", value=type(data).__name__, allowed=FORMS)
+    if not hasattr(data, "__len__"):  # a stream
+        return _of_dicts(data)
+    found = data.with_format("arrow")[:]
+    table: pa.Table = found if isinstance(found, pa.Table) else pa.table(found)
+    return table
+
+
+_OF_LIBRARY: Final[dict[str, Callable[[Any], pa.Table]]] = {
+    "pandas": _of_pandas, "polars": _of_polars, "datasets": _of_hugging_face,
+}  # fmt: skip
+
+
+def _array(name: str, values: Any, *, from_pandas: bool = False) -> Any:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    if isinstance(values, np.ndarray) and values.ndim == 2:
+        flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+        return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]) if values.shape[1] else pa.nulls(len(values))
+    if isinstance(values, str | bytes | Mapping) or not (hasattr(values, "__len__") or hasattr(values, "__iter__")):
+        fix = "for one row give a list of one dict"
+        raise SchemaError("a column is an array or a list", where=f"column {name!r}", value=repr(values)[:80], fix=fix)
+    if isinstance(values, np.ndarray) and values.dtype == object:
+        from_pandas = True
+    try:
+        return pa.array(values, from_pandas=from_pandas)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        return _mixed(name, values, error)
+
+
+def _mixed(name: str, values: Any, error: Exception) -> Any:
+    """Return values of several types as text, as a delimited file would hold them; others than scalars are refused."""
+    texts: list[str | None] = []
+    for value in values:
+        if (
+            value is None
+            or (isinstance(value, float) and math.isnan(value))
+            or type(value).__name__ in ("NAType", "NaTType")
+        ):
+            texts.append(None)
+        elif isinstance(value, str | int | float | bool | np.generic):
+            texts.append(str(value))
+        else:
+            raise DataError(
+                "a column's values are of types that do not go together", where=f"column {name!r}", value=str(error)
+            ) from error
+    return pa.array(texts, pa.string())
+
+
+def plain_table(table: pa.Table) -> pa.Table:
+    """Return a table without what only its producer needs: dictionaries, views, 64-bit offsets, booleans, decimals.
+
+    Booleans become 0 and 1, decimals and half-precision numbers become real numbers of 64 and 32 bits.
+    """
+    fields = [field.with_type(_plain_type(field.type)) for field in table.schema]
+    wanted = pa.schema([field.remove_metadata() for field in fields])
+    if wanted.types == table.schema.types:
+        return table
+    return pa.table([table.column(n).cast(field.type) for n, field in enumerate(wanted)], schema=wanted)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if types.is_large_string(kind) or types.is_string_view(kind):
+        return pa.string()
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pa.list_(_plain_type(kind.value_type))
+    if types.is_boolean(kind):
+        return pa.int8()
+    if types.is_decimal(kind):
+        return pa.float64()
+    return pa.float32() if types.is_float16(kind) else kind

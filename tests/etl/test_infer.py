@@ -1,0 +1,100 @@
+"""Column types from values; the file that comes of it runs."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from viviane import etl
+from viviane.cli.main import app
+from viviane.core.errors import DataError, SchemaError
+from viviane.etl import infer_config, infer_file
+
+ROWS = 1000
+CHANCE = np.random.default_rng(0)
+TABLE = pa.table({
+    "click": (np.arange(ROWS) % 10 == 0).astype(int),
+    "price": CHANCE.lognormal(0, 2, ROWS),
+    "age": CHANCE.integers(18, 28, ROWS),
+    "clicks": CHANCE.integers(0, 500, ROWS),
+    "user_id": CHANCE.integers(0, 300, ROWS),
+    "hash": CHANCE.integers(2**40, 2**41, ROWS) // 2**32 * 2**32 + 7,
+    "site": [f"s{n % 7}" for n in range(ROWS)],
+    "session": [f"u{n}" for n in range(ROWS)],
+    "nothing": pa.nulls(ROWS, pa.string()),
+    "same": ["x"] * ROWS,
+    "tags": [["a", "b"][: n % 3] for n in range(ROWS)],
+    "seen": pa.array(np.arange(ROWS) * 3_600_000_000, pa.timestamp("us")),
+})  # fmt: skip
+
+
+def test_each_column_becomes_what_its_values_are() -> None:
+    found = infer_config(TABLE, ["click"])
+    assert {one.name: one.kind for one in found.columns} == {
+        "click": "label", "price": "number", "age": "number", "clicks": "number", "user_id": "category",
+        "hash": "category", "site": "category", "session": "ignored", "nothing": "ignored", "same": "ignored",
+        "tags": "list", "seen": "time",
+    }  # fmt: skip
+    names = [one.name for one in found.config.categorical]
+    assert names == [
+        "price_bin10", "price_bin40", "age_value", "clicks_bin10", "clicks_bin40", "user_id", "hash", "site", "tags",
+        "seen_hour", "seen_weekday",
+    ]  # fmt: skip
+    assert {one.name: one.operators[0].type for one in found.config.dense} == {
+        "price": "log", "age": "standardize", "clicks": "standardize",
+    }  # fmt: skip
+    assert found.config.categorical[5].encoding.min_count == 10  # one positive is expected in so many rows
+
+
+def test_the_inferred_file_runs_on_the_rows_themselves(tmp_path: Path) -> None:
+    found = infer_config(TABLE, ["click"])
+    summary = etl.run(found.config, TABLE, tmp_path / "out", threads=1)
+    assert summary.rows == {"train": ROWS}
+    assert summary.num_ids["site"] == 10
+
+
+def test_known_kinds_win() -> None:
+    found = infer_config(TABLE.select(["click", "age", "user_id"]), ["click"], categories=["age"], numbers=["user_id"])
+    assert [(one.name, one.kind) for one in found.columns[1:]] == [("age", "category"), ("user_id", "number")]
+
+
+def test_refuses_what_cannot_be() -> None:
+    with pytest.raises(SchemaError, match="click"):
+        infer_config(TABLE, ["clik"])
+    with pytest.raises(SchemaError, match="no column to learn from"):
+        infer_config(TABLE.select(["click", "same"]), ["click"])
+
+
+def test_reads_text_packed_text_and_parquet_alike(tmp_path: Path) -> None:
+    text = "click;site;price\n" + "".join(f"{n % 2};s{n % 3};{n / 4}\n" for n in range(40))
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    plain = {
+        "click": [n % 2 for n in range(40)],
+        "site": [f"s{n % 3}" for n in range(40)],
+        "price": [n / 4 for n in range(40)],
+    }
+    pq.write_table(pa.table(plain), tmp_path / "a.parquet")
+    kinds = [infer_file(tmp_path / name).columns for name in ("a.csv", "a.csv.gz", "a.parquet")]
+    assert kinds[0] == kinds[1] == kinds[2]
+    assert infer_file(tmp_path / "a.csv").config.input.delimiter == ";"
+    (tmp_path / "bad.csv.gz").write_bytes(gzip.compress(text.encode())[:40])
+    with pytest.raises(DataError, match="cannot be read"):
+        infer_file(tmp_path / "bad.csv.gz")
+
+
+def test_the_command_writes_a_file_and_explains_the_columns(tmp_path: Path) -> None:
+    (tmp_path / "clicks.csv").write_text("bought,site\n1,a\n0,b\n0,a\n")
+    run = CliRunner().invoke
+    refused = run(app, ["etl", "--infer", str(tmp_path / "clicks.csv")])
+    assert isinstance(refused.exception, SchemaError)
+    assert "which column is the label" in str(refused.exception)
+    arguments = ["--infer", str(tmp_path / "clicks.csv"), "--label", "bought", "--output", str(tmp_path / "etl.json")]
+    done = run(app, ["etl", *arguments])
+    assert done.exit_code == 0, done.output
+    assert "site    category  2 values" in done.stderr
+    assert etl.EtlConfig.from_json_file(tmp_path / "etl.json").labels[0].name == "bought"
