@@ -23,7 +23,7 @@ from viviane.batch import Batch, Layout
 from viviane.config import AdaGrad
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.training import Progress
-from viviane.training.checkpoint_store import CheckpointStore
+from viviane.training.checkpoint.store import CheckpointStore
 
 DIM, BATCH, IDS = 64, 2048, 26
 

@@ -34,8 +34,8 @@ from viviane.config import SGD, AdaGrad
 from viviane.config.optimizers import AnyOptimizer
 from viviane.embedding import FeatureConfig, TableConfig
 from viviane.nn import binary_cross_entropy
-from viviane.parallel import Group, Plan, ShardedCollection, TablePlan, join_processes
-from viviane.training.dense_exchange import DenseExchange
+from viviane.parallel import Group, ShardedCollection, ShardingPlan, TablePlan, join_processes
+from viviane.training.step.dense_exchange import DenseExchange
 
 NUM_BATCHES = 2 if SMALL else 4
 REPEATS = 8 if SMALL else 40
@@ -46,7 +46,7 @@ def sizes_of(rows: Sequence[int]) -> list[int]:
     return [min(one, CAP) for one in rows]
 
 
-def make_plan(rows: Sequence[int], hotness: Sequence[int], n: int, replicated: int) -> Plan:
+def make_plan(rows: Sequence[int], hotness: Sequence[int], n: int, replicated: int) -> ShardingPlan:
     """Replicate tables of up to so many rows, cut columns of those that one process has no time for, spread by ids."""
     load = [0.0] * n
     share = sum(count for one, count in zip(rows, hotness, strict=True) if one > replicated) / n
@@ -60,7 +60,7 @@ def make_plan(rows: Sequence[int], hotness: Sequence[int], n: int, replicated: i
         for rank in ranks:
             load[rank] += hotness[i] / parts
         plans[i] = TablePlan(table=f"t{i}", kind="column" if parts > 1 else "table", ranks=ranks)
-    return Plan(world_size=n, tables=[plans[i] for i in range(len(rows))])
+    return ShardingPlan(world_size=n, tables=[plans[i] for i in range(len(rows))])
 
 
 class Case:

@@ -1,7 +1,8 @@
 """kill -9 at every write of the commands that write outputs, and at how many of them: python benchmarks/kills.py
 
 Runs the slow tests of tests/kill, which fail where an output is not whole afterwards, the next run does not work, or
-something is left behind; keeps the number of kills of each command. `--log FILE` reads what such a run has printed.
+something is left behind. A command runs once, what its folder holds before each write is kept, and the next run starts
+from each of the states that differ. `--log FILE` reads what such a run has printed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from record import ROOT, record
 
-LINE = re.compile(r"^\.?(?P<name>[a-z ]+): (?P<count>\d+) writes$", re.MULTILINE)
+LINE = re.compile(r"^\.*(?P<name>[a-z ]+): (?P<count>\d+) writes, (?P<states>\d+) states$", re.MULTILINE)
 
 
 def main() -> int:

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-# Not benchmarks themselves; quality trains on real data and has a make target of its own; kills takes an hour.
-NOT_HERE = {"kills", "run", "record", "tables", "quality", "zoo_peers", "etl_peers", "on_gpus", "same_bits"}
+# Not benchmarks themselves; quality trains on real data and has its own make target; kills and fuzzing take an hour.
+NOT_HERE = {"fuzzing", "kills", "run", "record", "tables", "quality", "zoo_peers", "etl_peers", "on_gpus", "same_bits"}
 
 
 def main() -> int:

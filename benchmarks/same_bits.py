@@ -71,7 +71,7 @@ def cases() -> dict[str, Case]:
     from viviane.zoo import ZOO
 
     kinds = {
-        "din": "history", "bst": "history", "ncf": "pair", "two_tower": "pair",
+        "din": "history", "bst": "history", "hstu": "history", "sasrec": "history", "ncf": "pair", "two_tower": "pair",
         "mmoe": "tasks", "ple": "tasks", "shared_bottom": "tasks",
     }  # fmt: skip
     roles: dict[str, Any] = {"two_tower": {"user": "user", "item": "item"}}

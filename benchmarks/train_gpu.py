@@ -34,9 +34,9 @@ from embedding_gpu import CAP, CRITEO, DIM, MLPERF_HOTNESS, MLPERF_ROWS, SMALL, 
 from record import record
 from viviane.batch import Bag, Batch, Layout
 from viviane.config.optimizers import AnyOptimizer
-from viviane.training.device_time import device_time
-from viviane.training.timeline import Timeline
-from viviane.training.trace import profile_steps
+from viviane.training.profiling.device_time import device_time
+from viviane.training.profiling.timeline import Timeline
+from viviane.training.profiling.trace import profile_steps
 from viviane.zoo import DLRM
 
 NUM_BATCHES = 4

@@ -1,4 +1,4 @@
-"""Bounds and strictness of JSON that nobody vouches for, in every file that is loaded."""
+"""Bounds and strictness of JSON from untrusted sources, in every file that is loaded."""
 
 import json
 import zipfile
@@ -177,6 +177,7 @@ def test_every_use_of_json_goes_through_the_bounded_reader() -> None:
     allowed = {
         "core/json_files.py", "serving/server/json_wire.py", "parallel/watch.py", "parallel/group.py",
         "embedding/lookup_spec.py", "serving/triton/python_model.py",
+            "training/trackers.py",  # what it wrote itself in the same line
     }  # fmt: skip
     import viviane
 

@@ -80,7 +80,7 @@ def test_rows_that_are_no_data_set_are_refused(rows: object, data: Dataset) -> N
         made.trainer.predict,
         lambda one: made.fit(data, one if one is not None else 3),
     ):
-        with pytest.raises(ConfigError, match="not a data set"):
+        with pytest.raises(VivianeError, match=r"not a data set|is not rows|not understood|is missing|two dimensions"):
             call(rows)
 
 
@@ -102,6 +102,7 @@ def test_arguments_of_other_types_are_refused(data: Dataset, tmp_path: Path) -> 
         lambda: run("criteo", raw, 3),
         lambda: run("criteo", raw, tmp_path / "out", threads="4"),
         lambda: run("criteo", raw, tmp_path / "out", threads=0),
+        lambda: run("criteo", raw, tmp_path / "out", threads=10**30),
         lambda: run("criteo", raw, tmp_path / "out", progress=3),
         lambda: run("criteo", raw, tmp_path / "out", split=3),
         lambda: run("criteo", raw, tmp_path / "out", memory_limit=None),
@@ -150,5 +151,9 @@ def test_defects_of_the_program_keep_their_traceback() -> None:
     for error in (KeyError("x"), TypeError("x"), ValueError("x"), RuntimeError("x"), ZeroDivisionError()):
         assert as_own_error(error) is None
     assert as_own_error(RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory: you tried")) is not None
+    assert as_own_error(ImportError("x.so: failed to map segment from shared object")) is not None
+    few_files = as_own_error(type("SafetensorError", (Exception,), {})("unable to open x: Too many open files (24)"))
+    assert few_files is not None
+    assert "ulimit -n" in str(few_files)
     own = CheckpointError("x")
     assert as_own_error(own) is own
