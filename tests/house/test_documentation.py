@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 # The only way out, on the line before a block; the reason is for the reader of the source.
-NOT_RUN = re.compile(r"<!-- not run, needs (?:a GPU|Spark): .+ -->\s*\Z")
+NOT_RUN = re.compile(r"<!-- not run, needs (?:a GPU|Spark|TensorFlow): .+ -->\s*\Z")
 
 RUNNER = """
 import json, sys

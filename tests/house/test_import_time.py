@@ -23,7 +23,8 @@ before = set(sys.modules)
 start = time.process_time()
 import viviane
 for name in viviane.__all__:  # names are imported when they are first used
-    getattr(viviane, name)
+    if name not in ("CTRClassifier", "CTRMultiTaskClassifier", "CTRRanker"):  # derive from scikit-learn's classes
+        getattr(viviane, name)
 seconds = time.process_time() - start
 print(json.dumps({"seconds": seconds, "torch": start - begin, "loaded": sorted(set(sys.modules) - before)}))
 """

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-ROOMS = ["viviane", *(f"viviane.{info.name}" for info in pkgutil.iter_modules(viviane.__path__))]
+PACKAGES = ["viviane", *(f"viviane.{info.name}" for info in pkgutil.iter_modules(viviane.__path__))]
 
 
 def relative(path: Path) -> str:
@@ -37,14 +37,16 @@ def test_files_are_named_after_what_one_would_look_for(name: str) -> None:
     assert not [relative(path) for path in SOURCES if path.name == name]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_public_names_have_docstrings(room: str) -> None:
-    module = importlib.import_module(room)
-    assert module.__doc__, f"{room} has no docstring"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_have_docstrings(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__doc__, f"{package} has no docstring"
     for name in getattr(module, "__all__", ()):
         value = getattr(module, name)
         if inspect.isclass(value) or inspect.isroutine(value):
             # A class without one of its own would show its base's.
             text = (value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__) or ""
-            assert text.strip(), f"{room}.{name} has no docstring"
-            assert text.strip().splitlines()[0].rstrip().endswith((".", ":", "?")), f"{room}.{name}: end the first line"
+            assert text.strip(), f"{package}.{name} has no docstring"
+            assert text.strip().splitlines()[0].rstrip().endswith((".", ":", "?")), (
+                f"{package}.{name}: end the first line"
+            )

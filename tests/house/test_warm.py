@@ -58,3 +58,12 @@ def test_a_program_that_hangs_is_ended_and_the_next_one_runs(tmp_path: Path) -> 
         alone.run(["-c", "import time; time.sleep(60)"], cwd=tmp_path, timeout=1)
     assert alone.run(["-c", "print(1)"], cwd=tmp_path).stdout == "1\n"
     alone.close()
+
+
+def test_several_programs_run_at_once(tmp_path: Path, warm: Warm) -> None:
+    first = warm.start(["-c", "print('first'); open('here', 'w'); import time; time.sleep(60)"], cwd=tmp_path)
+    second = warm.start(["-c", "while not __import__('os').path.exists('here'): pass\nprint('second')"], cwd=tmp_path)
+    assert second.wait().stdout == "second\n"
+    assert first.poll() is None
+    assert first.kill() == -signal.SIGKILL
+    assert first.poll() == -signal.SIGKILL

@@ -1,0 +1,240 @@
+"""Packages import from lower layers only; there are no import cycles; heavy libraries are imported where used."""
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "viviane"
+
+LAYERS = {
+    "core": 0,
+    **dict.fromkeys(("schema", "batch", "config"), 1),
+    **dict.fromkeys(("ops", "optim"), 2),
+    **dict.fromkeys(("data", "etl", "nn", "metrics"), 3),
+    **dict.fromkeys(("embedding", "parallel", "store"), 4),
+    "training": 5,
+    **dict.fromkeys(("model", "zoo"), 6),
+    **dict.fromkeys(("report", "bench", "export", "serving", "retrieval"), 7),
+    **dict.fromkeys(("cli", "keras", "tensorflow", "compat", "sklearn"), 8),
+    "__main__": 9,  # python -m viviane
+    "": 9,  # viviane/__init__.py defines the public names; no module of the package imports it
+}
+# (package, package of the same layer that it may import): why.
+SAME_LAYER = {
+    ("schema", "config"): "a schema is a group of settings",
+    ("batch", "schema"): "the layout of a batch follows its schema",
+    ("optim", "ops"): "dense parameters and tables follow the same rules",
+    ("parallel", "embedding"): "shards of a table are tables of collections",
+    ("embedding", "store"): "rows that do not fit into a collection's memory are in tiers",
+    ("cli", "compat"): "a command runs scripts written for other libraries",
+    ("cli", "tensorflow"): "a command runs scripts written for the Sparse Operation Kit",
+    ("zoo", "model"): "a reference model adds nodes to a Model",
+}
+# Libraries that may load with the package; all others are imported inside functions.
+LIGHT = {"torch", "numpy", "pyarrow", "pydantic"}
+LIGHT_IN_PACKAGE = {"cli": {"typer"}, "sklearn": {"sklearn"}, "keras": {"keras"}}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def package(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imported(node: ast.AST, module: str) -> Iterator[str]:
+    """Yield what an import statement imports: modules of this project by module, others by their dotted name."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{module}: relative import in line {node.lineno}; write the full name"
+        assert node.module is not None
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            yield inner if inner in MODULES else node.module
+
+
+def all_imports(module: str) -> set[str]:
+    tree = ast.parse(MODULES[module].read_text())
+    return {name for node in ast.walk(tree) for name in imported(node, module)}
+
+
+def load_time_imports(module: str) -> set[str]:
+    """Return what is imported when the module loads: not in functions, not under TYPE_CHECKING."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
+    while waiting:
+        node = waiting.pop()
+        found.update(imported(node, module))
+        for child in ast.iter_child_nodes(node):
+            guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            if not guarded and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                waiting.append(child)
+    return found
+
+
+def ours(names: set[str]) -> set[str]:
+    return {name for name in names if name == "viviane" or name.startswith("viviane.")}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_come_from_lower_layers(module: str) -> None:
+    here = package(module)
+    assert here in LAYERS, f"the package {here!r} has no layer yet: add it to LAYERS in {__file__}"
+    for name in sorted(ours(all_imports(module))):
+        there = package(name)
+        assert there in LAYERS, f"{module} imports {name}, whose package has no layer"
+        if there == here:
+            continue
+        if LAYERS[there] == LAYERS[here]:
+            assert (here, there) in SAME_LAYER, (
+                f"{module} imports {name}: both packages are in layer {LAYERS[here]}. Move what they share to a lower "
+                "layer, or give the reason in SAME_LAYER"
+            )
+        else:
+            assert LAYERS[there] < LAYERS[here], (
+                f"{module} (layer {LAYERS[here]}) imports {name} (layer {LAYERS[there]}): import from lower layers only"
+            )
+
+
+def test_same_layer_exceptions_are_all_in_use() -> None:
+    used = {(package(module), package(name)) for module in MODULES for name in ours(all_imports(module))}
+    unused = set(SAME_LAYER) - used - {pair for pair in SAME_LAYER if pair[0] not in {package(m) for m in MODULES}}
+    assert not unused, f"remove the exceptions that are no longer needed: {unused}"
+
+
+def cycles(edges: Mapping[str, set[str]]) -> list[set[str]]:
+    """Return the strongly connected components of more than one module (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for name in sorted(edges[module]):
+            if name not in index:
+                visit(name)
+                low[module] = min(low[module], low[name])
+            elif name in stack:
+                low[module] = min(low[module], index[name])
+        if low[module] == index[module]:
+            component = set(stack[stack.index(module) :])
+            del stack[stack.index(module) :]
+            if len(component) > 1:
+                found.append(component)
+
+    for module in edges:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_no_import_cycles() -> None:
+    """Every import counts: those inside functions and under TYPE_CHECKING too."""
+    found = cycles({module: (ours(all_imports(module)) & set(MODULES)) - {module} for module in MODULES})
+    assert not found, f"import cycles of {[sorted(cycle) for cycle in found]}: move what they share to a lower module"
+
+
+def test_the_cycle_search_finds_cycles() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"f"}, "f": {"e", "a"}}
+    assert sorted(map(sorted, cycles(edges))) == [["b", "c"], ["e", "f"]]
+
+
+# Private names of objects of other libraries that have no public equivalent; those of a library itself, such as
+# torch._foreach_add_, are recognized by the name that they begin with.
+LIBRARIES = {"torch", "ctypes", "os"}
+FOREIGN_PRIVATE = {
+    "_dynamo_marked_constant": "torch: marks a function whose result torch.compile may keep",
+    "_modules": "torch.nn.Module", "_parameters": "torch.nn.Module", "_buffers": "torch.nn.Module",
+    "_non_persistent_buffers_set": "torch.nn.Module",
+    "_version": "torch.Tensor: counts writes in place",
+    "_timeout": "torch: NCCL options have no public timeout",
+    "_PARTITION_EOF": "confluent_kafka.KafkaError",
+    "_replace": "NamedTuple",
+    "_learning_rate": "keras.optimizers.Optimizer: the rate's variable, or its schedule",
+    "_flatten_layers": "keras.layers.Layer: the layers inside of a layer",
+    "_inbound_nodes": "keras.layers.Layer: how often it was called",
+    "_loss_tracker": "keras.Model: the mean loss that fit shows",
+    "_get_control_flow_context": "tf.Graph: whether XLA compiles it",
+}  # fmt: skip
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
+def private_accesses(tree: ast.AST) -> Iterator[str]:
+    """Yield private names that a module imports, or reads from objects while it defines no such name itself."""
+    own: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            own.add(node.attr)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == "viviane":
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            root = ast.unparse(node.value).split(".")[0]
+            if root != "super()" and root not in LIBRARIES:
+                yield node.attr
+
+
+def test_no_module_uses_private_names_of_another() -> None:
+    found = {(m, name) for m, path in MODULES.items() for name in private_accesses(ast.parse(path.read_text()))}
+    found = {(module, name) for module, name in found if name not in FOREIGN_PRIVATE}
+    assert not found, f"make these names public, or use what is public: {sorted(found)}"
+
+
+def test_the_search_for_private_names_finds_them() -> None:
+    code = (
+        "from viviane.core import _a\nclass B:\n  def f(self, o):\n    self._c = o._c + o._d + super()._e + __name__\n"
+    )
+    assert sorted(private_accesses(ast.parse(code))) == ["_a", "_d"]
+
+
+# Modules that are loaded with the first kernel, never by `import viviane`: test_import_time.py watches that.
+KERNELS = {
+    ".native": {"numba", "llvmlite"},
+    ".cpu": {"numba", "llvmlite"},
+    ".triton_parts": {"triton"},
+    ".gpu": {"triton"},
+    ".rules": {"numba"},
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_heavy_libraries_are_imported_where_they_are_used(module: str) -> None:
+    allowed = LIGHT | LIGHT_IN_PACKAGE.get(package(module), set()) | {"viviane"} | sys.stdlib_module_names
+    allowed |= {library for part, libraries in KERNELS.items() if part in module for library in libraries}
+    heavy = {name for name in load_time_imports(module) if name.split(".")[0] not in allowed}
+    assert not heavy, f"{module} loads {sorted(heavy)} at import: import it inside the function that uses it"
+
+
+def test_the_check_itself_sees_violations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "import duckdb\nfrom viviane.cli import main\n\ndef f():\n    from viviane.training import Anything\n"
+    )
+    monkeypatch.setitem(MODULES, "viviane.core.bad", bad)
+    assert ours(all_imports("viviane.core.bad")) == {"viviane.cli.main", "viviane.training"}
+    assert load_time_imports("viviane.core.bad") == {"duckdb", "viviane.cli.main"}
+    with pytest.raises(AssertionError, match="lower layers only"):
+        test_imports_come_from_lower_layers("viviane.core.bad")
+    with pytest.raises(AssertionError, match="duckdb"):
+        test_heavy_libraries_are_imported_where_they_are_used("viviane.core.bad")
