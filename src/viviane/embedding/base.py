@@ -72,7 +72,13 @@ class TableCollection(nn.Module, ABC):
     def step(
         self, lr: float | Tensor, scale: float | Tensor = 1.0, factor: float | Tensor = 1.0, gate: Tensor | None = None
     ) -> None:
-        """Move the touched rows and their state, unless the gate is 0, and drop the gradients."""
+        """Check, move the touched rows and their state unless the gate is 0, and drop the gradients."""
+
+    @abstractmethod
+    def begin_step(
+        self, lr: float | Tensor, scale: float | Tensor, factor: float | Tensor, gate: Tensor | None
+    ) -> Callable[[], None]:
+        """Do what `step` does, without its check; call what is returned: it waits for updates that run concurrently."""
 
     @abstractmethod
     def discard_gradients(self) -> None:

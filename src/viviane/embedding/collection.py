@@ -327,13 +327,14 @@ class EmbeddingCollection(LocalCollection):
                 )
             compiled_step(self._number, lr, scale, factor)
             return
+        self.check()
         self.begin_step(lr, scale, factor, gate)()
 
+    @torch.no_grad()
     def begin_step(
         self, lr: float | Tensor, scale: float | Tensor, factor: float | Tensor, gate: Tensor | None
     ) -> Callable[[], None]:
-        """Do what `step` does, in a recording beside the rest; what is returned waits for it, and has to be called."""
-        self.check()
+        """Do what `step` does, without its check; call what is returned: it waits for updates that run concurrently."""
         storages, name = self.all_storages(), f"update {self._number}"
         return begin_updates(storages, self.device, name, lambda one: one.step(lr, factor, scale, gate))
 

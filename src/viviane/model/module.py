@@ -141,7 +141,7 @@ class GraphModule(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return what the losses read side by side: the logits, (B, L), where there is one for each label."""
-        records = batch.dense.is_cuda and _records(batch)  # the call is left out on a CPU
+        records = _records(batch)
         if records:
             self._pack_ahead()
         values = self._run(batch, self._sources, self._in_turn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -211,6 +211,13 @@ class ShardedCollection(ShardedTables):
         """Move rows and state by the gradients of all processes; arguments as of an EmbeddingCollection."""
         if self.batch_size is None or self.device.type == "cpu":
             self.check()
+        self.begin_step(lr, scale, factor, gate)()
+
+    @torch.no_grad()
+    def begin_step(
+        self, lr: float | Tensor, scale: float | Tensor, factor: float | Tensor, gate: Tensor | None
+    ) -> Callable[[], None]:
+        """Do what `step` does, without its check; see `EmbeddingCollection.begin_step`."""
         self._finish(replicas=False)
         moving = []
         if self.own is not None:
@@ -219,8 +226,12 @@ class ShardedCollection(ShardedTables):
         if self.replicas is not None:
             join_replicas(self.replicas, self.group)
             moving.append(self.replicas.begin_step(lr, scale, factor, gate))
-        for finish in moving:
-            finish()
+
+        def finish() -> None:
+            for one in moving:
+                one()
+
+        return finish
 
     def _finish(self, *, replicas: bool = True) -> None:
         """Wait for gradients that are in progress."""

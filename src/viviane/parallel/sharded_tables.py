@@ -146,6 +146,8 @@ class ShardedTables(TableCollection):
     def check(self) -> None:
         """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
         self.violations.check()
+        for part in self.parts():
+            part.check()
 
     def wait_for(self, own: Callable[[], None], replicas: Sequence[Callable[[], None]]) -> None:
         """Keep what a step has to wait for: gradients on their way to this process's shards, and sums in progress."""

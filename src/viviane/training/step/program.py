@@ -166,7 +166,7 @@ class TrainStep(StepState):
                 self.optimizer.step(scale=scale)
         with time_range("table update"):
             for collection in self.collections.values():
-                collection.step(lr, scale, factor, executor.gate)
+                collection.begin_step(lr, scale, factor, executor.gate)()  # checked before clipping
         executor.end()
         if self.mean is not None:
             self.mean.follow(executor.gate)
