@@ -120,7 +120,7 @@ class RunFolder:
                 "a row of metrics could not be written",
                 where=str(file),
                 value=str(error),
-                fix="make workspace, then resume=True goes on from the last checkpoint",
+                fix="free disk space, then resume=True continues from the last checkpoint",
             ) from error
 
     def write_stages(self, seconds: Mapping[str, float]) -> None:
