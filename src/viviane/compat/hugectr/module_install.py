@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import os
 import re
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,42 +16,24 @@ from viviane.compat.hugectr.notebook_run import run_notebook
 from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.symbols import HugectrModule, modules
 from viviane.compat.hugectr.tensors import want_gradients
-from viviane.core.errors import ConfigError, ConfigNotFoundError
+from viviane.core.errors import ConfigError
+from viviane.core.scripts import checked_script, installed_modules, missing_packages_named, run_as_main
 
-_PATH: Final = "PYTHONPATH"
 _CHILD: Final = Path(__file__).parent / "child"
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let `import hugectr` find HugeCTR's modules for a block; afterwards take them away, and stop all readers.
+    """Let `import hugectr` find HugeCTR's modules for a block; afterwards remove them and stop all readers.
 
-    Python programs that the block starts find them as well. A block inside such a block has the same modules.
+    Python programs that the block starts find them as well. A nested block uses the same modules.
     """
-    if isinstance(sys.modules.get("hugectr"), HugectrModule):
+    is_nested = isinstance(sys.modules.get("hugectr"), HugectrModule)
+    with nullcontext() if is_nested else installed_modules({**modules(), **mpi.stand_in()}, _CHILD):
         try:
             yield
         finally:
             _end()
-        return
-    made = {**modules(), **mpi.stand_in()}
-    before = {name: sys.modules.get(name) for name in made}
-    path = os.environ.get(_PATH)
-    sys.modules.update(made)
-    os.environ[_PATH] = os.pathsep.join([str(_CHILD), *([path] if path else [])])
-    try:
-        yield
-    finally:
-        _end()
-        if path is None:
-            os.environ.pop(_PATH, None)
-        else:
-            os.environ[_PATH] = path
-        for name, module in before.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module
 
 
 def install() -> None:
@@ -78,33 +58,25 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
     Raises:
         ConfigError: there is no such script, or it asks for what cannot be honoured.
     """
-    path = Path(script)
-    if not path.is_file():
-        raise ConfigNotFoundError("no such script", value=str(path))
+    path = checked_script(script)
     if path.suffix == ".ipynb":
         with installed():
             run_notebook(path, args, program, run_file=_run, run_cell=_run_cell)
         return
     if program is not None:
         raise ConfigError("a program is chosen from a notebook", value=program, fix="leave --program out")
-    try:
+    with missing_packages_named(path):
         _run(path, args)
-    except ModuleNotFoundError as error:
-        raise ConfigError("the script needs a package that is not installed", where=str(path), value=error.name,
-                          fix="install it, or take out what needs it") from error  # fmt: skip
 
 
 def _run(path: Path, args: Sequence[str]) -> None:
-    argv, search = sys.argv, sys.path[:]
-    sys.argv, sys.path[:0] = [str(path), *args], [str(path.resolve().parent)]
     text = path.read_text(encoding="utf-8", errors="replace")
     want_gradients("check_out_tensor" in text and re.search(r"\bTrain\b", text) is not None)
     try:
         with installed():
-            runpy.run_path(str(path), run_name="__main__")
+            run_as_main(path, args)
     finally:
         want_gradients(False)
-        sys.argv, sys.path[:] = argv, search
 
 
 def _run_cell(text: str, name: str, variables: dict[str, Any]) -> None:
