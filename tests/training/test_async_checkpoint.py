@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ from click_model import assert_same_bits, make_trainer, tensors_of
 from viviane.config import Solver
 from viviane.core.errors import CheckpointError
 from viviane.data import Dataset
-from viviane.embedding import row_snapshot
-from viviane.training import Callback, read_manifest, verify_checkpoint
+from viviane.embedding import Storage, row_snapshot
+from viviane.training import Callback, Trainer, read_manifest, verify_checkpoint
+from viviane.training.checkpoint.background import BackgroundWriter
 from viviane.training.checkpoint.held_rows import HeldRows
 from viviane.training.checkpoint.store import CheckpointStore
 from viviane.training.checkpoint.tools import compare_checkpoints
@@ -27,21 +27,57 @@ def solver(**changes):
     return Solver(**{**base, "lr": 0.01, "device": "cpu", "async_checkpoint": True, **changes})
 
 
+class SlowDisk:
+    """A writer that reads each table half, and then waits for training: for a step, or for being waited for.
+
+    Attributes:
+        kept: bytes that steps kept of each table while it was being written.
+    """
+
+    def __init__(self, monkeypatch):
+        self.kept, self._moved = [], threading.Condition()
+        self._steps, self._awaited = 0, False
+        pieces, step = HeldRows.pieces, Trainer.train_step
+
+        def slowly(held):
+            for number, piece in enumerate(pieces(held)):
+                yield piece
+                if number == 1:
+                    self._next_step()
+            self.kept.append(held._snapshot.kept_bytes)
+
+        def stepping(trainer, batch):
+            loss = step(trainer, batch)
+            with self._moved:
+                self._steps += 1
+                self._moved.notify_all()
+            return loss
+
+        def waited_for(wait):
+            def waiting(*given):
+                with self._moved:
+                    self._awaited = True
+                    self._moved.notify_all()
+                wait(*given)
+                self._awaited = False
+
+            return waiting
+
+        monkeypatch.setattr(row_snapshot, "PIECE_BYTES", 64)
+        monkeypatch.setattr(HeldRows, "pieces", slowly)
+        monkeypatch.setattr(Trainer, "train_step", stepping)
+        monkeypatch.setattr(BackgroundWriter, "wait", waited_for(BackgroundWriter.wait))
+        monkeypatch.setattr(Storage, "settle", waited_for(Storage.settle))
+
+    def _next_step(self):
+        with self._moved:
+            now = self._steps
+            assert self._moved.wait_for(lambda: self._awaited or self._steps > now, 200)
+
+
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Writing takes long beside a step, in small pieces, so that steps move rows that are still to be read."""
-    monkeypatch.setattr(row_snapshot, "PIECE_BYTES", 64)
-    pieces = HeldRows.pieces
-    moved = []
-
-    def slowly(self):
-        for piece in pieces(self):
-            yield piece
-            time.sleep(0.0003)
-        moved.append(self._snapshot.kept_bytes)
-
-    monkeypatch.setattr(HeldRows, "pieces", slowly)
-    return moved
+    return SlowDisk(monkeypatch)
 
 
 def fit(data, run, settings, *callbacks, resume=False):
@@ -53,9 +89,9 @@ def fit(data, run, settings, *callbacks, resume=False):
 @pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.9, "eval_every": 4, "restore_best": True}])
 def test_every_bit_is_that_of_a_save_that_waits(data, tmp_path, slow_disk, changes):
     one, _ = fit(data, tmp_path / "sync", solver(async_checkpoint=False, **changes))
-    assert not slow_disk
+    assert not slow_disk.kept
     other, _ = fit(data, tmp_path / "async", solver(**changes))
-    assert max(slow_disk) > 0, "no step moved a row while it was waiting to be written"
+    assert max(slow_disk.kept) > 0, "no step moved a row while it was waiting to be written"
     assert_same_bits(tensors_of(one), tensors_of(other))
     folders = [CheckpointStore(tmp_path / kind / "checkpoints", 20) for kind in ("sync", "async")]
     assert folders[0].steps() == folders[1].steps()
@@ -81,6 +117,13 @@ def test_the_running_mean_lies_beside_the_rows(data, tmp_path):
     assert not any(table.has_mean for table in read_manifest(plain).tables.values())
 
 
+def save_ends():
+    """Wait until no thread writes a checkpoint."""
+    for thread in threading.enumerate():
+        if thread.name == "viviane-checkpoint":
+            thread.join()
+
+
 class Steps(Callback):
     """Counts steps, and does something at one of them."""
 
@@ -93,41 +136,44 @@ class Steps(Callback):
             self.do()
 
 
-def test_an_error_ends_training_soon_and_names_the_checkpoint(data, tmp_path, monkeypatch):
+def test_an_error_ends_training_at_the_next_step_and_names_the_checkpoint(data, tmp_path, monkeypatch):
     calls, release = [], threading.Event()
     truth = HeldRows.pieces
 
     def failing(self):
         calls.append(1)
         if len(calls) > 6:  # the first save holds six tensors of tables
-            release.wait(30)
+            assert release.wait(200)
             raise OSError(28, "No space left on device")
         yield from truth(self)
 
     monkeypatch.setattr(HeldRows, "pieces", failing)
-    steps = Steps(21, release.set)
+
+    def fails():
+        release.set()
+        save_ends()
+
+    steps = Steps(21, fails)
     with pytest.raises(CheckpointError, match=r"(?s)disk is full.*step-00000018.*bytes needed"):
         fit(data, tmp_path / "run", solver(), steps)
-    assert 21 <= steps.last < 27, "training went on to the next save, or stood still in this one"
+    assert steps.last == 21, "the callbacks of step 22 saw it, though the error was there before it began"
     folder = tmp_path / "run/checkpoints"
     assert CheckpointStore(folder, 2).steps() == [9]
     assert verify_checkpoint(folder / "step-00000009").step == 9
     assert not list(folder.glob(".*"))
 
 
-def test_a_vanished_folder_is_named_at_the_end(data, tmp_path, slow_disk):
-    folder = tmp_path / "run/checkpoints"
+def test_a_vanished_folder_is_named_at_the_end(data, tmp_path, monkeypatch):
+    folder, truth = tmp_path / "run/checkpoints", HeldRows.pieces
+
+    def vanishing(self):
+        yield from truth(self)
+        if folder.exists():
+            folder.rename(folder.with_name("elsewhere"))
+
+    monkeypatch.setattr(HeldRows, "pieces", vanishing)
     with pytest.raises(CheckpointError, match=r"could not be written[\s\S]*step-0000000"):
-        fit(data, tmp_path / "run", solver(max_steps=9), Steps(9, lambda: remove_soon(folder)))
-
-
-def remove_soon(folder):
-    def remove():
-        while not list(folder.glob(".step-*/**/tables")):
-            time.sleep(0.001)
-        folder.rename(folder.with_name("elsewhere"))
-
-    threading.Thread(target=remove, daemon=True).start()
+        fit(data, tmp_path / "run", solver(max_steps=9))
 
 
 @pytest.mark.slow
