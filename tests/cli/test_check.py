@@ -93,7 +93,7 @@ def test_values_are_checked_where_that_is_asked(tmp_path: Path, place: Path) -> 
     schema = Dataset(place / "data/train").schema
     write_dataset(tmp_path / "set", schema, [{"click": [1], "item": [10**6], "price": [0.0]}])
     assert "intact, 1 rows" in check(tmp_path / "set")
-    assert "out of the col" in check(tmp_path / "set", "--rows", code=1)
+    assert "outside the range" in check(tmp_path / "set", "--rows", code=1)
 
 
 @pytest.mark.parametrize("name", ["nothing", "raw.csv", "."])

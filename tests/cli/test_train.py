@@ -245,7 +245,7 @@ def test_commands_say_what_is_wrong_and_end_with_1(place: Path) -> None:
         return text
 
     assert "--resume" in fails("train", "c.json", "--run-folder", "runs/one")
-    assert "no such data set folder" in fails("train", "c.json", "--set", "data.train=nowhere")
+    assert "data set folder not found" in fails("train", "c.json", "--set", "data.train=nowhere")
     assert "no saved model here" in fails("evaluate", "clean", "clean/train")
     assert "no such input" in fails("evaluate", "runs/one", "nowhere")
     assert ".parquet, .csv" in fails("predict", "runs/one", "clean/train", "-o", "p.txt")

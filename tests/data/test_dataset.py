@@ -60,11 +60,11 @@ def test_the_good_file_is_read(tmp_path: Path) -> None:
     [
         ("c", [3, 4, 5, 0, 10], KeyRangeError, r"column 'c', row 4\n  value:   10\n  allowed: 0 <= id < 10"),
         ("c", [3, -1, 5, 0, 9], KeyRangeError, r"row group 0, column 'c', row 1\n  value:   -1"),
-        ("c", [3, 4, 5, None, 9], DataError, r"a null in the data\n.*row group 1, column 'c', row 3"),
+        ("c", [3, 4, 5, None, 9], DataError, r"the data contain a null\n.*row group 1, column 'c', row 3"),
         ("t", [[3], [], [4, 5, 10], [], [0]], KeyRangeError, r"column 't', row 2\n  value:   10"),
         ("t", [[3], [], [4, 5, 9], [], [-7]], KeyRangeError, r"column 't', row 4\n  value:   -7"),
         ("t", [[3, 3, 3, 3], [], [1], [], [0]], DataError, r"too long\n.*row 0\n.*'4 ids'\n  allowed: at most 3"),
-        ("t", [[3], None, [4, 5, 9], [], [0]], DataError, r"a null in the data\n.*column 't', row 1"),
+        ("t", [[3], None, [4, 5, 9], [], [0]], DataError, r"the data contain a null\n.*column 't', row 1"),
         ("t", [[3], [], [4, None, 9], [], [0]], DataError, r"a null inside a list\n.*column 't', row 2"),
         ("w", [[1], [], [1, 2], [], [1]], DataError, r"one weight per id of 't'\n.*'w', row 2\n.*3 ids, 2 weights"),
         ("w", [[1], [], [1, 2, 3], [], [np.inf]], DataError, r"not finite\n.*column 'w', row 4\n  value:   inf"),
@@ -158,7 +158,7 @@ def test_a_truncated_file(tmp_path: Path, keep: int) -> None:
     folder = folder_with(tmp_path, GOOD)
     file = folder / "part-00000.parquet"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(DataError, match=r"not a whole Parquet file.*\n.*part-00000.parquet\n  value:   '\d+ bytes"):
+    with pytest.raises(DataError, match=r"not a complete Parquet file.*\n.*part-00000.parquet\n  value:   '\d+ bytes"):
         Dataset(folder)
 
 
@@ -172,7 +172,7 @@ def test_damaged_pages(tmp_path: Path) -> None:
 
 
 def test_an_absent_folder_an_empty_one_and_one_without_a_schema(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such data set folder"):
+    with pytest.raises(DataError, match="data set folder not found"):
         Dataset(tmp_path / "nowhere")
     SMALL.save(tmp_path)
     with pytest.raises(DataError, match="no Parquet files"):
@@ -224,7 +224,7 @@ def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"its manifest does not list\n.*part-00009.parquet"):
         Dataset(data.path)
     (data.path / "manifest.json").unlink()
-    with pytest.raises(DataError, match=r"not a whole Parquet file.*\n.*part-00009.parquet"):
+    with pytest.raises(DataError, match=r"not a complete Parquet file.*\n.*part-00009.parquet"):
         Dataset(data.path)
 
 

@@ -226,8 +226,8 @@ def test_an_error_comes_in_place_of_its_batch(tmp_path: Path, form: str, until_e
 
 def test_what_stands_in_the_way_is_said(data: Dataset, tmp_path: Path) -> None:
     reader = data.reader(64)
-    assert reader.why_not_mixed_on(CPU) == "they are read in the files' order"
-    with pytest.raises(ConfigError, match="rows cannot be shuffled on the device: they are read in the files' order"):
+    assert reader.why_not_mixed_on(CPU) == "the reader does not shuffle"
+    with pytest.raises(ConfigError, match="rows cannot be shuffled on the device: the reader does not shuffle"):
         reader.cuts(CPU)
     assert data.reader(64, shuffle=True).why_not_mixed_on(CPU) is None
     loose = write_rows(tmp_path / "loose", make_rows(20))

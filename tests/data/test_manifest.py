@@ -67,7 +67,7 @@ def test_sizes_are_compared_when_it_is_opened(kind: str, tmp_path: Path) -> None
     good = file.read_bytes()
     for bad in (good[:-1], good + b"\0"):
         file.write_bytes(bad)
-        with pytest.raises(DataError, match="another size than the manifest says") as caught:
+        with pytest.raises(DataError, match="size of a file differs from the manifest") as caught:
             Dataset(tmp_path / "set")
         assert file.name in str(caught.value)
     file.unlink()
@@ -92,7 +92,7 @@ def test_a_part_that_comes_or_goes(tmp_path: Path) -> None:
 def test_a_part_with_other_rows_of_the_same_size(tmp_path: Path) -> None:
     make(tmp_path / "set")
     change_manifest(tmp_path / "set", lambda body: body["files"][1].update(rows=99))
-    with pytest.raises(DataError, match="another number of rows than the manifest says"):
+    with pytest.raises(DataError, match="number of rows of a file differs from the manifest"):
         Dataset(tmp_path / "set")
 
 

@@ -77,7 +77,7 @@ def test_what_is_left_when_nearly_everything_was_seen() -> None:
     assert (other == 3).mean() > 0.9  # another user has not seen it
     with pytest.raises(DataError, match="no item is left"):
         NegativeSampler(np.array([0, 0, 0, 1.0])).draw(np.array([3]), 1, epoch=0, first_place=0)
-    with pytest.raises(ConfigError, match="not negative, one above 0"):
+    with pytest.raises(ConfigError, match="non-negative weights, at least one above 0"):
         NegativeSampler(np.zeros(4))
 
 
@@ -181,7 +181,7 @@ def test_negatives_in_rows(tmp_path: Path) -> None:
     for row in range(63):
         mine = tags.values[tags.offsets[row] : tags.offsets[row + 1]].tolist()
         assert mine == wanted.values[wanted.offsets[row // 3] : wanted.offsets[row // 3 + 1]].tolist()
-    with pytest.raises(ConfigError, match="no room for a row and its negatives"):
+    with pytest.raises(ConfigError, match="too small for a row and its negatives"):
         made.reader(2)
 
 

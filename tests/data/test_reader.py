@@ -208,7 +208,7 @@ def test_a_state_of_another_data_set_is_refused(data: Dataset, tmp_path: Path) -
         other.reader(10).restore(data.reader(10).state())
     with pytest.raises(CheckpointError, match="keys are missing\n  value:   'fingerprint'"):
         other.reader(10).restore({k: v for k, v in data.reader(10).state().items() if k != "fingerprint"})
-    with pytest.raises(CheckpointError, match="not a reader's position"):
+    with pytest.raises(CheckpointError, match="not a position of a reader"):
         data.reader(10).restore({**data.reader(10).state(), "batches": -1})
 
 

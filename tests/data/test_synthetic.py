@@ -223,7 +223,7 @@ def test_no_rows(tmp_path: Path) -> None:
         ({"cardinality_range": (10, 5)}, "cardinalities must be between 1"),
         ({"num_dense": 0, "num_categorical": 0}, "at least one dense or categorical column"),
         ({"bags": [{"name": "C1"}]}, "used twice: C1"),
-        ({"bags": [{"name": "b", "hotness": [3, 2]}]}, "two rising numbers"),
+        ({"bags": [{"name": "b", "hotness": [3, 2]}]}, "two ascending numbers"),
         ({"bags": [{"name": "b", "kind": "sequence", "weighted": True}]}, "takes no weights"),
         ({"alfa": 1}, "did you mean 'alpha'"),
     ],

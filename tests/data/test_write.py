@@ -65,7 +65,7 @@ def test_matrices_become_vectors_and_bags(tmp_path: Path) -> None:
         ({"x": [1.0], "c": np.array([1.5])}, DataError, r"without loss\n.*part 0 of the source, column 'c'"),
         ({"x": [1.0], "c": np.array([2**31])}, DataError, r"without loss\n.*column 'c'"),
         ({"x": ["one"], "c": [1]}, DataError, r"without loss\n.*column 'x'"),
-        ({"x": [None], "c": [1]}, DataError, r"a null in the data\n.*column 'x'"),
+        ({"x": [None], "c": [1]}, DataError, r"the data contain a null\n.*column 'x'"),
         ({"x": np.zeros((1, 1)), "c": [1]}, DataError, r"without loss\n.*column 'x'"),
         (pa.table({"x": pa.array([1.0]), "c": pa.array([1], pa.int32())}), SchemaError, r"another type.*\n.*'x'"),
         ([1, 2], SchemaError, r"Arrow tables or dicts of columns\n.*\n  value:   'list'"),
@@ -155,5 +155,5 @@ def test_numbers_beyond_float32_are_refused(tmp_path: Path, dim: int, values: An
 
 
 def test_a_null_inside_a_list_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="a null in the data"):
+    with pytest.raises(DataError, match="the data contain a null"):
         write_dataset(tmp_path / "set", LISTS, [{"c": [1], "t": [[None]]}])

@@ -135,7 +135,7 @@ def test_predict_refuses_what_it_cannot_read(model, rows) -> None:
 def test_a_data_set_of_other_columns_is_refused(model, tmp_path) -> None:
     model.compile()
     other = write_dataset(tmp_path / "d", Schema(dense=[{"name": "price"}]), [{"price": [1.0]}])
-    with pytest.raises(SchemaError, match="columns are not the model's"):
+    with pytest.raises(SchemaError, match="columns differ from the model's"):
         list(model.predict_batches(other))
 
 

@@ -114,7 +114,7 @@ def test_an_upload_that_did_not_finish_is_no_data_set(bucket: str, shared_store:
 
 def test_nothing_at_the_url(bucket: str) -> None:
     for url in (f"s3://{bucket}/none", f"s3://{bucket}-none/set"):
-        with pytest.raises(DataError, match="no data set folder at this URL") as caught:
+        with pytest.raises(DataError, match="no data set folder found at this URL") as caught:
             Dataset(url)
         assert url in str(caught.value)
 

@@ -142,7 +142,7 @@ def test_a_batch_that_is_not_full_waits_only_for_a_while(broker: Broker, topic: 
 def test_a_bad_message_is_named_or_left_out(broker: Broker, topic: str, bad: bytes) -> None:
     broker.write(topic, [row(0), row(1), bad, row(2)])
     with (
-        pytest.raises(DataError, match="a message cannot be read") as caught,
+        pytest.raises(DataError, match="a message cannot be decoded") as caught,
         KafkaStream(broker.servers, topic, SCHEMA, end="now").reader(10) as reader,
     ):
         list(reader)

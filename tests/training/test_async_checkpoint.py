@@ -192,7 +192,7 @@ def test_a_file_that_may_not_grow_ends_the_run(data, tmp_path, warm):
     )
     done = warm.run(["-c", code, data, tmp_path / "run", HERE], cwd=tmp_path)
     assert done.returncode == 1
-    assert "a file may not grow that large" in done.stderr
+    assert "exceeds the file system's size limit" in done.stderr
     assert "step-00000010" in done.stderr
     assert CheckpointStore(tmp_path / "run/checkpoints", 2).steps() == [5]
     assert verify_checkpoint(tmp_path / "run/checkpoints/step-00000005").step == 5

@@ -117,7 +117,7 @@ def test_it_stops_at_the_target(train, valid):
     assert all(value < 0.55 for value in values[:-1])
     with pytest.raises(ConfigError, match=r"solver\.target names a metric.*\n.*acu"):
         make_trainer(solver(target={"acu": 0.8}))
-    with pytest.raises(ConfigError, match="neither more nor less"):
+    with pytest.raises(ConfigError, match="neither higher nor lower"):
         make_trainer(solver(target={"calibration": 1.0}), metrics=["auc", "calibration"])
 
 
@@ -183,7 +183,7 @@ def test_ctrl_c_is_heard_and_resume_is_named_where_it_can_be_done(train, tmp_pat
     make_trainer(solver(), callbacks=[PressCtrlC()], run_folder=tmp_path if saves else None).fit(train)
     heard, ended = [one.message for one in caplog.records]
     assert heard == "interrupted: ending after this step; press Ctrl-C again to stop at once"
-    assert ended == "interrupted at step 9" + ("; resume=True goes on from there" if saves else "")
+    assert ended == "interrupted at step 9" + ("; continue with resume=True" if saves else "")
 
 
 def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(train, tmp_path):
@@ -228,9 +228,9 @@ def test_evaluate_and_predict_agree_and_leave_training_alone(train, valid):
 def test_another_schema_is_refused(train, tmp_path):
     other = Schema(labels=[{"name": "click"}], dense=[{"name": "price"}])
     data = write_dataset(tmp_path / "other", other, [{"click": [0.0], "price": [1.0]}])
-    with pytest.raises(SchemaError, match=r"columns are not the model's.*'item' is missing"):
+    with pytest.raises(SchemaError, match=r"columns differ from the model's.*'item' is missing"):
         make_trainer().fit(data)
-    with pytest.raises(SchemaError, match="columns are not the model's"):
+    with pytest.raises(SchemaError, match="columns differ from the model's"):
         make_trainer().predict(data)
 
 
@@ -278,7 +278,7 @@ def test_metrics_that_do_not_fit_are_refused():
     assert Trainer(nn.Linear(1, 1), numbers, solver(), SGD()).metrics == ("mean_squared_error",)
     with pytest.raises(ConfigError, match="unknown metric"):
         make_trainer(metrics=["acu"])
-    with pytest.raises(ConfigError, match="class_weights and label_smoothing belong"):
+    with pytest.raises(ConfigError, match="class_weights and label_smoothing need the built-in loss"):
         Trainer(nn.Linear(1, 1), numbers, solver(class_weights=(1.0, 2.0)), SGD())
     with pytest.raises(ConfigError, match="neither parameters nor embedding tables"):
         Trainer(nn.ReLU(), numbers, solver(), SGD())

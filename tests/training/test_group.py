@@ -186,7 +186,7 @@ def metrics_by_group_alike(group):
 def one_nan_stops_all(group):
     """A bad number on the last rank alone: every rank raises the words that name it, and goes on afterwards."""
     rank = group.size - 1
-    for guard_at in ("the batch holds NaN", "the loss is nan"):
+    for guard_at in ("the batch contains NaN", "the loss is nan"):
         trainer = make_trainer(group, settings())
         before, own, hooks = tensors_of(trainer), columns(8, seed=group.rank), []
         if group.rank == rank and guard_at == "the loss is nan":

@@ -45,7 +45,7 @@ def with_bad(name, row, value):
 )
 def test_bad_input_is_named(name, value, said):
     text = refused(make_trainer(SOLVER), with_bad(name, 5, value))
-    assert "the batch holds NaN or infinite numbers" in text
+    assert "the batch contains NaN or infinite values" in text
     assert said in text
     assert "step 2, batch in memory" in text
 

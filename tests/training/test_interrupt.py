@@ -12,7 +12,7 @@ from warm import Warm
 LAST_WORDS = """
 import io, os, signal, sys, time
 from viviane.training import environment
-environment._LAST_WORDS_S = float(sys.argv[1])
+environment._LAST_ERROR_S = float(sys.argv[1])
 interrupt = environment.Interrupt(0, int(sys.argv[3]))
 if sys.argv[2] == "own":
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))

@@ -320,14 +320,14 @@ def test_keys_are_not_resolved_ahead_where_that_is_in_vain(first, fails, was_tak
     """All processes then record anew without it, for this shape and all later ones."""
     recorder = graph_capture.GraphCapture.__new__(graph_capture.GraphCapture)
     group = SimpleNamespace(gather_data=lambda own: [own, elsewhere])
-    recorder.step, recorder._goes_ahead = SimpleNamespace(group=group), True
+    recorder.step, recorder._separates_input = SimpleNamespace(group=group), True
     graphs, asked = [Graph(), Graph()], []
 
     def record(batch, precision):
-        asked.append(recorder._goes_ahead)
-        has_first = first and recorder._goes_ahead
-        recorder._is_in_vain = recorder._goes_ahead and (fails or (has_first and not was_taken))
-        if fails and recorder._goes_ahead:
+        asked.append(recorder._separates_input)
+        has_first = first and recorder._separates_input
+        recorder._input_graph_is_unused = recorder._separates_input and (fails or (has_first and not was_taken))
+        if fails and recorder._separates_input:
             return None, ValueError("the batch lacks a feature")
         return graph_capture.CapturedGraph(graphs[0], None, None, None, [], graphs[1] if has_first else None), None
 

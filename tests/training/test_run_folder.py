@@ -148,7 +148,7 @@ def test_history_finds_the_best_by_each_metrics_direction():
     history = History(rows)
     assert history.best("auc") == 0.7
     assert history.best_row("log_loss")["step"] == 2
-    with pytest.raises(ConfigError, match=r"no such metric\n.*'accuracy'\n.*choose one of: auc, log_loss"):
+    with pytest.raises(ConfigError, match=r"has this metric\n.*'accuracy'\n.*choose one of: auc, log_loss"):
         history.best("accuracy")
-    with pytest.raises(ConfigError, match="give fit a validation set"):
+    with pytest.raises(ConfigError, match="pass validation data to fit"):
         History([{"split": "train", "loss": 0.1}]).best("auc")

@@ -158,7 +158,7 @@ def test_auto_precision_disturbs_nothing_and_is_remembered(train, valid, tmp_pat
     with caplog.at_level(logging.INFO, logger="viviane"):
         auto = make_trainer(solver, run_folder=tmp_path / "run")
         auto.fit(train, valid)
-    assert any(m.startswith("precision auto: ") and "fp32" in m and "ms a batch" in m for m in caplog.messages)
+    assert any(m.startswith("precision auto: ") and "fp32" in m and "ms per batch" in m for m in caplog.messages)
     chosen = auto.precision.name
     fixed = make_trainer(solver.model_copy(update={"precision": chosen}))
     fixed.fit(train, valid)

@@ -166,11 +166,11 @@ def test_tables_that_do_not_fit_are_placed_in_tiers_and_one_line_says_so(
 
 def test_what_does_not_go_with_tiers_is_refused(data: Path) -> None:
     train = Dataset(data / "train")
-    with pytest.raises(ConfigError, match="running mean needs tables that are whole in memory"):
+    with pytest.raises(ConfigError, match="running mean needs tables that are completely in memory"):
         make_model(embedding_memory=MEMORY, ema_decay=0.9).fit(train)
     with pytest.raises(ConfigError, match="names a table that is not there"):
         make_model(embedding_memory={"usr": "1 GB"}).fit(train)
-    with pytest.raises(ConfigError, match="not a size of memory"):
+    with pytest.raises(ConfigError, match="not a memory size"):
         Solver(embedding_memory="8 giga")
     with pytest.raises(ConfigError, match="async_checkpoint"):
         fit(data, data.parent / "run-async", embedding_memory=MEMORY, async_checkpoint=True)

@@ -115,5 +115,5 @@ def test_streams_at_work_together_are_busy_once():
 def test_a_trace_of_something_else_is_refused(tmp_path):
     file = tmp_path / "other.json"
     file.write_text(json.dumps({"traceEvents": [host("aten::mm", 0, 1)]}))
-    with pytest.raises(DataError, match="holds no step"):
+    with pytest.raises(DataError, match="contains no step"):
         Timeline.load(file)

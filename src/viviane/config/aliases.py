@@ -1,4 +1,4 @@
-"""Names that settings have in other libraries, for the suggestion in an error."""
+"""Names of settings in other libraries, for the suggestions in errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from viviane.core.errors import suggest
 
-# name elsewhere, lower case without "_" -> names here; the first one that the settings have is suggested
+# lower-case name in other libraries without "_" -> names here; the first one that the settings have is suggested
 _ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("learningrate", "baselr", "eta", "stepsize", "alpha"), ("lr",)),
     **dict.fromkeys(("bs", "batchsize", "trainbatchsize", "batchsizetrain"), ("batch_size",)),
@@ -44,7 +44,7 @@ _ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
 
 
 def suggest_setting(name: str, known: Collection[str]) -> str:
-    """Name the setting that was meant: the nearest spelling, or what another library's name is called here.
+    """Return a suggestion: the setting with the nearest spelling, or the equivalent of another library's name.
 
     Example:
         >>> suggest_setting("learning_rate", ["batch_size", "lr"])

@@ -1,4 +1,4 @@
-"""The base of all settings: frozen, unknown keys refused, errors that name the key and the nearest one."""
+"""The base class of all settings: frozen, unknown keys refused, errors that name the key and the nearest valid one."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise explain(error, type(self)) from None
 
-    # Nested settings are then validated by pydantic itself, so that an error keeps its full path.
+    # Nested settings are then validated by pydantic, so that an error keeps its full path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @field_validator("*", mode="after")
     @classmethod
     def _representable(cls, value: Any) -> Any:
-        """Refuse what no file name, column name or 64-bit register can hold."""
+        """Refuse NUL characters and integers that need more than 64 bits."""
         if isinstance(value, str) and "\0" in value:
             raise ValueError("text must not contain a NUL character")
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
@@ -50,7 +50,7 @@ class Settings(BaseModel):
 
     @classmethod
     def from_dict(cls, data: Any, where: str | None = None) -> Self:
-        """Build from plain data; `where` (a file's name) is put in front of errors."""
+        """Build from plain data; errors begin with `where` (a file name)."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -70,13 +70,13 @@ def load_json(path: str | AnyPath) -> Any:
     """Read strict JSON from a file or URL, with the bounds of `viviane.core.json_files.parse_json`.
 
     Raises:
-        ConfigError: naming the file, line and column.
+        ConfigError: the JSON is invalid; names file, line and column.
     """
     return read_json(path)
 
 
 def validate(kind: Any, data: Any, where: str | None = None) -> Any:
-    """Validate `data` against any type, such as a union of settings, with our errors."""
+    """Validate `data` against any type, such as a union of settings, and raise `ConfigError`."""
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
@@ -84,9 +84,9 @@ def validate(kind: Any, data: Any, where: str | None = None) -> Any:
 
 
 def explain(error: ValidationError, kind: Any, where: str | None = None) -> ConfigError:
-    """Turn pydantic's first complaint into a sentence for people; further ones are counted."""
+    """Convert pydantic's first error to a readable message, with the number of further errors."""
     problems = error.errors(include_url=False)
-    # A misspelt key shows up twice, as unknown and as missing: the unknown one tells more.
+    # A misspelt key is reported twice, as unknown and as missing: the unknown key is more informative.
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     path = ".".join(str(part) for part in first["loc"]) or None
     place = ", ".join(part for part in (where, path) if part) or None
@@ -106,16 +106,16 @@ def explain(error: ValidationError, kind: Any, where: str | None = None) -> Conf
 
 
 def shortened(value: Any, limit: int = 200) -> Any:
-    """Return `value`, or the start of its text where that is longer than `limit` characters."""
+    """Return `value`, or the start of its text if that is longer than `limit` characters."""
     try:
         text = str(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits; objects nested deeply
+    except (ValueError, RecursionError):  # integers of thousands of digits; deeply nested objects
         return f"{type(value).__name__} that is too long to show"
     return value if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _fields_at(kind: Any, path: tuple[int | str, ...]) -> set[str]:
-    """Return the field names that are allowed at `path` inside `kind`; unions give all of theirs."""
+    """Return the field names that are allowed at `path` inside `kind`; for unions those of all members."""
     kinds = _settings_in(kind)
     for part in path:
         deeper = [

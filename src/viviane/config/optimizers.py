@@ -20,17 +20,17 @@ The arithmetic, with g the gradient, t the step from 1, and epsilon outside the 
 
 With `epsilon_inside_root` the denominator is sqrt(s + epsilon).
 
-Embedding tables: gradients of a key that stands several times in a batch are summed first. By `update`
+Embedding tables: gradients of a key that occurs several times in a batch are summed first. By `update`
 
-    "local"        only rows of the batch and their state move
-    "global"       every row of the table decays and moves each step, as a dense parameter would
-    "lazy_global"  Adam only: a row that rested k steps makes up for them when it is touched, before its step:
+    "local"        only rows of the batch and their state are updated
+    "global"       every row of the table is decayed and updated in each step, like a dense parameter
+    "lazy_global"  Adam only: the k skipped steps of a row are applied when it is next updated, before its step:
                    w -= a m beta1 (1 - beta1^k) / (1 - beta1) / (sqrt(v) + epsilon);  m *= beta1^k;  v *= beta2^k
-                   which is "global" with a and v as they were held still over the k steps. The rows' clocks are float32
-                   and count exactly up to 16.7 million steps.
+                                  which is "global" with a and v constant over the k steps. The step counts of rows are
+                                  float32 and exact up to 16.7 million steps.
 
-For SGD without momentum, AdaGrad and Ftrl a row without gradient rests anyway. Bias correction counts the
-table's steps.
+For SGD without momentum, AdaGrad and Ftrl a row without gradient does not change in any mode. Bias correction uses the
+step count of the table.
 
 Sources: Kingma and Ba 2015 (Adam); Duchi et al. 2011 (AdaGrad); Loshchilov and Hutter 2019 (AdamW); You et al. 2020
 (LAMB); McMahan et al. 2013 (FTRL); Tieleman and Hinton 2012 (RMSProp); HugeCTR's update rules.
@@ -50,15 +50,15 @@ Update = Literal["local", "global"]
 
 class _Optimizer(Settings):
     lr: float | None = Field(default=None, gt=0)
-    """Learning rate; None takes the solver's, with its schedule. A value is scaled by the same schedule."""
+    """Learning rate; None: the solver's. The solver's schedule applies to both."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """L2: adds weight_decay * w to the gradient; on tables, of the rows that move only."""
+    """L2: adds weight_decay * w to the gradient; on tables, only to updated rows."""
     clip_row_norm: float | None = Field(default=None, gt=0)
-    """Tables only: scale the summed gradient of a row so that its L2 norm stays below this, before weight decay."""
+    """Tables only: scale the summed gradient of a row so that its L2 norm is at most this, before weight decay."""
 
 
 class SGD(_Optimizer):
-    """Stochastic gradient descent: w -= lr g, with momentum or Nesterov's where asked for.
+    """Stochastic gradient descent: w -= lr g, optionally with momentum or Nesterov momentum.
 
     Example:
         >>> SGD(lr=0.1).lr
@@ -75,7 +75,7 @@ class SGD(_Optimizer):
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0")
         if self.update == "global" and not self.momentum:
-            raise ValueError("update='global' needs a momentum: without it a row without gradient rests anyway")
+            raise ValueError("update='global' needs a momentum: otherwise rows without gradient do not change")
         return self
 
 
@@ -111,7 +111,7 @@ class Adam(_Optimizer):
 
 
 class AdamW(_Optimizer):
-    """Adam with decoupled weight decay: w -= lr weight_decay w, then Adam's step; of a table, rows that move decay."""
+    """Adam with decoupled weight decay: w -= lr weight_decay w, then Adam's step; in tables, only of updated rows."""
 
     type: Literal["adamw"] = "adamw"
     weight_decay: float = Field(default=0.01, ge=0)
@@ -142,7 +142,7 @@ class Lamb(_Optimizer):
 
 
 class Ftrl(_Optimizer):
-    """Follow the regularized leader, proximal: weights that matter little become exactly zero (lambda1)."""
+    """Follow the regularized leader, proximal: unimportant weights become exactly zero (lambda1)."""
 
     type: Literal["ftrl"] = "ftrl"
     beta: float = Field(default=0.0, ge=0)
@@ -167,14 +167,14 @@ _TORCH_NAMES: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad"
 
 
 def optimizer_settings(given: Any, where: str = "optimizer") -> AnyOptimizer:
-    """Return optimizer settings: as they are, or those of a name with its defaults, or of plain data.
+    """Return optimizer settings from settings, a name (with default values), or plain data.
 
     Args:
-        given: settings, a name such as "adam", or a dict as a file holds it.
-        where: for the error.
+        given: settings, a name such as "adam", or a dict as in a file.
+        where: location for errors.
 
     Raises:
-        ConfigError: an unknown name, an optimizer of torch, which does not know embedding tables, or anything else.
+        ConfigError: an unknown name, a torch optimizer, which does not support embedding tables, or another type.
 
     Example:
         >>> optimizer_settings("adam")
@@ -193,9 +193,9 @@ def optimizer_settings(given: Any, where: str = "optimizer") -> AnyOptimizer:
     is_own = isinstance(given, type) and issubclass(given, get_args(AnyOptimizer))
     same = name if is_own else _TORCH_NAMES.get(name.lower())
     raise ConfigError(
-        "not settings of an optimizer",
+        "not optimizer settings",
         where=where,
         value=name if not isinstance(given, int | float) else given,
-        allowed="viviane.Adam(lr=1e-3) and the like, or a name: " + ", ".join(_BY_TYPE),
+        allowed="viviane.Adam(lr=1e-3) or similar, or a name: " + ", ".join(_BY_TYPE),
         fix=f"pass viviane.{same}()" if same else None,
     )

@@ -1,4 +1,4 @@
-"""Runs of batches out of windows: rows are taken by a thread of the reader, or on the device they are meant for."""
+"""Assembly of batches from windows: a reader thread takes the rows, or the target device gathers them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from viviane.data.slab import BatchShape, Part, Slab
 from viviane.data.staged_window import StagedWindow
 
 Order = Future[Any]
-"""Of the order of a window's rows: an RankOrder for a device, else what `EpochPlan.permutation` gives."""
+"""Order of a window's rows: a RankOrder for a device, otherwise the result of `EpochPlan.permutation`."""
 Ready = tuple[View, NDArray[np.int64] | None]
 Made = tuple[Run, int, list[Window]] | Exception
 _Piece = tuple[Window, int, int]
 
 
 class Loading:
-    """A window that becomes ready: row groups being decoded into a block, or one group where it stands in its file."""
+    """A window in preparation: row groups being decoded into a block, or one group mapped from its file."""
 
     def __init__(self, block: Block | None) -> None:
         self.block = block
@@ -39,8 +39,8 @@ class Loading:
         self.mapped: Future[View] | None = None
 
     def wait(self) -> Ready:
-        """Return the rows and their order; raises what a decode task raised."""
-        if self._ready is None:  # to ask finished tasks again, batch after batch, costs a lock each
+        """Return the rows and their order; raises the error of a decode task."""
+        if self._ready is None:  # checking finished tasks for every batch would take a lock each time
             for task in self.decodes:
                 task.result()
             assert self.order is not None
@@ -64,10 +64,10 @@ _W = TypeVar("_W", Loading, StagedWindow)
 
 @timed_as("assemble")
 def assemble(shape: BatchShape, requests: list[Request], buffers: Buffers) -> list[Made]:
-    """Take the rows of each batch; an error stands in place of its batch and ends the list."""
+    """Take the rows of each batch; an error replaces its batch and ends the list."""
     ready, failure = _wait(requests)
     made: list[Made] = []
-    # For a GPU the rows of all are taken together, where they can be cut.
+    # For a GPU the rows of all batches are taken together, if they can be aligned slices.
     cut = shape.can_be_cut if buffers.pin_memory else _never
     try:
         for together in _together(ready, cut):
@@ -78,23 +78,23 @@ def assemble(shape: BatchShape, requests: list[Request], buffers: Buffers) -> li
 
 
 class ShuffledTask:
-    """A run of batches whose rows are to be taken on a device: what `assemble` is, but for the rows themselves.
+    """A run of batches whose rows will be gathered on a device; like `assemble`, without the rows.
 
     Args:
         requests: the batches.
-        device_shuffle: of their windows.
+        device_shuffle: owner of their windows.
     """
 
     def __init__(self, requests: list[StagedRequest], device_shuffle: DeviceShuffle) -> None:
         self._requests, self._device_shuffle = requests, device_shuffle
 
     def done(self) -> bool:
-        """Whether the result can be had without a wait."""
+        """Return whether the result is available without waiting."""
         windows = {id(window): window for batch in self._requests for _, window in batch}
         return all(window.is_decoded for window in windows.values())
 
     def result(self) -> list[Made]:
-        """Return the batches; an error stands in place of its batch and ends the list."""
+        """Return the batches; an error replaces its batch and ends the list."""
         ready, failure = _wait(self._requests)
         made: list[Made] = []
         for together in _together(ready, self._device_shuffle.stacks.can_be_cut):
@@ -122,7 +122,7 @@ def _never(rows: int) -> bool:
 def _together(
     requests: list[list[tuple[_Piece, _W]]], can_be_cut: Callable[[int], bool]
 ) -> list[list[list[tuple[_Piece, _W]]]]:
-    """Divide batches into those whose rows are taken together: all, where they can be cut."""
+    """Divide batches into those whose rows are taken together: all, if they can be aligned slices."""
     if len(requests) < 2:
         return [[batch] for batch in requests]
     sizes = [sum(last - first for (_, first, last), _ in batch) for batch in requests]
@@ -131,12 +131,12 @@ def _together(
 
 
 def _take(shape: BatchShape, requests: list[Request], buffers: Buffers) -> list[Made]:
-    """Take the rows of batches into one piece of memory."""
+    """Take the rows of batches into one allocation."""
     taken = Slab.gather(shape, _parts(requests), buffers)
     if buffers.pin_memory:
         rows = sum(last - first for (_, first, last), _ in requests[0])
         run = Run(partial(taken.batch, shape, ""), rows if len(requests) > 1 else None)
-    else:  # the consumer computes on the CPU, and is not waited for by a GPU
+    else:  # the consumer computes on the CPU, and no GPU waits for it
         run = Run.one(taken.batch(shape, ""))
     return _numbered(run, requests)
 
@@ -146,7 +146,7 @@ def _numbered(run: Run, requests: list[list[tuple[_Piece, _W]]]) -> list[Made]:
 
 
 def _spans(requests: list[list[tuple[_Piece, _W]]]) -> list[tuple[_W, list[tuple[int, int]]]]:
-    """Return where the rows of batches stand, window after window, in as few spans as there can be."""
+    """Return the row spans of batches, window after window, merged into as few spans as possible."""
     found: list[tuple[_W, list[tuple[int, int]]]] = []
     for (_, first, last), window in (
         requests[0] if len(requests) == 1 else (piece for batch in requests for piece in batch)
@@ -161,7 +161,7 @@ def _spans(requests: list[list[tuple[_Piece, _W]]]) -> list[tuple[_W, list[tuple
 
 
 def _parts(requests: list[Request]) -> list[Part]:
-    """Return views and which of their rows are wanted, in as few parts as there can be."""
+    """Return views and their requested rows, merged into as few parts as possible."""
     parts: list[Part] = []
     for loading, places in _spans(requests):
         view, order = loading.wait()

@@ -21,7 +21,7 @@ _WORD: Final = 4  # bytes
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of a batch: its numbers in a row, and their type; `bag` names the column whose ids or weights it has."""
+    """A matrix of a batch: elements per row and their type; `bag` is the column of its ids or weights."""
 
     width: int
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Matrix:
 
     @property
     def words(self) -> int:
-        """Words of four bytes in a row."""
+        """Four-byte words per row."""
         return self.width * self.dtype.itemsize // _WORD
 
 
@@ -64,17 +64,17 @@ class BatchStack:
             if column.weights is not None:
                 self.matrices.append(Matrix(column.hotness or 0, torch.float32, column.name))
         self.form = StackForm([matrix.words for matrix in self.matrices])
-        self._different: dict[torch.device, Tensor] = {}  # numbers of ids, (H, 1)
+        self._different: dict[torch.device, Tensor] = {}  # hotness values, (H, 1)
 
     @staticmethod
     def ineligible_reason(schema: Schema) -> str | None:
         """Return why batches of a schema cannot be stacked; None if they can."""
         loose = [column.name for column in schema.bags if column.hotness is None]
-        return f"bags of column {loose[0]!r} may have any number of ids: it has no hotness" if loose else None
+        return f"bags of column {loose[0]!r} have no fixed hotness" if loose else None
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row with its number in the order."""
+        """Bytes per row, including its row number."""
         return (self.form.row_words + 1) * _WORD
 
     def can_be_cut(self, rows: int) -> bool:
@@ -82,7 +82,7 @@ class BatchStack:
         return rows > 0 and all(rows * words * _WORD % ALIGNED == 0 for words in self.form.widths)
 
     def batch(self, stack: Tensor, num_rows: int) -> Batch:
-        """Return the batch whose rows are in a stack, without another copy."""
+        """Return the batch whose rows are in a stack, as views."""
         tensors = [
             self.form.matrix(stack, number, num_rows).view(matrix.dtype) for number, matrix in enumerate(self.matrices)
         ]
@@ -96,12 +96,12 @@ class BatchStack:
         )
 
     def _offsets(self, num_rows: int, device: torch.device) -> dict[int, Tensor]:
-        """Return where bags begin, by their number of ids: all in one piece of memory."""
+        """Return the offsets of bags by hotness, all in one allocation."""
         different = self._different.get(device)
         if different is None:
             numbers = torch.tensor(sorted(set(self.hotness.values())), dtype=torch.int64)
             different = self._different[device] = numbers.view(-1, 1).to(device)
-        # Each begins at a multiple of 256 bytes.
+        # Each tensor begins at a multiple of 256 bytes.
         rows = torch.arange(-(-(num_rows + 1) // 32) * 32, dtype=torch.int64, device=device)
         begins = (different * rows)[:, : num_rows + 1]
         return dict(zip(sorted(set(self.hotness.values())), begins.unbind(), strict=True))

@@ -1,6 +1,6 @@
-"""Rows in memory, column kinds stacked as in a batch: the buffer that row groups are decoded into.
+"""Rows in memory, stacked by column kind as in a batch: the buffer into which row groups are decoded.
 
-Shapes: R rows of the block, L labels, N dense numbers, F one-hot features, nnz ids of a bag feature.
+Shapes: R rows of the block, L labels, N dense values, F one-hot features, nnz ids of a bag feature.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from viviane.schema import Schema
 
 Rows = slice | NDArray[np.int64]
 Matrix = tuple[tuple[int, NDArray[Any]], ...]
-"""Pieces of a matrix with R rows: the first column of each piece, and its columns, (R, k), of any number type."""
+"""Pieces of a matrix with R rows: the first column of each piece, and its columns, (R, k), of any numeric type."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Jagged:
     weights: NDArray[np.float32] | None = None  # (nnz,)
 
     def lengths(self, rows: Rows) -> NDArray[np.int64]:
-        """Return how many ids chosen rows have."""
+        """Return the number of ids of each selected row."""
         if isinstance(rows, slice):
             ends = self.offsets[rows.start : rows.stop + 1].astype(np.int64, copy=False)
             return ends[1:] - ends[:-1]
@@ -37,7 +37,7 @@ class Jagged:
         return lengths
 
     def take(self, rows: Rows, values: NDArray[Any], weights: NDArray[np.float32] | None) -> None:
-        """Copy the ids of chosen rows, one after another, into `values`, and their weights into `weights`."""
+        """Copy the ids of selected rows, concatenated, into `values`, and their weights into `weights`."""
         if isinstance(rows, slice):
             inside: Any = slice(int(self.offsets[rows.start]), int(self.offsets[rows.stop]))
         else:
@@ -52,7 +52,7 @@ class Jagged:
 
     @classmethod
     def join(cls, parts: list[Jagged]) -> Jagged:
-        """Return the rows of several parts, one after another."""
+        """Concatenate the rows of several parts."""
         if len(parts) == 1:
             return parts[0]
         ends = np.cumsum([0, *(part.offsets[-1] for part in parts)])
@@ -67,9 +67,9 @@ class Jagged:
 
 @dataclass(frozen=True)
 class View:
-    """Rows that can be taken where they stand: in a block, or in a file that is mapped into memory.
+    """Rows that can be taken in place: from a block, or from a memory-mapped file.
 
-    Columns may be narrower than in a batch; they are widened when they are taken.
+    Columns may be narrower than in a batch; they are widened when taken.
     """
 
     labels: Matrix
@@ -80,12 +80,12 @@ class View:
 
 
 class Block:
-    """A buffer of a known number of rows; its parts are filled by row group, in any order.
+    """A buffer for a known number of rows, filled by row group in any order.
 
     Args:
         schema: the columns.
-        num_rows, num_parts: rows, and the row groups that they come from.
-        memory: for labels, dense numbers, ids and weights, in this order; None takes fresh memory.
+        num_rows, num_parts: number of rows, and of the row groups that they come from.
+        memory: memory for labels, dense values, ids and weights, in this order; None allocates new memory.
     """
 
     def __init__(self, schema: Schema, num_rows: int, num_parts: int, memory: Memory | None = None) -> None:
@@ -101,7 +101,7 @@ class Block:
         self.parts: dict[str, list[Jagged | None]] = {bag.name: [None] * num_parts for bag in schema.bags}
 
     def finish(self) -> View:
-        """Join the bags, once all parts are there, and return the rows."""
+        """Join the bags after all parts have been filled, and return the rows."""
         bags = {name: Jagged.join([part for part in parts if part is not None]) for name, parts in self.parts.items()}
         return View(((0, self.labels),), ((0, self.dense),), ((0, self.one_hot),), self.weight, bags)
 
@@ -117,7 +117,7 @@ class Block:
             self.parts[name][part] = bag
 
     def take(self, view: View, rows: NDArray[np.int64], start: int) -> None:
-        """Copy chosen rows of a view, but for their bags, to rows from `start` on."""
+        """Copy selected rows of a view, without their bags, to rows from `start` on."""
         place = slice(start, start + len(rows))
         for matrix, pieces in ((self.labels, view.labels), (self.dense, view.dense), (self.one_hot, view.one_hot)):
             take(pieces, rows, matrix[place])
@@ -126,20 +126,20 @@ class Block:
 
 
 def one_hot_type(schema: Schema) -> type[np.signedinteger[Any]]:
-    """Return the type of the one-hot matrix: int64 as soon as one column needs it."""
+    """Return the type of the one-hot matrix: int64 if a column needs it."""
     return np.int64 if any(column.dtype == "int64" for column in schema.one_hot) else np.int32
 
 
 def take(matrix: Matrix, rows: Rows, out: NDArray[Any]) -> None:
-    """Copy chosen rows of a matrix to `out`, as its type."""
+    """Copy selected rows of a matrix to `out`, converted to its type."""
     for first, piece in matrix:
         target = out[:, first : first + piece.shape[1]]
         if isinstance(rows, slice):
             np.copyto(target, piece[rows])
         elif not piece.flags.c_contiguous:
-            np.copyto(target, piece[rows])  # np.take would copy all of it first
+            np.copyto(target, piece[rows])  # np.take would first copy the complete matrix
         elif target.flags.c_contiguous and target.dtype == piece.dtype:
-            # mode="clip" skips a second pass over the row numbers; they are those of an order, so nothing is clipped
+            # mode="clip" skips a second pass over the row numbers; they come from a permutation, so nothing is clipped
             np.take(piece, rows, axis=0, mode="clip", out=target)
         else:
             np.copyto(target, np.take(piece, rows, axis=0, mode="clip"))

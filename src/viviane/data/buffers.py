@@ -1,8 +1,8 @@
-"""Memory for batches, used again when a batch is gone: fresh memory costs as much as the copy into it.
+"""Reusable memory for batches: allocating new memory takes as long as copying into it.
 
-What a GPU copies on its own must not be written to before the copy is done, though no tensor shows it any more. torch's
-store of page-locked memory sees to that: a copy leaves an event with the memory, and the memory is given out again
-after the event. So all page-locked memory comes from there, one piece a batch.
+Memory that a GPU copies asynchronously must not be written before the copy is finished, even if no tensor refers to it
+any more. torch's caching allocator for page-locked memory ensures this: a copy records an event with the memory, which
+is reused only after the event. So all page-locked memory comes from this allocator, one allocation per batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ROUND: Final = 1 << 16  # bags differ in size from batch to batch: sizes are rounded up, so that they share buffers
-_SMALLEST: Final = 1 << 15  # smaller ones come fast from the allocator
+_ROUND: Final = 1 << 16  # bags differ in size between batches: sizes are rounded up so that buffers can be reused
+_SMALLEST: Final = 1 << 15  # the allocator is fast for smaller sizes
 _KEPT_BYTES: Final = 1 << 28
-ALIGNED: Final = 256  # bytes, as torch aligns tensors of their own on a GPU: kernels see no difference
+ALIGNED: Final = 256  # bytes, torch's alignment of separate GPU tensors, so kernels see no difference
 
 _ARRAY_TYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
     torch.float32: np.dtype(np.float32),
@@ -35,13 +35,13 @@ Maker = Callable[[], Tensor]
 
 
 class Memory(Protocol):
-    """Makes arrays of float32, int32 or int64 with any content, and tensors that show the same memory."""
+    """Allocates uninitialized arrays of float32, int32 or int64, and tensors that share their memory."""
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Maker, NDArray[Any]]:
-        """Return what makes a tensor of some shape and type, and its array.
+        """Return a function that creates a tensor of a shape and type, and an array of the same memory.
 
-        Each call of torch gives up the interpreter's lock and asks for it again, for which the thread that launches
-        kernels pays: a reader's thread writes to the array, and who takes the batch makes the tensor.
+        Each torch call releases and reacquires the GIL, which delays the thread that launches kernels. So a reader
+        thread writes to the array, and the consumer of the batch creates the tensor.
         """
         ...
 
@@ -50,18 +50,18 @@ def _references(bases: Sequence[NDArray[np.uint8]]) -> list[int]:
     return [sys.getrefcount(base) for base in bases]
 
 
-# References to a buffer that no tensor uses. How many the count itself adds differs between versions of Python.
+# Reference count of an unused buffer. The number that the count itself adds differs between Python versions.
 _UNUSED: Final = _references([np.empty(1, np.uint8)])[0]
 
 
 class Buffers:
-    """Makes tensors with any content; safe for any number of threads.
+    """Allocates uninitialized tensors; thread-safe.
 
-    A buffer is free again when every tensor and array that shows it is gone: each of them holds a reference to it.
+    A buffer is free again when no tensor or array refers to it any more: each of them holds a reference.
 
     Args:
-        pin_memory: page-locked memory, all tensors of a batch in one piece.
-        kept_bytes: memory beyond this is given back at once.
+        pin_memory: use page-locked memory, all tensors of a batch in one allocation.
+        kept_bytes: unused memory beyond this is freed immediately.
 
     Example:
         >>> buffers = Buffers()
@@ -79,11 +79,11 @@ class Buffers:
         self._by_size: dict[int, list[NDArray[np.uint8]]] = {}
 
     def for_batch(self, forms: Iterable[Form]) -> Memory:
-        """Return memory for tensors of these shapes and types, to be made in this order."""
+        """Return memory for tensors of these shapes and types, to be created in this order."""
         return PackedMemory(forms, pin_memory=True) if self.pin_memory else self
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Maker, NDArray[Any]]:
-        """Return what makes a tensor of some shape and type, and its array."""
+        """Return a function that creates a tensor of a shape and type, and an array of the same memory."""
         size = math.prod(shape) * dtype.itemsize
         array: NDArray[Any]
         if size < _SMALLEST:
@@ -106,11 +106,11 @@ class Buffers:
 
 
 class PackedMemory:
-    """Tensors side by side in one piece of memory, each at a multiple of 256 bytes, so that one copy moves them all.
+    """Tensors in one allocation, each at a multiple of 256 bytes, so that they are copied in one transfer.
 
     Args:
         forms: shapes and types of the tensors.
-        pin_memory: page-locked memory.
+        pin_memory: use page-locked memory.
 
     Example:
         >>> piece = PackedMemory([((2, 3), torch.float32), ((2,), torch.int64)])
@@ -127,7 +127,7 @@ class PackedMemory:
         self._used = 0
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Maker, NDArray[Any]]:
-        """Return what makes the next tensor, of one or two dimensions, a part of torch's own storage; and its array."""
+        """Return a function that creates the next tensor, a view of the allocation, and an array of the same memory."""
         size = math.prod(shape) * dtype.itemsize
         start, self._used = self._used, self._used + _rounded(size)
         array: NDArray[Any] = np.ndarray(shape, _ARRAY_TYPES[dtype], self._array, start)

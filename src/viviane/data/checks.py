@@ -1,4 +1,4 @@
-"""Values against the schema: a vectorised look at each column; the first offending row is searched only on failure."""
+"""Validation of values against the schema: vectorized per column; the offending row is searched only on failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CellLocation:
     unit: str = "row group"
 
     def row(self, number: int) -> str:
-        """Name one row of the group."""
+        """Describe one row of the group."""
         return f"{self.file}, {self.unit} {self.group}, column {self.column!r}, row {self.first_row + number}"
 
     def __str__(self) -> str:
@@ -35,12 +35,12 @@ def check_no_nulls(array: Any, place: CellLocation) -> None:
     """Refuse an Arrow array with nulls.
 
     Raises:
-        DataError: naming the first row.
+        DataError: there is a null; names the first row.
     """
     if array.null_count:
         row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
         raise DataError(
-            "a null in the data",
+            "the data contain a null",
             where=place.row(row),
             fix="replace missing values: id 1 in categorical columns, a number in dense ones (`viviane etl` does)",
         )
@@ -49,28 +49,28 @@ def check_no_nulls(array: Any, place: CellLocation) -> None:
 def check_ids(
     ids: NDArray[Any], column: CategoricalColumn, place: CellLocation, offsets: NDArray[np.int64] | None = None
 ) -> None:
-    """Refuse ids outside 0 <= id < num_ids, of raw ids none; `offsets` says which row an id of a bag belongs to.
+    """Refuse ids outside 0 <= id < num_ids, for raw ids nothing is refused; `offsets` maps the ids of bags to rows.
 
     Raises:
-        KeyRangeError: naming the first row and its id.
+        KeyRangeError: an id is out of range; names the first row and its id.
     """
     if column.num_ids is None or not len(ids) or (ids.min() >= 0 and ids.max() < column.num_ids):
         return
     at = int(np.argmax((ids < 0) | (ids >= column.num_ids)))
     raise KeyRangeError(
-        "an id is out of the column's range",
+        "an id is outside the range of its column",
         where=place.row(_row_of(at, offsets)),
         value=int(ids[at]),
         allowed=f"0 <= id < {column.num_ids}",
-        fix="the data and schema.json disagree: write both with the same ETL, or correct num_ids",
+        fix="the data do not match schema.json: write both with the same ETL, or correct num_ids",
     )
 
 
 def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: CellLocation) -> None:
-    """Refuse a bag or sequence that is longer than the column's max_length, or of another length than its hotness.
+    """Refuse a bag or sequence longer than the column's max_length, or whose length differs from its hotness.
 
     Raises:
-        DataError: naming the first row and its length.
+        DataError: a length is invalid; names the first row and its length.
     """
     if (column.max_length is None and column.hotness is None) or len(offsets) < 2:
         return
@@ -78,11 +78,11 @@ def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: 
     if column.hotness is not None and (lengths != column.hotness).any():
         row = int(np.argmax(lengths != column.hotness))
         raise DataError(
-            "a bag has another number of ids than the column's hotness",
+            "the number of ids of a bag differs from the column's hotness",
             where=place.row(row),
             value=f"{lengths[row]} ids",
             allowed=f"{column.hotness} (hotness)",
-            fix="take hotness out of schema.json, or write the data set with this many ids in every row",
+            fix="remove hotness from schema.json, or write the data set with this many ids in every row",
         )
     if column.max_length is not None and lengths.max() > column.max_length:
         row = int(np.argmax(lengths > column.max_length))
@@ -91,7 +91,7 @@ def check_lengths(offsets: NDArray[np.int64], column: CategoricalColumn, place: 
             where=place.row(row),
             value=f"{lengths[row]} ids",
             allowed=f"at most {column.max_length} (max_length)",
-            fix="cut the lists when the data set is written, or raise max_length in the schema",
+            fix="truncate the lists when writing the data set, or raise max_length in the schema",
         )
 
 
@@ -99,7 +99,7 @@ def check_labels(values: NDArray[Any], column: LabelColumn, place: CellLocation)
     """Refuse a binary label other than 0 and 1 (or -1, if it is optional), and a regression label that is not finite.
 
     Raises:
-        DataError: naming the first row and its value.
+        DataError: a label is invalid; names the first row and its value.
     """
     if column.task == "regression":
         check_finite(values, place)
@@ -122,23 +122,23 @@ def check_finite(values: NDArray[Any], place: CellLocation, offsets: NDArray[np.
     """Refuse NaN and infinity.
 
     Raises:
-        DataError: naming the first row and its value.
+        DataError: a value is not finite; names the first row and its value.
     """
     if not len(values) or values.dtype.kind != "f":
         return
-    # one NaN makes both extremes NaN
+    # a single NaN makes minimum and maximum NaN
     if math.isfinite(values.min()) and math.isfinite(values.max()):
         return
     finite = np.isfinite(values)
     at = int(np.argmin(finite))
-    _refuse(values[at], place.row(_row_of(at, offsets)), "a number is not finite", "finite numbers")
+    _refuse(values[at], place.row(_row_of(at, offsets)), "a value is not finite", "finite values")
 
 
 def check_weights(values: NDArray[np.float32], place: CellLocation, offsets: NDArray[np.int64] | None = None) -> None:
     """Refuse sample weights that are not finite or are negative.
 
     Raises:
-        DataError: naming the first row and its value.
+        DataError: a weight is invalid; names the first row and its value.
     """
     check_finite(values, place, offsets)
     if len(values) and values.min() < 0:

@@ -1,4 +1,4 @@
-"""The physical type of every column, and what a file's columns may be: checked before a row is read."""
+"""The Arrow type of every column, and the check of a file's columns before rows are read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arrow_types(schema: Schema) -> dict[str, Any]:
 
 
 def same_type(found: Any, wanted: Any) -> bool:
-    """Say whether a column of type `found` can be read as `wanted`: equal, or another kind of list of the same."""
+    """Return whether a column of type `found` can be read as `wanted`: equal types, or lists of equal values."""
     if is_list(wanted):
         fixed = pa.types.is_fixed_size_list(found) and pa.types.is_fixed_size_list(wanted)
         return (
@@ -56,7 +56,7 @@ def same_type(found: Any, wanted: Any) -> bool:
 
 
 def is_list(kind: Any) -> bool:
-    """Say whether an Arrow type is a list of any kind."""
+    """Return whether an Arrow type is a list of any kind."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
@@ -73,7 +73,7 @@ def check_columns(found: pa.Schema, schema: Schema, where: str) -> None:
             raise SchemaError("a column occurs twice in the file", where=where, value=name)
         if name not in types and name not in schema.ignored:
             raise SchemaError(
-                "the file has a column that the schema does not know",
+                "the file has a column that is not in the schema",
                 where=where,
                 value=name,
                 fix=f"{suggest(name, types)}; or add it to the schema's `ignored` columns",
@@ -86,7 +86,7 @@ def check_columns(found: pa.Schema, schema: Schema, where: str) -> None:
         kind = found.field(name).type
         if not same_type(kind, wanted):
             raise SchemaError(
-                "a column has another type than the schema says",
+                "the type of a column differs from the schema",
                 where=f"{where}, column {name!r}",
                 value=str(kind),
                 allowed=str(wanted),

@@ -1,4 +1,4 @@
-"""From one format to another: the same rows in the same order, in bounded memory."""
+"""Conversion between formats: the same rows in the same order, with bounded memory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def convert(
     """Write the rows of a data set in another format, atomically, and open the new folder.
 
     Args:
-        source: in any format; its schema says which columns are written.
+        source: a data set in any format; the columns of its schema are written.
         path: the new folder.
         format: name of a format of `viviane.data.formats`, or a format with its options.
         rows_per_group, rows_per_file, overwrite: see `write_dataset`.
-        num_threads: that read.
+        num_threads: number of reader threads.
 
     Raises:
         ConfigError: the folder exists.
-        SchemaError: the format cannot hold a column; names it.
-        DataError, KeyRangeError: a row of the source is damaged, or the format cannot hold it.
+        SchemaError: the format cannot store a column; names it.
+        DataError, KeyRangeError: a row of the source is damaged, or the format cannot store it.
 
     Example:
         >>> from pathlib import Path

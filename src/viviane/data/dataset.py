@@ -1,4 +1,4 @@
-"""A data set: files in one of the formats with their schema, checked when it is opened."""
+"""A data set: files in a supported format and their schema, checked when opened."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class Dataset:
     """Rows on disk with their schema.
 
     A folder `part-00000.parquet, ...` with `schema.json`, or a folder with `manifest.json` in any other format of
-    `viviane.data.formats`: both are recognised. Foreign files are opened with an explicit schema and format.
+    `viviane.data.formats`: both are recognized. Other files are opened with an explicit schema and format.
 
-    Opening compares what is cheap: the footer of every Parquet file, headers and sizes of others. Values are
-    checked when rows are read: ids against num_ids, no nulls, dense numbers and weights finite, binary labels
+    Opening checks only what is cheap: the footer of every Parquet file, headers and sizes of others. Values are
+    checked when rows are read: ids against num_ids, no nulls, finite dense values and weights, binary labels
     0 or 1, bags no longer than max_length.
 
     Args:
-        path: the folder; a file or a file list of a foreign format. A URL (s3://, gs://, hdfs://) is a folder: Parquet
-            is read over the network by ranges, of other formats a copy is kept in the local cache.
-        schema: read the files by this schema (a model's, say) instead of the folder's own.
+        path: the folder; for other formats also a file or a file list. A URL (s3://, gs://, hdfs://) is a folder:
+            Parquet is read over the network by byte ranges, other formats are copied to the local cache.
+        schema: read the files with this schema, such as a model's, instead of the folder's.
         format: name of a format, or a format with its options: "norm", RawFormat(num_samples=1000).
-        stored: every column in the files of a foreign format, where `schema` names some of them alone.
+        stored: all columns of the files in a format without schema.json, if `schema` has only some of them.
 
     Raises:
-        DataError: no such folder, no data file in it, or one that is truncated.
-        SchemaError: no schema, or files whose columns are not the schema's.
-        ConfigError: an unknown format, or another than the manifest says.
+        DataError: the folder or its data files are missing, or a file is truncated.
+        SchemaError: the schema is missing, or the columns of the files differ from it.
+        ConfigError: the format is unknown, or differs from the manifest.
 
     Example:
         >>> import tempfile
@@ -71,12 +71,12 @@ class Dataset:
         given = None if format is None else named_format(format)
         self.path = _readable(path, given)
         self.manifest = manifest = Manifest.load(self.path)
-        local = cast(Path, self.path)  # a remote one has passed `_readable`: it is Parquet, which takes both
+        local = cast(Path, self.path)  # a remote path has passed `_readable`: it is Parquet, which accepts both
         if manifest is not None:
             if given is not None and given.format != manifest.format.format:
                 raise ConfigError(
                     "the folder is in another format", where=str(path), value=given.format,
-                    allowed=manifest.format.format, fix="leave `format` out: the manifest says it",
+                    allowed=manifest.format.format, fix="remove `format`: the manifest specifies it",
                 )  # fmt: skip
             self.format = given or manifest.format
             files: Sequence[AnyPath] = manifest.paths(self.path)
@@ -85,8 +85,8 @@ class Dataset:
         else:
             self.format = given or guess_format(local)
             if self.format.format == "parquet" and not self.path.is_dir():
-                fix = "give the folder that holds schema.json; a foreign file needs its `format`"
-                raise DataNotFoundError("no such data set folder", where=str(path), fix=fix)
+                fix = "pass the folder that contains schema.json; other files need `format`"
+                raise DataNotFoundError("data set folder not found", where=str(path), fix=fix)
             if schema is None:
                 schema = Schema.load(self.path if self.path.is_dir() else self.path.with_name(SCHEMA_FILE))
             files, entries, stored = self.format.files_at(local), None, stored or schema
@@ -103,20 +103,20 @@ class Dataset:
         return f"Dataset({str(self.path)!r}, {self.num_rows} rows in {len(self.files)} file(s))"
 
     def _repr_html_(self) -> str:
-        """Return place, size and columns, for notebooks."""
+        """Return path, size and columns, for notebooks."""
         rows: list[list[Any]] = [["folder", str(self.path)], ["rows", self.num_rows], ["files", len(self.files)]]
         facts = html_table("Dataset", ["", ""], [*rows, ["format", self.format.format]])
         return facts + self.schema._repr_html_()
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """Statistics that the writer left in info.json: rows, source, best reachable AUC; empty without the file."""
+        """Statistics that the writer stored in info.json: rows, source, best reachable AUC; empty without the file."""
         path = self.path / INFO_FILE
         return read_json_object(path, error=DataError) if path.exists() else {}
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash over schema, file names, sizes and row counts: equal for equal data sets, cheap for any size."""
+        """A hash of schema, file names, sizes and row counts: equal for equal data sets, cheap for any size."""
         rows = [0] * len(self.files)
         for group in self.groups:
             rows[group.file] += group.num_rows
@@ -128,14 +128,14 @@ class Dataset:
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def verify(self) -> int:
-        """Compare every file with the check sum that was written with it; returns the bytes compared.
+        """Compare every file with its checksum in the manifest; return the number of bytes compared.
 
-        Without a manifest (data sets written before 0.2, or by others) nothing is compared, and the result is 0:
-        `check` still reads every row, and the check sums of Parquet pages where there are any.
+        Without a manifest (data sets written before 0.2, or by other programs) nothing is compared, and the result is
+        0: `check` still reads every row, and compares checksums of Parquet pages if the files have them.
 
         Raises:
             DataError: a file was altered, truncated or removed.
-            SchemaError: schema.json is not what was written.
+            SchemaError: schema.json was altered.
         """
         if self.manifest is None:
             return 0
@@ -205,17 +205,17 @@ class Dataset:
 
 
 def _readable(path: str | AnyPath, given: Format | None) -> AnyPath:
-    """Return where the files are read: a local path, a remote folder of Parquet, or the local copy of another one.
+    """Return the path to read from: a local path, a remote folder of Parquet, or the local copy of a remote folder.
 
     Raises:
-        DataError: there is no folder at the URL.
+        DataError: the URL has no folder.
     """
     place = published_location(path)
     if not isinstance(place, RemotePath):
         return place
     if not place.is_dir():
-        raise DataNotFoundError("there is no data set folder at this URL", where=str(path),
-                        fix="give the folder that holds schema.json; a single file is copied here first")  # fmt: skip
+        raise DataNotFoundError("no data set folder found at this URL", where=str(path),
+                        fix="pass the folder that contains schema.json; download a single file first")  # fmt: skip
     if given is not None and given.format == "parquet":
         return place
     if (place / MANIFEST_FILE).is_file():

@@ -1,7 +1,7 @@
-"""Decode one Parquet row group into rows of a block: Arrow columns, checked, then stacked row by row.
+"""Decoding of a Parquet row group into rows of a block: Arrow columns, checked, then stacked.
 
-Stacking is the hot spot (39 columns of the Criteo layout become two row-major matrices). One strided
-assignment per column ran as fast as transposing in cache-sized tiles and as torch.stack, so it stays.
+Stacking is the hot spot: the 39 columns of the Criteo layout become two row-major matrices. One strided
+assignment per column was as fast as transposing in cache-sized tiles and as torch.stack.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from viviane.schema import CategoricalColumn, DenseColumn, Schema
 
 
 def open_parquet(path: AnyPath, compare: Callable[[pa.Schema, str], None]) -> pq.ParquetFile:
-    """Open a file, and compare its columns with the schema: `compare` gets the columns and the file's name.
+    """Open a file and call `compare` with its columns and file name.
 
     Raises:
         DataError: the file is missing, truncated or not Parquet.
-        SchemaError: its columns are not the schema's.
+        SchemaError: its columns differ from the schema.
     """
     size, _ = stamp(path)
     try:
@@ -38,7 +38,7 @@ def open_parquet(path: AnyPath, compare: Callable[[pa.Schema, str], None]) -> pq
         file = pq.ParquetFile(source)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            "not a whole Parquet file; it may be truncated or half copied",
+            "not a complete Parquet file; it may be truncated or partly copied",
             where=str(path),
             value=f"{size} bytes: {_first_line(error)}",
             fix="copy or write the file again",
@@ -64,10 +64,10 @@ def decode_group(
 ) -> None:
     """Read a row group into block rows [start, start + num_rows); its bags become part number `part`.
 
-    `verify` compares the check sums of its pages, where the file has them.
+    `verify` compares the checksums of its pages, if the file has them.
 
     Raises:
-        DataError: the file vanished, changed or is damaged; a value is null, not finite, no label, too long.
+        DataError: the file vanished, changed or is damaged; a value is null, not finite, not a label, or too long.
         KeyRangeError: an id is out of range.
     """
     table = read_group(path, expected, group, schema, verify=verify)
@@ -82,8 +82,8 @@ def decode_table(
     """Check a table with the schema's types, and stack it into block rows [start, start + num_rows).
 
     Args:
-        table: rows.
-        place_of: says where a column stands, for messages.
+        table: the rows.
+        place_of: returns the location of a column, for messages.
         schema, block, start, part: see `decode_group`.
 
     Raises:
@@ -126,7 +126,7 @@ def decode_table(
 def read_group(
     path: AnyPath, expected: FileStamp, group: RowGroup, schema: Schema, *, named: bool = False, verify: bool = True
 ) -> pa.Table:
-    """Return a row group as it is stored in the file; `named`: only the schema's columns; `verify`: see `decode_group`.
+    """Return a row group as stored in the file; `named`: only the schema's columns; `verify`: see `decode_group`.
 
     Raises:
         DataError: the file vanished, changed or is damaged.
@@ -134,14 +134,14 @@ def read_group(
     refuse_changed(path, expected)
     try:
         known = _remote_footer(path, expected) if isinstance(path, RemotePath) else None
-        # pre_buffer asks a store for a group's columns in a few large ranges
+        # pre_buffer reads a group's columns from a store in a few large ranges
         with (
             arrow_source(path) as source,
             pq.ParquetFile(
                 source, metadata=known, pre_buffer=known is not None, page_checksum_verification=verify
             ) as file,
         ):
-            # other columns stand in the file only if the schema ignores some: naming columns costs a look-up each
+            # the file has other columns only if the schema ignores some; selecting columns needs a lookup for each
             names = schema.column_names if named or schema.ignored else None
             table = file.read_row_group(group.index, columns=names, use_threads=False)
     except (OSError, pa.ArrowException) as error:
@@ -153,7 +153,7 @@ def read_group(
         ) from error
     if table.num_rows != group.num_rows:
         raise DataError(
-            "a row group has another number of rows than the file's footer says",
+            "the number of rows of a row group differs from the file's footer",
             where=f"{path}, row group {group.index}",
             value=table.num_rows,
             allowed=str(group.num_rows),
@@ -164,7 +164,7 @@ def read_group(
 @lru_cache(maxsize=1024)
 def _remote_footer(path: RemotePath, expected: FileStamp) -> pq.FileMetaData:
     """Return a file's footer, fetched once for all of its row groups."""
-    del expected  # part of the key: a file that is written again has another footer
+    del expected  # part of the cache key: a rewritten file has another footer
     with arrow_source(path) as source:
         return pq.read_metadata(source)
 

@@ -1,8 +1,8 @@
-"""Device shuffle: windows are copied to a GPU in the order of the files, and batches are gathered from them there.
+"""Device shuffle: windows are copied to a GPU in the order of the files, and batches are gathered on the GPU.
 
 Random reads stall a CPU, and its threads compete for the interpreter's lock with the thread that launches kernels. A
-GPU gathers the same rows in the same order at the speed of its memory. The host only copies rows sequentially, which
-takes few calls.
+GPU gathers the same rows in the same order at its memory bandwidth. The host only copies rows sequentially, in few
+calls.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from viviane.data.staged_window import StagedWindow
 
 _RUN_ROWS: Final = 131_072
 _RUN_BYTES: Final = 1 << 26
-_LEAST_ROWS: Final = 32_768  # a copy of fewer takes the host longer than the link
+_LEAST_ROWS: Final = 32_768  # copying fewer rows takes the host longer than the transfer
 _SHARE_OF_MEMORY: Final = 32
-_WINDOWS_ON_DEVICE: Final = 3  # one that batches are taken from, the next, and a part of the one after it
+_WINDOWS_ON_DEVICE: Final = 3  # the current window, the next one, and a part of the one after it
 
 
 class DeviceShuffle:
     """The windows that are being copied to a device for shuffling.
 
     Args:
-        stacks: form of the batches.
-        device: that gathers the rows.
+        stacks: layout of the batches.
+        device: the device that gathers the rows.
     """
 
     def __init__(self, stacks: BatchStack, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class DeviceShuffle:
         return staged
 
     def copy_ahead(self, num_rows: int) -> None:
-        """Queue the copies of about as many rows of the windows that come next as were taken."""
+        """Queue copies of about as many rows of the next windows as were taken."""
         left = max(num_rows, _LEAST_ROWS)
         while left > 0 and self._pending:
             first = self._pending[0]
@@ -79,21 +79,21 @@ class ShuffledRun(Run):
 
     Args:
         device_shuffle: owner of the windows.
-        parts: windows, and which rows of their order; of each batch, and in the order of the batches.
-        rows: of each batch; None: it is the only one.
+        parts: windows and ranges of their row order, for each batch in turn.
+        rows: rows of each batch; None: there is only one.
     """
 
     def __init__(
         self, device_shuffle: DeviceShuffle, parts: list[tuple[StagedWindow, list[tuple[int, int]]]], rows: int | None
     ) -> None:
-        super().__init__(_no_host_batch, rows)  # a method would keep windows alive until the garbage collector comes
+        super().__init__(_no_host_batch, rows)  # a method would keep windows alive until garbage collection
         self._device_shuffle = device_shuffle
         self._parts_of_windows = parts
         self._num_rows = sum(last - first for _, spans in parts for first, last in spans)
 
     @property
     def is_pinned(self) -> bool:
-        """They are: nothing has to be done before they are moved."""
+        """Always True: nothing has to be done before the transfer."""
         return True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Run:
@@ -107,7 +107,7 @@ class ShuffledRun(Run):
         return Run(lambda: there, self._rows, stacks.hotness)
 
     def copy_ahead(self) -> None:
-        """Queue copies of what later runs need."""
+        """Queue copies of the rows that later runs need."""
         self._device_shuffle.copy_ahead(self._num_rows)
 
 

@@ -1,4 +1,4 @@
-"""A data set whose batches carry sampled negatives: it trains, evaluates and resumes like any other."""
+"""A data set that adds sampled negatives to its batches."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from viviane.schema import CategoricalColumn, Schema
 
 
 class NegativeDataset(Dataset):
-    """Rows of a data set with negatives: in a bag column, or as rows of their own behind each row.
+    """Rows of a data set with negatives: in a bag column, or as extra rows after each row.
 
-    Negatives are functions of the seed, the epoch and the place of a row in it: redrawn in every epoch, the same
-    again after a resume, and the same on any number of processes. Drawing starts when a batch is requested; opening
-    goes through the rows once, to count.
+    Negatives are functions of the seed, the epoch and the position of a row in the epoch: redrawn in every epoch, and
+    the same after a resume and on any number of processes. They are drawn when a batch is requested. Opening the data
+    set reads all rows once to count items.
 
     Args:
-        data: the rows, each of them a positive.
-        negatives: which to draw.
+        data: the rows, each a positive.
+        negatives: which negatives to draw.
         seen: more data sets (validation, test) whose pairs of user and item are never drawn.
 
     Raises:
-        SchemaError: columns are not there or not of the kind that is needed.
-        DataError: no item occurs.
+        SchemaError: columns are missing or have the wrong kind.
+        DataError: the data have no items.
 
     Example:
         >>> import tempfile
@@ -70,21 +70,21 @@ class NegativeDataset(Dataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash over the rows and the settings of the negatives."""
+        """A hash of the rows and the settings of the negatives."""
         content = [self.data.fingerprint, self.negatives.to_dict(), self._others]
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def reader(self, batch_size: int, **options: Any) -> Reader:
-        """Return a reader; options as for `Dataset.reader`. With negatives in rows a batch holds whole groups of 1 + K.
+        """Return a reader; options as for `Dataset.reader`. Negatives in rows: batches have complete groups of 1 + K.
 
         Raises:
-            ConfigError: a batch has no room for a row and its negatives.
+            ConfigError: the batch size is too small for a row and its negatives.
         """
         if batch_size < self.rows_each:
-            fix = "take a larger batch_size, or fewer negatives"
+            fix = "use a larger batch_size, or fewer negatives"
             allowed = f"{self.rows_each} rows or more"
             raise ConfigError(
-                "a batch has no room for a row and its negatives", value=batch_size, allowed=allowed, fix=fix
+                "the batch size is too small for a row and its negatives", value=batch_size, allowed=allowed, fix=fix
             )
         return NegativeReader(self, batch_size // self.rows_each, **options)
 
@@ -92,7 +92,7 @@ class NegativeDataset(Dataset):
         """Return a batch of the data with its negatives.
 
         Args:
-            first_place: number of its first row in the epoch.
+            first_place: position of its first row in the epoch.
         """
         wanted = self.negatives
         items = batch.bag(wanted.item).values.numpy().astype(np.int64)
@@ -111,7 +111,7 @@ class NegativeDataset(Dataset):
         return Layout.of(self.schema)
 
     def _rows(self, batch: Batch, items: Any) -> Batch:
-        """Each row, and behind it the same row with another item for each negative; items (B, 1 + K)."""
+        """Return each row, followed by a copy with another item for each negative; items (B, 1 + K)."""
         each = self.rows_each
         labels, one_hot = (x.repeat_interleave(each, 0) for x in (batch.labels, batch.one_hot))
         negative = torch.arange(batch.size * each) % each > 0
@@ -132,7 +132,7 @@ class NegativeDataset(Dataset):
 
 
 class NegativeReader(Reader):
-    """Batches of the data with their negatives; the position is that of the data's own reader."""
+    """Batches of the data with their negatives; the position is that of the reader of the data."""
 
     def __init__(self, negatives: NegativeDataset, batch_size: int, **options: Any) -> None:
         super().__init__(negatives.data, batch_size, **options)
@@ -141,7 +141,7 @@ class NegativeReader(Reader):
         self._pinned = bool(options.get("pin_memory", False))
 
     def why_not_mixed_on(self, device: torch.device) -> str | None:
-        """Say what prevents rows from being mixed on a device: negatives are drawn on the host, for rows in order."""
+        """Return why rows cannot be shuffled on a device: negatives are drawn on the host, for rows in order."""
         return "negatives are drawn for them on the host"
 
     def _cuts(self, mixed_on: torch.device | None = None) -> Generator[Cut, None, None]:
@@ -159,7 +159,7 @@ class NegativeReader(Reader):
 
 
 def schema_with_negatives(schema: Schema, negatives: Negatives) -> Schema:
-    """Return the schema of rows with negatives: with their bag column, where they stand in one."""
+    """Return the schema of rows with negatives: with the bag column of the negatives, if they have one."""
     if negatives.column is None:
         return schema
     item = schema.categorical_column(negatives.item)
@@ -167,13 +167,13 @@ def schema_with_negatives(schema: Schema, negatives: Negatives) -> Schema:
         name=negatives.column, num_ids=item.num_ids, kind="multi_hot", max_length=negatives.num,
         hotness=negatives.num, vocabulary=item.table, dtype=item.dtype,
     )  # fmt: skip
-    # The item needs no vocabulary of its own: a column without one looks up the table of its name.
+    # The new column needs no vocabulary: a column without one looks up the table of its name.
     content = schema.to_dict()
     return Schema.from_dict({**content, "categorical": [*content["categorical"], column.to_dict()]})
 
 
 def _repeated(bag: Bag, each: int) -> Bag:
-    """Each row's ids `each` times."""
+    """Repeat each row's ids `each` times."""
     lengths = bag.lengths.repeat_interleave(each)
     starts = bag.offsets[:-1].repeat_interleave(each)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

@@ -1,4 +1,4 @@
-"""Sampled negatives: items that a row might have had and had not, redrawn in each epoch from a seed."""
+"""Sampled negatives: items that differ from a row's own, redrawn in each epoch from a seed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from viviane.data.dataset import Dataset
 from viviane.schema import RESERVED, Schema
 
 _Ids = NDArray[np.int64]
-_ATTEMPTS: Final = 8  # drawn blindly; what is refused so often is drawn from the items that remain
-_ROWS: Final = 65_536  # of a batch in which data sets are gone through
+_ATTEMPTS: Final = 8  # draws by rejection; after this many, draw from the allowed items only
+_ROWS: Final = 65_536  # rows per batch when counting a data set
 
 
 class Negatives(Settings):
@@ -24,13 +24,15 @@ class Negatives(Settings):
 
     Args:
         item: one-hot column with the item's id; the row's own item is never drawn.
-        num: negatives of a row, K, each drawn by itself, so that one may come twice.
-        column: name of the bag column that takes them; None makes rows of them, with labels 0.
-        alpha: an item is drawn in proportion to count^alpha: 0 all equally likely, 1 by popularity; 0.75 is common.
-        user: one-hot column of the user; items that stand in any row of his are never drawn. None: they may be.
-        item_columns: for rows: other one-hot columns of the item, which change with it; every other column keeps the
-            row's value.
-        seed: another one gives other draws.
+        num: number of negatives per row, K, drawn independently, so that an item may repeat.
+        column: name of the bag column of the negatives; None adds them as rows with label 0.
+        alpha: an item is drawn with probability proportional to count^alpha: 0 uniform, 1 by popularity; 0.75 is
+            common.
+        user: one-hot column of the user; items that occur in any of the user's rows are never drawn. None: they may be
+            drawn.
+        item_columns: for rows: other one-hot columns of the item, which change with the item; all other columns keep
+            the row's value.
+        seed: changes the draws.
     """
 
     item: str
@@ -46,20 +48,20 @@ class Negatives(Settings):
         if self.item_columns and self.column is not None:
             raise ValueError("item_columns are for negatives in rows: give column=None")
         if self.item in (self.user, *self.item_columns):
-            raise ValueError(f"the item column {self.item!r} is named twice")
+            raise ValueError(f"the item column {self.item!r} is given twice")
         return self
 
 
 class NegativeSampler:
-    """Draws ids of items, each a function of (seed, epoch, place in the epoch), so that a resumed run repeats them.
+    """Draws ids of items, as a function of (seed, epoch, position in the epoch), so that a resumed run repeats them.
 
     Args:
-        weights: (num_ids,), not negative; an id is drawn in proportion to its weight.
-        seen: sorted, unique user x num_ids + item, of the pairs that are never drawn.
-        seed: another one gives other draws.
+        weights: (num_ids,), not negative; ids are drawn with probability proportional to their weight.
+        seen: sorted, unique user x num_ids + item, for the pairs that are never drawn.
+        seed: changes the draws.
 
     Raises:
-        ConfigError: no id has a weight.
+        ConfigError: all weights are 0, or one is negative.
 
     Example:
         >>> sampler = NegativeSampler(np.array([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]), seed=1)
@@ -73,7 +75,7 @@ class NegativeSampler:
         self.weights = np.array(weights, np.float64)
         total = float(self.weights.sum())
         if not total > 0 or not np.isfinite(total) or self.weights.min() < 0:
-            raise ConfigError("negatives need weights that are not negative, one above 0", value=total)
+            raise ConfigError("negatives need non-negative weights, at least one above 0", value=total)
         self.seed, self.seen = seed, seen
         self._candidates = np.flatnonzero(self.weights)
         self._upto = np.cumsum(self.weights[self._candidates])
@@ -85,7 +87,7 @@ class NegativeSampler:
         return len(self.weights)
 
     def log_probability(self, ids: _Ids) -> NDArray[np.float64]:
-        """ln of how often an id comes up in a draw, -inf for one that never does: the correction of a softmax."""
+        """Return ln of the probability that an id is drawn, -inf if it never is; corrects a sampled softmax."""
         with np.errstate(divide="ignore"):
             return np.asarray(np.log(self.weights[ids] / self._total))
 
@@ -93,14 +95,14 @@ class NegativeSampler:
         """Return negatives of rows, (B, num).
 
         Args:
-            items: the rows' own, (B,), never drawn for them.
-            num: of each row, K.
-            epoch: of the draw.
-            first_place: number of the first row in the epoch.
-            users: (B,), whose seen items are never drawn; needed where `seen` was given.
+            items: the rows' own items, (B,), never drawn for them.
+            num: number of negatives per row, K.
+            epoch: epoch of the draw.
+            first_place: position of the first row in the epoch.
+            users: (B,), whose seen items are never drawn; required if `seen` was given.
 
         Raises:
-            DataError: nothing is left to draw for a row.
+            DataError: no item is left to draw for a row.
         """
         found = np.empty((len(items), num), np.int64)
         rows, places = (axis.ravel() for axis in np.indices(found.shape))
@@ -121,7 +123,7 @@ class NegativeSampler:
                 who = "" if users is None else f"user id {users[row]}, "
                 raise DataError(
                     "no item is left to draw as a negative", where=f"{who}item id {items[row]}",
-                    fix="leave out users who have every item, or let seen items be drawn",
+                    fix="remove users who have seen every item, or allow seen items",
                 )  # fmt: skip
             found[row, places[here]] = self._candidates[np.searchsorted(upto, u[here] * upto[-1], side="right")]
         return found
@@ -130,14 +132,14 @@ class NegativeSampler:
         refused: NDArray[np.bool_] = drawn == items[rows]
         if self.seen is not None and len(self.seen):
             if users is None:
-                raise ConfigError("negatives that a user has not seen need the users of the rows")
+                raise ConfigError("excluding seen items needs the users of the rows")
             pairs = users[rows].astype(np.int64) * self.num_ids + drawn
             at = np.minimum(np.searchsorted(self.seen, pairs), len(self.seen) - 1)
             refused |= self.seen[at] == pairs
         return refused
 
     def _uniform(self, epoch: int, rows: _Ids, places: _Ids, attempt: int) -> NDArray[np.float64]:
-        """A number in [0, 1) for each draw: SplitMix64's last step, once for each part of the draw's name."""
+        """Return a value in [0, 1) per draw: SplitMix64's finalizer applied to each part of (seed, epoch, row, ...)."""
         with np.errstate(over="ignore"):
             state = _mixed(np.full(len(rows), self.seed, np.uint64))
             for part in (epoch, rows, places, attempt):
@@ -157,24 +159,24 @@ def check_negatives(negatives: Negatives, schema: Schema) -> None:
     """Compare settings with a schema.
 
     Raises:
-        SchemaError: a column is not there, not one-hot, or of raw ids; the new column's name is taken.
+        SchemaError: a column is missing, not one-hot, or has raw ids; the new column's name is taken.
     """
     for name in (negatives.item, *([negatives.user] if negatives.user else []), *negatives.item_columns):
         column = schema.categorical_column(name)
         if column.kind != "one_hot":
-            raise SchemaError("negatives are drawn for one-hot columns", value=name, allowed="one id a row")
+            raise SchemaError("negatives need one-hot columns", value=name, allowed="one id per row")
     if schema.categorical_column(negatives.item).num_ids is None:
         fix = "categorify or hash the item's column"
         raise SchemaError("raw ids have no range to draw negatives from", value=negatives.item, fix=fix)
     taken = (*schema.column_names, *schema.ignored)
     if negatives.column in taken:
-        raise SchemaError("the column of the negatives is there already", value=negatives.column, fix="name another")
+        raise SchemaError("the column of the negatives already exists", value=negatives.column, fix="rename it")
     if negatives.column is None and not schema.labels:
-        raise SchemaError("negatives in rows are told from others by a label", fix="give the data a label of 1")
+        raise SchemaError("negatives in rows need a label", fix="add a label of 1")
 
 
 def _narrow(data: Dataset, negatives: Negatives) -> Dataset:
-    """The same rows with the columns that are counted alone, where the format reads columns apart."""
+    """Return the data with only the counted columns, if the format can read single columns."""
     if data.format.format != "parquet":
         return data
     names = [negatives.item, *([negatives.user] if negatives.user else []), *negatives.item_columns]
@@ -182,9 +184,9 @@ def _narrow(data: Dataset, negatives: Negatives) -> Dataset:
 
 
 class Population:
-    """What drawing needs to know of data sets: counts of items, pairs that were seen, columns of each item.
+    """Statistics of data sets for drawing: counts of items, seen pairs, and columns of each item.
 
-    Memory: 8 bytes for each item and column, and 8 for each pair where a user is named.
+    Memory: 8 bytes per item and column, and 8 per pair if there is a user column.
     """
 
     def __init__(self, negatives: Negatives, data: Dataset, more: Sequence[Dataset] = ()) -> None:
@@ -203,16 +205,16 @@ class Population:
                     if negatives.user is not None:
                         users = batch.bag(negatives.user).values.numpy().astype(np.int64)
                         pairs.append(np.unique(users * num_ids + items))
-        self.counts[: RESERVED.first] = 0  # padding, missing and unknown are no items
+        self.counts[: RESERVED.first] = 0  # padding, missing and unknown are not items
         self.seen = None if negatives.user is None else np.unique(np.concatenate([np.zeros(0, np.int64), *pairs]))
 
     def sampler(self, negatives: Negatives) -> NegativeSampler:
         """Return the sampler of the items that occur.
 
         Raises:
-            DataError: none does.
+            DataError: no item occurs.
         """
         if not self.counts.any():
-            raise DataError("no item occurs in the data set: nothing to draw", where=f"column {negatives.item!r}")
+            raise DataError("the data set has no items to draw", where=f"column {negatives.item!r}")
         weights = np.where(self.counts > 0, self.counts.astype(np.float64) ** negatives.alpha, 0.0)
         return NegativeSampler(weights, self.seen, negatives.seed)

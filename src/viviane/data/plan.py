@@ -1,9 +1,9 @@
-"""The order of an epoch, fixed before a row is read.
+"""The order of an epoch, determined before rows are read.
 
 Row groups are put in random order and gathered into windows of at least `shuffle_rows` rows; the rows of a
-window are permuted. The stream of rows is the windows one after another, cut into batches of B rows, so a
-batch may span windows. All of it is a function of (row counts, seed, epoch, shuffle_rows) and of nothing
-that depends on time or threads. Any batch is found without decoding those before it.
+window are permuted. The stream of rows is the concatenation of the windows, split into batches of B rows, so a
+batch may span windows. Everything is a function of (row counts, seed, epoch, shuffle_rows), independent of
+time and threads. Any batch can be located without decoding the ones before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STRIDE: Final = 4096
 
 @dataclass(frozen=True)
 class RowGroup:
-    """One row group: `num_rows` rows that stand from row `first_row` on in file number `file`."""
+    """One row group: `num_rows` rows from row `first_row` on in file number `file`."""
 
     file: int
     index: int
@@ -33,7 +33,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Window:
-    """Row groups whose rows are mixed; they are rows [start, start + num_rows) of the stream."""
+    """Row groups whose rows are shuffled together; they form rows [start, start + num_rows) of the stream."""
 
     number: int
     start: int
@@ -42,12 +42,12 @@ class Window:
 
 
 class EpochPlan:
-    """Where every row of an epoch comes from.
+    """The source of every row of an epoch.
 
     Args:
-        groups: the data set's row groups in order of files.
-        shuffle_rows: rows to mix; None keeps the order of the files.
-        seed, epoch: choose the permutation.
+        groups: the data set's row groups in the order of files.
+        shuffle_rows: minimum rows of a window; None keeps the order of the files.
+        seed, epoch: determine the permutation.
 
     Example:
         >>> plan = EpochPlan([RowGroup(0, 0, 0, 3), RowGroup(0, 1, 3, 2)], shuffle_rows=None, seed=0, epoch=0)
@@ -86,10 +86,10 @@ class EpochPlan:
         return EpochPlan(self._groups, self._shuffle_rows, self._seed, self.epoch + 1)
 
     def permutation(self, window: Window, out: NDArray[np.int64] | None = None) -> NDArray[np.int64] | None:
-        """Return the order of a window's rows, (num_rows,), or None where they keep their order.
+        """Return the order of a window's rows, (num_rows,), or None if they keep their order.
 
         Args:
-            out: to write it to.
+            out: array to write the result to.
         """
         if not self.shuffled:
             return None
@@ -99,7 +99,7 @@ class EpochPlan:
         return order
 
     def pieces(self, start: int, stop: int) -> list[tuple[Window, int, int]]:
-        """Return the (window, first, last + 1) that make up rows [start, stop) of the stream."""
+        """Return the (window, first, last + 1) that form rows [start, stop) of the stream."""
         found = []
         number = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -111,7 +111,7 @@ class EpochPlan:
 
 
 def _number(places: NDArray[np.int64]) -> None:
-    """Write 0, 1, 2, ... without the interpreter's lock, which `numpy.arange` holds while it touches its memory."""
+    """Write 0, 1, 2, ... without the GIL, which `numpy.arange` holds while it writes."""
     whole = len(places) // _STRIDE * _STRIDE
     rows = places[:whole].reshape(-1, _STRIDE)
     np.add(np.arange(0, whole, _STRIDE)[:, None], np.arange(_STRIDE), out=rows)

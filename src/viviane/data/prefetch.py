@@ -1,13 +1,13 @@
-"""Threads that decode row groups and assemble batches ahead of the consumer.
+"""Threads that decode row groups and assemble batches in advance of the consumer.
 
-A pool runs two kinds of tasks in the order in which they are handed in: decode one row group into its
-window's block, and take the rows of a run of batches out of blocks. Tasks are handed in by the consuming thread, as a
-function of how many rows it has taken, so that no thread ever waits for room in a queue: nothing can hang
-when the iterator is dropped. A batch task may wait for decode tasks, which always stand before it.
+A pool runs two kinds of tasks in submission order: decode one row group into its window's block, and take the rows of a
+run of batches from blocks. The consuming thread submits tasks as a function of the number of rows that it has taken, so
+no thread ever waits for space in a queue, and dropping the iterator cannot cause a deadlock. A batch task may wait for
+decode tasks, which are always submitted before it.
 
-Where it is known that another epoch follows, its windows and batches are handed in as if they were more rows of this
-one, so that no epoch but the first begins with a wait. The order of the first window of the epoch after that is found
-then, too: where an epoch is one window, all threads would wait for the one that finds it.
+If another epoch will follow, its windows and batches are submitted as if they were more rows of the current one, so
+that only the first epoch begins with a wait. The order of the first window of the epoch after that is then computed
+too: if an epoch is a single window, all threads would otherwise wait for the one that computes the order.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from viviane.data.staged_window import StagedWindow
 from viviane.data.storage import DatasetFiles
 
 _THREAD_NAME = "viviane-reader"
-_RUN_ROWS = 16_384  # rows of a task at least: handing one to a thread costs as much as copying 10,000 rows
-_RUN_ROWS_FOR_GPU = 65_536  # each task takes the interpreter's lock from the thread that launches kernels
+_RUN_ROWS = 16_384  # minimum rows of a task: submitting one costs as much as copying 10,000 rows
+_RUN_ROWS_FOR_GPU = 65_536  # each task takes the GIL from the thread that launches kernels
 _Task = Future[list[Made]] | ShuffledTask | Callable[[], list[Made]]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is the same in every epoch of a reader.
+    """Settings shared by all epochs of a reader.
 
     Args:
-        storage: where the row groups stand.
-        shape: of the batches.
+        storage: the files of the row groups.
+        shape: layout of the batches.
         batch_size: rows of a batch, over all ranks.
-        last_row: rows of an epoch, from the first on, that are read.
-        share: (r, n): of every batch of B rows, take the rows B r // n to B (r + 1) // n alone.
+        last_row: read only rows before this row of an epoch.
+        share: (r, n): of every batch of B rows, take only rows B r // n to B (r + 1) // n.
         buffers: memory of the batches.
         windows: memory of the windows.
         num_threads: size of the pool.
-        device_shuffle: rows are mixed on a device; None: by the threads.
+        device_shuffle: shuffles rows on a device; None: the threads shuffle.
     """
 
     storage: DatasetFiles
@@ -69,7 +69,7 @@ class Reading:
     device_shuffle: DeviceShuffle | None = None
 
     def ranges(self, first_row: int) -> BatchRanges:
-        """Return this share's rows of an epoch that is read from a row on."""
+        """Return this share's rows of an epoch, from a row on."""
         return BatchRanges(first_row, self.last_row, self.batch_size, self.share)
 
 
@@ -77,15 +77,15 @@ class Prefetcher:
     """Yields the rows [first_row, last_row) of a plan's stream in batches of batch_size rows.
 
     Args:
-        plan: the epoch's order.
-        reading: what is read, and with what.
-        first_row: where to begin.
-        before: the epoch before this one, which is still being read; its threads serve both.
-        order: of the rows of window 0, where it is known, or somebody is at it.
+        plan: order of the epoch.
+        reading: settings of the reader.
+        first_row: first row to read.
+        before: prefetcher of the preceding epoch, if it is still being read; its threads serve both.
+        order: row order of window 0, if it is already computed or being computed.
 
     Attributes:
-        until_epoch: before this epoch, the one after this is read, too, when rows of this one are all on their way.
-        following: the epoch after this one, begun; the caller that iterated to the end takes it over or closes it.
+        until_epoch: while this epoch ends, the next one is read too if it is before `until_epoch`.
+        following: prefetcher of the next epoch, once begun; the caller that iterated to the end uses or closes it.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Prefetcher:
         storage, buffers, batch_size = reading.storage, reading.buffers, reading.batch_size
         self._ranges = reading.ranges(first_row)
         self._next = 0
-        # Rows that stand in memory in the order of their batches are copied sooner than a thread is told to.
-        # For a GPU threads do it anyway: the consumer has kernels to launch.
+        # Copying rows that are in memory in batch order is faster than submitting a task to a thread.
+        # For a GPU threads copy them anyway: the consumer has kernels to launch.
         self._inline = storage.mapped and not plan.shuffled and not buffers.pin_memory
         self._run = 1 if self._inline else max(1, self._rows_together() // batch_size)
-        self._next_run = 1 if before is None else self._run  # the first batch is waited for: runs begin small
+        self._next_run = 1 if before is None else self._run  # the consumer waits for the first batch: begin with one
         self._depth = self._tasks_ahead()
         self._loading: dict[int, Loading | StagedWindow] = {}
         self._tasks: deque[_Task] = deque()
@@ -114,13 +114,13 @@ class Prefetcher:
         self._pool: ThreadPoolExecutor = (
             ThreadPoolExecutor(reading.num_threads, _THREAD_NAME) if before is None else before._pool
         )
-        self._orders: dict[int, Order] = {} if order is None else {0: order}  # of windows that were not begun
+        self._orders: dict[int, Order] = {} if order is None else {0: order}  # of windows that have not begun
         self._after: tuple[EpochPlan, Order] | None = None  # the next epoch, and the order of its window 0
         self.until_epoch: int = 0 if before is None else before.until_epoch
         self.following: Prefetcher | None = None
 
     def _rows_together(self) -> int:
-        """Return the rows, of all ranks, that a run of batches has."""
+        """Return the number of rows, over all ranks, of a run of batches."""
         reading = self._reading
         if reading.device_shuffle is not None:
             ranks = reading.share[1]
@@ -128,12 +128,12 @@ class Prefetcher:
         return _RUN_ROWS_FOR_GPU if reading.buffers.pin_memory else _RUN_ROWS
 
     def _tasks_ahead(self) -> int:
-        """Return how many runs are handed in ahead of the consumer."""
+        """Return the number of runs submitted in advance of the consumer."""
         reading = self._reading
-        if reading.device_shuffle is not None:  # runs take no memory; the rows of a window are decoded a window ahead
+        if reading.device_shuffle is not None:  # runs take no memory; a window is decoded one window in advance
             window = max((window.num_rows for window in self._plan.windows), default=0)
             return 1 + -(-window // (self._run * reading.batch_size))
-        # page-locked memory is dear
+        # page-locked memory is scarce
         return reading.num_threads + 2 if reading.buffers.pin_memory else 2 * reading.num_threads
 
     def _rows_of_last_window(self) -> int:
@@ -142,7 +142,7 @@ class Prefetcher:
         return window.num_rows
 
     def _due_tasks(self, first_row: int, epoch_before: Prefetcher | None) -> Iterator[tuple[int, Window, int]]:
-        """Yield (row at which to hand in, window, part): a window's parts are spread over the one before it."""
+        """Yield (row at which to submit, window, part): the parts of a window are spread over the preceding window."""
         last_row = self._reading.last_row
         if first_row >= last_row:
             return
@@ -161,11 +161,11 @@ class Prefetcher:
             count = len(window.groups)
             for part in range(count):
                 due = window.start - ahead * (count - part) // count
-                # Where the consumer waits for the first batch, later windows stand behind it in the pool.
+                # While the consumer waits for the first batch, later windows queue behind it in the pool.
                 yield due if window.number == first else max(due, soonest), window, part
 
     def _wanted(self, window: Window) -> bool:
-        """Say whether a window holds rows to be read: with shares, it may hold other ranks' rows alone."""
+        """Return whether a window has rows to read: with shares, all its rows may belong to other ranks."""
         return next(self._ranges.within(window), None) is not None
 
     def _block(self, window: Window) -> Block:
@@ -187,7 +187,7 @@ class Prefetcher:
         self._begin_next_order()
 
     def _new_loading(self, window: Window) -> Loading | StagedWindow:
-        """Begin a window: its order is found first, and that of the window after it, which takes one thread long."""
+        """Begin a window: submit the computation of its order and of the next window's, which take long."""
         device_shuffle = self._reading.device_shuffle
         for one in self._plan.windows[window.number : window.number + (2 if self._plan.shuffled else 1)]:
             if one.number not in self._orders and self._wanted(one):
@@ -203,7 +203,7 @@ class Prefetcher:
         return loading
 
     def _begin_next_order(self) -> None:
-        """Have the first window of the next epoch put in order: one thread takes long for it, the others wait then."""
+        """Start computing the order of the next epoch's first window, which takes one thread long."""
         if self._pending or not self._plan.shuffled or self._plan.epoch + 1 >= self.until_epoch:
             return
         plan = self._plan.following()
@@ -220,19 +220,19 @@ class Prefetcher:
 
     @property
     def mixed_on(self) -> torch.device | None:
-        """The device on which rows are mixed; None: the threads do it."""
+        """The device on which rows are shuffled; None: the threads shuffle."""
         return None if self._reading.device_shuffle is None else self._reading.device_shuffle.device
 
     @property
     def ready(self) -> bool:
-        """Whether the next batch, or the end, can be had without waiting and without work."""
+        """Whether the next batch, or the end, is available without waiting or computing."""
         if self._made or not self._tasks:
             return bool(self._made) or self._next == len(self._ranges)
         first = self._tasks[0]
         return isinstance(first, Future | ShuffledTask) and first.done()
 
     def _hand_in_run(self) -> _Task:
-        """Hand in one task for a run of batches; return it, or what does it."""
+        """Submit one task for a run of batches and return it; inline work is returned as a finished task."""
         requests: list[Any] = []
         count, self._next_run = self._next_run, min(2 * self._next_run, self._run)
         for start, stop in self._ranges.some(self._next, self._next + count):
@@ -258,13 +258,13 @@ class Prefetcher:
             self._hand_in_next()
 
     def _fill(self, limit: int) -> None:
-        """Hand in what is due until there are `limit` tasks for batches, or the epoch has no more."""
+        """Submit due tasks until there are `limit` tasks for batches, or the epoch has no more."""
         while self._next < len(self._ranges) and len(self._tasks) < limit:
             self._hand_in_until(self._ranges[self._next][0])
             self._tasks.append(self._hand_in_run())
 
     def _read_on(self) -> None:
-        """Hand in what is due of the epoch after this one, whose rows count on from this one's."""
+        """Submit due tasks of the next epoch, whose rows continue the count of this one."""
         if self._pending or self._plan.epoch + 1 >= self.until_epoch:
             return
         if self.following is None:
@@ -276,7 +276,7 @@ class Prefetcher:
             self.following._fill(self._depth - len(self._tasks))
 
     def __iter__(self) -> Iterator[tuple[Run, int, list[Window]]]:
-        """Yield for each batch its run, its number in it, and the windows that its rows come from."""
+        """Yield for each batch its run, its index in the run, and the windows that its rows come from."""
         tasks, made = self._tasks, self._made
         ended = False
         try:
@@ -296,8 +296,8 @@ class Prefetcher:
                 self.close()
 
     def close(self) -> None:
-        """Stop the threads; what was handed in is forgotten."""
-        # the garbage collector may close a forgotten iterator in one of our own threads: it cannot join itself
+        """Stop the threads; submitted tasks are dropped."""
+        # the garbage collector may close an abandoned iterator in one of these threads, which cannot join itself
         own = threading.current_thread().name.startswith(_THREAD_NAME)
         self._pool.shutdown(wait=not own, cancel_futures=True)
 

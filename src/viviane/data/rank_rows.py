@@ -1,4 +1,4 @@
-"""The rows of one rank, in each batch and in each window; a rank copies no other rows to its device.
+"""The rows of one rank, in each batch and in each window; a rank copies only these rows to its device.
 
 Ranks share every batch, so any row of a window may belong to any rank; the permutation decides which. Each rank copies
 its own rows in the order of the files, and its permutation indexes these rows.
@@ -25,11 +25,11 @@ Span = tuple[int, int]
 
 
 class BatchRanges:
-    """The rows of the stream that are one process's, batch by batch: as good as a list, which may have millions.
+    """The row ranges of one process in the stream, batch by batch; a lazy sequence, since there may be millions.
 
     Args:
-        first_row: the first batch begins with it.
-        last_row: the last batch ends before it.
+        first_row: first row of the first batch.
+        last_row: end of the last batch.
         batch_size: rows of a batch, over all processes.
         share: (r, n): of a batch of B rows, r has rows B r // n to B (r + 1) // n.
 
@@ -55,11 +55,11 @@ class BatchRanges:
         return start + size * self._rank // self._ranks, start + size * (self._rank + 1) // self._ranks
 
     def some(self, first: int, last: int) -> list[Span]:
-        """Return those of batches [first, last), as far as there are any."""
+        """Return the ranges of batches [first, last), as far as they exist."""
         return [self[number] for number in range(max(0, first), min(last, len(self)))]
 
     def within(self, window: Window) -> Iterator[Span]:
-        """Yield where rows of this process stand in a window's order, batch by batch."""
+        """Yield the ranges of this process's rows in a window's order, batch by batch."""
         end = window.start + window.num_rows
         first = max(0, (window.start - self._first_row) // self._batch_size)
         for number in range(first, len(self)):
@@ -70,7 +70,7 @@ class BatchRanges:
                 yield max(start, window.start) - window.start, min(stop, end) - window.start
 
     def spans(self, window: Window) -> list[Span] | None:
-        """Return the same in as few spans as there can be; None: one process has all rows."""
+        """Return the same ranges merged into as few spans as possible; None if one process has all rows."""
         if self._ranks == 1:
             return None
         found: list[Span] = []
@@ -84,11 +84,11 @@ class BatchRanges:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The order of rows that are kept.
+    """The order of the rows that a rank keeps.
 
     Args:
-        order: (n,), int32: the number of each row among those that are kept.
-        rows: of each row group: which of its rows are kept, rising; None: all of every group.
+        order: (n,), int32: index of each row among the kept rows.
+        rows: per row group: indices of the kept rows, ascending; None: all rows of every group.
     """
 
     order: Tensor
@@ -96,15 +96,15 @@ class RankOrder:
 
 
 class WindowRows:
-    """A window of which some rows are kept.
+    """A window of which a rank keeps some rows.
 
     Args:
         window: the row groups.
-        spans: of the window's order, whose rows are kept; None: all are.
+        spans: spans of the window's order whose rows are kept; None: all rows.
 
     Attributes:
-        num_rows: that are kept.
-        order: of the window.
+        num_rows: number of kept rows.
+        order: order of the window.
 
     Example:
         >>> rows = WindowRows(Window(0, 0, 9, ()), [(2, 4), (7, 9)])
@@ -121,9 +121,9 @@ class WindowRows:
         *self._before, self.num_rows = accumulate((last - first for first, last in spans), initial=0)
 
     def places(self, spans: Sequence[Span]) -> list[Span]:
-        """Return where spans of the window's order, in rising order, stand among the rows that are kept.
+        """Return the ranges of spans of the window's order, in ascending order, among the kept rows.
 
-        What others' rows lie between in the window is one span there.
+        Spans that only rows of other ranks separate are merged.
         """
         found: list[Span] = []
         for first, last in spans:
@@ -136,20 +136,20 @@ class WindowRows:
         return found
 
     def kept(self, part: int) -> NDArray[np.int64] | None:
-        """Return which rows of a row group are kept, rising; None: all. It may wait for the order."""
+        """Return the indices of a row group's kept rows, ascending; None: all. It may wait for the order."""
         if self._is_whole:
-            return None  # their order does not matter yet
+            return None  # the order is not needed
         assert self.order is not None
         rows = self.order.result().rows
         return None if rows is None else rows[part]
 
     def num_kept(self, part: int) -> int:
-        """Return how many rows of a row group are kept."""
+        """Return the number of kept rows of a row group."""
         rows = self.kept(part)
         return self.window.groups[part].num_rows if rows is None else len(rows)
 
     def start(self, part: int) -> int:
-        """Return how many rows are kept of the row groups before one."""
+        """Return the number of kept rows in the preceding row groups."""
         return sum(self.num_kept(before) for before in range(part))
 
 
@@ -160,14 +160,14 @@ def rank_order(
     memory: Buffers,
     pin_memory: bool = False,
 ) -> RankOrder:
-    """Return which rows of a window are kept, and their order in the narrowest type: it is copied to a device.
+    """Return the kept rows of a window, and their order in the narrowest type, since it is copied to a device.
 
     Args:
-        order: of all rows of the window.
+        order: order of all rows of the window.
         window: the row groups.
-        spans: of the order, whose rows are kept; None: all.
-        memory: for what is needed on the way.
-        pin_memory: put the new order into page-locked memory.
+        spans: spans of the order whose rows are kept; None: all.
+        memory: memory for temporary arrays.
+        pin_memory: store the new order in page-locked memory.
 
     Example:
         >>> from viviane.data.plan import RowGroup
@@ -185,7 +185,7 @@ def rank_order(
     places[:] = 0
     places[wanted] = 1
     rows = np.flatnonzero(places)
-    np.cumsum(places, out=places)  # of a row that is kept, its number among them, and one more
+    np.cumsum(places, out=places)  # for a kept row, its index among the kept rows plus one
     made = torch.empty(len(wanted), dtype=torch.int32, pin_memory=pin_memory)
     np.subtract(places[wanted], 1, out=made.numpy())
     begins = list(accumulate((group.num_rows for group in window.groups), initial=0))

@@ -1,4 +1,4 @@
-"""The reader: batches of one epoch, in an order that seed and epoch fix, from any position on."""
+"""The reader: batches of one epoch, in an order determined by seed and epoch, from any position on."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from viviane.schema import Schema
 DEFAULT_SHUFFLE_ROWS: Final = 524_288
 STATE_VERSION: Final = 1
 _T = TypeVar("_T")
-_KEPT_WINDOWS: Final = 1 << 32  # bytes; fresh memory takes longer than the rows that are decoded into it
+_KEPT_WINDOWS: Final = 1 << 32  # bytes; allocating new memory takes longer than decoding rows into it
 
 
 class ReadableDataset(Protocol):
-    """What a reader uses of a `Dataset`."""
+    """The interface of `Dataset` that a reader uses."""
 
     path: AnyPath
     schema: Schema
@@ -43,39 +43,39 @@ class ReadableDataset(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A hash over schema, file names, sizes and row counts."""
+        """A hash of schema, file names, sizes and row counts."""
 
 
 class Reader:
     """Iterates over the batches of one epoch, starting at its current position.
 
     The order is a function of (data set, seed, epoch, shuffle_rows), regardless of thread timing: row groups in
-    random order over the whole set, gathered into windows of at least shuffle_rows rows, each window permuted.
+    random order over the complete set, gathered into windows of at least shuffle_rows rows, each window permuted.
     When an epoch is exhausted, the reader is at the start of the next one.
 
     Args:
-        dataset: what to read.
+        dataset: the data to read.
         batch_size: rows of a batch, B; the last batch may be shorter.
-        shuffle: mix the rows; otherwise they come in the order of the files.
-        seed: chooses the order.
-        drop_last: leave out a last batch that is shorter than batch_size.
-        epoch: which epoch to start with.
-        num_threads: decoding threads.
-        shuffle_rows: rows that are mixed with each other. Two windows are in memory at a time.
+        shuffle: shuffle rows; otherwise they keep the order of the files.
+        seed: determines the order.
+        drop_last: skip a last batch that is shorter than batch_size.
+        epoch: first epoch.
+        num_threads: number of decoding threads.
+        shuffle_rows: minimum number of rows that are shuffled together. Two such windows are in memory at a time.
         max_batches: end the epoch after this many batches.
-        rank, num_ranks: share every batch among num_ranks readers; this one delivers rows B r // n to B (r + 1) // n
-            of a batch of B rows. All ranks deliver the same number of batches: if the last one has fewer rows than
-            ranks, some ranks get a batch of 0 rows. Together they see what one reader would. A saved
-            position is that of any rank, and of any number of ranks.
-        pin_memory: deliver batches in page-locked memory, from which a GPU reads on its own, in pieces of some 65,536
-            rows at most, or of one batch; a `DeviceFeed` moves each piece in one copy. The memory of a piece is used
-            again once no batch in it is referenced and its copies are done.
-        until_epoch: epochs before this one are read one after another: while one ends, rows of the next are decoded
-            already, so that it begins without a wait; close the reader if it does not come to that. By default
-            nothing is read beyond an epoch's end. The attribute may be changed; it counts when an epoch begins.
+        rank, num_ranks: share every batch among num_ranks readers; this one yields rows B r // n to B (r + 1) // n
+            of a batch of B rows. All ranks yield the same number of batches: if the last one has fewer rows than
+            ranks, some ranks get a batch of 0 rows. Together they read what one reader would. A saved position is
+            valid for every rank and any number of ranks.
+        pin_memory: yield batches in page-locked memory, from which a GPU copies asynchronously, in allocations of at
+            most about 65,536 rows, or of one batch; a `DeviceFeed` copies each allocation in one transfer. An
+            allocation is reused when no batch in it is referenced and its copies are finished.
+        until_epoch: epochs before this one are read without a pause: while one ends, rows of the next are already
+            decoded. Close the reader if it does not read them. By default nothing is read beyond the end of an epoch.
+            The attribute may be changed; it takes effect when an epoch begins.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: an argument is out of range.
 
     Example:
         >>> import tempfile
@@ -122,7 +122,7 @@ class Reader:
         if not 0 <= rank < num_ranks:
             raise ConfigError("the reader's rank is out of range", value=rank, allowed=f"0 <= rank < {num_ranks}")
         if pin_memory and not torch.cuda.is_available():
-            raise ConfigError("page-locked memory needs a GPU", value=pin_memory, fix="leave pin_memory out on a CPU")
+            raise ConfigError("page-locked memory needs a GPU", value=pin_memory, fix="remove pin_memory on a CPU")
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -134,14 +134,14 @@ class Reader:
         self.rank, self.num_ranks = rank, num_ranks
         self.until_epoch = until_epoch
         self.rows_each = 1
-        """Rows that a batch holds for each row of the data set."""
+        """Rows of a batch per row of the data set."""
         self._shape = BatchShape.of(dataset.schema)
         self._buffers, self._windows = Buffers(pin_memory), Buffers(kept_bytes=_KEPT_WINDOWS)
         self._epoch = epoch
         self._delivered = 0
         self._active: weakref.ref[Generator[Any, None, None]] | None = None
         self._prefetcher: Prefetcher | None = None
-        self._ahead: Prefetcher | None = None  # the epoch that begins, where the one before it has begun it
+        self._ahead: Prefetcher | None = None  # the next epoch, if the current one has already started reading it
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
@@ -156,16 +156,16 @@ class Reader:
 
     @property
     def position(self) -> int:
-        """Batches of this epoch that were delivered."""
+        """Number of batches of this epoch that were yielded."""
         return self._delivered
 
     @property
     def ready(self) -> bool:
-        """Whether the iterator gives its next batch, or its end, without waiting and without work."""
+        """Whether the next batch, or the end, is available without waiting or computing."""
         return self._prefetcher is not None and self._prefetcher.ready
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; in that epoch already, the position stays as it is.
+        """Go to the start of an epoch; the position in the current epoch is kept.
 
         Raises:
             ConfigError: the epoch is negative.
@@ -177,18 +177,18 @@ class Reader:
             self._epoch, self._delivered = epoch, 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """Continue at the current position; an iterator made before is closed."""
+        """Continue at the current position; an earlier iterator is closed."""
         return self._begun(self._batches())
 
     def cuts(self, mixed_on: torch.device | None = None) -> Iterator[Cut]:
-        """Continue as by iterating, but give each batch as a cut of its run, whose tensors are not created yet.
+        """Continue like `__iter__`, but yield each batch as a `Cut` of its run, without creating tensors.
 
         Args:
-            mixed_on: each run is going to be moved to this device, in turn and on one stream; rows are put in order
-                there, and stand in the files' order until then.
+            mixed_on: each run will be moved to this device, in turn and on one stream; the device shuffles its rows,
+                which are in the order of the files until then.
 
         Raises:
-            ConfigError: what `why_not_mixed_on` says prevents it.
+            ConfigError: `why_not_mixed_on` returns a reason.
         """
         if mixed_on is not None and (reason := self.why_not_mixed_on(mixed_on)):
             raise ConfigError(f"rows cannot be shuffled on the device: {reason}", where=str(self.dataset.path))
@@ -198,17 +198,17 @@ class Reader:
         """Return why rows cannot be shuffled on a device; None if they can.
 
         A GPU can shuffle rows if the reader shuffles, each bag has its column's hotness, and this rank's rows of
-        three windows take 1/32 of its memory at most.
+        three windows take at most 1/32 of its memory.
         """
         if not self.shuffle:
-            return "they are read in the files' order"
+            return "the reader does not shuffle"
         reason = BatchStack.ineligible_reason(self.dataset.schema)
         if reason is not None:
             return reason
         largest = max((group.num_rows for group in self.dataset.groups), default=0)
         window = min(self.dataset.num_rows, self.shuffle_rows + largest)
         own = -(-self.batch_size // self.num_ranks)
-        window = min(window, (window // self.batch_size + 2) * own)  # it may begin and end within a batch
+        window = min(window, (window // self.batch_size + 2) * own)  # a window may begin and end within a batch
         return DeviceShuffle.too_large_reason(self._stacks, window, device)
 
     @cached_property
@@ -239,7 +239,7 @@ class Reader:
         self._epoch, self._delivered = self._epoch + 1, 0
 
     def _begin(self, mixed_on: torch.device | None) -> Prefetcher:
-        """Take over what is read of the epoch already, or begin to read it from the current position on."""
+        """Use the prefetcher that already reads this epoch, or start one at the current position."""
         dataset, epoch = self.dataset, self._epoch
         begun, self._ahead = self._ahead, None
         if begun is not None and begun.mixed_on != mixed_on:
@@ -270,7 +270,7 @@ class Reader:
         return ", ".join(named) + more
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same rows."""
+        """Return the values that must be equal for a position to refer to the same rows."""
         return {
             "version": STATE_VERSION,
             "fingerprint": self.dataset.fingerprint,
@@ -282,14 +282,14 @@ class Reader:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the position as plain data: batches delivered to the consumer, not those read ahead."""
+        """Return the position as plain data: batches yielded to the consumer, not prefetched ones."""
         return {**self._identity(), "epoch": self._epoch, "batches": self._delivered}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with exactly the batch that would have come after `state` was taken.
+        """Continue with exactly the batch after those yielded when `state` was called.
 
         Raises:
-            CheckpointError: the state is of another data set, batch size, seed or order.
+            CheckpointError: the state belongs to another data set, batch size, seed or order.
         """
         wanted = self._identity()
         missing = [name for name in (*wanted, "epoch", "batches") if name not in state]
@@ -299,7 +299,7 @@ class Reader:
             if state[name] != value:
                 what = "data set" if name == "fingerprint" else name
                 raise CheckpointError(
-                    f"the saved position is of another {what}",
+                    f"the saved position belongs to another {what}",
                     where=f"reader of {self.dataset.path}",
                     value=state[name],
                     allowed=str(value),
@@ -307,19 +307,19 @@ class Reader:
                 )
         epoch, batches = state["epoch"], state["batches"]
         if not (isinstance(epoch, int) and isinstance(batches, int) and epoch >= 0 and batches >= 0):
-            raise CheckpointError("not a reader's position", value=f"epoch {epoch!r}, batch {batches!r}")
+            raise CheckpointError("not a position of a reader", value=f"epoch {epoch!r}, batch {batches!r}")
         self.close()
         self._epoch, self._delivered = epoch, batches
 
     def close(self) -> None:
-        """Stop the threads, those that read the next epoch's rows too; the position stays."""
+        """Stop all threads, including those that read the next epoch; the position is kept."""
         self._stop()
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
 
     def _stop(self) -> None:
-        """End a running iteration."""
+        """Stop a running iteration."""
         batches = self._active() if self._active is not None else None
         if batches is not None:
             batches.close()

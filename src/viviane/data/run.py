@@ -1,8 +1,8 @@
-"""Batches whose rows were taken together: they follow one another in the tensors of one batch.
+"""Runs: consecutive batches whose rows are stored together in the tensors of one batch.
 
-What a small batch costs the host is not its bytes. It is a few calls for each matrix, a copy and an event for each
-batch, and for each call of a reader's thread a turn at the interpreter's lock, which the thread that launches kernels
-needs. Together all of it is done once for several batches, and each of them is a slice.
+The host's cost of a small batch is not its bytes but a few calls per matrix, a copy and an event per batch, and, for
+each call of a reader thread, the GIL, which the thread that launches kernels needs. A run pays these once for several
+batches; each batch is a slice of it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from viviane.batch import Bag, Batch
 
-_CUT_TOGETHER: Final = 16  # batches: a call for several costs less than one for each, and the GPU waits for no more
+_CUT_TOGETHER: Final = 16  # batches split per call: one call for several is cheaper, and the GPU does not wait for more
 _Bags = Mapping[str, Bag]
 _Part = tuple[Tensor, Tensor, Tensor, Tensor | None, _Bags]
 _T = TypeVar("_T", Tensor, Tensor | None)
 Cut = tuple["Run", int, str]
-"""A batch before its tensors are made: its run, its number in it, and where its rows came from, for messages."""
+"""A batch before its tensors are created: its run, its index in the run, and the origin of its rows, for messages."""
 
 
 class Run:
-    """Several batches of equally many rows in one; the last may have fewer rows.
+    """Several batches of the same number of rows in one; the last may have fewer rows.
 
     Args:
-        make: makes a batch of all rows.
-        rows: of each batch; None: it is the only one.
-        hotness: ids of each bag by column. Without it bags cannot be cut: a batch with bags is the only one.
+        make: creates a batch of all rows.
+        rows: rows of each batch; None: there is only one.
+        hotness: ids per row by bag column. Without it bags cannot be split: a batch with bags must be the only one.
 
     Example:
         >>> from viviane.schema import Schema
@@ -45,7 +45,7 @@ class Run:
         self._make, self._rows, self._hotness = make, rows, hotness or {}
         self._whole: Batch | None = None
         self._parts: list[_Part] = []
-        self._first = -1  # the batch that `_parts` begins with
+        self._first = -1  # index of the first batch in `_parts`
 
     @property
     def whole(self) -> Batch:
@@ -58,7 +58,7 @@ class Run:
         return 1 if self._rows is None else max(1, -(-self.whole.size // self._rows))
 
     def batch(self, number: int, origin: str) -> Batch:
-        """Return one of the batches."""
+        """Return one batch."""
         first = number // _CUT_TOGETHER * _CUT_TOGETHER
         if first != self._first:
             self._parts, self._first = self._cut(first), first
@@ -66,7 +66,7 @@ class Run:
         return Batch(self.whole.layout, labels, dense, one_hot, bags, weight, origin)
 
     def _cut(self, number: int) -> list[_Part]:
-        """Cut some batches, from this one on."""
+        """Split some batches, starting with this one."""
         whole, rows = self.whole, self._rows
         matrices = (whole.labels, whole.dense, whole.one_hot)
         if rows is None or whole.size <= rows:
@@ -81,7 +81,7 @@ class Run:
         return list(zip(labels, dense, one_hot, weight, bags, strict=True))
 
     def _cut_bag(self, name: str, bag: Bag, first: int, last: int, rows: int) -> list[Bag]:
-        """Cut a bag of one number of ids: what row each begins at is the same in every batch."""
+        """Split a bag of constant hotness: all batches have the same offsets."""
         hotness = self._hotness[name]
         values = _split(bag.values, first * hotness, last * hotness, rows * hotness)
         weights = _split(bag.weights, first * hotness, last * hotness, rows * hotness)
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a GPU can read the rows on its own: they are in page-locked memory, or on a device."""
+        """Whether the rows are in page-locked memory or on a device, so that copies can be asynchronous."""
         return self.whole.device.type != "cpu" or self.whole.one_hot.is_pinned()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Run:
@@ -101,7 +101,7 @@ class Run:
         return Run(lambda: there, self._rows, self._hotness)
 
     def copy_ahead(self) -> None:
-        """Queue, on the current stream, copies of what later runs need; most need none."""
+        """Queue, on the current stream, copies that later runs need; by default none."""
 
     @classmethod
     def one(cls, batch: Batch) -> Self:
@@ -114,8 +114,8 @@ class Run:
 
 
 def _split(tensor: _T, first: int, last: int, size: int) -> Sequence[_T]:
-    """Cut rows [first, last) of a tensor into parts of this many."""
+    """Split rows [first, last) of a tensor into parts of this size."""
     if tensor is None:
         return [tensor] * -(-(last - first) // size)
-    # Unlike those of `split`, they count writes each on its own: see `Batch.ready`.
+    # Unlike the views of `split`, these have separate version counters: see `Batch.ready`.
     return torch.unsafe_split(tensor[first:last], size)

@@ -1,4 +1,4 @@
-"""Rows taken from where they stand into fresh memory, each once: what becomes a batch.
+"""Rows copied from their source into new memory, each once, to form a batch.
 
 Shapes: B rows of the batch, L labels, N dense numbers, F one-hot features, nnz ids of a bag feature.
 """
@@ -19,12 +19,12 @@ from viviane.data.buffers import ALIGNED, Buffers, Form, Maker, Memory
 from viviane.schema import Schema
 
 Part = tuple[View, Rows]
-Lengths = NDArray[np.int64]  # ids of each row
+Lengths = NDArray[np.int64]  # number of ids of each row
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What a schema's batches hold, looked up once."""
+    """The layout of a schema's batches, looked up once."""
 
     layout: Layout
     num_labels: int
@@ -55,7 +55,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Slab:
-    """What makes the parts of a batch, whose rows are in memory; see `Memory.new`."""
+    """Functions that create the tensors of a batch whose rows are in memory; see `Memory.new`."""
 
     labels: Maker  # (B, L)
     dense: Maker  # (B, N)
@@ -65,11 +65,11 @@ class Slab:
 
     @classmethod
     def gather(cls, shape: BatchShape, parts: Sequence[Part], buffers: Buffers) -> Slab:
-        """Copy chosen rows of one view or several, one after another.
+        """Copy selected rows of one or several views, concatenated.
 
         Args:
-            shape: of the batch.
-            parts: views, and which of their rows: a slice, or an array of row numbers.
+            shape: layout of the batch.
+            parts: views, and the rows to copy: a slice, or an array of row numbers.
             buffers: memory to copy into.
         """
         counts = [rows.stop - rows.start if isinstance(rows, slice) else len(rows) for _, rows in parts]
@@ -104,7 +104,7 @@ class Slab:
         )
 
     def batch(self, shape: BatchShape, origin: str) -> Batch:
-        """Return the rows as a batch, without another copy."""
+        """Return the rows as a batch of views."""
         return Batch(
             layout=shape.layout,
             labels=self.labels(),

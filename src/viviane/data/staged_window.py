@@ -1,4 +1,4 @@
-"""A window of rows on its way to a device, where its rows are going to be put in order."""
+"""A window of rows that is copied to a device for shuffling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from viviane.ops.row_stacks import take_rows
 
 
 class _Sections:
-    """Hands out the matrices of a stack in their order, to a block."""
+    """Supplies the matrices of a stack, in order, as the memory of a block."""
 
     def __init__(self, arrays: list[NDArray[Any]]) -> None:
         self._arrays = iter(arrays)
@@ -34,15 +34,15 @@ class _Sections:
 
 
 class StagedWindow(WindowRows):
-    """A window on its way: row groups are decoded into a stack on the host, and copied to one on a device.
+    """A window in preparation: row groups are decoded into a stack on the host, which is copied to the device.
 
-    Everything on the device is done on the stream that is current at a call, which is the same one each time.
+    Work on the device uses the current stream, which must be the same in all calls.
 
     Args:
-        stacks: form of the stack.
+        stacks: layout of the stack.
         window: the row groups.
-        device: where rows go.
-        spans: of the window's order; only their rows go there. None: all of them do.
+        device: the target device.
+        spans: spans of the window's order whose rows are copied; None: all rows.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class StagedWindow(WindowRows):
         self._device_order: Tensor | None = None
 
     def decode(self, storage: DatasetFiles, part: int, memory: Buffers) -> None:
-        """Read those rows of a row group that go to the device; any thread may, once for each group.
+        """Read the rows of a row group that are copied to the device; called once per group, from any thread.
 
         Args:
-            storage: where the group stands.
-            part: its number in the window.
-            memory: for a group of which only some rows go there.
+            storage: the files of the group.
+            part: index of the group in the window.
+            memory: memory for a group of which only some rows are copied.
 
         Raises:
-            DataError: a row has another number of ids than its column's hotness.
+            DataError: the number of ids of a row differs from its column's hotness.
             DataError, KeyRangeError: see `DatasetFiles.decode`.
         """
         group, rows = self.window.groups[part], self.kept(part)
@@ -83,21 +83,21 @@ class StagedWindow(WindowRows):
             self._take_bags(view.bags, group.num_rows, rows, into)
 
     def _take_bags(self, bags: Mapping[str, Jagged], num_rows: int, rows: Rows, into: list[NDArray[Any]]) -> None:
-        """Take the ids and weights of some rows of a group to where they stand in the stack."""
+        """Copy the ids and weights of some rows of a group to their position in the stack."""
         for number in range(self.stacks.num_plain, len(into)):
             before, matrix = self.stacks.matrices[number - 1 : number + 1]
             bag = bags[matrix.bag]
-            numbers = bag.weights if before.bag == matrix.bag else bag.values  # a bag's ids stand before its weights
+            numbers = bag.weights if before.bag == matrix.bag else bag.values  # a bag's ids precede its weights
             if numbers is None or len(numbers) != num_rows * matrix.width:
                 raise DataError(
-                    "a row has another number of ids than its column's hotness", where=f"column {matrix.bag!r}",
+                    "the number of ids of a row differs from its column's hotness", where=f"column {matrix.bag!r}",
                     value=f"{0 if numbers is None else len(numbers)} ids in {num_rows} rows",
                     allowed=str(num_rows * matrix.width), fix="write the data set again",
                 )  # fmt: skip
             take(((0, numbers.reshape(num_rows, matrix.width)),), rows, into[number])
 
     def _memory(self) -> list[NDArray[Any]]:
-        """Return the matrices of the stack; its memory is made by the thread that comes first, which may take long."""
+        """Return the matrices of the stack; the first calling thread allocates its memory, which may take long."""
         with self._lock:
             if self._host is None:
                 form, pin = self.stacks.form, self.device.type == "cuda"
@@ -109,7 +109,7 @@ class StagedWindow(WindowRows):
             return self._arrays
 
     def _decoded(self) -> int:
-        """Return how many rows, from the first on, are there."""
+        """Return the number of leading rows that have been decoded."""
         rows = 0
         for part, decode in enumerate(self.decodes):
             if not _succeeded(decode):
@@ -119,11 +119,11 @@ class StagedWindow(WindowRows):
 
     @property
     def is_decoded(self) -> bool:
-        """Whether all of it is on the host, or cannot be had: then `wait` says why."""
+        """Whether all rows are decoded, or decoding failed: then `wait` raises the error."""
         return all(task.done() for task in self._tasks())
 
     def wait(self) -> None:
-        """Wait until all of it is on the host; raises what a decode task raised."""
+        """Wait until all rows are decoded; raises the error of a decode task."""
         for task in self._tasks():
             task.result()
 
@@ -131,14 +131,14 @@ class StagedWindow(WindowRows):
         return [*self.decodes, *([] if self.order is None else [self.order])]
 
     def is_on_device(self) -> bool:
-        """Whether all copies of it were queued."""
+        """Whether all copies have been queued."""
         return self._copied_rows == self.num_rows and self._device_order is not None
 
     def copy_next(self, most: int | None = None) -> int:
-        """Queue the copies of rows that are decoded and were not copied, and of the order; return how many rows.
+        """Queue copies of the order and of decoded rows that were not copied yet; return the number of rows.
 
         Args:
-            most: rows.
+            most: maximum number of rows.
         """
         if self.is_on_device():
             return 0
@@ -149,7 +149,7 @@ class StagedWindow(WindowRows):
             self._copy(self._host, first, last)
         if self._device_order is None and self.order is not None and _succeeded(self.order):
             self._device_order = self.order.result().order.to(self.device, non_blocking=True)
-        if self.is_on_device():  # its memory is another window's, as soon as the copies are done
+        if self.is_on_device():  # when the copies are finished, its memory can be reused by another window
             self._host, self._arrays, self.decodes, self.order = None, [], [], None
         return last - first
 
@@ -166,9 +166,9 @@ class StagedWindow(WindowRows):
         self._copied_rows = last
 
     def take(self, spans: list[tuple[int, int]], target: Tensor, target_rows: int, first: int) -> int:
-        """Take rows [a, b) of the window's order, for each span, to rows of a stack from `first` on; return the next.
+        """Gather rows [a, b) of the window's order, per span, into a stack from row `first` on; return the next row.
 
-        All of the window has been decoded, without an error, and the spans are parts of those that go to the device.
+        The window must be completely decoded without an error, and the spans must be part of the copied spans.
         """
         self.copy_next()
         there, order = self._device_stack, self._device_order
@@ -181,5 +181,5 @@ class StagedWindow(WindowRows):
 
 
 def _succeeded(task: Future[Any]) -> bool:
-    """Whether a task is done; an error of it is raised where its batch is wanted."""
+    """Return whether a task succeeded; its error is raised when its batch is requested."""
     return task.done() and not task.cancelled() and task.exception() is None

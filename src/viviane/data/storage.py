@@ -1,4 +1,4 @@
-"""The files of a data set, the row groups in them, and how a row group is decoded."""
+"""The files of a data set, their row groups, and the decoding of a row group."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from viviane.data.plan import RowGroup
 from viviane.schema import Schema
 
 ROWS_PER_BLOCK: Final = 131_072
-"""Rows of a group in formats whose files have no groups of their own."""
-FileStamp = tuple[int, int]  # size in bytes, time of change in ns
+"""Rows of a group in formats whose files have no row groups."""
+FileStamp = tuple[int, int]  # size in bytes, modification time in ns
 
 
 def stamp(path: AnyPath) -> FileStamp:
-    """Return what changes when a file is written again.
+    """Return a stamp that changes when a file is rewritten.
 
     Raises:
-        DataError: the file is not there.
+        DataError: the file does not exist.
     """
     try:
         status = path.stat()
@@ -33,13 +33,13 @@ def stamp(path: AnyPath) -> FileStamp:
             "a file of the data set cannot be opened",
             where=str(path),
             value=error.strerror or str(error),
-            fix="put the file back, or open the data set again if it was replaced",
+            fix="restore the file, or open the data set again if it was replaced",
         ) from error
     return status.st_size, status.st_mtime_ns
 
 
 def refuse_changed(path: AnyPath, expected: FileStamp) -> None:
-    """Refuse a file that is no longer as it was when the data set was opened.
+    """Refuse a file that has changed since the data set was opened.
 
     Raises:
         DataError: the file vanished or changed.
@@ -52,14 +52,14 @@ class DatasetFiles(ABC):
     """The files of one data set in one format, opened and checked as far as is cheap.
 
     Args:
-        schema: what is read.
+        schema: the columns to read.
         files: in the order of their rows.
     """
 
     unit: ClassVar[str] = "block"
-    """What a group of rows is called in messages."""
+    """Name of a group of rows in messages."""
     mapped: bool = False
-    """Whether `view` shows the rows of a group where they stand, without decoding."""
+    """Whether `view` returns the rows of a group in place, without decoding."""
 
     def __init__(self, schema: Schema, files: Sequence[Path]) -> None:
         self.schema = schema
@@ -72,16 +72,16 @@ class DatasetFiles(ABC):
         """Read a group into block rows [start, start + num_rows); its bags become part number `part`.
 
         Raises:
-            DataError: the file vanished, changed or is damaged; a value is null, not finite, no label, too long.
+            DataError: the file vanished, changed or is damaged; a value is null, not finite, not a label, or too long.
             KeyRangeError: an id is out of range.
         """
 
     def view(self, group: RowGroup, memory: Memory | None = None) -> View:
-        """Return the rows of a group as they are stored in the file.
+        """Return the rows of a group as stored in the file.
 
         Args:
-            group: which one.
-            memory: for what cannot be shown where it stands; None takes fresh memory.
+            group: the group.
+            memory: memory for columns that cannot be viewed in place; None allocates new memory.
 
         Raises:
             DataError, KeyRangeError: see `decode`.
@@ -91,5 +91,5 @@ class DatasetFiles(ABC):
         return block.finish()
 
     def place(self, group: RowGroup, column: str) -> CellLocation:
-        """Name a column of a group, for messages."""
+        """Return the location of a column of a group, for messages."""
         return CellLocation(str(self.files[group.file]), group.index, group.first_row, column, self.unit)

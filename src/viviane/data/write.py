@@ -1,4 +1,4 @@
-"""Write a data set folder: checked against the schema, whole or not at all."""
+"""Writing a data set folder: checked against the schema, and atomic."""
 
 from __future__ import annotations
 
@@ -40,26 +40,25 @@ def write_dataset(
     info: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     overwrite: bool = False,
 ) -> Dataset:
-    """Write rows as a data set folder, atomically, and open it.
+    """Write rows to a data set folder, atomically, and open it.
 
     Args:
         path: the folder, or its URL; it appears only when everything is written.
-        source: an iterable of Arrow tables, or of dicts of arrays or lists by column name, of any sizes; or one table
-            in a form of `viviane.core.rows.as_table`. Arrow tables must have the schema's types; other values are
-            converted where no information is lost.
+        source: an iterable of Arrow tables, or of dicts of arrays or lists by column name, of any length; or one table
+            in a form that `viviane.core.rows.as_table` accepts. Arrow tables must have the schema's types; other
+            values are converted if this loses no information.
         format: name of a format of `viviane.data.formats`, or a format with its options.
         rows_per_group: rows of a Parquet row group or of a block, the unit of reading.
-        rows_per_file: rows of a file.
-        info: statistics to keep in info.json, or a function that gives them once the source is exhausted;
+        rows_per_file: maximum rows of a file.
+        info: statistics for info.json, or a function that returns them after the source is exhausted;
             "rows" is added.
         overwrite: replace an existing folder.
 
     Raises:
         ConfigError: the folder exists, or a size is below 1.
-        SchemaError: a table's columns are not the schema's, or the format cannot hold such columns.
-        DataError: a value cannot be converted, or is null; the disk is full. Formats other than Parquet compare all
-            values with the schema when they are written (KeyRangeError: an id is out of range); Parquet, when they are
-            read.
+        SchemaError: the columns of a table differ from the schema, or the format cannot store them.
+        DataError: a value cannot be converted, or is null; the disk is full. Formats other than Parquet also compare
+            all values with the schema (KeyRangeError: an id is out of range); for Parquet the reader does this.
 
     Example:
         >>> import tempfile
@@ -83,7 +82,7 @@ def write_dataset(
     wanted = pa.schema([pa.field(name, kind, nullable=False) for name, kind in arrow_types(schema).items()])
     tables = (_conform(part, wanted, schema, number) for number, part in enumerate(_parts(source)))
     with _explain_full_disk(target), replace_folder(target, overwrite=overwrite) as folder:
-        place = cast(Path, target.absolute())  # of a URL only the text is used
+        place = cast(Path, target.absolute())  # for a URL only its text is used
         files = chosen.write(folder, place, schema, _regroup(tables, wanted, rows_per_group), rows_per_file)
         schema.save(folder)
         rows = sum(file.rows for file in files)
@@ -94,14 +93,14 @@ def write_dataset(
 
 @contextmanager
 def _explain_full_disk(target: AnyPath) -> Iterator[None]:
-    """Say what to do where the disk is full; other errors, those of the source too, pass as they are."""
+    """Add advice to the error of a full disk; all other errors, including those of the source, pass unchanged."""
     try:
         yield
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
         remote = isinstance(target, RemotePath)
-        where = f"{tempfile.gettempdir()}, on the way to {target}" if remote else str(target)
+        where = f"{tempfile.gettempdir()}, for {target}" if remote else str(target)
         raise DataError(
             "the disk is full: the data set is not written, and the earlier output is unchanged",
             where=where, value=error.strerror or str(error), fix="free disk space, or write to another disk",
@@ -109,7 +108,7 @@ def _explain_full_disk(target: AnyPath) -> Iterator[None]:
 
 
 def _parts(source: Any) -> Iterable[Any]:
-    """Return the parts of a source: itself where it is one table, frame, mapping or list of rows."""
+    """Return the parts of a source: the source itself if it is one table, frame, mapping or list of rows."""
     if isinstance(source, pa.Table | pa.RecordBatch | Mapping):
         return [source]
     if isinstance(source, list | tuple) and source and isinstance(source[0], Mapping) and _is_row(source[0]):
@@ -120,7 +119,7 @@ def _parts(source: Any) -> Iterable[Any]:
 
 
 def _is_row(item: Mapping[str, Any]) -> bool:
-    """Whether a dict is one row: one of its values is a number."""
+    """Return whether a dict is one row: one of its values is a number."""
     return any(isinstance(value, int | float | str | np.generic) for value in item.values())
 
 
@@ -159,7 +158,7 @@ def _conform(part: Any, wanted: pa.Schema, schema: Schema, number: int) -> pa.Ta
         absent = [name for name in wanted.names if name not in part]
         if unknown or absent:
             raise SchemaError(
-                "a part's columns are not the schema's",
+                "the columns of a part differ from the schema",
                 where=where,
                 value=f"unknown: {', '.join(unknown) or 'none'}; missing: {', '.join(absent) or 'none'}",
             )
@@ -168,11 +167,11 @@ def _conform(part: Any, wanted: pa.Schema, schema: Schema, number: int) -> pa.Ta
             raise SchemaError("columns differ in length", where=where, value=[len(array) for array in arrays])
     else:
         raise SchemaError(
-            "a data set is written from Arrow tables or dicts of columns", where=where, value=type(part).__name__
+            "the source must consist of Arrow tables or dicts of columns", where=where, value=type(part).__name__
         )
     for field, array in zip(wanted, arrays, strict=True):
         if array.null_count or (is_list(array.type) and pc.list_flatten(array).null_count):
-            raise DataError("a null in the data", where=f"{where}, column {field.name!r}")
+            raise DataError("the data contain a null", where=f"{where}, column {field.name!r}")
     cast = [_array(array, field, where) for field, array in zip(wanted, arrays, strict=True)]
     return pa.table(cast, schema=wanted)
 
@@ -195,7 +194,7 @@ def _array(values: Any, field: Any, where: str) -> Any:
 
 
 def _converted(values: Any, kind: Any) -> Any:
-    """Convert a column; what would lose more than float32 rounds off is a ValueError, or one of Arrow's."""
+    """Convert a column; raise ValueError or an Arrow error if it loses more than the rounding of float32."""
     scalar = kind.value_type if is_list(kind) else kind
     if isinstance(values, np.ndarray) and values.ndim == 2 and is_list(kind):
         flat = _converted(values.reshape(-1), scalar)
@@ -204,7 +203,7 @@ def _converted(values: Any, kind: Any) -> Any:
         found: Any = values if isinstance(values, (pa.Array, pa.ChunkedArray)) else pa.array(values)
         made = found.cast(kind, safe=not pa.types.is_floating(scalar))
     elif pa.types.is_integer(scalar):
-        # Given the type, pyarrow truncates floats and decimals in Python lists; casts from what it infers do not.
+        # Given the type, pyarrow truncates floats and decimals in Python lists; casts from inferred types do not.
         found = pa.array(values)
         inner = found.type.value_type if is_list(found.type) else found.type
         numbers = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_decimal(inner)
@@ -217,7 +216,7 @@ def _converted(values: Any, kind: Any) -> Any:
 
 
 def _refuse_overflow(values: Any, made: Any) -> None:
-    """Refuse numbers beyond float32, which become infinite; those that were infinite are left to the reader."""
+    """Refuse finite values that become infinite in float32; the reader checks for infinite inputs."""
     flat = pc.list_flatten(made) if is_list(made.type) else made
     infinite = pc.is_inf(flat)
     if not pc.any(infinite).as_py():
@@ -232,8 +231,8 @@ def _refuse_overflow(values: Any, made: Any) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says; the integers of an OverflowError may be too long for Python to write out."""
+    """Return the first line of an error; the integers of an OverflowError may be too long for Python to print."""
     try:
         return (str(error).splitlines() or [type(error).__name__])[0][:500]
     except ValueError:
-        return "a whole number of thousands of digits"
+        return "an integer of thousands of digits"

@@ -1,4 +1,4 @@
-"""Hooks into fit, and the two that stop it: a target that is reached, patience that runs out."""
+"""Hooks into `fit`, and the two callbacks that stop it: at a target value, or when patience runs out."""
 
 from __future__ import annotations
 
@@ -28,51 +28,51 @@ class Callback:
     """
 
     reason = "callback"
-    """What `History.stopped` says when this callback stops the run."""
+    """The value of `History.stopped` when this callback stops the run."""
     measures: tuple[str, ...] = ()
-    """Names of the metrics that `measure` adds to each evaluation, "catalogue/..."; the first one leads the run, so
-    that `patience` and `restore_best` follow it. More of each is better."""
+    """Names of the metrics that `measure` adds to each evaluation, "catalogue/...". Higher values are better.
+    `patience` and `restore_best` follow the first one."""
 
     def measure(self, trainer: TrainerBase) -> dict[str, float]:
-        """Return the values of `measures` for the weights as they are; called at each evaluation of fit."""
+        """Return the values of `measures` for the current weights; called at each evaluation of `fit`."""
         return {}
 
     def on_fit_start(self, trainer: TrainerBase) -> None:
-        """Called once before the first step of a fit, after a resume was loaded."""
+        """Called once before the first step of a fit, after a checkpoint to resume from was loaded."""
 
     def on_step_end(self, step: int, loss: Tensor) -> None:
-        """Called after each update. `loss` is detached and on the device: reading it makes a GPU wait."""
+        """Called after each update. `loss` is detached and on the device: reading it synchronizes with the GPU."""
 
     def on_evaluate_end(self, step: int, metrics: dict[str, float]) -> bool | None:
-        """Called after each evaluation of fit; True stops training."""
+        """Called after each evaluation of `fit`; returning True stops training."""
 
     def on_fit_end(self, history: History) -> None:
-        """Called once when fit ends, also after an interruption, not after an error."""
+        """Called once when `fit` ends, also after an interruption, but not after an error."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has to remember, as plain JSON data."""
+        """Return the state that a checkpoint must store, as plain JSON data."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, when a run is resumed."""
+        """Restore what `state` returned when a run is resumed."""
 
     def should_stop(self) -> bool:
-        """Say whether the run that was resumed had been stopped by this callback already."""
+        """Return whether this callback had already stopped the run that is being resumed."""
         return False
 
 
 class EvaluationLines(Callback):
-    """Prints a line for each evaluation: `fit(verbose=2)`."""
+    """Prints one line per evaluation: `fit(verbose=2)`."""
 
     def on_evaluate_end(self, step: int, metrics: dict[str, float]) -> None:
-        """Print step and figures."""
+        """Print the step and its metrics."""
         values = "  ".join(f"{name} {value:.5f}" for name, value in metrics.items())
         sys.stdout.write(f"step {step}  {values}\n")
         sys.stdout.flush()
 
 
 class StopAtTarget(Callback):
-    """Stops when every named metric reaches its value.
+    """Stops training when every named metric reaches its target.
 
     Example:
         >>> stop = StopAtTarget({"auc": 0.8})
@@ -87,7 +87,7 @@ class StopAtTarget(Callback):
         self.reached: dict[str, float] = {}
 
     def on_evaluate_end(self, step: int, metrics: dict[str, float]) -> bool:
-        """Compare with the targets; an undefined metric never reaches one."""
+        """Compare with the targets; an undefined (NaN) metric never reaches its target."""
         for name in self.target:
             if name not in metrics:
                 raise ConfigError(
@@ -97,7 +97,7 @@ class StopAtTarget(Callback):
         return self.should_stop()
 
     def should_stop(self) -> bool:
-        """Say whether the newest evaluation reached every target."""
+        """Return whether the latest evaluation reached every target."""
         return bool(self.reached) and all(
             self.reached.get(name, float("nan")) >= value
             if higher_is_better(name)
@@ -106,16 +106,16 @@ class StopAtTarget(Callback):
         )
 
     def state(self) -> dict[str, Any]:
-        """Remember the newest values."""
+        """Return the latest values."""
         return {"reached": {name: None if math.isnan(value) else value for name, value in self.reached.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the newest values back; the targets are the solver's, which may have been changed."""
+        """Restore the latest values; the targets come from the solver and may have changed."""
         self.reached = {k: float("nan") if v is None else v for k, v in state.get("reached", {}).items()}
 
 
 class StopWithoutGain(Callback):
-    """Stops after `patience` evaluations in a row without a better value.
+    """Stops training after `patience` consecutive evaluations without a better value.
 
     Example:
         >>> stop = StopWithoutGain("auc", patience=2)
@@ -140,28 +140,28 @@ class StopWithoutGain(Callback):
         return self.should_stop()
 
     def should_stop(self) -> bool:
-        """Say whether patience has run out."""
+        """Return whether `patience` evaluations passed without improvement."""
         return self.num_bad >= self.patience
 
     def state(self) -> dict[str, Any]:
-        """Remember the best value and how long ago it was."""
+        """Return the best value and the number of evaluations since then."""
         return {"best": self.best, "num_bad": self.num_bad}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; patience itself is the solver's, which may have been changed."""
+        """Continue counting; `patience` itself comes from the solver and may have changed."""
         self.best, self.num_bad = state.get("best"), state.get("num_bad", 0)
 
 
 def measures_of(callbacks: Sequence[Callback]) -> list[str]:
-    """Return the names of all that callbacks measure."""
+    """Return the names of all metrics that the callbacks measure."""
     return [name for callback in callbacks for name in callback.measures]
 
 
 def measured_by(callbacks: Sequence[Callback], trainer: TrainerBase) -> dict[str, float]:
-    """Return what callbacks measure, checked against the names that they announced.
+    """Return the metrics that the callbacks measure, checked against `Callback.measures`.
 
     Raises:
-        ConfigError: a callback measures something else than it said.
+        ConfigError: a callback returned other metrics than it declared.
     """
     found: dict[str, float] = {}
     for callback in callbacks:
@@ -169,22 +169,22 @@ def measured_by(callbacks: Sequence[Callback], trainer: TrainerBase) -> dict[str
             values = callback.measure(trainer)
             if set(values) != set(callback.measures):
                 allowed = ", ".join(callback.measures)
-                raise ConfigError("a callback measures what it announces", value=", ".join(values), allowed=allowed)
+                raise ConfigError("a callback did not return its `measures`", value=", ".join(values), allowed=allowed)
             found |= values
     return found
 
 
 def solver_callbacks(solver: Solver, metrics: Sequence[str], lead: str, schema: Schema) -> list[Callback]:
-    """Return the callbacks that the solver's `target` and `patience` ask for.
+    """Return the callbacks that the solver's `target` and `patience` request.
 
     Args:
         solver: how to train.
-        metrics: that are computed.
-        lead: of which patience is judged.
-        schema: whose labels may have metrics of their own.
+        metrics: names of the metrics that are computed.
+        lead: the metric that `patience` follows.
+        schema: its labels may have metrics of their own.
 
     Raises:
-        ConfigError: a target of a metric that is not computed, or of which neither direction is better.
+        ConfigError: a target names a metric that is not computed, or a metric without a better direction.
     """
     known = {"loss", *metrics}
     if len(schema.labels) > 1:

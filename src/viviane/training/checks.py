@@ -1,4 +1,4 @@
-"""What a trainer refuses before it computes anything: labels that cannot be, columns of another model."""
+"""Checks of a trainer before it computes anything: binary labels, and columns that match the model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from viviane.schema import Schema
 
 
 def check_binary_labels(batch: Batch, schema: Schema, group: Group | None = None) -> None:
-    """Refuse binary labels outside [0, 1], but for -1 where they are optional; NaN is left to the guard.
+    """Refuse binary labels outside [0, 1], except -1 for optional labels; the guard detects NaN.
 
-    A number between 0 and 1 counts as that share of a positive row. Files of the project's own formats, whose reader is
-    stricter, hold 0 and 1 alone; HugeCTR's may hold shares.
+    A value between 0 and 1 counts as that fraction of a positive row. The project's own formats contain only 0 and 1,
+    and their reader checks it; HugeCTR's files may contain fractions.
 
     Args:
         batch: on the CPU.
-        schema: says which labels are binary.
-        group: is told, so that no other process waits for this one.
+        schema: its labels; their task tells which are binary.
+        group: processes to which the error is sent, so that none waits for this one.
 
     Raises:
-        DataError: naming the first row and its label.
+        DataError: a label is out of range; names the first row and its label.
     """
     for i, label in enumerate(schema.labels if batch.labels.shape[1] else ()):
         if label.task != "binary":
@@ -47,11 +47,11 @@ def check_binary_labels(batch: Batch, schema: Schema, group: Group | None = None
 
 
 def check_columns(schema: Schema, dataset: Dataset | KafkaStream, *, with_labels: bool) -> None:
-    """Refuse a data set whose columns are not those of a model's schema; with_labels=False lets labels be absent.
+    """Refuse a data set whose columns differ from the model's schema; with_labels=False allows missing labels.
 
     Raises:
-        SchemaError: naming the columns.
-        ConfigError: it is no data set.
+        SchemaError: columns differ; names them.
+        ConfigError: the argument is not a data set.
     """
     if not isinstance(dataset, Dataset | KafkaStream):
         raise ConfigError(
@@ -68,5 +68,5 @@ def check_columns(schema: Schema, dataset: Dataset | KafkaStream, *, with_labels
         lines = [line for line in lines if not any(line.startswith(f"column {name!r}") for name in labels)]
     if lines:
         raise SchemaError(
-            "the data set's columns are not the model's: " + "; ".join(lines[:5]), where=str(dataset.path)
+            "the data set's columns differ from the model's: " + "; ".join(lines[:5]), where=str(dataset.path)
         )

@@ -1,4 +1,4 @@
-"""Torch's global switches during a run, put back afterwards; and Ctrl-C as a request, not a blow."""
+"""Torch's global switches during a run, restored afterwards; and Ctrl-C as a request to stop after the step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from viviane.core.logging import get_logger
 
 _log = get_logger("training")
 _STDERR: Final = 2
-_LAST_WORDS_S: Final = 10.0  # after that the error is history
+_LAST_ERROR_S: Final = 10.0  # seconds during which a signal prints the last error
 
 
 @contextmanager
 def torch_switches(solver: Solver, device: torch.device) -> Iterator[None]:
     """Apply the solver's `deterministic` and `num_threads`.
 
-    Deterministic mode makes torch refuse the GPU operations that have no reproducible form; on the CPU it changes
-    no result of ours. It does not fill fresh memory with NaN here, as torch does by default, since that costs time.
+    In deterministic mode torch refuses GPU operations that have no deterministic implementation. On the CPU it changes
+    no result of ours. Unlike torch's default, it does not fill new memory with NaN here, since that costs time.
     """
     threads = torch.get_num_threads()
     was_on = torch.are_deterministic_algorithms_enabled()
@@ -52,26 +52,25 @@ def torch_switches(solver: Solver, device: torch.device) -> Iterator[None]:
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed, or the process told to end (SIGTERM).
+    """Whether Ctrl-C was pressed or the process received SIGTERM.
 
-    The first time asks training to end after the step; a second Ctrl-C kills.
-
-    Where several processes train, who started them ends all as soon as one has died. One that is ending with an error
-    then, and is told to end, says the error first.
+    The first signal requests training to end after the step; a second Ctrl-C kills the process.
+    If several processes train, the launcher terminates all of them as soon as one has died. A process that is failing
+    with an error when it receives the signal prints the error first.
 
     Args:
-        rank, num_processes: this process, and how many train together.
+        rank, num_processes: rank of this process, and number of processes.
     """
 
     def __init__(self, rank: int = 0, num_processes: int = 1) -> None:
         self.asked = False
         self._rank, self._num_processes = rank, num_processes
-        self._last_words: str | None = None
+        self._last_error: str | None = None
         self._ended = 0.0
 
     @contextmanager
     def listening(self) -> Iterator[Interrupt]:
-        """Catch the signals in the main thread; elsewhere Python allows no handler, and nothing is caught."""
+        """Catch the signals in the main thread; in other threads Python allows no handler, and this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -82,7 +81,7 @@ class Interrupt:
             yield self
         except BaseException as error:
             if self._num_processes > 1 and _is_default(before[signal.SIGTERM]):
-                self._last_words, self._ended = str(error), monotonic()
+                self._last_error, self._ended = str(error), monotonic()
                 before[signal.SIGTERM] = self._on_signal_at_the_end
             raise
         finally:
@@ -93,18 +92,18 @@ class Interrupt:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         is_first, self.asked = not self.asked, True
-        if is_first and self._rank == 0:  # one says it for all
+        if is_first and self._rank == 0:  # only rank 0 logs
             _log.warning("interrupted: ending after this step; press Ctrl-C again to stop at once")
 
     def _on_signal_at_the_end(self, number: int, frame: FrameType | None) -> None:
-        """Die of the signal, but not before the error is said."""
-        if monotonic() - self._ended < _LAST_WORDS_S:
-            # Not to sys.stderr: while torch puts the rank before an error's lines, that is a buffer.
-            os.write(_STDERR, f"error: {self._last_words}\n".encode())
+        """Print the last error, then die of the signal."""
+        if monotonic() - self._ended < _LAST_ERROR_S:
+            # Not to sys.stderr: while torch prefixes error lines with the rank, it is a buffer.
+            os.write(_STDERR, f"error: {self._last_error}\n".encode())
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 def _is_default(handler: object) -> bool:
-    """Whether a signal kills: at once, or as an earlier run left it."""
+    """Whether the handler kills the process: the default one, or one left by an earlier run."""
     return handler == signal.SIG_DFL or getattr(handler, "__func__", None) is Interrupt._on_signal_at_the_end

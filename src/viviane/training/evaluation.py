@@ -1,4 +1,4 @@
-"""Metrics and predictions over a data set, without touching training state."""
+"""Metrics and predictions over a data set, without changing the state of training."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ def choose_metrics(schema: Schema, names: Sequence[str] | str | None) -> tuple[s
     """Return the metrics of a run: the named ones, or those that fit the labels.
 
     Raises:
-        ConfigError: an unknown metric, one that fits none of the labels, or one by group without its column.
-        SchemaError: the column of the groups is not a one-hot column of the data.
+        ConfigError: an unknown metric, a metric that fits no label, or a grouped metric without its column.
+        SchemaError: the group column is not a one-hot column of the data.
     """
     if isinstance(names, str):
         names = (names,)
     elif names is not None and not (isinstance(names, Sequence) and all(isinstance(name, str) for name in names)):
-        raise ConfigError(
-            "metrics are given by their names", value=shortened(names), allowed='"auc", ["auc", "log_loss"]'
-        )
+        raise ConfigError("metrics must be given by name", value=shortened(names), allowed='"auc", ["auc", "log_loss"]')
     binary = any(label.task == "binary" for label in schema.labels)
     if names is None:
         return ("auc", "log_loss") if binary else ("mean_squared_error",) if schema.labels else ()
@@ -48,7 +46,7 @@ def choose_metrics(schema: Schema, names: Sequence[str] | str | None) -> tuple[s
         build_metric(name)
         if not binary and not kind.any_label:
             fit = ", ".join(known for known, one in METRICS.items() if one.any_label)
-            raise ConfigError("the metric is for binary labels and there is none", value=name, allowed=fit)
+            raise ConfigError("the metric needs a binary label, but the schema has none", value=name, allowed=fit)
         if kind.by_group:
             _check_group(schema, name, parsed.group)
     return tuple(names)
@@ -57,20 +55,20 @@ def choose_metrics(schema: Schema, names: Sequence[str] | str | None) -> tuple[s
 def _check_group(schema: Schema, name: str, group: str | None) -> None:
     known = [column.name for column in schema.one_hot]
     if group is None:
-        example = f"name it behind a colon: '{name}:{known[0] if known else 'user'}'"
-        raise ConfigError("the metric compares the rows of one user or query: which column?", value=name, fix=example)
+        example = f"append the column after a colon: '{name}:{known[0] if known else 'user'}'"
+        raise ConfigError("the metric needs the column of the user or query id", value=name, fix=example)
     if group not in known:
-        raise SchemaError("the groups of a metric are ids of a one-hot column", value=group, where=f"metric {name!r}",
+        raise SchemaError("a metric's group column must be one-hot", value=group, where=f"metric {name!r}",
                           allowed=", ".join(known) or "no such column in the schema",
                           fix="let the ETL write the id as a one-hot categorical column")  # fmt: skip
 
 
 class Evaluation:
-    """Gathers loss, metrics and calibration over batches.
+    """Accumulates loss, metrics and calibration over batches.
 
-    With several labels a metric appears as "auc/<label>" of each, and "auc", their mean. Rows without an optional
-    label do not count for it. Rows whose group is missing or unknown (reserved ids) belong to no group and do not
-    count for metrics by group.
+    With several labels a metric is reported as "auc/<label>" for each, and "auc", their mean. Rows without an optional
+    label are ignored for that label. Rows whose group id is reserved (missing or unknown) are ignored by grouped
+    metrics.
 
     Args:
         schema: the labels.
@@ -103,7 +101,7 @@ class Evaluation:
         self.num_rows = 0
 
     def update(self, predictions: Tensor, batch: Batch, loss: Tensor) -> None:
-        """Add a batch: predictions (B, L), its labels, its mean loss, which counts by the sum of its weights."""
+        """Add a batch: predictions (B, L), its labels, and its mean loss, weighted by the sum of row weights."""
         weight = batch.size if batch.weight is None else batch.weight.sum(dtype=torch.float64)
         self._loss = self._loss + loss.detach().double() * weight
         self._weight = self._weight + weight
@@ -125,7 +123,7 @@ class Evaluation:
         more: dict[str, Tensor] = {}
         if group is not None:
             ids = batch.one_hot[:, batch.layout.one_hot_index[group]]
-            if group in self._first_id:  # raw ids are all ordinary
+            if group in self._first_id:  # raw ids have no reserved values
                 known = ids >= self._first_id[group]
                 keep = known if keep is None else keep & known
             more = {"groups": _kept(ids, keep)}
@@ -133,12 +131,12 @@ class Evaluation:
         metric.update(_kept(p, keep), _kept(batch.labels[:, label], keep), weight, **more)
 
     def pass_over(self) -> None:
-        """Count a batch of which this process has no rows."""
+        """Count a batch in which this process has no rows."""
         for average in self._losses.values():
             average.update_loss(torch.zeros(()), 0.0)
 
     def join(self, group: Group) -> Evaluation:
-        """Make all figures those of all processes' rows; all of them call it together."""
+        """Combine the sums of all processes; a collective call."""
         if group.size == 1:
             return self
         sums = torch.tensor([float(self._loss), float(self._weight), self.num_rows], dtype=torch.float64)
@@ -154,7 +152,7 @@ class Evaluation:
         return self
 
     def compute(self) -> dict[str, float]:
-        """Return "loss" and each metric."""
+        """Return the loss, as "loss", and every metric."""
         weight = float(self._weight)
         result = {"loss": float(self._loss) / weight if weight else float("nan")}
         for name in self._names:
@@ -169,7 +167,7 @@ class Evaluation:
         return result
 
     def histogram(self, step: int) -> dict[str, Any]:
-        """Return calibration bins: of the first binary label as "bins", of each by name as "labels"."""
+        """Return calibration bins: "bins" for the first binary label, "labels" for each label by name."""
         by_label = {name: [asdict(one) for one in bins.compute()] for name, (_, bins) in self._bins.items()}
         first = next(iter(by_label.values()), [])
         return {"step": step, "bins": first, **({"labels": by_label} if len(by_label) > 1 else {})}
@@ -181,10 +179,10 @@ def _kept(column: Tensor, keep: Tensor | None) -> Tensor:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode without autograd; every submodule's own mode comes back afterwards.
+    """Put a module into eval mode without autograd; the mode of every submodule is restored afterwards.
 
     Raises:
-        KeyRangeError, DataError: at the end, what a GPU found in keys that were looked up: no step comes to ask for it.
+        KeyRangeError, DataError: raised at the end for invalid keys that a GPU lookup recorded.
     """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
@@ -206,7 +204,7 @@ def evaluate(
     precision: Precision,
     device: torch.device,
 ) -> Evaluation:
-    """Run a module over batches and gather its metrics."""
+    """Run a module over batches and accumulate its metrics."""
     with evaluating(module):
         for batch in batches:
             there = batch.to(device)
@@ -214,7 +212,7 @@ def evaluate(
                 output = module(there)
             if not there.size:
                 evaluation.pass_over()
-                continue  # this process's share of a short batch: it took part in the exchange, and has no rows
+                continue  # a short batch: this process took part in the exchange but has no rows
             loss = objective.loss(output, there, training=False)
             evaluation.update(objective.predictions(output, there.size), there, loss)
     return evaluation
@@ -244,11 +242,11 @@ def predict(
 
 
 def in_order(own: NDArray[np.float32], sizes: Sequence[int], group: Group) -> NDArray[np.float32]:
-    """Put together the predictions of all processes, (rows, L), in the order of the batches.
+    """Gather the predictions of all processes, (rows, L), in the order of the batches.
 
     Args:
-        own: of this process's shares of the batches, one after another.
-        sizes: rows of each global batch; rank r has rows B r // n to B (r + 1) // n of a batch of B.
+        own: predictions for this process's shares of the batches, concatenated.
+        sizes: rows of each global batch; rank r has rows B r // n to B (r + 1) // n of a batch of B rows.
     """
     num_columns = max(one[0] for one in group.gather_numbers([own.shape[1] if len(own) else 1]))
     flat = torch.from_numpy(np.ascontiguousarray(own.reshape(-1)))

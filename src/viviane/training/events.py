@@ -16,8 +16,8 @@ class EventWriter:
     """Writes rows of metrics as TensorBoard scalars.
 
     Args:
-        folder: where the event files go.
-        after: steps beyond this one are hidden from what an earlier, killed process wrote.
+        folder: folder of the event files.
+        after: events after this step, written by an earlier process that was killed, are discarded.
     """
 
     def __init__(self, folder: Path, after: int = 0) -> None:
@@ -27,7 +27,7 @@ class EventWriter:
         self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write one row; "valid" row's "auc" becomes the curve "valid/auc"."""
+        """Write one row of metrics; "auc" of a "valid" row becomes the scalar "valid/auc"."""
         for name, value in row.items():
             if name not in _NOT_CURVES and isinstance(value, int | float):
                 self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"])
@@ -38,7 +38,7 @@ class EventWriter:
 
 
 def open_events(folder: Path, wanted: bool | None, after: int) -> EventWriter | None:
-    """Return a writer, or None where events are not wanted, or not installed and not asked for.
+    """Return a writer, or None if events are disabled, or not requested and tensorboard is missing.
 
     Raises:
         MissingExtraError: `wanted` is True and tensorboard cannot be imported.

@@ -1,9 +1,9 @@
-"""Prefetch of batches from the reader to the device, on a stream of its own.
+"""Prefetch of batches from the reader to the device, on a separate stream.
 
-The reader's threads pack several small batches into one page-locked allocation that one copy moves: a copy, its
-event and its memory cost the host as much for one small batch as for eight. The copy overlaps earlier steps. The step
-waits for it on the device; the host waits only for the reader. Memory is bounded by the number of prefetched batches
-and of queued steps. Rows can be shuffled on the device; see `viviane.data.device_shuffle`.
+The reader's threads pack several small batches into one page-locked allocation that is copied in one transfer: a copy,
+its event and its memory cost the host as much for one small batch as for eight. The copy overlaps earlier steps. The
+step waits for it on the device; the host waits only for the reader. Memory is bounded by the number of prefetched
+batches and of queued steps. Rows can be shuffled on the device; see `viviane.data.device_shuffle`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from viviane.data.streaming import KafkaStream, StreamReader
 from viviane.parallel import Group
 from viviane.training.look_ahead import LookAhead
 
-_AHEAD: Final = 4  # batches: the copy of a run of small batches takes as long as one or two steps
+_AHEAD: Final = 4  # batches: copying several small batches together takes as long as one or two steps
 _MOST_QUEUED: Final = 12  # steps: more than the replays in flight; bounds the number of waiting batches
 _STEPS_BETWEEN: Final = 2  # an event is recorded before every second step: it costs the host as much as a small launch
 _MOST_THREADS: Final = 8
@@ -47,13 +47,13 @@ class _Waiting:
 class DeviceFeed:
     """Iterates over the batches of a reader's epoch on a device. On a CPU it yields the reader's batches.
 
-    Position and errors refer to the batches that were yielded, not to prefetched ones: a restored state continues with
+    Position and errors refer to yielded batches, not to prefetched ones: a restored state continues with
     exactly the next batch, and an error is raised in place of its batch.
 
     Args:
-        reader: of the batches; with pin_memory if the device is a GPU.
-        device: of the batches.
-        shuffle_on: where rows are shuffled: "host", by the reader's threads; "device", on the GPU, which then holds
+        reader: reader of the batches; with pin_memory if the device is a GPU.
+        device: device of the batches.
+        shuffle_on: where rows are shuffled: "host", by the reader's threads; "device", on the GPU, which then keeps
             shuffle windows in its memory; "auto": on the GPU if `Reader.why_not_mixed_on` returns None. The batches
             are the same.
 
@@ -73,7 +73,7 @@ class DeviceFeed:
     def __init__(self, reader: Reader | StreamReader, device: torch.device, *, shuffle_on: ShuffleOn = "auto") -> None:
         self.reader = reader
         self.device = device
-        reason = None if shuffle_on == "host" else self._why_not_there()
+        reason = None if shuffle_on == "host" else self._ineligible_reason()
         if shuffle_on == "device" and reason is not None:
             raise ConfigError(
                 f"rows cannot be shuffled on the device: {reason}", value=shuffle_on, allowed="auto, host",
@@ -83,7 +83,7 @@ class DeviceFeed:
         self._place = (reader.epoch, reader.position)
         self._waiting: deque[_Waiting] = deque()
         self.look_ahead: LookAhead | None = None
-        """Told of batches before their turn."""
+        """Receives prefetched batches, so that rows of their tables can be fetched."""
         self._copies = _Copies(device) if device.type == "cuda" else None
 
     @classmethod
@@ -99,12 +99,12 @@ class DeviceFeed:
         """Return the feed of a rank's local batches.
 
         Args:
-            dataset: what to read.
+            dataset: the data to read.
             batch_size: rows of the global batch.
-            device: of the batches.
-            group: the ranks that share them; None: this process only.
+            device: device of the batches.
+            group: the ranks that share the global batches; None: this process only.
             shuffle_on: see `DeviceFeed`.
-            options: of the reader; see `Reader`. Threads and page-locked memory are chosen for the device.
+            options: options of `Reader`. Threads and page-locked memory are chosen for the device.
         """
         rank, ranks = (0, 1) if group is None else (group.rank, group.size)
         if device.type == "cuda":
@@ -121,7 +121,7 @@ class DeviceFeed:
             TypeError: the length of a stream is not known.
         """
         if isinstance(self.reader, StreamReader):
-            raise TypeError("a stream has no number of batches")
+            raise TypeError("a stream has no known number of batches")
         return len(self.reader)
 
     @property
@@ -131,7 +131,7 @@ class DeviceFeed:
 
     @property
     def has_length(self) -> bool:
-        """Whether the number of rows of an epoch is known; that of a stream is not."""
+        """Whether the number of rows per epoch is known; for a stream it is not."""
         return isinstance(self.reader, Reader)
 
     @property
@@ -155,10 +155,10 @@ class DeviceFeed:
         if self._waiting:
             self.close()
         if self._copies is None and self.look_ahead is not None and self.look_ahead.is_needed:
-            return self._looked_ahead(iter(self.reader), self.look_ahead)
+            return self._announced(iter(self.reader), self.look_ahead)
         if self._copies is None:
-            return self._at_once(iter(self.reader))
-        return self._copied_ahead(self._cuts(), self._copies)
+            return self._read_directly(iter(self.reader))
+        return self._prefetched(self._cuts(), self._copies)
 
     def _cuts(self) -> Iterator[Cut]:
         reader = self.reader
@@ -172,23 +172,23 @@ class DeviceFeed:
         reader = self.reader
         return self._mixed_on is not None and isinstance(reader, Reader) and reader.dataset.storage.mapped
 
-    def _why_not_there(self) -> str | None:
+    def _ineligible_reason(self) -> str | None:
         """Return why rows cannot be shuffled on the device, or None if they can."""
         if self.device.type != "cuda":
-            return "it is no GPU"
+            return "the device is not a GPU"
         if not isinstance(self.reader, Reader):
-            return "a stream has an order of its own"
+            return "rows of a stream are not shuffled"
         return self.reader.why_not_mixed_on(self.device)
 
     def read_on(self, until_epoch: int) -> None:
-        """Read the epochs before this one without a pause between them; see `until_epoch` of `Reader`.
+        """Read all epochs up to this one without a pause in between; see `until_epoch` of `Reader`.
 
-        It takes effect when an epoch begins, and does nothing for a stream.
+        Takes effect when an epoch begins, and does nothing for a stream.
         """
         if isinstance(self.reader, Reader):
             self.reader.until_epoch = until_epoch
 
-    def _at_once(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _read_directly(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             with time_range("read"):
                 batch = next(batches, None)
@@ -197,7 +197,7 @@ class DeviceFeed:
                 return
             yield batch
 
-    def _looked_ahead(self, batches: Iterator[Batch], ahead: LookAhead) -> Iterator[Batch]:
+    def _announced(self, batches: Iterator[Batch], ahead: LookAhead) -> Iterator[Batch]:
         """Yield the reader's batches, and announce those that follow."""
         waiting, announced, ended = self._waiting, 0, False
         while True:
@@ -226,7 +226,7 @@ class DeviceFeed:
             return _Waiting(error, self._place)
         return _Waiting(batch, (self.reader.epoch, self.reader.position))
 
-    def _copied_ahead(self, cuts: Iterator[Cut], copies: _Copies) -> Iterator[Batch]:
+    def _prefetched(self, cuts: Iterator[Cut], copies: _Copies) -> Iterator[Batch]:
         waiting = self._waiting
         ended = False
         while True:
@@ -285,7 +285,7 @@ class DeviceFeed:
 
 
 class _Copies:
-    """Copies to a GPU on a stream of its own, and a bound on the number of queued steps."""
+    """Copies to a GPU on a separate stream, and a bound on the number of queued steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
@@ -297,7 +297,7 @@ class _Copies:
     def start(self, cut: Cut, place: tuple[int, int]) -> _Waiting:
         """Queue the copy of a batch; its host memory is not reused before the copy is finished.
 
-        The batches of a run are copied at once, with the first of them.
+        All batches of a `Run` are copied together with its first.
         """
         run, number, origin = cut
         found = self._there.get(run)
@@ -322,11 +322,11 @@ class _Copies:
         """Make the current stream wait for the copy."""
         assert isinstance(waiting.batch, Batch)
         if self._num_finished % _STEPS_BETWEEN == 0:
-            self._hold_back()
+            self._limit_queue()
         self._num_finished += 1
         waiting.batch.wait()
 
-    def _hold_back(self) -> None:
+    def _limit_queue(self) -> None:
         """Wait until the number of queued steps is within the bound."""
         if len(self.queued) < _MOST_QUEUED // _STEPS_BETWEEN - 1:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The rows of figures that fit writes: the mean training loss since the last row, and what an evaluation found."""
+"""Rows of metrics that `fit` writes: the mean training loss since the last row, and evaluation results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _log = get_logger("training")
 
 
 class FitRows:
-    """Adds up losses on the device, and writes rows to the history, the run folder, trackers and the log.
+    """Accumulates losses on the device, and writes rows to the history, the run folder, trackers and the log.
 
     Args:
-        trainer: that trains.
-        folder: of the run, where this process writes one.
+        trainer: the trainer that runs `fit`.
+        folder: the run folder, if this process writes one.
     """
 
     def __init__(self, trainer: TrainerBase, folder: RunFolder | None) -> None:
@@ -33,20 +33,20 @@ class FitRows:
         self._seconds_before, self._started = 0.0, perf_counter()
 
     def add(self, loss: Tensor, rows: int) -> None:
-        """Add the loss of a step over so many rows; nothing waits for the device."""
+        """Add the loss of a step with this number of rows, without synchronizing with the device."""
         self._loss_sum.add_(loss, alpha=rows)
         self._loss_rows += rows
 
     def pause(self, seconds: float) -> None:
-        """Leave out of the training rate what an evaluation or a checkpoint took."""
+        """Exclude the time of an evaluation or a checkpoint from the training rate."""
         self._last_time += seconds
 
     def write_train(self, epoch: int) -> None:
-        """Write the mean loss over the rows since the last such row; the only place that reads the loss."""
+        """Write the mean loss over the rows since the previous training row; only here the loss is read."""
         if not self._loss_rows:
             return
         trainer = self.trainer
-        trainer.settle()  # the loss of a bad step is no loss to write down
+        trainer.settle()  # raises if a step failed, before its loss is written
         now = perf_counter()
         loss = float(self._loss_sum) / self._loss_rows
         rows = (trainer.step - self._last_step) * trainer.solver.batch_size
@@ -59,9 +59,9 @@ class FitRows:
 
         Args:
             split: "train" or "valid".
-            epoch: of the reader.
-            values: figures by name.
-            rate: samples a second.
+            epoch: epoch of the reader.
+            values: metrics by name.
+            rate: samples per second.
         """
         trainer = self.trainer
         row = {
@@ -85,12 +85,12 @@ class FitRows:
         return self._seconds_before + perf_counter() - self._started
 
     def state(self, place: Progress) -> dict[str, float]:
-        """Put the sum of losses into a checkpoint's place, and return the numbers that go beside it."""
+        """Add the sum of losses to the tensors of a checkpoint, and return the counts to store with it."""
         place.tensors["loss_sum"] = self._loss_sum
         return {"loss_rows": self._loss_rows, "seconds": self._seconds()}
 
     def restore(self, place: Progress) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         loop = place.values["loop"]
         self._loss_sum.copy_(place.tensors["loss_sum"])
         self._loss_rows, self._last_step, self._seconds_before = loop["loss_rows"], self.trainer.step, loop["seconds"]

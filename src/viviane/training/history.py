@@ -1,4 +1,4 @@
-"""What a run measured: the rows of metrics.jsonl, in memory."""
+"""The metrics of a run in memory: the rows of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from viviane.core.html import html_table
 from viviane.metrics import MetricName
 
 CATALOGUE = "catalogue"
-"""Prefix of what callbacks measure: "catalogue/ndcg@10"."""
+"""Prefix of the metrics that callbacks measure: "catalogue/ndcg@10"."""
 
 _COUNTS = {"step", "epoch", "split", "lr", "samples_per_second", "seconds"}
 
 
 def higher_is_better(metric: str) -> bool:
-    """Say whether more of a metric is better; "loss", "auc/<label>" and "gauc:<column>" are understood.
+    """Return whether higher values of a metric are better; accepts "loss", "auc/<label>" and "gauc:<column>" too.
 
-    More of what a callback measures, "catalogue/ndcg@10", is better.
+    Higher values of a callback's metrics, "catalogue/ndcg@10", are better.
 
     Raises:
-        ConfigError: no such metric, or one such as calibration where neither direction is better.
+        ConfigError: the metric is unknown, or, like calibration, has no better direction.
 
     Example:
         >>> higher_is_better("auc"), higher_is_better("loss")
@@ -34,13 +34,13 @@ def higher_is_better(metric: str) -> bool:
     direction = False if base == "loss" else MetricName.parse(base).kind.higher_is_better
     if direction is None:
         raise ConfigError(
-            "neither more nor less of this metric is better", value=metric, fix="lead with another metric"
+            "neither higher nor lower values of this metric are better", value=metric, fix="choose another metric"
         )
     return direction
 
 
 def is_better(metric: str, value: float, than: float | None) -> bool:
-    """Say whether a value beats another; an undefined or infinite one never does."""
+    """Return whether a value is better than another; NaN and infinities never are."""
     if not math.isfinite(value):
         return False
     if than is None:
@@ -53,9 +53,9 @@ class History:
 
     Attributes:
         rows: the rows, oldest first.
-        restored_step: the step whose weights the model has, where `restore_best` went back to them.
-        run_folder: of the run, where it has one; `viviane.report.write_report` takes it.
-        stopped: why fit ended: "epochs", "max_steps", "target", "patience", "callback" or "interrupted".
+        restored_step: the step whose weights `restore_best` restored, if it did.
+        run_folder: the run folder, if there is one; an argument of `viviane.report.write_report`.
+        stopped: why `fit` ended: "epochs", "max_steps", "target", "patience", "callback" or "interrupted".
 
     Example:
         >>> history = History([{"step": 1, "split": "valid", "auc": 0.7}, {"step": 2, "split": "valid", "auc": 0.6}])
@@ -71,7 +71,7 @@ class History:
 
     @property
     def interrupted(self) -> bool:
-        """True where Ctrl-C ended the run early; it can be resumed."""
+        """Whether Ctrl-C ended the run early; it can be resumed."""
         return self.stopped == "interrupted"
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class History:
         return iter(self.rows)
 
     def best_row(self, metric: str, split: str = "valid") -> dict[str, Any]:
-        """Return the row with the best value of a metric; of equal ones the first.
+        """Return the row with the best value of a metric; the first of equal ones.
 
         Raises:
             ConfigError: no row of that split has the metric.
@@ -94,8 +94,8 @@ class History:
                 best = row
         if best is None:
             known = {name for row in rows for name in row} - _COUNTS
-            fix = suggest(metric, known) if known else "give fit a validation set"
-            raise ConfigError(f"the {split} rows have no such metric", value=metric, fix=fix)
+            fix = suggest(metric, known) if known else "pass validation data to fit"
+            raise ConfigError(f"no {split} row has this metric", value=metric, fix=fix)
         return best
 
     def best(self, metric: str, split: str = "valid") -> float:
@@ -103,7 +103,7 @@ class History:
         return float(self.best_row(metric, split)[metric])
 
     def _repr_html_(self) -> str:
-        """Return the evaluations, or without any the training rows, as a table for notebooks."""
+        """Return the evaluations, or the training rows if there are none, as a table for notebooks."""
         rows = [row for row in self.rows if row.get("split") == "valid"] or self.rows
         names = list(dict.fromkeys(name for row in rows for name in row if name not in ("split", "samples_per_second")))
         note = f"stopped: {self.stopped}" if self.stopped else ""
@@ -112,11 +112,11 @@ class History:
         return html_table("History", names, [[row.get(name) for name in names] for row in rows], note)
 
     def last(self, split: str = "valid") -> dict[str, Any] | None:
-        """Return the newest row of a split, or None."""
+        """Return the last row of a split, or None."""
         return next((row for row in reversed(self.rows) if row.get("split") == split), None)
 
     def of_model(self, split: str = "valid") -> dict[str, Any] | None:
-        """Return the newest row of a split that is of the model as it is: of the restored step, or the last one.
+        """Return the row of a split that describes the current model: that of the restored step, or the last one.
 
         Example:
             >>> history = History([{"step": step, "split": "valid"} for step in (1, 2, 3)])
@@ -132,12 +132,12 @@ class History:
 
 
 def finite_or_none(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row as JSON can hold it: NaN and infinities become null."""
+    """Return a row for JSON, with NaN and infinities replaced by null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def has_direction(metric: str) -> bool:
-    """Whether higher or lower values of a metric are better.
+    """Return whether higher or lower values of a metric are better, as opposed to neither.
 
     Example:
         >>> has_direction("auc"), has_direction("calibration")

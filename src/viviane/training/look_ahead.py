@@ -1,4 +1,4 @@
-"""Batches that wait for their step: the rows of their tables in tiers are fetched before."""
+"""Prefetch of table rows in tiers for the batches that wait for their step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class LookAhead:
     """Announces batches to the collections of a module that have tables in tiers.
 
     Args:
-        module: to be trained.
-        num_batches: that are announced before their step.
+        module: the module to train.
+        num_batches: number of batches that are announced before their step.
 
     Example:
         >>> LookAhead(nn.Linear(1, 1)).is_needed
@@ -31,19 +31,19 @@ class LookAhead:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a collection fetches rows ahead: a GPU's collections, and those of several processes, do not."""
+        """Whether a collection can prefetch rows; collections on a GPU or of several processes cannot."""
         return bool(self._collections)
 
     def announce(self, batch: Batch) -> bool:
-        """Begin to fetch a batch's rows; False where it is too early, so that later batches need not be tried."""
+        """Start fetching a batch's rows; return False if it is too early, also for later batches."""
         return all(one.resolve_ahead(batch) for one in self._collections)
 
     def forget(self, batch: Batch) -> None:
-        """Let a batch go whose step is over, or never came."""
+        """Release a batch whose step has finished or was never run."""
         for one in self._collections:
             one.forget_ahead(batch)
 
     def end(self) -> None:
-        """Let all batches go."""
+        """Release all batches."""
         for one in self._collections:
             one.end_ahead()

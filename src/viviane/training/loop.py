@@ -1,4 +1,4 @@
-"""The loop of fit: batches, evaluations, checkpoints, and the way back into an interrupted run."""
+"""The loop of `fit`: batches, evaluations, checkpoints, and resuming an interrupted run."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ _NUM_TIMING_BATCHES = 2
 
 
 class FitLoop:
-    """One call of fit.
+    """One call of `fit`.
 
-    What a step makes due happens in this order: row of the training loss, callbacks, evaluation, checkpoint;
-    so a checkpoint holds the evaluation of its own step, and a resumed run repeats neither.
+    The work after a step has this order: row of the training loss, callbacks, evaluation, checkpoint. So a checkpoint
+    contains the evaluation of its own step, and a resumed run repeats neither.
 
-    Of several processes all run the loop in step; rank 0 alone writes, and its word counts where callbacks or a
-    metric decide.
+    If several processes train, all run the same steps. Only rank 0 writes, and its result decides where callbacks or
+    metrics are compared.
 
     Args:
-        trainer: whose module is trained.
-        callbacks: hooks into the fit.
+        trainer: its module is trained.
+        callbacks: hooks into `fit`.
         lead_metric: decides which checkpoint is the best.
         train, validation: the data.
-        interrupt: Ctrl-C.
+        interrupt: requests to stop, such as Ctrl-C.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FitLoop:
         self.reader.look_ahead = LookAhead(trainer.module)
         if self._epoch_length() == 0:
             raise ConfigError(
-                "the training set gives no batch", where=str(train.path),
+                "the training set has no complete batch", where=str(train.path),
                 fix="use a smaller batch_size or drop_last=False",
             )  # fmt: skip
         self.folder = None if trainer.run_folder is None else RunFolder(trainer.run_folder)
@@ -102,7 +102,7 @@ class FitLoop:
         )  # fmt: skip
 
     def _epoch_length(self) -> int:
-        """Return the batches of an epoch; of a stream, more than any run takes."""
+        """Return the number of batches per epoch; for a stream, a number larger than any run needs."""
         return sys.maxsize if isinstance(self.train, KafkaStream) else len(self.reader)
 
     def _check_settings(self) -> None:
@@ -111,12 +111,12 @@ class FitLoop:
             raise ConfigError(f"solver.{needs[0]} needs validation data", fix="pass validation= to fit")
         if self.group.size > 1 and self.solver.restore_best and self.folder is None:
             raise ConfigError(
-                "restore_best over several processes needs a run folder", fix="pass run_folder=, on a disk all see"
+                "restore_best over several processes needs a run folder", fix="pass run_folder=, on a shared disk"
             )
         in_tiers = any(part.has_tiers for one in self.trainer.stepper.collections.values() for part in one.parts())
         if in_tiers and self.solver.async_checkpoint is True:
-            fix = 'set "auto" or False: rows in tiers are read while no step moves them'
-            raise ConfigError("tables in tiers cannot be saved beside training", where="async_checkpoint", fix=fix)
+            fix = 'set "auto" or False: rows in tiers can be read only while no step updates them'
+            raise ConfigError("tables in tiers cannot be saved during training", where="async_checkpoint", fix=fix)
         if self.trainer.tensorboard:
             require("tensorboard", extra="tracking", purpose="writing TensorBoard events")
             if self.folder is None:
@@ -148,7 +148,7 @@ class FitLoop:
                 if events is not None:
                     events.close()
                 if self.folder is not None and self.writes:
-                    with suppress(OSError):  # a full disk: the error that ends the run says so already
+                    with suppress(OSError):  # a full disk: the error that ends the run already reports it
                         self.folder.write_stages(self.times.seconds)
         self.trainer.history.run_folder = None if self.folder is None else str(self.folder.path)
         return self.trainer.history
@@ -166,7 +166,7 @@ class FitLoop:
         return Sinks(sinks) if sinks else None
 
     def _open(self, resume: bool, spare: Path) -> None:
-        """Prepare the run folder, go back to a checkpoint, settle the precision."""
+        """Prepare the run folder, restore a checkpoint, and choose the precision."""
         trainer = self.trainer
         up = higher_is_better(self.lead_metric)
         if self.folder is None:
@@ -178,21 +178,21 @@ class FitLoop:
             keep = self.solver.keep_checkpoints
             self.store = CheckpointStore(self.folder.checkpoints, keep, higher_is_better=up, group=self.group)
             self.store.mirror = self.trainer.mirror
-            resume = resume or num_restarts() > 0  # torchrun started the job's processes anew
+            resume = resume or num_restarts() > 0  # torchrun restarted the processes
             found = self.group.from_first(partial(self._find_checkpoint, self.folder, self.store, resume))
             if found is not None:
                 self._go_back(Path(found))
             elif resume:
                 _log.info("no checkpoint in %s yet: starting at the beginning", self.folder.path)
-            # Nothing is written before the checkpoint was taken over: a resume that is refused changes nothing.
+            # Nothing is written before the checkpoint is loaded: a refused resume changes nothing.
             self.group.from_first(partial(self._start_folder, self.folder, self.store, resumed=found is not None))
         agree_on_weights(trainer.module, self.group)
         if trainer.precision is None:
-            with self._new_reader(trainer.epoch) as other:  # a reader of its own: the run's position does not move
+            with self._new_reader(trainer.epoch) as other:  # a separate reader: the position of the run does not change
                 trainer.choose_precision(list(itertools.islice(other, _NUM_TIMING_BATCHES)))
 
     def _find_checkpoint(self, folder: RunFolder, store: CheckpointStore, resume: bool) -> str | None:
-        """Return the checkpoint to go on from; refuse a folder with a run that is not resumed."""
+        """Return the checkpoint to resume from; refuse a folder that holds a run if this is not a resume."""
         mirror = self.trainer.mirror
         if mirror is not None:
             mirror.pull(resume=resume)
@@ -203,7 +203,7 @@ class FitLoop:
         return None if path is None else str(path)
 
     def _start_folder(self, folder: RunFolder, store: CheckpointStore, *, resumed: bool) -> None:
-        """Write what a run begins with, and remove what killed ones left."""
+        """Write the first files of a run, and remove leftovers of killed runs."""
         trainer = self.trainer
         folder.start(trainer.config, trainer.schema, self.train.info, trainer.files)
         store.clean()
@@ -229,13 +229,13 @@ class FitLoop:
             for callback, state in zip(self.callbacks, states, strict=True):
                 callback.restore(state)
         else:
-            self._warn("the callbacks are not those of the run that is resumed: their states start anew")
-        # torchrun has started the job anew: nobody asked for it, so it is said.
+            self._warn("the callbacks differ from those of the resumed run: their state is reset")
+        # torchrun restarted the job without a request of the user: log it as a warning.
         tell = self._warn if num_restarts() > 0 else _log.info
         tell("resuming at step %d from %s", trainer.step, path)
 
     def _last_step(self) -> int:
-        """Return the step at which this fit ends, if nothing stops it before."""
+        """Return the step at which this fit ends, unless something stops it earlier."""
         whole = self.first_step + self.solver.epochs * self._epoch_length()
         return whole if self.solver.max_steps is None else min(whole, self.first_step + self.solver.max_steps)
 
@@ -265,7 +265,7 @@ class FitLoop:
         return self.group.rank == 0
 
     def _warn(self, message: str, *values: object) -> None:
-        """Log what all processes would say alike, once."""
+        """Log a warning that all processes share, once."""
         if self.writes:
             _log.warning(message, *values)
 
@@ -276,7 +276,7 @@ class FitLoop:
             start = perf_counter()
             batch = next(batches, None)
             self.times.add("data_wait", perf_counter() - start)
-            if batch is None and self.reader.epoch == epoch:  # a stream that a request to stop ended
+            if batch is None and self.reader.epoch == epoch:  # a request to stop ended the stream
                 self.stopped = "interrupted"
                 return
             if batch is None:
@@ -308,7 +308,7 @@ class FitLoop:
     def _after_step(self, step: int, loss: Tensor) -> None:
         sync = self.trainer.stepper.sync
         if self.store is not None and (self._save_has_failed() if sync is None else sync.stop_agreed):
-            self.store.finish()  # of several processes all have agreed to stop, for this or for another reason
+            self.store.finish()  # all processes have agreed to stop, for this reason or another
         if step % self.trainer.log_every == 0:
             self.rows.write_train(self.reader.epoch)
         for callback in self.callbacks:
@@ -323,9 +323,9 @@ class FitLoop:
             self.stopped = self.stopped or "max_steps"
 
     def _finish(self) -> None:
-        """Evaluate and save what the last step left, go back to the best weights, tell the callbacks."""
+        """Evaluate and save after the last step, restore the best weights, and call the callbacks."""
         if self.stopped == "interrupted":
-            further = "" if self.folder is None else "; resume=True goes on from there"
+            further = "" if self.folder is None else "; continue with resume=True"
             self._warn("interrupted at step %d%s", self.trainer.step, further)
         else:
             self.rows.write_train(self.reader.epoch)
@@ -342,7 +342,7 @@ class FitLoop:
         if self.trainer.mirror is not None and self.writes:
             self.trainer.mirror.push_files()
 
-    # What a step makes due --------------------------------------------------------------------------------
+    # Work after a step ------------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
         step = self.trainer.step
@@ -401,7 +401,7 @@ class FitLoop:
         found = self.group.from_first(lambda: None if store is None else str(store.best_path() or ""))
         path = Path(found) if found else None
         if path is None:
-            raise VivianeError("no evaluation gave a defined metric, so there are no best weights to restore")
+            raise VivianeError("no evaluation had a defined metric, so there are no best weights to restore")
         place = self.trainer.stepper.load(path)
         self.trainer.take_mean(place)
         self.trainer.history.restored_step = place.step

@@ -1,4 +1,4 @@
-"""One line of progress at a terminal: samples/s, loss, metric, time left. Silent elsewhere."""
+"""One progress line in a terminal: samples/s, loss, metric, remaining time. Silent elsewhere."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _REFRESH_S = 0.5
 
 
 class ProgressLine:
-    """A rich progress bar on stderr, refreshed twice a second at most.
+    """A rich progress bar on stderr, refreshed at most twice per second.
 
     Args:
-        total_steps: steps of the whole run.
-        done_steps: steps of earlier processes, on a resume.
-        shown: True or False; None shows it where stderr is a terminal, and in a notebook.
+        total_steps: number of steps of the complete run.
+        done_steps: number of steps done before a resume.
+        shown: True or False; None shows it if stderr is a terminal, and in a notebook.
     """
 
     def __init__(self, total_steps: int, done_steps: int = 0, shown: bool | None = None) -> None:
@@ -67,13 +67,13 @@ class ProgressLine:
         self._bar.update(self._task, completed=step, rate=rate, loss=read_loss(), metric=self._metric, refresh=True)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Show the newest validation metrics from now on."""
+        """Show these validation metrics from now on."""
         name = next((name for name in metrics if name != "loss"), "loss")
-        self._metric = f" valid {name} {metrics[name]:.4f}"  # one of them: the line has to fit 80 columns
-        self._last, self._rows = perf_counter(), 0  # an evaluation's time is not the training's rate
+        self._metric = f" valid {name} {metrics[name]:.4f}"  # only one: the line must fit in 80 columns
+        self._last, self._rows = perf_counter(), 0  # exclude the time of the evaluation from the rate
 
     def close(self) -> None:
-        """Leave the line as it is and give the terminal back."""
+        """Keep the last line and restore the terminal."""
         if self._bar is not None:
             self._bar.refresh()
             self._bar.stop()
@@ -81,7 +81,7 @@ class ProgressLine:
 
 
 def in_notebook() -> bool:
-    """Whether the process is a notebook's kernel, whose output takes a line that overwrites itself.
+    """Return whether the process is a notebook kernel, whose output supports a line that is redrawn.
 
     Example:
         >>> in_notebook()

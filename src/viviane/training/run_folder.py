@@ -1,13 +1,13 @@
-"""The folder of a run: settings, schema, metrics, times, checkpoints; text files that a diff can read.
+"""The folder of a run: settings, schema, metrics, times, checkpoints; text files that can be compared with diff.
 
 runs/mine/
     config.json             settings, versions
     schema.json             the columns
-    data_info.json          free statistics of the training set, where it has some
-    metrics.jsonl           one row a line
+    data_info.json          free-form statistics of the training set, if it has any
+    metrics.jsonl           one row of metrics per line
     stages.json             seconds per stage
     valid_histogram.json    calibration at the last evaluation
-    tensorboard/            events, where tensorboard is installed
+    tensorboard/            events, if tensorboard is installed
     checkpoints/            step-00001000/, ..., index.json
 """
 
@@ -33,7 +33,7 @@ class RunFolder:
     """Writes the files of one run.
 
     Args:
-        path: the folder; made by `start`.
+        path: the folder; `start` creates it.
 
     Example:
         >>> RunFolder("runs/none").holds_a_run
@@ -45,26 +45,26 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints stand."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
-        """Where TensorBoard's events stand."""
+        """Folder of the TensorBoard events."""
         return self.path / "tensorboard"
 
     @property
     def holds_a_run(self) -> bool:
-        """True where a run left a row of metrics or a checkpoint; one that failed before that left nothing to lose."""
+        """Whether the folder contains a row of metrics or a checkpoint; otherwise there is nothing to lose."""
         metrics = self.path / METRICS_FILE
         return (metrics.exists() and metrics.stat().st_size > 0) or any(self.checkpoints.glob("step-*"))
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the run folder for a block: one job at a time writes it.
+        """Lock the run folder for a block: only one job at a time may write to it.
 
         Raises:
-            ConfigError: another process is at it; says which.
+            ConfigError: another process holds the lock; names it.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path):
@@ -74,7 +74,7 @@ class RunFolder:
         """Refuse a folder that holds a run.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: the folder holds a run.
         """
         if self.holds_a_run:
             raise ConfigError(
@@ -93,10 +93,10 @@ class RunFolder:
         """Write settings and schema.
 
         Args:
-            config: of the run.
-            schema: of its data.
+            config: configuration of the run.
+            schema: schema of its data.
             data_info: statistics of the training data.
-            files: further JSON files, by name.
+            files: additional JSON files, by name.
         """
         write_json_atomic(self.path / CONFIG_FILE, dict(config))
         schema.save(self.path)
@@ -106,11 +106,11 @@ class RunFolder:
             write_json_atomic(self.path / name, content)
 
     def rewrite_metrics(self, rows: list[dict[str, Any]]) -> None:
-        """Write metrics.jsonl anew: empty at the start, up to the checkpoint on a resume."""
+        """Rewrite metrics.jsonl: empty at the start, up to the checkpoint on a resume."""
         write_bytes_atomic(self.path / METRICS_FILE, "".join(map(_line, rows)).encode())
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row to metrics.jsonl."""
+        """Append one row to metrics.jsonl."""
         file = self.path / METRICS_FILE
         try:
             with file.open("a", encoding="utf-8") as handle:
@@ -124,7 +124,7 @@ class RunFolder:
             ) from error
 
     def write_stages(self, seconds: Mapping[str, float]) -> None:
-        """Write seconds per stage; steps are either replayed or go through forward, backward and update."""
+        """Write seconds per stage; a step counts either as a replay, or by forward, backward and update."""
         spent = {name: round(value, 6) for name, value in seconds.items() if value or name != "replay"}
         write_json_atomic(self.path / "stages.json", spent)
 
@@ -134,7 +134,7 @@ class RunFolder:
 
 
 def hold_folder(folder: RunFolder, stack: ExitStack) -> None:
-    """Hold a run folder until `stack` ends; of several processes the first one holds it for all."""
+    """Lock a run folder until `stack` is closed; rank 0 holds the lock for all processes."""
     stack.enter_context(folder.held())
 
 

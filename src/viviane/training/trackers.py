@@ -1,4 +1,4 @@
-"""Experiment trackers: the rows of a run as they come, in MLflow, Weights & Biases or TensorBoard."""
+"""Experiment trackers: write the rows of a run to MLflow, Weights & Biases or TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from viviane.core.errors import ConfigError, suggest
 from viviane.core.optional import require
 
 _NOT_CURVES: Final = {"step", "epoch", "split"}
-_LONGEST_PARAMETER: Final = 500  # of MLflow's stores
+_LONGEST_PARAMETER: Final = 500  # limit of MLflow's stores, in characters
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What `fit(tracker=...)` takes: told of the start, of each row of metrics, and of the end."""
+    """Interface of `fit(tracker=...)`: receives the start, each row of metrics, and the end of a run."""
 
     def start(self, name: str, settings: Mapping[str, Any], step: int) -> None:
         """Begin a run.
 
         Args:
-            name: of the model.
-            settings: of the run, as config.json holds them.
-            step: at which it begins; above 0 on a resume.
+            name: name of the model.
+            settings: settings of the run, as in config.json.
+            step: first step; above 0 on a resume.
         """
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take a row: step, epoch, split, and figures by name."""
+        """Write a row: step, epoch, split, and metrics by name."""
 
     def close(self) -> None:
         """End the run; called after errors, too."""
@@ -37,11 +37,11 @@ class Tracker(Protocol):
 class MlflowTracker:
     """Writes to an MLflow server or store.
 
-    A run that is active already is used and stays open; else one is started and ended.
+    An active run is used and stays open; otherwise a run is started and ended.
 
     Args:
-        experiment: its name; None takes MLflow's active one.
-        uri: of the server or store, such as "sqlite:///runs.db"; None takes MLflow's own setting.
+        experiment: name of the experiment; None uses MLflow's active one.
+        uri: address of the server or store, such as "sqlite:///runs.db"; None uses MLflow's setting.
     """
 
     def __init__(self, experiment: str | None = None, uri: str | None = None) -> None:
@@ -63,11 +63,11 @@ class MlflowTracker:
             mlflow.log_params({key: value[:_LONGEST_PARAMETER] for key, value in flat(settings).items()})
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Log the figures of a row as metrics such as "valid/auc"."""
+        """Log the metrics of a row as metrics such as "valid/auc"."""
         self._mlflow.log_metrics(curves(row), step=row["step"])
 
     def close(self) -> None:
-        """End the run that was started here."""
+        """End the run if this tracker started it."""
         if self._mlflow is not None and self._own:
             self._mlflow.end_run()
             self._own = False
@@ -76,12 +76,12 @@ class MlflowTracker:
 class WandbTracker:
     """Writes to Weights & Biases; offline with WANDB_MODE=offline or mode="offline".
 
-    A run that is active already is used and stays open; else one is started and ended.
+    An active run is used and stays open; otherwise a run is started and ended.
 
     Args:
-        project: its name.
-        mode: "online", "offline" or "disabled"; None takes W&B's own setting.
-        folder: for its files; None takes W&B's own.
+        project: name of the project.
+        mode: "online", "offline" or "disabled"; None uses W&B's setting.
+        folder: folder for its files; None uses W&B's default.
     """
 
     def __init__(self, project: str = "viviane", mode: str | None = None, folder: str | None = None) -> None:
@@ -100,11 +100,11 @@ class WandbTracker:
         self._run.config.update(json.loads(json.dumps(dict(settings), default=str)), allow_val_change=True)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Log the figures of a row as metrics such as "valid/auc", over "step"."""
+        """Log the metrics of a row as metrics such as "valid/auc", over "step"."""
         self._run.log({**curves(row), "step": row["step"]})
 
     def close(self) -> None:
-        """End the run that was started here."""
+        """End the run if this tracker started it."""
         if self._run is not None and self._own:
             self._run.finish()
         self._run = None
@@ -115,13 +115,13 @@ NAMES: Final = ("mlflow", "tensorboard", "wandb")
 
 
 def trackers_of(given: Any) -> tuple[list[Tracker], bool]:
-    """Return trackers, and whether TensorBoard is among them, which the run folder keeps.
+    """Return trackers, and whether TensorBoard is requested, whose events go to the run folder.
 
     Args:
-        given: a name, a tracker, or several of either; None for nothing.
+        given: a name, a tracker, or a sequence of these; None: no tracker.
 
     Raises:
-        ConfigError: an unknown name, or something that is no tracker.
+        ConfigError: an unknown name, or an object that is not a tracker.
 
     Example:
         >>> trackers_of("tensorboard")
@@ -132,7 +132,7 @@ def trackers_of(given: Any) -> tuple[list[Tracker], bool]:
     for one in several:
         if isinstance(one, str):
             if one not in NAMES:
-                raise ConfigError("no such tracker", value=one, allowed=", ".join(NAMES), fix=suggest(one, NAMES))
+                raise ConfigError("unknown tracker", value=one, allowed=", ".join(NAMES), fix=suggest(one, NAMES))
             if one in _KINDS:
                 found.append(_KINDS[one]())
         elif isinstance(one, Tracker) and not isinstance(one, type):
@@ -144,7 +144,7 @@ def trackers_of(given: Any) -> tuple[list[Tracker], bool]:
 
 
 def curves(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite figures of a row by the names of their curves.
+    """Return the finite metrics of a row, by names such as "valid/auc".
 
     Example:
         >>> curves({"step": 3, "split": "valid", "epoch": 1, "auc": 0.7})
@@ -158,7 +158,7 @@ def curves(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested settings as one level of texts; lists as JSON.
+    """Return nested settings as a flat dict of strings; lists become JSON.
 
     Example:
         >>> flat({"solver": {"lr": 0.1}, "name": "dcn"})
@@ -174,18 +174,18 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 class Sinks:
-    """Writes each row to several places; closes all of them, whatever one of them raises."""
+    """Writes each row to several sinks; closes all of them, even if one raises."""
 
     def __init__(self, sinks: Sequence[Any]) -> None:
         self.sinks = list(sinks)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write one row everywhere."""
+        """Write one row to all sinks."""
         for sink in self.sinks:
             sink.write(row)
 
     def close(self) -> None:
-        """Close everything; the first error is raised in the end."""
+        """Close all sinks, then raise the first error."""
         errors: list[Exception] = []
         for sink in self.sinks:
             try:

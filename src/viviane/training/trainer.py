@@ -25,30 +25,30 @@ from viviane.training.trainer_base import TrainerBase
 class Trainer(TrainerBase):
     """Trains a module whose forward takes a Batch and returns logits (B,), (B, 1), or (B, L) in the schema's order.
 
-    Every EmbeddingCollection inside the module is stepped by the sparse rule it was built with; all other
-    parameters by `optimizer`. `fit` is a loop over `train_step`: a loop of your own gives the same numbers.
+    The embedding optimizer of every EmbeddingCollection in the module updates its rows; `optimizer` updates all
+    other parameters. `fit` is a loop over `train_step`: a custom loop gives the same results.
 
     Args:
         module: moved to the solver's device.
-        schema: the columns; names the labels.
-        solver: how to train.
+        schema: the columns and labels.
+        solver: training settings.
         optimizer: settings of the dense optimizer.
-        metrics: names, the first one leads (best checkpoint, patience); None takes "auc" and "log_loss", or
-            "mean_squared_error" where no label is binary.
-        callbacks: hooks into fit.
-        run_folder: where settings, metrics and checkpoints go, a folder or a URL; None writes nothing.
-        loss: a function (logits (B, L), batch) -> a number, instead of the built-in loss.
-        terms: losses over columns of the output, such as a graph's, instead of one for each label.
-        tensorboard: write events into the run folder; None does where tensorboard is installed.
-        progress: show a line of progress; None does at a terminal and in a notebook.
+        metrics: names; the first one decides the best checkpoint and patience. None: "auc" and "log_loss", or
+            "mean_squared_error" if no label is binary.
+        callbacks: hooks into `fit`.
+        run_folder: folder or URL of settings, metrics and checkpoints; None writes nothing.
+        loss: a function (logits (B, L), batch) -> scalar, instead of the built-in loss.
+        terms: losses over columns of the output, such as a graph's, instead of one per label.
+        tensorboard: write events to the run folder; None: if tensorboard is installed.
+        progress: show a progress line; None: in a terminal and in a notebook.
         tracker: "mlflow", "wandb" or "tensorboard", a `viviane.training.Tracker`, or several of these.
         log_every: steps between rows of the training loss.
-        config, files: more entries for the run folder's config.json; more JSON files beside it, by name.
-        group: the processes that train together; None takes all that torchrun started, or this one alone. Each
+        config, files: more entries for the run folder's config.json; more JSON files next to it, by name.
+        group: the processes that train together; None: all processes that torchrun started, or only this one. Each
             reads its share of every batch and calls the trainer's methods together with the others; rank 0 writes.
 
     Raises:
-        ConfigError: settings that contradict each other, an unknown metric, a device that is not there.
+        ConfigError: settings that contradict each other, an unknown metric, a device that does not exist.
 
     Example:
         >>> from viviane.batch import Batch
@@ -99,7 +99,7 @@ class Trainer(TrainerBase):
 
     @property
     def all_metrics(self) -> list[str]:
-        """What callbacks measure, then the trainer's metrics."""
+        """The metrics of callbacks, then those of the trainer."""
         return [*measures_of(self.callbacks), *self.metrics]
 
     @property
@@ -113,20 +113,20 @@ class Trainer(TrainerBase):
     def fit(self, train: Dataset | KafkaStream, validation: Dataset | None = None, resume: bool = False) -> History:
         """Train for `solver.epochs` more epochs, or `solver.max_steps` more steps.
 
-        Ctrl-C ends the run after the step in work, with a checkpoint and `history.interrupted`; a second
-        Ctrl-C ends it at once.
+        Ctrl-C ends the run after the current step, with a checkpoint and `history.interrupted`; a second
+        Ctrl-C kills it.
 
         Args:
-            train: training rows: a data set, or a stream for online training.
-            validation: rows to evaluate on while training.
-            resume: go on from the newest whole checkpoint of the run folder, to the same bits as a run that was
-                never interrupted; without a checkpoint there, start at the beginning.
+            train: training data: a data set, or a stream for online training.
+            validation: data to evaluate on during training.
+            resume: continue from the newest complete checkpoint of the run folder, with results equal bit for bit to
+                an uninterrupted run; without a checkpoint, start at the beginning.
 
         Raises:
-            ConfigError: the run folder holds a run already; resume without a run folder; settings that need
-                validation data without any.
-            SchemaError: a data set's columns are not the model's.
-            NumericsError, KeyRangeError, DataError: of a batch and feature; weights are as the step before left them.
+            ConfigError: the run folder already holds a run; resume without a run folder; settings that need
+                validation data if none is given.
+            SchemaError: the columns of a data set differ from the model's.
+            NumericsError, KeyRangeError, DataError: a batch is invalid; weights are unchanged since the previous step.
             CheckpointError: a checkpoint cannot be written (disk full) or read.
         """
         for data in (train, validation):
@@ -140,7 +140,7 @@ class Trainer(TrainerBase):
             try:
                 self.history = loop.run(resume)
                 self.settle()
-                if self.group.size > 1:  # it may be taken down now
+                if self.group.size > 1:  # destroying the group is safe now
                     self.stepper.captured.release()
             except BaseException as error:
                 self.group.report(error)

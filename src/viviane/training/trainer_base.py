@@ -1,4 +1,4 @@
-"""A module and all that trains it, except the loop of `fit`: single steps, evaluation, prediction, checkpoints."""
+"""The trainer without `fit`: single steps, evaluation, prediction, checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from viviane.training.trackers import Tracker
 
 
 class TrainerBase:
-    """A module with all that trains it: single steps, evaluation, prediction and checkpoints, but not `fit`.
+    """A module with everything that trains it: single steps, evaluation, prediction and checkpoints, but not `fit`.
 
     Args:
         module, schema, solver, optimizer, metrics, run_folder, loss, terms, tensorboard, progress, log_every, config,
@@ -107,15 +107,15 @@ class TrainerBase:
     def train_step(self, batch: Batch, lr: float | None = None) -> Tensor:
         """Train on one batch; returns its loss, detached and on the device.
 
-        The first step seeds the global random generators with the solver's seed, so that a loop of your own and
-        fit draw the same dropout.
+        The first step seeds the global random generators with the solver's seed, so that dropout is the same in a
+        custom loop and in `fit`.
 
         Args:
-            batch: rows, on any device.
+            batch: a batch on any device.
             lr: a learning rate for this step instead of the schedule's.
 
         Raises:
-            DataError: a binary label is not between 0 and 1, in a batch that comes from the CPU.
+            DataError: a binary label is not between 0 and 1, in a batch on the CPU.
             NumericsError, KeyRangeError: NaN or infinite numbers; a key out of range; no weight has been changed.
         """
         if batch.one_hot.is_cpu:
@@ -129,30 +129,30 @@ class TrainerBase:
         try:
             loss = self.stepper(there, self.step + 1, precision, lr)
         finally:
-            self.step -= captured.rolled_back  # steps that a replay refused: the host learns it some steps later
+            self.step -= captured.rolled_back  # rolled back: the host reads a failed status some steps later
         self.step += 1
         return loss
 
     def fix_sizes(self, batch_size: int | None, hotness: Mapping[str, int] | None = None) -> None:
-        """Say what the next batches of a loop of your own look like, in all processes alike; `fit` does so by itself.
+        """Set the static shape of the next batches of a custom loop, equal on all ranks; `fit` sets it itself.
 
-        Then no GPU waits for another's sizes, and steps can be replayed from a CUDA graph. One process needs none of
-        it. Call it with None before a batch that is shorter, and after the last one.
+        With static shapes no GPU waits for the sizes of another, and steps can be captured in a CUDA graph. One process
+        does not need it. Call it with None before a shorter batch, and after the last one.
 
         Args:
-            batch_size: rows of the batches, over all processes; every one of them has the same share.
-            hotness: ids of every row, by column with bags; None takes those of the schema.
+            batch_size: rows of the global batches; divisible by the number of processes.
+            hotness: ids per row, by bag column; None: as in the schema.
 
         Raises:
-            ConfigError: the rows do not divide by the processes, or bags have any number of ids.
+            ConfigError: the batch size is not divisible by the number of processes, or a bag column has no hotness.
         """
         set_static_sizes(self.stepper, self.schema, batch_size, hotness)
 
     def settle(self) -> None:
-        """Wait for all steps that are under way on a GPU, and raise what they found.
+        """Wait for all steps in flight on a GPU, and raise their errors.
 
         Raises:
-            NumericsError, KeyRangeError: of a step some steps ago; weights and `step` are those before it.
+            NumericsError, KeyRangeError: a step in flight failed; weights and `step` are those before it.
         """
         captured = self.stepper.captured
         captured.rolled_back = 0
@@ -167,16 +167,16 @@ class TrainerBase:
         return self.stepper.captured.describe()
 
     def switches(self) -> AbstractContextManager[None]:
-        """Return the context fit runs in: the solver's `deterministic` and `num_threads`; for a loop of your own."""
+        """Return the context in which `fit` runs (`solver.deterministic` and `num_threads`), for a custom loop."""
         return torch_switches(self.solver, self.device)
 
     def choose_precision(self, batches: Sequence[Batch]) -> Precision:
-        """Settle precision "auto" by timing forward and backward on these batches; weights are not touched."""
+        """Choose the precision for "auto" by timing forward and backward on these batches; weights are not changed."""
         if self.precision is None:
             there = [batch.to(self.device) for batch in batches]
             self.module.train()
             chosen = choose_precision(self.module, there, self.stepper.forward_backward, self.device)
-            self.precision = Precision(self.group.from_first(lambda: chosen.name))  # rank 0's clock decides
+            self.precision = Precision(self.group.from_first(lambda: chosen.name))  # rank 0's measurement decides
         return self.precision
 
     def learning_rate(self, step: int | None = None) -> float:
@@ -188,20 +188,20 @@ class TrainerBase:
     def evaluate(
         self, dataset: Dataset, batch_size: int | None = None, max_batches: int | None = None
     ) -> dict[str, float]:
-        """Return "loss" and the metrics over a data set, exactly; training state is not touched.
+        """Return the loss, as "loss", and the exact metrics over a data set; the state of training does not change.
 
-        Of several processes each evaluates its share, and all get the same figures.
+        With several processes each evaluates its share, and all return the same metrics.
 
         Args:
             dataset: rows with labels.
-            batch_size: None takes the solver's eval_batch_size.
-            max_batches: stop after so many batches.
+            batch_size: rows per batch; None: the solver's eval_batch_size.
+            max_batches: maximum number of batches.
         """
         self.check_schema(dataset)
         return self.gather(dataset, batch_size, max_batches).compute()
 
     def gather(self, dataset: Dataset, batch_size: int | None = None, max_batches: int | None = None) -> Evaluation:
-        """Run over a data set and return metrics and calibration bins, not yet computed."""
+        """Run over a data set and return the accumulated sums of metrics and calibration bins."""
         self.settle()
         precision = self._settled_precision()
         evaluation = Evaluation(self.schema, self.metrics)
@@ -213,9 +213,9 @@ class TrainerBase:
         return DeviceFeed.open(dataset, batch_size, self.device, self.group, max_batches=max_batches)
 
     def predict(self, dataset: Dataset, batch_size: int | None = None) -> NDArray[np.float32]:
-        """Return predictions (rows, L), float32, in the order of the files; on every process those of all rows.
+        """Return predictions (rows, L), float32, in the order of the files; every process returns those of all rows.
 
-        Probabilities of binary labels; the module's own output for regression labels.
+        For binary labels probabilities; for regression labels the module's output.
         """
         self.check_schema(dataset, with_labels=False)
         self.settle()
@@ -227,7 +227,7 @@ class TrainerBase:
         return in_order(own, [min(size, rows - start) for start in range(0, rows, size)], self.group)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Let the module hold the running mean of its weights for a block, where solver.ema_decay keeps one."""
+        """Swap the running mean of weights into the module for a block, if solver.ema_decay is set."""
         self.settle()
         mean = self.stepper.mean
         return nullcontext() if mean is None else mean.in_place()
@@ -237,17 +237,17 @@ class TrainerBase:
         return batch_size or self.solver.eval_batch_size or max(self.solver.batch_size, 8192)
 
     def _settled_precision(self) -> Precision:
-        """Return the precision; before "auto" was settled by training, float32."""
+        """Return the precision; float32 until training has chosen one for "auto"."""
         return self.precision or Precision("fp32")
 
     def check_schema(self, dataset: Dataset | KafkaStream, *, with_labels: bool = True) -> None:
-        """Refuse a data set whose columns are not the model's; with_labels=False lets labels be absent."""
+        """Refuse a data set whose columns differ from the model's; with_labels=False allows missing labels."""
         check_columns(self.schema, dataset, with_labels=with_labels)
 
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def place(self) -> Progress:
-        """Return where training stands: counts, precision, every process's random generators, history."""
+        """Return the state of training: counts, precision, every process's random generators, history."""
         self.settle()
         arrays, random = group_random_state(self.device, self.group)
         precision = None if self.precision is None else self.precision.name
@@ -260,7 +260,7 @@ class TrainerBase:
         return place
 
     def take_place(self, place: Progress) -> None:
-        """Go to where `place` stood."""
+        """Restore the state that `place` returned."""
         self.step, self.epoch = place.step, place.epoch
         self.history = History(place.history)
         name = place.values.get("precision")
@@ -273,7 +273,7 @@ class TrainerBase:
         self.take_mean(place)
 
     def go_on_from(self, before: TrainerBase) -> None:
-        """Go on where another trainer of the same module stands: optimizer, counts, generators, running mean."""
+        """Continue from another trainer of the same module: optimizer, counts, generators, running mean."""
         self.stepper.optimizer = before.stepper.optimizer
         place = before.place()
         place.values.pop("mean_steps", None)
@@ -282,22 +282,22 @@ class TrainerBase:
         self.stepper.mean = None if mean is None or decay is None else mean.attach(decay)
 
     def take_mean(self, place: Progress) -> None:
-        """Take over the running mean of weights of `place`; without one it starts at the weights as they are."""
+        """Restore the running mean of weights from `place`; without one it starts at the current weights."""
         self.stepper.mean = None
         if self.solver.ema_decay is not None and "mean_steps" in place.values:
             self.stepper.mean = WeightMean(self.module, self.solver.ema_decay)
             self.stepper.mean.restore(place, place.values["mean_steps"])
 
     def save_checkpoint(self, folder: str | AnyPath, *, optimizer_state: bool = True) -> None:
-        """Write weights, optimizer state and the place in training to a folder, atomically.
+        """Write weights, optimizer state and the state of training to a folder, atomically.
 
         Args:
-            folder: a folder or a URL; an existing checkpoint there is replaced when the new one is whole.
-            optimizer_state: False writes weights only: those that the model predicts with.
+            folder: a folder or a URL; an existing checkpoint is replaced when the new one is complete.
+            optimizer_state: False writes weights only, as used for prediction.
 
         Raises:
-            CheckpointError: the disk is full or not writable; an older checkpoint stays whole.
-            RemoteError: the store does not answer or refuses.
+            CheckpointError: the disk is full or not writable; an older checkpoint is not changed.
+            RemoteError: the store is unreachable or refuses.
         """
         self.settle()
         with staged(folder, self.group) as path:
@@ -312,11 +312,11 @@ class TrainerBase:
         """Verify a checkpoint and load it into the module, the optimizers and the counts.
 
         Args:
-            folder: written by `save_checkpoint` or found in a run folder.
-            weights_only: take the weights and start everything else anew.
+            folder: written by `save_checkpoint` or taken from a run folder.
+            weights_only: load only the weights and reset everything else.
 
         Raises:
-            CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
+            CheckpointError: a file is missing, truncated or altered, or the checkpoint belongs to another model.
         """
         self.settle()
         place = self.stepper.load(folder, weights_only=weights_only)

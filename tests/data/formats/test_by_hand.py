@@ -70,7 +70,7 @@ def test_norm_of_hugectr_2_0(tmp_path: Path) -> None:
         (tmp_path / "0.data").write_bytes(content[:length])
         with pytest.raises(DataError, match=r"0\.data|no rows|file list"):
             rows_of(Dataset(tmp_path / "0.data", schema, format=options))
-    with pytest.raises(DataError, match="no dense numbers"):
+    with pytest.raises(DataError, match="no dense columns"):
         write_dataset(tmp_path / "dense", SCHEMA, [ROWS], format=options)
 
 

@@ -53,7 +53,7 @@ def test_weights_go_with_the_formats_that_hold_them(source: Dataset, tmp_path: P
         convert(folder, tmp_path / "some", "--to", "parquet", "--columns", "row,tags,tag_weights,a", "--overwrite")
         found = rows_of(Dataset(tmp_path / "some"))
         assert found == {name: rows_of(source)[name] for name in ("row", "a", "tags", "tag_weights")}
-    with pytest.raises(VivianeError, match="holds no weights"):
+    with pytest.raises(VivianeError, match="cannot store weights"):
         convert(source.path, tmp_path / "norm", "--to", "norm")
 
 

@@ -91,7 +91,7 @@ def test_a_wrong_check_sum_names_the_block(tmp_path: Path) -> None:
     content = bytearray(data.files[0].read_bytes())
     content[-70] ^= 1
     data.files[0].write_bytes(content)
-    with pytest.raises(DataError, match=r"check sum of a block is wrong.*\n.*part-00000.rows, block 1, bytes \d+ to"):
+    with pytest.raises(DataError, match=r"checksum of a block is wrong.*\n.*part-00000.rows, block 1, bytes \d+ to"):
         Dataset(tmp_path / "set").check()
     trusting = VivianeFormat(check_sums="never")
     assert rows_of(Dataset(tmp_path / "set", format=trusting)) != {}
@@ -115,7 +115,7 @@ def test_norm_damage_names_row_and_byte(tmp_path: Path) -> None:
     assert "length in front of a record" in damaged(69 + 34, 13)
     assert "negative number of keys" in damaged(69 + 34 + 8, 255, 255, 255, 255)
     assert "row 2, byte 103" in damaged(69 + 34 + 8, 255, 255, 255, 255)
-    assert "header's length or check sum" in damaged(68, 0)
+    assert "header's length or checksum" in damaged(68, 0)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_norm_damage_names_row_and_byte(tmp_path: Path) -> None:
     [
         (0, 1, "error_check"),
         (1, 4, "truncated"),
-        (1, 2, "bytes follow the last row"),
+        (1, 2, "bytes after the last row"),
         (1, -1, "negative number of rows"),
-        (1, 2**62, "more rows than fit"),
+        (1, 2**62, "too small for the rows in its header"),
         (2, 2, "label_dim"),
         (3, 1, "dense_dim"),
         (4, 2, "slot_num"),
@@ -191,7 +191,7 @@ def test_file_lists(tmp_path: Path) -> None:
     path.write_text("1\nset/part-00000.norm\n\n")
     assert rows_of(Dataset(path, ONE_HOT)) == FEW
     shutil.copy(data.files[0], tmp_path / "plain")
-    with pytest.raises(DataError, match="does not say what format"):
+    with pytest.raises(DataError, match="format of the file is unknown"):
         Dataset(tmp_path / "plain", ONE_HOT)
 
 
@@ -206,10 +206,10 @@ def test_key_sets_cut_inside_a_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "change", "message"),
     [
-        (RawFormat(), {"kind": "multi_hot"}, "one key a slot"),
+        (RawFormat(), {"kind": "multi_hot"}, "one key per slot"),
         (RawAsyncFormat(), {"kind": "multi_hot"}, "fixed number of keys"),
         (RawAsyncFormat(), {"num_ids": 2**33, "dtype": "int64"}, "do not fit 4 bytes"),
-        (NormFormat(), {"kind": "multi_hot", "weights": "w"}, "holds no weights"),
+        (NormFormat(), {"kind": "multi_hot", "weights": "w"}, "cannot store weights"),
         (NormFormat(slot_sizes=(5, 5)), {}, "one size per slot"),
         (NormFormat(slot_sizes=(299,)), {}, "smaller than its column"),
     ],

@@ -86,7 +86,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     [
         ({"slot_size_array": (1, 2)}, "slot_size_array needs 3 numbers"),
         ({"nnz_array": (1, 2)}, "nnz_array needs 3 numbers"),
-        ({"format": "raw", "nnz_array": (1, 2, 1)}, "one key a slot"),
+        ({"format": "raw", "nnz_array": (1, 2, 1)}, "one key per slot"),
         ({"num_sample": 3}, "did you mean 'num_samples'"),
     ],
 )

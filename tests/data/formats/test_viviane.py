@@ -73,7 +73,7 @@ def test_a_schema_that_allows_less_is_compared_with_the_ids(pair: tuple[Dataset,
         read_with(tags={"num_ids": 20})
     with pytest.raises(DataError, match="too long"):
         read_with(history={"max_length": 2})
-    with pytest.raises(DataError, match="another number of ids than the column's hotness"):
+    with pytest.raises(DataError, match="number of ids of a bag differs from the column's hotness"):
         read_with(tags={"hotness": 3})
     with pytest.raises(SchemaError, match="another kind"):
         read_with(b={"kind": "multi_hot"})

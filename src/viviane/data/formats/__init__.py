@@ -1,4 +1,4 @@
-"""The formats that data sets are kept in: Parquet, Viviane's own, and HugeCTR's."""
+"""The formats of data sets: Parquet, Viviane's own, and HugeCTR's."""
 
 from viviane.core.data_manifest import MANIFEST_FILE
 from viviane.data.formats.format import Format

@@ -1,18 +1,18 @@
-"""Where the sections of a block stand in a file of Viviane's own format.
+"""The layout of a block's sections in a file of Viviane's own format.
 
-A block is R rows. Its sections, each from a multiple of 64 bytes on, little endian, in this order:
+A block is R rows. Its sections, each aligned to 64 bytes, little endian, in this order:
 
-    labels    (R, L)      uint8 where all labels are binary, else float32
+    labels    (R, L)      uint8 if all labels are binary, else float32
     dense     (R, N)      float32
     one-hot   (R, F)      layout "rows": one matrix of the narrowest type that holds every column
               (R,) each   layout "columns": each column in the narrowest type that holds it
-    weight    (R,)        float32, where the schema has a sample weight
-    per bag   (R + 1,)    where the ids of each row end, from 0: uint32, or int64 from 2^32 ids on
+    weight    (R,)        float32, if the schema has a sample weight
+    per bag   (R + 1,)    offsets of the rows' ids, from 0: uint32, or int64 from 2^32 ids on
               (nnz,)      ids in the narrowest type
-              (nnz,)      float32, where the bag has weights
+              (nnz,)      float32, if the bag has weights
 
-Everything follows from the schema, the layout, R and the nnz of each bag. Narrowest of uint8, uint16, int32, int64:
-by num_ids, not by the ids that happen to occur; raw ids take int64.
+The layout follows from the schema, the layout, R and the nnz of each bag. Narrowest of uint8, uint16, int32, int64:
+by num_ids, not by the ids that occur; raw ids are int64.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Section:
     """One array of a block."""
 
     kind: Literal["labels", "dense", "one_hot", "weight", "offsets", "ids", "id_weights"]
-    index: int  # of the bag, or the first one-hot column
-    start: int  # byte in the block
+    index: int  # index of the bag, or of the first one-hot column
+    start: int  # byte offset in the block
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes without what follows for alignment."""
+        """Size in bytes without alignment padding."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
     def array(self, data: NDArray[np.uint8], block: int) -> NDArray[Any]:
-        """Return the section of the block that begins at byte `block` of a file's bytes."""
+        """Return the section of the block that begins at byte `block` of a file."""
         start = block + self.start
         return data[start : start + self.num_bytes].view(self.dtype).reshape(self.shape)
 
@@ -100,7 +100,7 @@ def _planned(
 
 
 def content(section: Section, view: View, schema: Schema) -> NDArray[Any]:
-    """Return what a section holds, from rows whose values fit the schema."""
+    """Return the content of a section, from rows that match the schema."""
     match section.kind:
         case "labels" | "dense" | "one_hot":
             matrix = getattr(view, section.kind)[0][1]

@@ -1,7 +1,7 @@
-"""HugeCTR's file lists: a text file whose first line is a count, then one path a line.
+"""HugeCTR's file lists: a text file whose first line is a count, then one path per line.
 
-A path counts from the folder of the list; where nothing stands there, from the working directory, as HugeCTR does. A
-list that is given may name files anywhere, like a command line; one that is found in a folder, only files of that
+A path is relative to the folder of the list or, if no file exists there, to the working directory, as in HugeCTR. A
+list that the user names may refer to any file, like a command line; a list found in a folder, only to files in that
 folder.
 """
 
@@ -20,7 +20,7 @@ _LONGEST_COUNT: Final = 32
 
 
 def is_file_list(path: Path) -> bool:
-    """Say whether a file begins like a file list: a line with nothing but a whole number."""
+    """Return whether a file begins like a file list: with a line that contains only an integer."""
     with path.open("rb") as file:
         return file.readline(_LONGEST_COUNT).strip().isdigit()
 
@@ -33,7 +33,8 @@ def read_file_list(path: Path, *, inside: Path | None = None) -> list[Path]:
         inside: refuse files that are not in this folder.
 
     Raises:
-        DataError: the list is malformed, the count is not the number of lines, a file is missing or not in the folder.
+        DataError: the list is malformed, the count differs from the number of lines, a file is missing or not in the
+            folder.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -43,7 +44,7 @@ def read_file_list(path: Path, *, inside: Path | None = None) -> list[Path]:
     count = lines[0].strip() if lines else ""
     if not count.isdigit() or int(count) != len(names):
         raise DataError(
-            "the first line of a file list is the number of files",
+            "the first line of a file list must be the number of files",
             where=f"{path}, line 1",
             value=count,
             allowed=str(len(names)),
@@ -56,7 +57,7 @@ def read_file_list(path: Path, *, inside: Path | None = None) -> list[Path]:
         if inside is not None and not file.resolve().is_relative_to(inside.resolve()):
             raise DataError(
                 "a file list that was found in a folder names a file outside it", where=f"{path}, line {number}",
-                value=str(file), allowed=f"files in {inside}", fix="give the list itself, if you trust it",
+                value=str(file), allowed=f"files in {inside}", fix="pass the list itself if you trust it",
             )  # fmt: skip
     return files
 

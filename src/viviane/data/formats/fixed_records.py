@@ -1,6 +1,6 @@
-"""Files of records of one length without a header: labels, dense numbers, then keys, slot after slot.
+"""Files of fixed-length records without a header: labels, dense values, then the keys of each slot.
 
-Shapes: R records, L labels, N dense numbers, K keys of a record (the sum of the slots' hotness).
+Shapes: R records, L labels, N dense values, K keys per record (the sum of the slots' hotness).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DATA_FILE: Final = "data.bin"
 
 @dataclass(frozen=True)
 class Record:
-    """What one record holds.
+    """The layout of one record.
 
     Args:
         schema: its columns, in order.
         whole_labels: labels are int32, else float32.
-        whole_dense: dense numbers are int32 k and stand for ln(k + 1), else float32.
+        whole_dense: dense values are int32 k and mean ln(k + 1), else float32.
         key_bytes: 4 (unsigned) or 8 (signed).
-        padding: id that fills short bags, or None where every bag is full.
+        padding: id that fills short bags, or None if every bag is full.
     """
 
     schema: Schema
@@ -48,7 +48,7 @@ class Record:
 
     @cached_property
     def hotness(self) -> list[int]:
-        """Keys of each slot."""
+        """Number of keys of each slot."""
         return [1 if column.kind == "one_hot" else column.max_length or 0 for column in self.schema.categorical]
 
     @cached_property
@@ -72,7 +72,7 @@ class Record:
         """Return rows as records.
 
         Raises:
-            DataError: a number is not whole, a bag is not full; names the row.
+            DataError: a value is not an integer, or a bag is not full; names the row.
         """
         records = np.zeros(rows, self.dtype)
         labels, dense, one_hot = (matrix[0][1] for matrix in (view.labels, view.dense, view.one_hot))
@@ -88,26 +88,26 @@ class Record:
         return records
 
     def _whole(self, values: NDArray[Any], what: str, first_row: int) -> NDArray[np.int32]:
-        # float32 holds whole numbers up to 2^24 exactly; beyond, they are whole but may be rounded already
+        # float32 represents integers up to 2^24 exactly; larger values are integers but may have been rounded
         whole: NDArray[np.int32] = np.clip(np.rint(values), -(2**31), 2**31 - 128).astype(np.int32)
-        _refuse(whole != values, values, f"{what} are kept as whole numbers", first_row, "whole numbers of 32 bits")
+        _refuse(whole != values, values, f"{what} are stored as integers", first_row, "32-bit integers")
         return whole
 
     def _counts(self, values: NDArray[Any], first_row: int) -> NDArray[np.int32]:
         counts = np.clip(np.rint(np.expm1(values.astype(np.float64))), -1, 2**31 - 1)
         again = np.log1p(np.maximum(counts, 0)).astype(np.float32)
-        # float32 keeps 24 bits: ln(k + 1) is at most one rounding away
+        # float32 keeps 24 bits: ln(k + 1) differs by at most one rounding error
         wrong = (np.abs(again - values) > 1.2e-7 * np.maximum(1, np.abs(values))) | (counts < 0)
-        _refuse(wrong, values, "dense numbers are kept as whole k, ln(k + 1)", first_row, "ln(k + 1) of a whole k")
+        _refuse(wrong, values, "dense values are stored as k of ln(k + 1)", first_row, "ln(k + 1) of an integer k")
         return counts.astype(np.int32)
 
     def _full(self, bag: Jagged, hotness: int, name: str, first_row: int) -> NDArray[Any]:
         lengths = np.diff(bag.offsets)
         if self.padding is None:
             _refuse(
-                (lengths != hotness)[:, None], lengths[:, None], f"column {name!r} holds the same number of ids in "
+                (lengths != hotness)[:, None], lengths[:, None], f"column {name!r} needs the same number of ids in "
                 "every row", first_row, f"{hotness} ids (max_length)",
-                "set the format's padding, or use a format that keeps lengths: norm, parquet, viviane",
+                "set the format's padding, or use a format that stores lengths: norm, parquet, viviane",
             )  # fmt: skip
             return bag.values.reshape(-1, hotness)
         filled = np.full((len(lengths), hotness), self.padding, bag.values.dtype)
@@ -121,7 +121,7 @@ class Record:
 
 
 def _cut(keys: NDArray[Any], padding: int) -> NDArray[np.int64]:
-    """Return the length of each row without the padding at its end."""
+    """Return the length of each row without trailing padding."""
     real = (keys != padding)[:, ::-1]
     return np.where(real.any(axis=1), keys.shape[1] - real.argmax(axis=1), 0).astype(np.int64)
 
@@ -131,14 +131,14 @@ def _refuse(
 ) -> None:
     if wrong.any():
         row, column = np.argwhere(wrong)[0].tolist()
-        fix = fix or "use the format's option for real numbers, or another format"
+        fix = fix or "use the format's option for floats, or another format"
         raise DataError(
             what, where=f"row {first_row + row}", value=values[row, column].item(), allowed=allowed, fix=fix
         )
 
 
 class FixedRecordStorage(DatasetFiles):
-    """Files of records, mapped into memory; shown as they stand where nothing must be computed."""
+    """Files of records, memory-mapped; viewed in place if no conversion is needed."""
 
     def __init__(
         self,
@@ -163,15 +163,15 @@ class FixedRecordStorage(DatasetFiles):
         rows, rest = divmod(size, length)
         if rest:
             raise DataError(
-                "the file ends inside a row; it is truncated, or its rows have another length",
+                "the file ends inside a row: it is truncated, or the row length is wrong",
                 where=f"{self.files[number]}, row {rows}, byte {rows * length}",
                 value=f"{size} bytes",
-                allowed=f"a multiple of {length} bytes, the length of a row by this schema and format",
+                allowed=f"a multiple of {length} bytes, the row length of this schema and format",
                 fix="copy the file again, or correct the schema and the format's options",
             )
         if wanted is not None and rows != wanted:
             raise DataError(
-                "the file has another number of rows than it should",
+                "the file has an unexpected number of rows",
                 where=str(self.files[number]),
                 value=f"{rows} rows of {length} bytes",
                 allowed=f"{wanted} rows",
@@ -181,7 +181,7 @@ class FixedRecordStorage(DatasetFiles):
             self.groups.append(RowGroup(number, index, start, min(ROWS_PER_BLOCK, rows - start)))
 
     def view(self, group: RowGroup, memory: Memory | None = None) -> View:
-        """Return the records of a group, as they stand if nothing must be computed; see DatasetFiles."""
+        """Return the records of a group, in place if no conversion is needed; see DatasetFiles."""
         if not self.mapped:
             return super().view(group, memory)
         keys = self._records(group)
@@ -207,7 +207,7 @@ class FixedRecordStorage(DatasetFiles):
         return View(labels, dense, pieces, None, {})
 
     def _dense(self) -> Iterator[tuple[int, slice]]:
-        """Yield (column in the batch, columns in the record) of each dense feature."""
+        """Yield (column in the batch, columns in the record) for each dense feature."""
         places, at = {}, 0
         for column in self._record.schema.dense:
             places[column.name] = at
@@ -278,21 +278,21 @@ def _bag(keys: NDArray[Any], dtype: str, padding: int | None) -> Jagged:
 
 
 class FixedRecordFormat(Format):
-    """What Raw and RawAsync share."""
+    """Common base of Raw and RawAsync."""
 
     @abstractmethod
     def record(self, schema: Schema) -> Record:
-        """Return what one record of these columns holds.
+        """Return the record layout of these columns.
 
         Raises:
-            SchemaError: the format cannot hold a column.
+            SchemaError: the format cannot store a column.
         """
 
     def files_at(self, path: Path) -> list[Path]:
-        """Return the file itself: this format is one file."""
+        """Return the file itself: this format has one file."""
         if not path.is_file():
             raise DataError(
-                f"a data set in the format {self.format!r} is one file", where=str(path), fix="give the file's path"
+                f"a data set in the format {self.format!r} is one file", where=str(path), fix="pass the file's path"
             )
         return [path]
 
@@ -303,7 +303,7 @@ class FixedRecordFormat(Format):
         return FixedRecordStorage(self.record(stored), files, schema, entries, getattr(self, "num_samples", None))
 
     def check_schema(self, schema: Schema) -> None:
-        """Refuse columns that the records cannot hold; see Format."""
+        """Refuse columns that the records cannot store; see Format."""
         self.record(schema)
 
     def write(
@@ -318,5 +318,5 @@ class FixedRecordFormat(Format):
                 row += rows
         wanted = getattr(self, "num_samples", None)
         if wanted is not None and row != wanted:
-            raise DataError("num_samples is not the number of rows", value=wanted, allowed=str(row))
+            raise DataError("num_samples differs from the number of rows", value=wanted, allowed=str(row))
         return (FileEntry(name=DATA_FILE, rows=row, bytes=row * record.dtype.itemsize),)

@@ -1,4 +1,4 @@
-"""What a format is: settings that open files as a storage, and write rows as files."""
+"""The interface of a format: settings that open files as a storage, and write rows to files."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class BlockEntry(Settings):
     """One block of a file in Viviane's own format.
 
     Args:
-        rows: how many.
-        start: first byte in the file.
-        nnz: ids of each bag column.
-        crc32: of the block's bytes.
+        rows: number of rows.
+        start: byte offset in the file.
+        nnz: number of ids of each bag column.
+        crc32: CRC-32 of the block's bytes.
     """
 
     rows: int = Field(ge=1)
@@ -42,10 +42,10 @@ class FileEntry(Settings):
     """One file of a written data set.
 
     Args:
-        name: inside the folder.
-        rows, bytes: how many.
-        sha256: check sum of its bytes; None in data sets written before 0.2.
-        blocks: in Viviane's own format, its blocks.
+        name: path inside the folder.
+        rows, bytes: number of rows and bytes.
+        sha256: checksum of its bytes; None in data sets written before 0.2.
+        blocks: its blocks, in Viviane's own format.
     """
 
     name: str = Field(min_length=1)
@@ -57,14 +57,14 @@ class FileEntry(Settings):
 
 def _check_pattern(pattern: str) -> str:
     if re.fullmatch(r"[^{}]*\{(:0?\d{1,2}d?)?\}[^{}]*", pattern) is None:
-        raise ValueError("a pattern of file names holds one place for a number: part-{:05}.parquet")
+        raise ValueError("a file name pattern needs exactly one number field: part-{:05}.parquet")
     if "/" in check_file_name(pattern.format(0), where="file_name", error=ConfigError):
-        raise ValueError("a pattern of file names has no folder")
+        raise ValueError("a file name pattern must not contain a folder")
     return pattern
 
 
 FilePattern = Annotated[str, AfterValidator(_check_pattern)]
-"""Names of files to write, with one place for their number."""
+"""Pattern of the names of files to write, with one field for their number."""
 
 
 class Format(Settings):
@@ -74,10 +74,10 @@ class Format(Settings):
 
     @abstractmethod
     def files_at(self, path: Path) -> Sequence[AnyPath]:
-        """Return the data files that a path stands for: a folder, a file list, or one file.
+        """Return the data files of a path: a folder, a file list, or one file.
 
         Raises:
-            DataError: there are none.
+            DataError: there are no data files.
         """
 
     @abstractmethod
@@ -88,25 +88,25 @@ class Format(Settings):
 
         Args:
             files: in the order of their rows.
-            stored: every column that stands in the files, in order.
+            stored: all columns of the files, in order.
             schema: the columns to read.
-            entries: what the manifest says about the files, where there is one.
+            entries: the manifest's entries of the files, if there is a manifest.
 
         Raises:
             DataError: a file is truncated, or is not of this format.
-            SchemaError: the files hold other columns.
+            SchemaError: the files have other columns.
         """
 
     def schema_of(self, files: Sequence[AnyPath], schema: Schema) -> Schema:
-        """Return the columns of the schema that the files have: all of them, unless a format lets labels be absent."""
+        """Return the columns of the schema that the files have: all of them, unless labels may be missing."""
         return schema
 
     @abstractmethod
     def check_schema(self, schema: Schema) -> None:
-        """Refuse a schema whose rows this format cannot hold.
+        """Refuse a schema whose rows this format cannot store.
 
         Raises:
-            SchemaError: naming the column.
+            SchemaError: the format cannot store a column; names it.
         """
 
     @abstractmethod
@@ -116,19 +116,19 @@ class Format(Settings):
         """Write tables, each a group of rows, as data files.
 
         Args:
-            folder: to write into.
-            target: where the folder will stand when it is complete, for paths inside files.
-            schema: of the tables.
+            folder: folder to write to.
+            target: final path of the folder when it is complete, for paths inside files.
+            schema: schema of the tables.
             tables: with the schema's types, checked for nulls.
-            rows_per_file: a file is closed before it would get longer.
+            rows_per_file: maximum rows per file.
         """
 
 
 def checked_views(schema: Schema, tables: Iterator[pa.Table]) -> Iterator[tuple[View, int]]:
-    """Yield tables as checked views with their numbers of rows.
+    """Yield tables as checked views with their number of rows.
 
     Raises:
-        DataError, KeyRangeError: a value is not what the schema says.
+        DataError, KeyRangeError: a value does not match the schema.
     """
     row = 0
     for number, table in enumerate(tables):
@@ -146,7 +146,7 @@ def check_stored(stored: Schema, schema: Schema, where: str) -> None:
     """Compare the columns to read with those in the files.
 
     Raises:
-        SchemaError: a column is missing, or of another kind.
+        SchemaError: a column is missing, or has another kind.
     """
     there = {column.name: column for column in stored.columns}
     for column in schema.columns:
@@ -162,7 +162,7 @@ def check_stored(stored: Schema, schema: Schema, where: str) -> None:
         weights = getattr(column, "weights", None)
         if mine != theirs or (weights is not None and weights != getattr(other, "weights", None)):
             raise SchemaError(
-                "a column is of another kind than in the files", where=f"{where}, column {column.name!r}",
+                "the kind of a column differs from the files", where=f"{where}, column {column.name!r}",
                 value=mine if weights is None else f"{mine} with weights {weights!r}", allowed=theirs,
             )  # fmt: skip
     if schema.sample_weight is not None and schema.sample_weight != stored.sample_weight:
@@ -185,12 +185,12 @@ def check_entries(files: Sequence[Path], storage: DatasetFiles, entries: Sequenc
     """Compare the sizes of files with the manifest.
 
     Raises:
-        DataError: a file is longer or shorter than it was written.
+        DataError: the size of a file differs from the manifest.
     """
     for file, stamp, entry in zip(files, storage.stamps, entries or (), strict=entries is not None):
         if stamp[0] != entry.bytes:
             raise DataError(
-                "a file has another size than the manifest says; it may be truncated or half copied",
+                "the size of a file differs from the manifest; it may be truncated or partly copied",
                 where=str(file),
                 value=f"{stamp[0]} bytes",
                 allowed=f"{entry.bytes} bytes",

@@ -26,15 +26,15 @@ from viviane.schema import CategoricalColumn, Schema
 
 
 class HugectrParquetFormat(Format):
-    """HugeCTR's Parquet: float32 labels and dense numbers, keys of 32 or 64 bits, scalars or lists.
+    """HugeCTR's Parquet: float32 labels and dense values, keys of 32 or 64 bits, scalars or lists.
 
-    When it reads, any whole-number type is taken for keys, and any number for labels, where no value is lost.
+    On reading, keys may have any integer type and labels any numeric type, if the conversion is lossless.
 
     Args:
         i64_input_key: write keys as int64 instead of int32.
-        slot_sizes: HugeCTR's slot_size_array, for shifted keys; None takes the columns' num_ids.
-        shifted_keys: keys are unique over all slots: an id plus the sizes of the slots before. HugeCTR shifts keys
-            when it reads, if it is given a slot_size_array, so that files hold ids of their own column.
+        slot_sizes: HugeCTR's slot_size_array, for shifted keys; None: the columns' num_ids.
+        shifted_keys: keys are unique over all slots: an id plus the sizes of the preceding slots. HugeCTR shifts keys
+            when reading if it is given a slot_size_array; the files then contain ids of their own column.
         file_name: pattern of the names of files to write.
     """
 
@@ -45,13 +45,13 @@ class HugectrParquetFormat(Format):
     file_name: FilePattern = "part-{:05}.parquet"
 
     def files_at(self, path: Path) -> list[Path]:
-        """Return the files of a file list, of a folder's file list, or those that the folder's metadata names."""
+        """Return the files of a file list, of a folder's file list, or the files that the folder's metadata list."""
         if path.is_dir():
             if (path / FILE_LIST).exists():
                 return read_file_list(path / FILE_LIST, inside=path)
             return [file_inside(path, name, where=str(path / METADATA_FILE)) for name in _metadata(path)["files"]]
         if not path.is_file() or not is_file_list(path):
-            raise DataError("neither a file list nor a folder", where=str(path), fix=f"give {FILE_LIST}")
+            raise DataError("neither a file list nor a folder", where=str(path), fix=f"pass {FILE_LIST}")
         return read_file_list(path)
 
     def open(
@@ -145,7 +145,7 @@ class HugectrParquetStorage(DatasetFiles):
             if not (whole or (pa.types.is_floating(scalar) and name not in self._shifts)):
                 raise SchemaError(
                     "a column has a type that cannot be read", where=f"{where}, column {name!r}", value=str(kind),
-                    allowed="whole numbers for keys; whole numbers or floats for labels and dense numbers",
+                    allowed="integers for keys; integers or floats for labels and dense values",
                 )  # fmt: skip
 
     def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
@@ -157,7 +157,7 @@ class HugectrParquetStorage(DatasetFiles):
 
 
 def _cast(table: pa.Table, types: pa.Schema, shifts: dict[str, int], where: str) -> pa.Table:
-    """Return the columns with other types and shifted keys; a null stays one."""
+    """Return the columns with other types and shifted keys; nulls stay nulls."""
     arrays = []
     for field in types:
         array: Any = table.column(field.name).combine_chunks()
@@ -184,7 +184,7 @@ def _converted(array: Any, wanted: Any, shift: int) -> Any:
         inner = _converted(values, wanted.value_type, shift)
         return pa.ListArray.from_arrays(offsets, inner, mask=mask)
     if is_list(array.type) != is_list(wanted):
-        if is_list(wanted) and pa.types.is_list(wanted):  # one key a row is a bag of one key
+        if is_list(wanted) and pa.types.is_list(wanted):  # one key per row becomes a bag of one key
             inner = _converted(array, wanted.value_type, shift)
             return pa.ListArray.from_arrays(pa.array(range(len(array) + 1), pa.int32()), inner)
         raise ValueError(f"{array.type} is not {wanted}")

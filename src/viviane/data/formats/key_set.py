@@ -1,7 +1,7 @@
-"""HugeCTR's key sets: the different keys of a data set, rising, raw and without a header, one file a data set.
+"""HugeCTR's key sets: the sorted distinct keys of a data set, raw without a header, one file per data set.
 
-A training pass holds the rows of its key set alone in memory. Keys are unique over all slots: an id plus the sizes of
-the slots before it.
+A training pass keeps only the rows of its key set in memory. Keys are unique over all slots: an id plus the sizes of
+the preceding slots.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BATCH_ROWS = 65_536
 def key_set(
     dataset: Dataset, *, slot_sizes: tuple[int, ...] | None = None, shifted_keys: bool = True
 ) -> NDArray[np.int64]:
-    """Return the different keys of a data set, rising.
+    """Return the distinct keys of a data set, sorted.
 
     Args:
         dataset: in any format.
-        slot_sizes: HugeCTR's slot_size_array; None takes the columns' num_ids.
-        shifted_keys: add the sizes of the slots before, so that keys are unique over all slots.
+        slot_sizes: HugeCTR's slot_size_array; None: the columns' num_ids.
+        shifted_keys: add the sizes of the preceding slots, so that keys are unique over all slots.
 
     Example:
         >>> import tempfile
@@ -58,18 +58,18 @@ def write_key_set(
     slot_sizes: tuple[int, ...] | None = None,
     shifted_keys: bool = True,
 ) -> int:
-    """Write the key set of a data set, uint32 or int64, and return how many keys it has.
+    """Write the key set of a data set, uint32 or int64, and return the number of keys.
 
     Args:
-        path: of the file; HugeCTR's tools call it like the file list, with `.keyset` after it.
+        path: path of the file; HugeCTR's tools use the name of the file list plus `.keyset`.
         dataset, slot_sizes, shifted_keys: see `key_set`.
-        i64_input_key: keys of 8 bytes instead of 4.
+        i64_input_key: write keys of 8 bytes instead of 4.
 
     Raises:
-        SchemaError: the keys do not fit.
+        SchemaError: the keys do not fit the type.
     """
     slots = slots_of(dataset.schema, slot_sizes, shifted_keys)
-    bare = dataset.schema.model_copy(update={"sample_weight": None})  # a key set holds keys alone
+    bare = dataset.schema.model_copy(update={"sample_weight": None})  # a key set contains only keys
     check_slots(bare, slots, 8 if i64_input_key else 4, "a key set")
     keys = key_set(dataset, slot_sizes=slot_sizes, shifted_keys=shifted_keys)
     write_bytes_atomic(Path(path), keys.astype("<i8" if i64_input_key else "<u4").tobytes())
@@ -77,7 +77,7 @@ def write_key_set(
 
 
 def read_key_set(path: str | Path, *, i64_input_key: bool = False) -> NDArray[np.int64]:
-    """Return the different keys of a key set, rising; files need not be sorted.
+    """Return the distinct keys of a key set, sorted; the file need not be sorted.
 
     Raises:
         DataError: the file is missing, or ends inside a key.

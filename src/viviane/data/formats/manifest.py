@@ -1,7 +1,7 @@
-"""manifest.json: the format of a data set folder, the columns in its files, and the files with rows, bytes, check sums.
+"""manifest.json: the format of a data set folder, its columns, and its files with rows, bytes and checksums.
 
-It is written last, so a folder with a manifest is complete. A folder of Parquet files needs none: then every file in
-it belongs to the data set.
+It is written last, so a folder with a manifest is complete. A folder of Parquet files does not need a manifest: then
+every file in it belongs to the data set.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _PIECE_BYTES: Final = 8 << 20
 
 
 class Manifest(Settings):
-    """What a data set folder holds.
+    """The content of a data set folder.
 
     Args:
         format: the format with its options.
         stored: every column in the files, in order.
-        files: their names inside the folder, rows, bytes and check sums, in the order of their rows.
+        files: names inside the folder, rows, bytes and checksums, in the order of their rows.
     """
 
     version: Literal[1] = 1
@@ -64,7 +64,7 @@ class Manifest(Settings):
 
     @classmethod
     def write(cls, folder: Path, format: Format, stored: Schema, files: Iterable[FileEntry]) -> None:  # noqa: A002
-        """Write the manifest of finished files, with their check sums."""
+        """Write the manifest of finished files, with their checksums."""
         plain = (one.model_dump(mode="json", exclude_none=True) for one in files)
         write_data_manifest(folder, format.to_dict(), stored.to_dict(), plain)
 
@@ -72,7 +72,7 @@ class Manifest(Settings):
         """Return the files.
 
         Raises:
-            DataError: one is missing, or its name leads out of the folder; a folder of Parquet holds others besides.
+            DataError: a file is missing or outside the folder; a Parquet folder contains unlisted files.
         """
         where, twice = str(folder / MANIFEST_FILE), set()
         paths: list[AnyPath] = []
@@ -93,18 +93,18 @@ class Manifest(Settings):
         return paths
 
     def _refuse_others(self, folder: AnyPath) -> None:
-        """Refuse Parquet files that the manifest does not list, which would be left out silently."""
+        """Refuse Parquet files that the manifest does not list, which would be ignored silently."""
         listed = {entry.name for entry in self.files}
         for file in sorted(one.name for one in folder.glob("*.parquet")):
             if file not in listed and not file.startswith((".", "_")):
                 raise DataError(
-                    "the folder holds a Parquet file that its manifest does not list", where=str(folder / file),
+                    "the folder contains a Parquet file that its manifest does not list", where=str(folder / file),
                     fix=f"remove the file; or, if it belongs to the data set, remove {MANIFEST_FILE}: then every "
-                    "Parquet file is read, without check sums",
+                    "Parquet file is read, without checksums",
                 )  # fmt: skip
 
     def verify(self, folder: AnyPath) -> int:
-        """Compare the check sum of every file; returns the bytes compared, without files that have none.
+        """Compare the checksum of every file; return the bytes compared, without files that have none.
 
         Raises:
             DataError: a file is missing, truncated or altered.

@@ -1,4 +1,4 @@
-"""A file as an array of bytes that the operating system reads as they are touched."""
+"""A memory-mapped file as an array of bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class MappedFile:
-    """A file that is not empty, mapped into memory to be read.
+    """A non-empty file, memory-mapped for reading.
 
     Example:
         >>> import tempfile
@@ -26,7 +26,7 @@ class MappedFile:
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
 
     def fetch(self, start: int, end: int) -> None:
-        """Have bytes read ahead, where the system takes such advice; does not wait."""
+        """Advise the system to prefetch a range of bytes, if it supports that; does not block."""
         if hasattr(mmap, "MADV_WILLNEED"):
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, first, end - first)

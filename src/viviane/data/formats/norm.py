@@ -1,4 +1,4 @@
-"""HugeCTR's Norm: binary files with a header, and rows of any number of keys a slot."""
+"""HugeCTR's Norm: binary files with a header, and any number of keys per slot in each row."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from viviane.schema import CategoricalColumn, Schema
 HEADER: Final = struct.Struct("<8q")
 """error_check, number_of_records, label_dim, dense_dim, slot_num, three reserved."""
 FIRST_HEADER: Final = struct.Struct("<4q")
-"""Of HugeCTR 2.0: number_of_records, label_dim, slot_num, reserved."""
-_WRAPPED: Final = 5  # bytes around a checked record: its length before, its check sum after
+"""Header of HugeCTR 2.0: number_of_records, label_dim, slot_num, reserved."""
+_WRAPPED: Final = 5  # bytes around a checked record: its length before it, its checksum after it
 
 
 class NormFormat(Format):
-    """HugeCTR's Norm. A row is float32 labels | float32 dense numbers | per slot: int32 nnz, nnz keys.
+    """HugeCTR's Norm. A row is float32 labels | float32 dense values | per slot: int32 nnz, nnz keys.
 
     Args:
-        check_sum: the header and every row carry a check sum (check_type Sum); else none (Non).
+        check_sum: the header and every row carry a checksum (check_type Sum); else none (Non).
         i64_input_key: keys of 8 bytes (int64) instead of 4 (uint32).
-        version: "2.0" is HugeCTR's first layout: a header of 32 bytes, int32 labels, keys of 8 bytes, no dense numbers
-            and no check sums, whatever the two options above say.
-        slot_sizes: HugeCTR's slot_size_array; None takes the columns' num_ids.
-        shifted_keys: keys are unique over all slots: an id plus the sizes of the slots before.
+        version: "2.0" is HugeCTR's first layout: a header of 32 bytes, int32 labels, keys of 8 bytes, no dense values
+            and no checksums, regardless of the two options above.
+        slot_sizes: HugeCTR's slot_size_array; None: the columns' num_ids.
+        shifted_keys: keys are unique over all slots: an id plus the sizes of the preceding slots.
         file_name: pattern of the names of files to write.
     """
 
@@ -54,25 +54,25 @@ class NormFormat(Format):
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a key."""
+        """Bytes per key."""
         return 8 if self.i64_input_key or self.version == "2.0" else 4
 
     @property
     def is_checked(self) -> bool:
-        """Whether the header and every row carry a check sum."""
+        """Whether the header and every row carry a checksum."""
         return self.check_sum and self.version != "2.0"
 
     def layout(self, schema: Schema) -> NormLayout:
-        """Return what one row holds."""
+        """Return the layout of one row."""
         numbers = len(schema.labels) + schema.num_dense
         return NormLayout(numbers, len(schema.categorical), self.key_bytes, self.is_checked)
 
     def files_at(self, path: Path) -> list[Path]:
-        """Return the files of a file list, or the one file that is no list; see Format."""
+        """Return the files of a file list, or the file itself if it is not a list; see Format."""
         if path.is_dir() and (path / FILE_LIST).exists():
             return read_file_list(path / FILE_LIST, inside=path)
         if not path.is_file():
-            raise DataError("no such Norm file or file list", where=str(path), fix="give a file list or a file")
+            raise DataError("Norm file or file list not found", where=str(path), fix="pass a file list or a file")
         return read_file_list(path) if is_file_list(path) else [path]
 
     def open(
@@ -85,8 +85,8 @@ class NormFormat(Format):
         """Refuse weights, and keys that do not fit; see Format."""
         if self.version == "2.0" and schema.num_dense:
             raise DataError(
-                "files of HugeCTR 2.0 have no dense numbers", where=f"column {schema.dense[0].name!r}",
-                fix='leave the dense columns out, or use version="2.1"',
+                "files of HugeCTR 2.0 have no dense columns", where=f"column {schema.dense[0].name!r}",
+                fix='remove the dense columns, or use version="2.1"',
             )  # fmt: skip
         check_slots(schema, slots_of(schema, self.slot_sizes, self.shifted_keys), self.key_bytes, "norm")
 
@@ -112,7 +112,7 @@ class NormFormat(Format):
                 if file is None or rows + count > rows_per_file:
                     close()
                     file, rows = (folder / self.file_name.format(len(files))).open("wb"), 0
-                    file.write(self.header(schema, 0))  # its number of rows follows when the file is closed
+                    file.write(self.header(schema, 0))  # the number of rows is written when the file is closed
                 file.write(pack(view, count, slots, self.layout(schema), whole_labels=self.version == "2.0").data)
                 rows += count
             if file is None:
@@ -135,7 +135,7 @@ class NormFormat(Format):
         return struct.pack("<i", len(content)) + content + bytes([sum(content) % 256]) if self.check_sum else content
 
     def expected(self, stored: Schema) -> tuple[tuple[str, int, int | None], ...]:
-        """Return name, place and value of the numbers of a header; None for the number of rows."""
+        """Return name, offset and value of each header field; the value is None for the number of rows."""
         labels, slots = len(stored.labels), len(stored.categorical)
         if self.version == "2.0":
             return ("number_of_records", 0, None), ("label_dim", 1, labels), ("slot_num", 2, slots)
@@ -146,7 +146,7 @@ class NormFormat(Format):
 
 
 class NormStorage(DatasetFiles):
-    """Norm files, whose rows are found by walking over them."""
+    """Norm files; rows have different lengths, so they are located by a sequential scan."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class NormStorage(DatasetFiles):
         self._slots = slots_of(stored, options.slot_sizes, options.shifted_keys)
         check_stored(stored, schema, str(files[0]))
         check_entries(files, self, entries)
-        self._starts: list[list[int]] = []  # byte of each group's first row, and the end of the file
+        self._starts: list[list[int]] = []  # byte offset of each group's first row, and the end of the file
         for number in range(len(files)):
             self._index(number, None if entries is None else entries[number].rows)
 
@@ -171,14 +171,14 @@ class NormStorage(DatasetFiles):
         rows, at = self._read_header(path)
         if wanted is not None and rows != wanted:
             raise DataError(
-                "the header has another number of rows than the manifest", where=f"{path}, byte 8", value=rows,
+                "the number of rows in the header differs from the manifest", where=f"{path}, byte 8", value=rows,
                 allowed=str(wanted), fix="copy or write the data set again",
             )  # fmt: skip
         starts = [at]
         for index, row in enumerate(range(0, rows, ROWS_PER_BLOCK)):
             count = min(ROWS_PER_BLOCK, rows - row)
             self.groups.append(RowGroup(number, index, row, count))
-            if row + count < rows:  # a long file: only a walk tells where its next group begins
+            if row + count < rows:  # a long file: only a scan finds the start of the next group
                 end = skip_records(self._data(number), starts[-1], count, self._layout)
                 if isinstance(end, Problem):
                     raise self._damage(number, row, end)
@@ -189,7 +189,7 @@ class NormStorage(DatasetFiles):
         self._starts.append([*starts, size])
 
     def _read_header(self, path: Path) -> tuple[int, int]:
-        """Return the number of rows and the byte of the first one."""
+        """Return the number of rows and the byte offset of the first one."""
         shape = FIRST_HEADER if self._options.version == "2.0" else HEADER
         wrapped = _WRAPPED if self._options.is_checked else 0
         with path.open("rb") as file:
@@ -203,8 +203,8 @@ class NormStorage(DatasetFiles):
             inner = content[4:-1]
             if struct.unpack_from("<i", content)[0] != shape.size or sum(inner) % 256 != content[-1]:
                 raise DataError(
-                    "the header's length or check sum is wrong", where=f"{path}, byte 0",
-                    fix="copy the file again; a file without check sums needs check_sum=False",
+                    "the header's length or checksum is wrong", where=f"{path}, byte 0",
+                    fix="copy the file again; a file without checksums needs check_sum=False",
                 )  # fmt: skip
             content = inner
         fields, rows, byte = shape.unpack(content), 0, 0
@@ -214,18 +214,18 @@ class NormStorage(DatasetFiles):
                 rows, byte = fields[index], place
             elif fields[index] != value:
                 raise DataError(
-                    f"the header's {name} is not what schema and format say",
+                    f"the header's {name} does not match the schema and the format",
                     where=f"{path}, byte {place}",
                     value=fields[index],
                     allowed=str(value),
                     fix="correct the schema or the format's options; or the file is damaged",
                 )
         if rows < 0:
-            raise DataError("the header counts a negative number of rows", where=f"{path}, byte {byte}", value=rows)
+            raise DataError("the header has a negative number of rows", where=f"{path}, byte {byte}", value=rows)
         smallest = 4 * (self._layout.num_numbers + self._layout.num_slots) + wrapped
         if rows * smallest > path.stat().st_size:
             raise DataError(
-                "the header counts more rows than fit into the file; it may be truncated", where=f"{path}, byte {byte}",
+                "the file is too small for the rows in its header; it may be truncated", where=f"{path}, byte {byte}",
                 value=rows, allowed=f"at most {path.stat().st_size // smallest} in {path.stat().st_size} bytes",
                 fix="copy the file again",
             )  # fmt: skip
@@ -243,7 +243,7 @@ class NormStorage(DatasetFiles):
 
     def _leftover(self, path: Path, end: int, size: int) -> DataError:
         return DataError(
-            "bytes follow the last row that the header counts", where=f"{path}, byte {end}",
+            "there are bytes after the last row of the header's count", where=f"{path}, byte {end}",
             value=f"{size - end} bytes", fix="copy the file again; or the schema or the width of keys is wrong",
         )  # fmt: skip
 
@@ -307,7 +307,7 @@ class NormStorage(DatasetFiles):
         if len(lengths) and (lengths.min() != 1 or lengths.max() != 1):
             row = int(np.argmax(lengths != 1))
             raise DataError(
-                "a one-hot column needs exactly one key a row", where=place.row(row), value=f"{lengths[row]} keys",
+                "a one-hot column needs exactly one key per row", where=place.row(row), value=f"{lengths[row]} keys",
                 fix='declare the column with kind "multi_hot"',
             )  # fmt: skip
         block.one_hot[rows, self.schema.one_hot.index(column)] = keys

@@ -1,4 +1,4 @@
-"""Rows as the bytes of a Norm file."""
+"""Conversion of rows to the bytes of a Norm file."""
 
 from __future__ import annotations
 

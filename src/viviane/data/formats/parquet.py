@@ -1,4 +1,4 @@
-"""Parquet files with the schema's own types: what the ETL writes."""
+"""Parquet files with the schema's types, as the ETL writes them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from viviane.data.plan import RowGroup
 from viviane.data.storage import DatasetFiles
 from viviane.schema import Schema
 
-# lz4 decodes two to three times as fast as zstd. Ids, labels and whole-number dense columns repeat and shrink
-# by dictionary; the small limit makes columns that do not repeat give it up early.
-# A page carries a check sum, so that a bit that flips in values is noticed when they are read.
+# lz4 decodes two to three times as fast as zstd. Ids, labels and integer-valued dense columns repeat and compress
+# with a dictionary; the small limit disables it early for columns that do not repeat.
+# Pages have checksums, so that flipped bits are detected on reading.
 ENCODING: Final[dict[str, Any]] = {
     "compression": "lz4",
     "dictionary_pagesize_limit": 65_536,
@@ -35,14 +35,14 @@ class ParquetStorage(DatasetFiles):
     unit: ClassVar[str] = "row group"
 
     def __init__(self, schema: Schema, files: Sequence[AnyPath], entries: Sequence[FileEntry] | None = None) -> None:
-        super().__init__(schema, cast("Sequence[Path]", files))  # remote files are read by the same names
+        super().__init__(schema, cast("Sequence[Path]", files))  # remote paths have the same interface
         check_entries(self.files, self, entries)
-        self._verified: set[RowGroup] = set()  # check sums of pages are compared once: it costs a fifth of decoding
+        self._verified: set[RowGroup] = set()  # page checksums are compared once: that takes a fifth of decoding
         for number, path in enumerate(self.files):
             with open_parquet(path, lambda found, where: check_columns(found, schema, where)) as file:
                 if entries is not None and file.metadata.num_rows != entries[number].rows:
                     raise DataError(
-                        "a file has another number of rows than the manifest says", where=str(path),
+                        "the number of rows of a file differs from the manifest", where=str(path),
                         value=file.metadata.num_rows, allowed=str(entries[number].rows),
                         fix="copy or write the data set again",
                     )  # fmt: skip
@@ -61,7 +61,7 @@ class ParquetFormat(Format):
     format: Literal["parquet"] = "parquet"
 
     def files_at(self, path: AnyPath) -> Sequence[AnyPath]:
-        """Return every *.parquet file of a folder, in order of names, but those that start with "." or "_"."""
+        """Return every *.parquet file of a folder, in order of names, except those that start with "." or "_"."""
         files = sorted(file for file in path.glob("*.parquet") if not file.name.startswith((".", "_")))
         if not files:
             raise DataError("the data set has no Parquet files", where=str(path), fix="write it with `viviane etl`")
@@ -74,7 +74,7 @@ class ParquetFormat(Format):
         return ParquetStorage(schema, files, entries)
 
     def schema_of(self, files: Sequence[AnyPath], schema: Schema) -> Schema:
-        """Return the schema without labels where the files have none of them: rows to predict; see Format."""
+        """Return the schema without labels if the files have no label: rows to predict; see Format."""
         if not schema.labels or not files:
             return schema
         with open_parquet(cast(Path, files[0]), lambda found, where: None) as file:
@@ -88,7 +88,7 @@ class ParquetFormat(Format):
         return kept
 
     def check_schema(self, schema: Schema) -> None:
-        """Parquet holds any schema."""
+        """Accept every schema."""
 
     def write(
         self, folder: Path, target: Path, schema: Schema, tables: Iterator[pa.Table], rows_per_file: int

@@ -1,4 +1,4 @@
-"""HugeCTR's Raw: one file without a header, one key a slot."""
+"""HugeCTR's Raw: one file without a header, one key per slot."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from viviane.schema import Schema
 
 
 class RawFormat(FixedRecordFormat):
-    """HugeCTR's Raw. A row is labels | dense numbers | one key of 4 bytes a slot; keys are ids of their own column.
+    """HugeCTR's Raw. A row is labels | dense values | one 4-byte key per slot; keys are ids of their own column.
 
     Args:
-        float_label_dense: labels and dense numbers are float32; else int32, where a dense k stands for ln(k + 1).
-        num_samples: rows that the file must have; without it, a file cut between two rows goes unnoticed.
+        float_label_dense: labels and dense values are float32; else int32, where a dense k means ln(k + 1).
+        num_samples: number of rows that the file must have; without it, truncation at a row boundary is not detected.
 
     Example:
         >>> schema = Schema(labels=[{"name": "y"}], categorical=[{"name": "c", "num_ids": 9}])
@@ -30,10 +30,10 @@ class RawFormat(FixedRecordFormat):
     num_samples: int | None = Field(default=None, ge=0)
 
     def record(self, schema: Schema) -> Record:
-        """Return what one record of these columns holds; see FixedRecordFormat."""
+        """Return the record layout of these columns; see FixedRecordFormat."""
         for column in schema.bags:
             raise SchemaError(
-                "raw holds one key a slot",
+                "raw needs one key per slot",
                 value=f"{column.name!r}, {column.kind}",
                 fix="use raw-async, norm or parquet",
             )

@@ -1,4 +1,4 @@
-"""HugeCTR's RawAsync: one file without a header, a fixed number of keys a slot."""
+"""HugeCTR's RawAsync: one file without a header, a fixed number of keys per slot."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from viviane.schema import Schema
 
 
 class RawAsyncFormat(FixedRecordFormat):
-    """HugeCTR's RawAsync. A row is labels, int32 | dense numbers | the keys of each slot, as many as max_length.
+    """HugeCTR's RawAsync. A row is labels, int32 | dense values | max_length keys of each slot.
 
     Args:
-        is_dense_float: dense numbers are float32; else int32, where k stands for ln(k + 1).
+        is_dense_float: dense values are float32; else int32, where k means ln(k + 1).
         i64_input_key: keys of 8 bytes instead of 4.
-        padding: id that fills bags shorter than max_length when they are written, and that is cut from their ends
-            when they are read; None: every bag has max_length ids.
-        num_samples: rows that the file must have; without it, a file cut between two rows goes unnoticed.
+        padding: id that fills bags shorter than max_length when writing, and is removed from the end of bags when
+            reading; None: every bag has max_length ids.
+        num_samples: number of rows that the file must have; without it, truncation at a row boundary is not detected.
 
     Example:
         >>> tags = {"name": "t", "num_ids": 9, "kind": "multi_hot", "max_length": 3}
@@ -35,11 +35,11 @@ class RawAsyncFormat(FixedRecordFormat):
     num_samples: int | None = Field(default=None, ge=0)
 
     def record(self, schema: Schema) -> Record:
-        """Return what one record of these columns holds; see FixedRecordFormat."""
+        """Return the record layout of these columns; see FixedRecordFormat."""
         for column in schema.bags:
             if column.max_length is None:
                 raise SchemaError(
-                    "raw-async holds a fixed number of keys a slot", value=column.name, fix="set its max_length"
+                    "raw-async needs a fixed number of keys per slot", value=column.name, fix="set its max_length"
                 )
         key_bytes = 8 if self.i64_input_key else 4
         check_slots(schema, slots_of(schema, None, False), key_bytes, "raw-async")

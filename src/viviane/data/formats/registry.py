@@ -1,4 +1,4 @@
-"""Formats by name."""
+"""The registry of formats by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS: Final[dict[str, type[Format]]] = {
 
 
 def named_format(given: str | Format) -> Format:
-    """Return a format from its name, with its default options, or as it was given.
+    """Return a format from its name, with its default options, or the format unchanged.
 
     Raises:
         ConfigError: no format has that name.
@@ -55,19 +55,19 @@ def guess_format(path: Path) -> Format:
     """Return the format of a path without a manifest: a folder of Parquet files, HugeCTR's folder, or a file list.
 
     Raises:
-        DataError: nothing stands at the path, or a file that does not say what it is.
+        DataError: the path does not exist, or is a file of unknown format.
     """
     if path.is_dir():
         return HugectrParquetFormat() if (path / METADATA_FILE).exists() else ParquetFormat()
     if not path.exists():
         raise DataNotFoundError(
-            "no such data set folder", where=str(path), fix="give the folder that holds schema.json"
+            "data set folder not found", where=str(path), fix="pass the folder that contains schema.json"
         )
     if not is_file_list(path):
         raise DataError(
-            "the file does not say what format it is in",
+            "the format of the file is unknown",
             where=str(path),
-            fix='name it: Dataset(path, schema, format="norm"), or on the command line --from norm',
+            fix='specify it: Dataset(path, schema, format="norm"), or on the command line --from norm',
         )
     files = read_file_list(path)
     return HugectrParquetFormat() if files[0].suffix == ".parquet" else NormFormat()

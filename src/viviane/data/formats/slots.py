@@ -1,6 +1,6 @@
 """HugeCTR's slots: each categorical column of a schema is one slot, in the schema's order.
 
-Where keys are unique over all slots, a key is the id plus the sizes of the slots before it (slot_size_array).
+If keys are unique over all slots, a key is the id plus the sizes of the preceding slots (slot_size_array).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def slots_of(schema: Schema, slot_sizes: Sequence[int] | None, shifted: bool) ->
 
     Args:
         schema: its categorical columns are the slots.
-        slot_sizes: HugeCTR's slot_size_array; None takes the columns' num_ids.
-        shifted: keys carry the sizes of the slots before.
+        slot_sizes: HugeCTR's slot_size_array; None: the columns' num_ids.
+        shifted: keys include the sizes of the preceding slots.
 
     Raises:
-        ConfigError: the number of sizes is not that of the columns, or a size is below the column's num_ids.
+        ConfigError: the number of sizes differs from the number of columns, or a size is below the column's num_ids.
 
     Example:
         >>> schema = Schema(categorical=[{"name": "a", "num_ids": 5}, {"name": "b", "num_ids": 7}])
@@ -41,7 +41,7 @@ def slots_of(schema: Schema, slot_sizes: Sequence[int] | None, shifted: bool) ->
     columns = schema.categorical
     sizes = [column.id_range for column in columns] if slot_sizes is None else list(slot_sizes)
     if len(sizes) != len(columns):
-        raise ConfigError("one size per slot", value=f"{len(sizes)} sizes", allowed=f"{len(columns)}, one a column")
+        raise ConfigError("there must be one size per slot", value=f"{len(sizes)} sizes", allowed=str(len(columns)))
     for column, size in zip(columns, sizes, strict=True):
         if size < column.id_range:
             raise ConfigError(
@@ -53,16 +53,16 @@ def slots_of(schema: Schema, slot_sizes: Sequence[int] | None, shifted: bool) ->
 
 
 def check_slots(schema: Schema, slots: Sequence[Slot], key_bytes: int, keeps: str) -> None:
-    """Refuse what no format of slots keeps: weights, and keys that are too wide.
+    """Refuse what formats with slots cannot store: weights, and keys that are too large.
 
     Raises:
-        SchemaError: naming the column.
+        SchemaError: a column cannot be stored; names it.
     """
     for name in (schema.sample_weight, *(column.weights for column in schema.categorical)):
         if name is not None:
             raise SchemaError(
-                f"{keeps} holds no weights", value=name,
-                fix="leave the column out: --columns, or schema.select; or use parquet or viviane",
+                f"{keeps} cannot store weights", value=name,
+                fix="omit the column with --columns or schema.select, or use parquet or viviane",
             )  # fmt: skip
     limit = 1 << (32 if key_bytes == 4 else 63)
     for slot in slots:

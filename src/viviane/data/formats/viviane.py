@@ -1,8 +1,8 @@
-"""Viviane's own format: blocks of rows that a batch is a plain slice of, mapped into memory.
+"""Viviane's own format: memory-mapped blocks of rows; a batch is a slice of a block.
 
-A data set is a folder: schema.json, info.json, manifest.json, and files `part-00000.rows, ...`, each some blocks one
-after another; `viviane.data.formats.block_layout` says where what stands. The manifest holds the rows, the ids and a
-check sum (CRC-32) of every block; it is written last. A block's check sum is compared when the block is first touched.
+A data set is a folder: schema.json, info.json, manifest.json, and files `part-00000.rows, ...`, each a sequence of
+blocks in the layout of `viviane.data.formats.block_layout`. The manifest lists the rows, the ids and a checksum
+(CRC-32) of every block; it is written last. A block's checksum is compared when the block is first read.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class VivianeFormat(Format):
 
     Args:
         layout: "rows": the one-hot ids are one matrix in the narrowest type that holds every column, and a batch is a
-            plain slice of it. "columns": each column in its own narrowest type; smaller files, slower from memory.
-        check_sums: "first": compare the check sum of a block when it is first touched; "never": trust the files.
+            slice of it. "columns": each column has its own narrowest type; smaller files, slower reads from memory.
+        check_sums: "first": compare the checksum of a block when it is first read; "never": trust the files.
     """
 
     format: Literal["viviane"] = "viviane"
@@ -42,7 +42,7 @@ class VivianeFormat(Format):
     check_sums: Literal["first", "never"] = "first"
 
     def files_at(self, path: Path) -> list[Path]:
-        """Refuse: only the manifest says what the files hold."""
+        """Raise an error: only the manifest describes the content of the files."""
         raise DataError("a data set in Viviane's format needs its manifest.json", where=str(path), fix="copy it again")
 
     def open(
@@ -54,7 +54,7 @@ class VivianeFormat(Format):
         return VivianeStorage(self, files, stored, schema, entries or ())
 
     def check_schema(self, schema: Schema) -> None:
-        """Viviane's format holds any schema."""
+        """Accept every schema."""
 
     def write(
         self, folder: Path, target: Path, schema: Schema, tables: Iterator[pa.Table], rows_per_file: int
@@ -104,7 +104,7 @@ def _name(number: int) -> str:
 
 
 class VivianeStorage(DatasetFiles):
-    """Files of Viviane's own format, mapped into memory when they are first read."""
+    """Files of Viviane's own format, memory-mapped when first read."""
 
     mapped = True
 
@@ -142,14 +142,14 @@ class VivianeStorage(DatasetFiles):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}, "_views": {}}  # a map would be pickled as all its bytes
+        return {**self.__dict__, "_maps": {}, "_views": {}}  # a memory map would be pickled with its complete content
 
     def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
         """Copy a block of the file; see DatasetFiles."""
         block.fill(self.view(group), start, group.num_rows, part)
 
     def view(self, group: RowGroup, memory: Memory | None = None) -> View:
-        """Return a block as it is stored in the file; the first time, its check sum is compared."""
+        """Return a block as stored in the file; its checksum is compared at the first call."""
         path = self.files[group.file]
         refuse_changed(path, self.stamps[group.file])
         view = self._views.get((group.file, group.index))
@@ -175,7 +175,7 @@ class VivianeStorage(DatasetFiles):
             found = zlib.crc32(data[entry.start : entry.start + size].data)
             if found != entry.crc32:
                 raise DataError(
-                    "the check sum of a block is wrong; the file is damaged",
+                    "the checksum of a block is wrong; the file is damaged",
                     where=f"{self.files[group.file]}, block {group.index}, bytes {entry.start} to {entry.start + size}",
                     value=f"{found:#010x}",
                     allowed=f"{entry.crc32:#010x}",
@@ -188,7 +188,7 @@ class VivianeStorage(DatasetFiles):
         return view
 
     def _check(self, group: RowGroup, column: LabelColumn | CategoricalColumn, view: View) -> None:
-        """Compare values with a schema that allows less than the one they were written by."""
+        """Compare values with a schema that allows fewer values than the schema of the files."""
         place = self.place(group, column.name)
         if isinstance(column, LabelColumn):
             checks.check_labels(_column(view.labels, self.schema.labels.index(column)), column, place)
@@ -259,7 +259,7 @@ def _view(stored: Schema, schema: Schema, arrays: dict[Any, NDArray[Any]]) -> Vi
 
 
 def _pieces(places: list[tuple[str, int, int, int]], arrays: dict[Any, NDArray[Any]]) -> Matrix:
-    """Return matrix columns as slices of sections: neighbours in the file are one piece."""
+    """Return matrix columns as slices of sections: adjacent columns of the file form one slice."""
     runs: list[tuple[int, str, int, int, int]] = []
     width = 0
     for kind, index, at, count in places:

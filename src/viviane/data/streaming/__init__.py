@@ -1,4 +1,4 @@
-"""Rows as they arrive: a Kafka topic as a data set for online training."""
+"""Streams: a Kafka topic as a data set for online training."""
 
 from viviane.data.streaming.kafka import KafkaStream, StreamReader
 

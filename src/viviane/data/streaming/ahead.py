@@ -1,7 +1,7 @@
-"""A thread that fetches and decodes messages ahead of the reader, a bounded number of rows, in the order of the log.
+"""A thread that prefetches and decodes messages for the reader: a bounded number of rows, in the order of the log.
 
-It knows nothing of batches: the reader takes rows from the queue and counts offsets as it delivers them, so that what
-lies in the queue is read again after a resume.
+It does not depend on batches: the reader takes rows from the queue and advances offsets as it yields them, so rows that
+are still in the queue are read again after a resume.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from viviane.data.streaming.topic import EndOfLog, Message, Topic
 
 POLL_S: Final = 0.25
 _MOST_MESSAGES: Final = 16_384
-_AHEAD: Final = 4  # batches whose rows may wait
-_PATIENCE_S: Final = 2.0  # longer than a look at brokers that answer
+_AHEAD: Final = 4  # maximum batches of rows in the queue
+_PATIENCE_S: Final = 2.0  # longer than a poll of responsive brokers
 _log = get_logger("streaming")
 
 
 class Rows:
-    """Decoded rows that are not delivered yet, of several messages.
+    """Decoded rows of several messages that have not been yielded yet.
 
     Args:
         view: all rows.
-        messages: where they come from.
-        counts: rows of each message.
-        taken: rows of each message that an earlier batch took.
+        messages: the messages of the rows.
+        counts: number of rows of each message.
+        taken: number of rows of each message that earlier batches took.
     """
 
     def __init__(self, view: View, messages: list[Message], counts: NDArray[np.int64], taken: list[int]) -> None:
@@ -50,14 +50,14 @@ class Rows:
         self.count = len(self._rows)
 
     def take(self, most: int) -> tuple[NDArray[np.int64], dict[int, Position]]:
-        """Return the next rows, and what then comes next in each partition they are of."""
+        """Return the next rows, and the next position of each of their partitions."""
         first, self.at = self.at, min(self.count, self.at + most)
         places: dict[int, Position] = {}
         start, stop = (int(np.searchsorted(self._ends, row, side="right")) for row in (first, self.at))
-        for number in range(start, stop):  # messages whose last row is among them
+        for number in range(start, stop):  # messages whose last row is taken
             places[self._messages[number].partition] = (self._messages[number].offset + 1, 0)
         before = int(self._ends[stop - 1]) if stop else 0
-        if self.at > before:  # some rows of the next one
+        if self.at > before:  # some rows of the next message
             message = self._messages[stop]
             places[message.partition] = (message.offset, int(self._taken[stop]) + self.at - before)
         return self._rows[first : self.at], places
@@ -65,7 +65,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of one look at the topic, in its order: rows, then partitions that ended, or an error."""
+    """The result of one poll of the topic: rows, then partitions that ended, or an error."""
 
     rows: Rows | None = None
     ended: frozenset[int] = frozenset()
@@ -74,20 +74,19 @@ class Found:
 
 
 class DecodeAhead:
-    """Fetches and decodes in a thread of its own; one consumer takes what was found, in order.
+    """Fetches and decodes in a separate thread; one consumer takes the results in order.
 
-    The thread waits while the queue holds rows of `_AHEAD` batches. An error ends it, and is the last thing found.
+    The thread waits while the queue holds rows of `_AHEAD` batches. An error ends the thread and is its last result.
 
     Args:
-        bounds: of the stream.
-        on_bad_message: "error" raises for a message that cannot be read, "skip" leaves it out.
-        topic: a connection that is used by nothing else from now on; closed by `close`.
-        decoder: of the messages.
-        places: where each partition is read from; rows of the first message may have been delivered.
-        batch_size: rows of a batch here.
-        bases: where each partition is counted from, for an order of messages that does not depend on when they come:
-            the partitions' messages by their distance from there, of equal ones the smaller partition's first. None:
-            in the order in which they come.
+        bounds: bounds of the stream.
+        on_bad_message: "error" raises for an unreadable message, "skip" skips it.
+        topic: a connection that is used only here from now on; `close` closes it.
+        decoder: decoder of the messages.
+        places: start position of each partition; some rows of its first message may have been yielded already.
+        batch_size: rows of a local batch.
+        bases: base offset of each partition, for an order of messages that does not depend on their arrival: by
+            distance from the base, then by partition. None: in arrival order.
     """
 
     def __init__(
@@ -113,14 +112,14 @@ class DecodeAhead:
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that are decoded and not taken yet."""
+        """Number of rows that are decoded and not taken yet."""
         return self._waiting_rows
 
     def next(self, seconds: float) -> Found | None:
-        """Return what was found next, or None after this many seconds.
+        """Return the next result, or None after this many seconds.
 
         Raises:
-            DataError, RemoteError: what the thread met, after everything that it found before.
+            DataError, RemoteError: the error of the thread, after all earlier results.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._found, seconds):
@@ -133,9 +132,9 @@ class DecodeAhead:
         return found
 
     def close(self) -> None:
-        """Stop the thread, wait for its last look at the topic, and leave the brokers.
+        """Stop the thread, wait for its last poll, and disconnect.
 
-        A thread that is asking brokers that do not respond is left to itself: it leaves when its retries are over.
+        A thread that waits for unresponsive brokers is not joined: it ends when its retries are exhausted.
         """
         with self._changed:
             self._closed = True
@@ -160,7 +159,7 @@ class DecodeAhead:
         self._topic.close()
 
     def _room(self) -> bool:
-        """Wait for room in the queue; False once it is closed."""
+        """Wait for space in the queue; return False once it is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting_rows < _AHEAD * self._batch_size)
             return not self._closed
@@ -173,7 +172,7 @@ class DecodeAhead:
             self._changed.notify_all()
 
     def _look(self) -> Found:
-        """Fetch messages, see which partitions end, and decode the rest."""
+        """Fetch messages, detect partitions that end, and decode the rest."""
         before = frozenset(self._open)
         messages = []
         wait = POLL_S if self._merge is None or not self._merge.is_ready else 0.0
@@ -197,7 +196,7 @@ class DecodeAhead:
         return Found(rows, before - self._open, self._skipped)
 
     def _decode(self, messages: list[Message]) -> Rows | None:
-        """Decode messages; rows of the first one of each partition that were delivered earlier are left out."""
+        """Decode messages; rows of the first one of each partition that were already yielded are skipped."""
         while messages:
             try:
                 view, counts = self._decoder.decode([one.value for one in messages])
@@ -220,8 +219,8 @@ class DecodeAhead:
         where = f"{self._bounds.path}, partition {message.partition}, offset {message.offset}"
         if self._on_bad_message == "error":
             raise DataError(
-                "a message cannot be read", where=where, value=error.cause,
-                fix='correct who writes them; on_bad_message="skip" leaves such messages out and counts them',
+                "a message cannot be decoded", where=where, value=error.cause,
+                fix='correct the producer, or set on_bad_message="skip", which skips and counts such messages',
             ) from error  # fmt: skip
         self._skipped += 1
-        _log.warning("left out a message that cannot be read: %s: %s", where, error.cause)
+        _log.warning("skipped a message that cannot be decoded: %s: %s", where, error.cause)

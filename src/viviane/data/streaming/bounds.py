@@ -1,4 +1,4 @@
-"""Where a stream begins and ends: offsets, times, or the beginning and end of the log."""
+"""The start and end of a stream: offsets, times, or the beginning and end of the log."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from viviane.data.streaming.topic import EndOfLog, Message, Topic
 
 Bound = str | int | datetime | Mapping[int, int]
 Position = tuple[int, int]
-"""The next message's offset, and how many of its rows were delivered."""
+"""Offset of the next message, and the number of its rows already yielded."""
 
 
 class StreamBounds:
     """The start and end of each partition of a topic.
 
     Args:
-        path: of the topic, for errors.
+        path: path of the topic, for errors.
         start: "beginning", "end", offsets by partition, or a time.
         end: None (endless), "now", offsets by partition, or a time.
 
     Raises:
-        ConfigError: a bound that is none of these.
+        ConfigError: a bound is none of these.
     """
 
     def __init__(self, path: str, start: Bound, end: Bound | None) -> None:
@@ -31,7 +31,7 @@ class StreamBounds:
         self.start, self.end = _bound(start, "start", ("beginning", "end")), _bound(end, "end", ("now",))
 
     def first_positions(self, topic: Topic) -> dict[int, Position]:
-        """Return where a new run begins in each partition."""
+        """Return the start position of a new run in each partition."""
         start = self.start
         if isinstance(start, Mapping):
             unknown = sorted(set(start) - set(topic.partitions))
@@ -45,14 +45,14 @@ class StreamBounds:
         return {one: (topic.bounds(one)[start == "end"], 0) for one in topic.partitions}
 
     def unfinished(self, topic: Topic, offsets: Mapping[int, int]) -> set[int]:
-        """Return the partitions that have messages before the end, or may get some."""
+        """Return the partitions that have messages before the end, or may receive some."""
         end = self.end
         if not isinstance(end, Mapping):
             return set(offsets)
         return {one for one, offset in offsets.items() if offset < end.get(one, 0)}
 
     def is_end(self, found: Message | EndOfLog) -> bool:
-        """Say whether what was found is beyond the end."""
+        """Return whether a message or end of log is beyond the end."""
         end = self.end
         if end is None:
             return False
@@ -64,7 +64,7 @@ class StreamBounds:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether all rows up to the end are there already, or will be waited for."""
+        """Whether the stream ends at given offsets or at a time that has passed."""
         return self.end == "now" or isinstance(self.end, Mapping) or self.is_over
 
     @property
@@ -80,7 +80,7 @@ def _bound(value: Bound | None, name: str, words: Sequence[str]) -> str | int | 
     if isinstance(value, Mapping):
         offsets = {int(partition): int(offset) for partition, offset in value.items()}
         if any(number < 0 for pair in offsets.items() for number in pair):
-            raise ConfigError(f"the stream's {name} has a negative number", value=str(offsets))
+            raise ConfigError(f"the stream's {name} has a negative offset", value=str(offsets))
         return offsets
     try:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else value
@@ -88,7 +88,7 @@ def _bound(value: Bound | None, name: str, words: Sequence[str]) -> str | int | 
             raise TypeError(f"{type(value).__name__}")
     except (ValueError, TypeError):
         raise ConfigError(
-            f"the stream's {name} is nothing that bounds it", value=str(value),
+            f"the stream's {name} is not a valid bound", value=str(value),
             allowed=", ".join((*words, "offsets by partition", "a time such as 2026-01-31T12:00:00+00:00")),
         ) from None  # fmt: skip
     return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)

@@ -1,4 +1,4 @@
-"""A Kafka topic as a data set, and the reader of its batches, whose offsets say exactly which message comes next."""
+"""A Kafka topic as a data set, and the reader of its batches, whose position is the offset of the next message."""
 
 from __future__ import annotations
 
@@ -27,45 +27,46 @@ from viviane.schema import Schema
 
 STATE_VERSION: Final = 1
 Exchange = Callable[[Sequence[int]], list[list[int]]]
-"""Gives the numbers of every process, in order of rank."""
+"""Gathers the values of all processes, in order of rank."""
 _MAX_WAIT_S: Final = 1.0
 _OPTIONS: Final = ("messages", "start", "end", "max_wait_s", "on_bad_message")
-_REMEMBERED: Final = 16  # batches that a consumer may take ahead of the one it works on
+_REMEMBERED: Final = 16  # maximum batches that a consumer prefetches
 
 
 class KafkaStream:
-    """Rows of a Kafka topic, for `Trainer.fit` and `Model.fit` in place of a data set.
+    """Rows of a Kafka topic, for `Trainer.fit` and `Model.fit` instead of a data set.
 
-    Offsets stand in the checkpoints of the run and are never committed to Kafka, so that a resumed run trains on
+    Offsets are stored in the checkpoints of the run and never committed to Kafka, so that a resumed run trains on
     exactly the next message.
 
-    A bounded stream, whose end is "now", offsets or a time that has passed, gives the same batches each time it is read
-    from and to the same offsets by the same number of processes, over stops and resumes too, however slow brokers or
-    processes are: messages of a process's partitions are put in order by their distance from where the partition
-    begins. With `max_wait_s` a batch may be cut short by the clock. "now" is the end of each partition when reading
-    comes to it, which is another one each time while messages are written.
+    A bounded stream, whose end is "now", offsets or a time that has passed, yields the same batches whenever it is read
+    between the same offsets by the same number of processes, also across stops and resumes, and regardless of the speed
+    of brokers and processes: messages are ordered by their distance from the start of their partition. With
+    `max_wait_s` the time may end a batch early. "now" is the end of each partition when reading reaches it, which
+    changes while messages are written.
 
-    Rows of other streams come as they arrive. `solver.shuffle` and `seed` have no effect, and an endless stream has one
-    epoch; it ends by `solver.max_steps`, a callback, Ctrl-C or SIGTERM. Partitions are shared among processes.
+    Other streams yield rows in arrival order. `solver.shuffle` and `seed` have no effect, and an endless stream has one
+    epoch; `solver.max_steps`, a callback, Ctrl-C or SIGTERM ends it. Processes share the partitions.
 
     Args:
-        servers: host:port of brokers, several with commas. User and password come from the environment:
+        servers: host:port of brokers, separated by commas. User and password are read from the environment:
             VIVIANE_KAFKA_USERNAME, VIVIANE_KAFKA_PASSWORD.
-        topic: its name.
-        schema: the columns of a row; left out where an ETL says it.
-        etl: a fitted ETL that messages of raw rows go through; its filters do not apply.
-        messages: "json": one object a message, a row; "arrow": an Arrow IPC stream a message, any number of rows.
-        start: of a new run: "beginning", "end", offsets by partition, or a time (datetime, or ISO text).
-        end: None is endless; "now": what is there when its end is reached; offsets by partition, the first one that is
-            not read; or a time.
-        max_wait_s: a batch that is not full is delivered this many seconds after its first row; None waits. By default
-            None for a bounded stream, 1 for others.
-        on_bad_message: "error", or "skip" leaves messages out that cannot be read, and counts and logs them.
-        settings: librdkafka's own, such as {"security.protocol": "SASL_SSL"}; no credentials.
+        topic: name of the topic.
+        schema: the columns of a row; omit it if an ETL is given.
+        etl: a fitted ETL that transforms messages of raw rows; its filters do not apply.
+        messages: "json": each message is an object, one row; "arrow": each message is an Arrow IPC stream of any
+            number of rows.
+        start: start of a new run: "beginning", "end", offsets by partition, or a time (datetime, or ISO text).
+        end: None is endless; "now": the end of the log when reading reaches it; offsets by partition, exclusive; or a
+            time.
+        max_wait_s: yield an incomplete batch this many seconds after its first row; None waits. By default None for a
+            bounded stream, 1 for others.
+        on_bad_message: "error", or "skip", which skips, counts and logs unreadable messages.
+        settings: librdkafka's settings, such as {"security.protocol": "SASL_SSL"}; no credentials.
 
     Raises:
-        ConfigError: a setting that cannot be.
-        SchemaError: neither schema nor ETL.
+        ConfigError: a setting is invalid.
+        SchemaError: neither a schema nor an ETL is given.
 
     Example:
         >>> stream = KafkaStream("localhost:9092", "clicks", Schema(dense=[{"name": "x"}]), end={0: 1000})
@@ -89,10 +90,10 @@ class KafkaStream:
     ) -> None:
         if "@" in servers:
             raise ConfigError(
-                "servers must not hold a user or a password", fix="set VIVIANE_KAFKA_USERNAME and _PASSWORD"
+                "servers must not contain a user or a password", fix="set VIVIANE_KAFKA_USERNAME and _PASSWORD"
             )
         if (schema is None) == (etl is None):
-            raise SchemaError("a stream takes the schema of its rows, or the ETL of its raw rows", where=topic)
+            raise SchemaError("a stream needs the schema of its rows, or the ETL of its raw rows", where=topic)
         if max_wait_s == "auto":
             max_wait_s = None if end == "now" or isinstance(end, Mapping) else _MAX_WAIT_S
         if max_wait_s is not None and not max_wait_s > 0:
@@ -112,10 +113,10 @@ class KafkaStream:
 
     @classmethod
     def from_url(cls, url: str, schema: Schema | None = None, *, etl: RowTransform | None = None) -> Self:
-        """Return the stream of a URL: kafka://host:9092/topic?start=end&max_wait_s=5.
+        """Create a stream from a URL: kafka://host:9092/topic?start=end&max_wait_s=5.
 
         Raises:
-            ConfigError: an unknown option.
+            ConfigError: an option is unknown.
 
         Example:
             >>> KafkaStream.from_url("kafka://a:9092,b:9092/clicks?end=now", Schema(dense=[{"name": "x"}])).servers
@@ -129,7 +130,7 @@ class KafkaStream:
                     "unknown option of a stream", where=parts.path, value=name, fix=suggest(name, _OPTIONS)
                 )
         if parts.scheme != "kafka" or not parts.netloc or not parts.path.strip("/"):
-            raise ConfigError("not the URL of a stream", value=parts.path, allowed="kafka://host:port/topic")
+            raise ConfigError("not a stream URL", value=parts.path, allowed="kafka://host:port/topic")
         if "max_wait_s" in options:
             options["max_wait_s"] = float(options["max_wait_s"])
         return cls(parts.netloc, parts.path.strip("/"), schema, etl=etl, **options)
@@ -138,11 +139,11 @@ class KafkaStream:
         return f"KafkaStream({self.path!r})"
 
     def connected(self, exchange: Exchange, stop: Callable[[], bool]) -> Self:
-        """Return this stream for processes that read it together, and that a request to stop may end.
+        """Return this stream for processes that read it together, with a request to stop.
 
         Args:
-            exchange: gives the numbers of every process, in order of rank.
-            stop: says whether the run is to end, though no batch is full.
+            exchange: gathers the values of all processes, in order of rank.
+            stop: returns whether the run should end before a batch is full.
         """
         other = copy.copy(self)
         other.exchange, other.stop = exchange, stop
@@ -152,13 +153,13 @@ class KafkaStream:
         self, batch_size: int, *, epoch: int = 0, drop_last: bool = False, max_batches: int | None = None,
         rank: int = 0, num_ranks: int = 1, **order: Any,
     ) -> StreamReader:  # fmt: skip
-        """Return a reader of this stream's batches; options about the order of rows mean nothing here."""
+        """Return a reader of this stream's batches; options for the order of rows are ignored."""
         del order  # shuffle, seed, threads: see the class docstring
         return StreamReader(
             self, batch_size, epoch=epoch, drop_last=drop_last, max_batches=max_batches, rank=rank, num_ranks=num_ranks
         )
 
-    # What the reader asks ---------------------------------------------------------------------------------
+    # Interface to the reader ------------------------------------------------------------------------------
 
     def connect(self) -> Topic:
         """Return a connection to the topic."""
@@ -166,22 +167,22 @@ class KafkaStream:
 
 
 class StreamReader:
-    """Iterates over batches of a topic from its current offsets on; made by `KafkaStream.reader`.
+    """Iterates over batches of a topic from its current offsets on; created by `KafkaStream.reader`.
 
-    A batch is delivered when it has its rows, or earlier: `max_wait_s` after its first row came. With an end, the
-    epoch ends there and the next one begins where this one did.
+    A batch is yielded when it is full, or `max_wait_s` after its first row arrived. With an end, the epoch ends there
+    and the next one begins where this one did.
 
     Args:
         stream: the topic.
         batch_size: rows of a batch, B, over all ranks.
-        epoch: which epoch to start with.
-        drop_last: leave out a last batch that is shorter than batch_size.
+        epoch: first epoch.
+        drop_last: skip a last batch that is shorter than batch_size.
         max_batches: end the epoch after this many batches.
-        rank, num_ranks: this reader takes the partitions p with p % num_ranks == rank, and its share of each batch.
+        rank, num_ranks: this reader reads the partitions p with p % num_ranks == rank, and its share of each batch.
 
     Raises:
-        ConfigError: several ranks without a way to agree, or a number out of range.
-        DataError, RemoteError: there is no such topic, or no broker responds.
+        ConfigError: several ranks without an exchange, or an argument is out of range.
+        DataError, RemoteError: the topic does not exist, or no broker responds.
     """
 
     def __init__(
@@ -192,8 +193,8 @@ class StreamReader:
             raise ConfigError("a batch needs a row for every rank", value=batch_size, allowed=f"{num_ranks} or more")
         if num_ranks > 1 and stream.exchange is None:
             raise ConfigError(
-                "ranks that share a stream have to agree on each batch",
-                fix="train with Trainer.fit or Model.fit; in a loop of your own, use stream.connected(...)",
+                "ranks that share a stream must synchronize each batch",
+                fix="train with Trainer.fit or Model.fit; in a custom loop, use stream.connected(...)",
             )
         self.stream, self.batch_size, self.drop_last, self.max_batches = stream, batch_size, drop_last, max_batches
         self.rank, self.num_ranks = rank, num_ranks
@@ -223,7 +224,7 @@ class StreamReader:
 
     @property
     def position(self) -> int:
-        """Batches of this epoch that were delivered."""
+        """Number of batches of this epoch that were yielded."""
         return self._delivered
 
     @property
@@ -249,7 +250,7 @@ class StreamReader:
         except BaseException:
             topic.close()
             raise
-        # A reader that is dropped, or stands at the end of the process, leaves no thread behind.
+        # A reader that is dropped, or alive at the end of the process, must not leave a thread behind.
         self._dropped = weakref.finalize(self, ahead.close)
         self._rest, self._open_ends = None, set(ahead.partitions)
         return self._batches(ahead)
@@ -264,7 +265,7 @@ class StreamReader:
                 count, parts = 0, [(self._decoder.empty(), np.empty(0, np.int64))]
             num_rows, ended, stops = self._agree(count, places)
             if stops:
-                self._places = before  # what was read and not delivered is read again
+                self._places = before  # rows that were read but not yielded are read again
                 return
             if num_rows == 0:
                 if ended:
@@ -282,11 +283,11 @@ class StreamReader:
         return f"{self.stream.path}, batch {self._delivered - 1} (before offsets {ends})"
 
     def _gather_rows(self, ahead: DecodeAhead) -> tuple[list[tuple[View, NDArray[np.int64]]], dict[int, Position]]:
-        """Collect rows of a batch until it is whole, `max_wait_s` is over, the stream ends or the run stops."""
+        """Collect rows of a batch until it is full, `max_wait_s` has passed, the stream ends or the run stops."""
         parts: list[tuple[View, NDArray[np.int64]]] = []
         places: dict[int, Position] = {}
         count, wait = 0, self.stream.max_wait_s
-        # alone, a batch's time begins with its first row; together, no rank makes the others wait for long
+        # one process: the wait begins with the first row; several: it begins now, so that no rank delays the others
         deadline = None if wait is None or self.num_ranks == 1 else time.monotonic() + wait
         while count < self._share and not self.stream.stop():
             if self._rest is None or self._rest.at == self._rest.count:
@@ -308,7 +309,7 @@ class StreamReader:
         return parts, places
 
     def _agree(self, count: int, places: dict[int, Position]) -> tuple[int, bool, bool]:
-        """Move on to the places of all ranks; returns rows of the whole batch, whether all ended, whether one stops."""
+        """Advance to the positions of all ranks; return global batch rows, whether all ended, whether one stops."""
         stops = self.stream.stop()
         if self.num_ranks == 1:
             if count:
@@ -329,7 +330,7 @@ class StreamReader:
     # Position ---------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the place as plain data: offsets of the next message of each partition, after recent batches."""
+        """Return the position as plain data: offsets of the next message of each partition, after recent batches."""
         after = {str(n): {str(p): list(place) for p, place in sorted(places.items())} for n, places in self._history}
         return {
             "version": STATE_VERSION, "topic": self.stream.topic, "topic_id": self.topic_id,
@@ -338,10 +339,10 @@ class StreamReader:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with exactly the message that would have come after `state` was taken.
+        """Continue with exactly the message after those yielded when `state` was called.
 
         Raises:
-            CheckpointError: the state is of another topic, or of one that was deleted and recreated.
+            CheckpointError: the state belongs to another topic, or the topic was deleted and recreated.
         """
         try:
             version, epoch, batches = state["version"], int(state["epoch"]), int(state["batches"])
@@ -351,18 +352,18 @@ class StreamReader:
             beginning = {int(partition): (int(place[0]), int(place[1])) for partition, place in begun.items()}
             known = {name: state[name] for name in ("topic", "topic_id", "messages")}
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise CheckpointError("not a position in a stream", value=str(error), fix="resume with the data set of "
+            raise CheckpointError("not a position of a stream", value=str(error), fix="resume with the data set of "
                                   "the run that was saved") from error  # fmt: skip
         wanted = {"topic": self.stream.topic, "messages": self.stream.messages, "topic_id": self.topic_id}
         for name, value in wanted.items():
             if known[name] != value and not (name == "topic_id" and None in (known[name], value)):
                 what = "topic, which was deleted and recreated since" if name == "topic_id" else name
                 raise CheckpointError(
-                    f"the saved position is of another {what}", where=self.stream.path, value=known[name],
+                    f"the saved position belongs to another {what}", where=self.stream.path, value=known[name],
                     allowed=str(value), fix="start a new run",
                 )  # fmt: skip
         if version != STATE_VERSION:
-            raise CheckpointError("a position of another version", value=version, allowed=str(STATE_VERSION))
+            raise CheckpointError("the position has an unsupported version", value=version, allowed=str(STATE_VERSION))
         self.close()
         self._beginning |= beginning
         self._epoch, self._delivered, self._places = epoch, batches, {**self._beginning, **places}
@@ -370,7 +371,7 @@ class StreamReader:
         self._history.append((batches, dict(self._places)))
 
     def close(self) -> None:
-        """Stop the thread that decodes, and leave the brokers; the position stays."""
+        """Stop the decoding thread and disconnect; the position is kept."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._dropped.detach()

@@ -1,4 +1,4 @@
-"""The messages of several partitions in an order that depends on their offsets alone, whenever they come."""
+"""The messages of several partitions in an order that depends only on their offsets, not on their arrival."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ if TYPE_CHECKING:
 
 
 class Merge:
-    """Holds messages back until those that stand before them are there.
+    """Buffers messages until all preceding ones have arrived.
 
-    The next message is that with the smallest distance from its partition's base, of equal ones that of the smaller
-    partition. It is known as soon as each partition has a message or has ended. A partition that is far ahead is
-    not fetched from until the others have caught up.
+    The next message is that with the smallest distance from its partition's base; on ties, that of the smaller
+    partition. It is known as soon as each partition has a message or has ended. A partition that is far in advance is
+    not fetched until the others have caught up.
 
     Args:
-        topic: of the partitions.
-        partitions: that have messages, or may get some.
-        bases: offset from which each is counted; unchanged when reading continues from later offsets.
-        most: messages to hold of a partition, and to give at a time.
+        topic: the topic.
+        partitions: partitions that have messages, or may receive some.
+        bases: base offset of each partition; unchanged when reading continues from later offsets.
+        most: maximum number of messages to buffer per partition, and to return per call.
     """
 
     def __init__(self, topic: Topic, partitions: Iterable[int], bases: Mapping[int, int], most: int) -> None:
         self._topic, self._bases, self._most = topic, bases, most
         self._waiting: dict[int, deque[Message]] = {one: deque() for one in partitions}
         self._fetching = set(self._waiting)
-        self._heads: list[tuple[int, int]] = []  # distance and partition of each one's next message
+        self._heads: list[tuple[int, int]] = []  # distance and partition of the next message of each
         self._paused: set[int] = set()
 
     @property
     def open(self) -> set[int]:
-        """The partitions with messages that were not given yet, or may come."""
+        """The partitions that have, or may receive, messages that were not returned yet."""
         return self._fetching | {one for one, messages in self._waiting.items() if messages}
 
     @property
@@ -43,7 +43,7 @@ class Merge:
         return bool(self._heads) and all(self._waiting[one] for one in self._fetching)
 
     def is_fetched(self, partition: int) -> bool:
-        """Whether a partition has ended, though messages of it may wait."""
+        """Whether a partition has ended; some of its messages may still be buffered."""
         return partition not in self._fetching
 
     def end(self, partition: int) -> None:
@@ -51,7 +51,7 @@ class Merge:
         self._fetching.discard(partition)
 
     def add(self, messages: Iterable[Message]) -> list[Message]:
-        """Take messages in, each partition's in order, and return those whose turn it is."""
+        """Add messages, ordered within each partition, and return those that are next."""
         for one in messages:
             waiting = self._waiting[one.partition]
             if not waiting:

@@ -1,4 +1,4 @@
-"""Messages to rows: JSON objects or Arrow IPC streams, checked by the schema, raw ones through a fitted ETL first."""
+"""Decoding of messages: JSON objects or Arrow IPC streams, transformed by a fitted ETL if raw, and checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCALARS: Final[dict[str, Any]] = {"float": pa.float64(), "int": pa.int64(), "st
 
 
 class RowTransform(Protocol):
-    """What turns raw rows into rows of a schema: a fitted ETL."""
+    """Interface of a fitted ETL: converts raw rows to rows of a schema."""
 
     @property
     def config(self) -> Any:
@@ -30,17 +30,17 @@ class RowTransform(Protocol):
 
     @property
     def schema(self) -> Schema:
-        """Of the rows that come out."""
+        """Schema of the result."""
 
     def transform_table(self, raw: pa.Table) -> pa.Table:
         """Return every row, in order."""
 
 
 class BadMessageError(DataError):
-    """One message of several cannot be read; `index` says which."""
+    """One of several messages cannot be decoded; `index` is its position."""
 
     def __init__(self, index: int, cause: str) -> None:
-        super().__init__("a message cannot be read", value=cause)
+        super().__init__("a message cannot be decoded", value=cause)
         self.index, self.cause = index, cause
 
 
@@ -48,9 +48,10 @@ class MessageDecoder:
     """Decodes the values of messages.
 
     Args:
-        kind: "json": one object a message, a row; "arrow": an Arrow IPC stream a message, any number of rows.
-        schema: of the rows.
-        etl: a fitted ETL, where messages hold raw rows.
+        kind: "json": each message is an object, one row; "arrow": each message is an Arrow IPC stream of any number of
+            rows.
+        schema: schema of the rows.
+        etl: a fitted ETL, if messages contain raw rows.
 
     Example:
         >>> decoder = MessageDecoder("json", Schema(labels=[{"name": "y"}], dense=[{"name": "x"}]))
@@ -68,10 +69,10 @@ class MessageDecoder:
         self._json_types = pa.schema([(one.name, _in_json(one.type)) for one in self._types])
 
     def decode(self, values: Sequence[bytes | None]) -> tuple[View, NDArray[np.int64]]:
-        """Return the rows of messages, one after another, and how many rows each message has.
+        """Return the rows of messages, concatenated, and the number of rows of each message.
 
         Raises:
-            BadMessageError: naming the first message that cannot be read.
+            BadMessageError: a message cannot be decoded; names the first one.
         """
         try:
             return self._decode(values)
@@ -86,7 +87,7 @@ class MessageDecoder:
             raise
 
     def empty(self) -> View:
-        """Return no rows."""
+        """Return a view without rows."""
         block = Block(self.schema, 0, 1)
         table = pa.schema(list(arrow_types(self.schema).items())).empty_table()
         decode_table(table, lambda name: CellLocation("no message", 0, 0, name, "message"), self.schema, block, 0, 0)
@@ -108,7 +109,7 @@ class MessageDecoder:
     def _json(self, values: list[bytes]) -> tuple[pa.Table, NDArray[np.int64]]:
         from pyarrow import json
 
-        # a line end inside JSON is white space: in strings it stands escaped
+        # a newline inside JSON is white space: in strings it is escaped
         lines = b"\n".join(value.replace(b"\n", b" ").replace(b"\r", b" ") for value in values)
         options = json.ParseOptions(explicit_schema=self._json_types, unexpected_field_behavior="ignore")
         reading = json.ReadOptions(use_threads=False, block_size=max(1 << 20, 2 * len(lines)))
@@ -130,12 +131,12 @@ class MessageDecoder:
 
 
 def _in_json(kind: Any) -> Any:
-    """Return a type without the length of its lists, which JSON does not hold; rows are checked for it later."""
+    """Return a type without fixed list lengths, which JSON does not have; lengths are checked later."""
     return pa.list_(kind.value_type) if pa.types.is_fixed_size_list(kind) else kind
 
 
 def _raw_types(columns: Sequence[Any]) -> pa.Schema:
-    """Return the types of raw columns in JSON; lists that stand as text keep it."""
+    """Return the types of raw columns in JSON; columns of lists as text stay text."""
     fields = []
     for column in columns:
         kind = _SCALARS.get(column.type, pa.string())

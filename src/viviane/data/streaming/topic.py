@@ -1,4 +1,4 @@
-"""A Kafka topic as a client sees it: partitions, messages from given offsets on, and what ends or breaks it."""
+"""A client of a Kafka topic: partitions, messages from given offsets on, ends of logs and failures."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Message:
     """One message.
 
     Args:
-        partition, offset: its place in the topic.
-        time_ms: when it was written, milliseconds since 1970; -1 where the topic keeps no times.
-        value: its content; None for a deletion mark.
+        partition, offset: its position in the topic.
+        time_ms: when it was written, milliseconds since 1970; -1 if the topic has no timestamps.
+        value: its content; None for a tombstone.
     """
 
     partition: int
@@ -41,17 +41,17 @@ class Message:
 
 @dataclass(frozen=True)
 class EndOfLog:
-    """A partition has no message beyond `offset` at present."""
+    """A partition currently has no message from `offset` on."""
 
     partition: int
     offset: int
 
 
 def client_settings(servers: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return librdkafka's settings; user and password come from the environment alone.
+    """Return librdkafka's settings; user and password are read only from the environment.
 
     Raises:
-        ConfigError: a credential among the settings.
+        ConfigError: the settings contain a credential.
 
     Example:
         >>> client_settings("localhost:9092", {"fetch.min.bytes": 1})["fetch.min.bytes"]
@@ -60,7 +60,7 @@ def client_settings(servers: str, settings: Mapping[str, Any]) -> dict[str, Any]
     for name in settings:
         if any(word in name for word in _SECRET_WORDS):
             raise ConfigError(
-                "credentials must not stand in settings, which end up in files and logs", where=name,
+                "credentials must not be in settings, which are written to files and logs", where=name,
                 fix=f"set {USER_VARIABLE} and {PASSWORD_VARIABLE} in the environment",
             )  # fmt: skip
     made: dict[str, Any] = {"log_level": 0, **settings, "bootstrap.servers": servers}
@@ -71,16 +71,16 @@ def client_settings(servers: str, settings: Mapping[str, Any]) -> dict[str, Any]
 
 
 class Topic:
-    """A connection to a topic's brokers; it never commits offsets there.
+    """A connection to a topic's brokers; it never commits offsets.
 
     Args:
-        servers: host:port, several with commas.
-        name: of the topic.
-        settings: of librdkafka, besides.
+        servers: host:port, separated by commas.
+        name: name of the topic.
+        settings: additional librdkafka settings.
 
     Raises:
         RemoteError: no broker responds, after retries.
-        DataError: there is no such topic.
+        DataError: the topic does not exist.
     """
 
     def __init__(self, servers: str, name: str, settings: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ class Topic:
         silent.setLevel(logging.CRITICAL)
         self._consumer: Any = self._kafka.Consumer(
             {
-                "group.id": "viviane",  # asked for by the client; no group is joined
+                "group.id": "viviane",  # required by the client; no group is joined
                 **self._settings,
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
@@ -117,27 +117,27 @@ class Topic:
             except self._kafka.KafkaException as error:
                 raise OSError(str(error.args[0])) from error
 
-        found = retried(request, self.url, "asking the brokers").topics[self.name]
+        found = retried(request, self.url, "querying the brokers").topics[self.name]
         if found.error is not None or not found.partitions:
             raise self._gone(str(found.error))
         return sorted(found.partitions)
 
     def _topic_id(self) -> str | None:
-        """Return the id of this topic, which a later one of the same name does not have; None for old brokers."""
+        """Return the id of this topic, which changes if it is recreated; None for old brokers."""
         admin = require("confluent_kafka.admin", extra="kafka", purpose="reading a Kafka topic")
         try:
             client = admin.AdminClient(self._settings)
             requests = client.describe_topics(self._kafka.TopicCollection([self.name]), request_timeout=timeout_s())
             return str(requests[self.name].result().topic_id)
         except self._kafka.KafkaException as error:
-            _log.info("%s: the brokers give no topic id: %s", self.url, error)
+            _log.info("%s: the brokers return no topic id: %s", self.url, error)
             return None
 
     def start(self, offsets: Mapping[int, int]) -> None:
-        """Read partitions from given offsets on.
+        """Start reading partitions at given offsets.
 
         Raises:
-            DataError: messages at these offsets are gone.
+            DataError: messages at these offsets no longer exist.
         """
         wanted = []
         for partition, offset in offsets.items():
@@ -150,13 +150,13 @@ class Topic:
         self._heard = time.monotonic()
 
     def offsets_at(self, time_ms: int, partitions: Sequence[int]) -> dict[int, int | None]:
-        """Return the offset of each partition's first message at or after a time; None where there is none yet."""
+        """Return the offset of each partition's first message at or after a time; None if there is none yet."""
         places = [self._kafka.TopicPartition(self.name, partition, time_ms) for partition in partitions]
         found = self._requests(lambda: self._consumer.offsets_for_times(places, timeout=timeout_s()))
         return {one.partition: one.offset if one.offset >= 0 else None for one in found}
 
     def bounds(self, partition: int) -> tuple[int, int]:
-        """Return the offsets of the first message there is and of the next one to be written."""
+        """Return the offsets of the first existing message and of the next one to be written."""
         place = self._kafka.TopicPartition(self.name, partition)
         low, high = self._requests(lambda: self._consumer.get_watermark_offsets(place, timeout=timeout_s()))
         return int(low), int(high)
@@ -168,14 +168,14 @@ class Topic:
             except self._kafka.KafkaException as error:
                 raise OSError(str(error.args[0])) from error
 
-        return retried(requests, self.url, "asking the brokers")
+        return retried(requests, self.url, "querying the brokers")
 
     def poll(self, most: int, seconds: float) -> list[Message | EndOfLog]:
         """Return up to this many messages, as soon as there are some, or none after this many seconds.
 
         Raises:
             RemoteError: no broker has responded for a while, after retries.
-            DataError: the topic was deleted, or the next message is no longer there.
+            DataError: the topic was deleted, or the next message no longer exists.
         """
         found: list[Message | EndOfLog] = []
         for one in self._consumer.consume(most, seconds):
@@ -189,13 +189,13 @@ class Topic:
         if found:
             self._heard = time.monotonic()
         elif time.monotonic() - self._heard > _IDLE_S:
-            self._look_up()  # silence: the topic is quiet, or the brokers are gone,
-            self._check_places()  # or its messages went back to smaller offsets
+            self._look_up()  # no messages: the topic is idle, or the brokers are unreachable,
+            self._check_places()  # or the topic was recreated with smaller offsets
             self._heard = time.monotonic()
         return found
 
     def _check_places(self) -> None:
-        """Compare the next offsets with the ends that fetching has told: not every broker refuses one beyond the end.
+        """Compare the next offsets with the known ends of partitions: not every broker refuses offsets beyond the end.
 
         Raises:
             DataError: a partition ends before the next message.
@@ -213,30 +213,30 @@ class Topic:
         if name in _REWOUND:
             raise self._rewound(message.partition(), message.offset(), error.str())
         if error.retriable() or name in ("_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT"):
-            return  # the client tries again; silence is looked into by poll
+            return  # the client retries; poll handles missing messages
         raise RemoteError("the topic cannot be read", where=self.url, value=str(error))
 
     def stop(self, partition: int) -> None:
-        """Fetch no more of a partition."""
+        """Stop fetching a partition."""
         self._consumer.pause([self._kafka.TopicPartition(self.name, partition)])
 
     def resume(self, partition: int) -> None:
-        """Fetch a partition again that was stopped."""
+        """Resume fetching a partition."""
         self._consumer.resume([self._kafka.TopicPartition(self.name, partition)])
 
     def close(self) -> None:
-        """Leave the brokers."""
+        """Disconnect."""
         self._consumer.close()
 
     def _gone(self, text: str) -> DataError:
         return DataError(
-            "there is no such topic; it was deleted, or never made", where=self.url, value=text,
-            fix="make the topic, or check its name",
+            "the topic does not exist; it was deleted or never created", where=self.url, value=text,
+            fix="create the topic, or check its name",
         )  # fmt: skip
 
     def _rewound(self, partition: int, offset: int, text: str) -> DataError:
         return DataError(
             "the next message is not in the topic: it was removed, or the topic was recreated",
             where=f"{self.url}, partition {partition}", value=f"offset {offset}; {text}",
-            fix="keep messages for longer than a run may stand still; start a new run with `start`",
+            fix="increase the retention of the topic beyond the longest pause of a run; start a new run with `start`",
         )  # fmt: skip

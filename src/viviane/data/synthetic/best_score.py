@@ -1,4 +1,4 @@
-"""The best score that any model can reach, from the true probabilities."""
+"""The best score that any model can reach, given the true probabilities."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def best_auc(probabilities: NDArray[np.float64]) -> float:
 
         AUC = sum_ij p_i (1 - p_j) ([p_i > p_j] + [p_i = p_j] / 2) / (sum_i p_i  sum_j (1 - p_j))
 
-    No scorer does better in expectation (Neyman-Pearson); labels are integrated out, so the figure has less
+    No scorer does better in expectation (Neyman-Pearson); labels are integrated out, so the value has less
     noise than one measured on drawn labels.
 
-    Returns: NaN where one class has no probability.
+    Returns: NaN if one class has probability 0.
 
     Example:
         >>> round(best_auc(np.array([0.1, 0.9] * 500)), 3)

@@ -1,4 +1,4 @@
-"""What synthetic data looks like."""
+"""Settings of synthetic data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SyntheticBag(Settings):
     """A multi-hot or sequence column.
 
     Args:
-        name: the Parquet column; weights stand in `<name>_weight`.
+        name: the Parquet column; weights are in `<name>_weight`.
         cardinality: number of distinct values.
-        hotness: lengths are drawn evenly from the first to the second number; 0 makes empty bags.
+        hotness: lengths are uniform between the two numbers, inclusive; 0 allows empty bags.
         kind: "multi_hot" or "sequence".
         weighted: give each id of a multi-hot column a weight in (0.5, 1.5).
     """
@@ -35,7 +35,7 @@ class SyntheticBag(Settings):
         low, high = self.hotness
         if not 0 <= low <= high or high < 1:
             raise ValueError(
-                f"hotness of {self.name!r} must be two rising numbers, the second at least 1: {low}, {high}"
+                f"hotness of {self.name!r} must be two ascending numbers, the second at least 1: {low}, {high}"
             )
         if self.weighted and self.kind == "sequence":
             raise ValueError(f"the sequence column {self.name!r} takes no weights; make it multi_hot")
@@ -51,17 +51,17 @@ class SyntheticConfig(Settings):
     """Columns, frequencies and the planted model of synthetic click data.
 
     Args:
-        rows: how many.
+        rows: number of rows.
         num_dense: dense columns I1, I2, ...: logarithms of heavy-tailed counts.
-        num_categorical: one-hot columns C1, C2, ...; None takes the number of cardinalities, else 26.
+        num_categorical: one-hot columns C1, C2, ...; None: the number of cardinalities, or 26 without them.
         cardinalities: distinct values of each one-hot column.
-        cardinality_range: without cardinalities, they are spread evenly in logarithm over this range.
+        cardinality_range: without cardinalities, they are spaced logarithmically over this range.
         alpha: exponent of the power law of key frequencies, p(rank) ~ rank^-alpha; 0 is uniform.
         bags: multi-hot and sequence columns.
-        click_rate: share of positive labels.
-        signal: standard deviation of the planted logit; 0 makes labels pure noise (best AUC 0.5).
-        missing_dense, missing_categorical: share of missing values.
-        seed: chooses the planted model and the rows.
+        click_rate: fraction of positive labels.
+        signal: standard deviation of the planted logit; with 0 labels are pure noise (best AUC 0.5).
+        missing_dense, missing_categorical: fraction of missing values.
+        seed: seed of the planted model and the rows.
 
     Example:
         >>> SyntheticConfig(num_categorical=3, cardinality_range=(10, 1000)).sizes
@@ -89,7 +89,7 @@ class SyntheticConfig(Settings):
         low, high = self.cardinality_range
         bounds = (low, high) if given is None else given
         if any(not 1 <= size <= MAX_CARDINALITY for size in bounds) or low > high:
-            raise ValueError(f"cardinalities must be between 1 and {MAX_CARDINALITY}, ranges rising")
+            raise ValueError(f"cardinalities must be between 1 and {MAX_CARDINALITY}, ranges ascending")
         if self.num_dense + len(self.sizes) + len(self.bags) == 0:
             raise ValueError("at least one dense or categorical column is needed")
         self.to_schema()  # refuses a bag whose name is taken
@@ -105,7 +105,7 @@ class SyntheticConfig(Settings):
         return tuple(round(float(size)) for size in np.geomspace(low, high, count))
 
     def to_schema(self) -> Schema:
-        """Return the schema of the Parquet form."""
+        """Return the schema of the Parquet files."""
         one_hot = [{"name": f"C{i}", "num_ids": size + RESERVED.first} for i, size in enumerate(self.sizes, 1)]
         bags = [
             {

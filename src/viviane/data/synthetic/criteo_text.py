@@ -1,6 +1,6 @@
 """Chunks as text in the layout of the Criteo logs.
 
-A line is  label \\t 13 whole numbers \\t 26 categories of 8 hexadecimal digits,  missing values empty.
+A line is  label \\t 13 integers \\t 26 categories of 8 hexadecimal digits,  missing values empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data as HugeCTR's DataGenerator makes it: the same parameters, files and distributions, and labels without a signal.
+"""Data like HugeCTR's DataGenerator: the same parameters, files and distributions, and labels without a signal.
 
 For data with a best reachable AUC use `viviane.data.synthetic.generate`.
 """
@@ -34,25 +34,25 @@ class DataGeneratorConfig(Settings):
     """HugeCTR's DataGeneratorParams.
 
     Args:
-        format: of the files.
+        format: format of the files.
         label_dim, dense_dim, num_slot: columns of each kind.
         i64_input_key: keys of 8 bytes instead of 4.
         source, eval_source: file lists to write (norm, parquet), or files (raw, raw-async). Lists name files
             `train/gen_<i>.data` and `val/gen_<i>.data`, or .parquet, next to the list.
-        slot_size_array: different keys of each slot.
-        nnz_array: keys of each slot in a row; empty: one each. In norm and raw-async exactly this many, in Parquet 1 to
-            this many where it is above 1.
-        check_type: "Sum": norm files carry check sums; "Non": none.
-        dist_type: of the keys.
+        slot_size_array: number of distinct keys per slot.
+        nnz_array: keys per row of each slot; empty: one each. In norm and raw-async exactly this many, in Parquet
+            between 1 and this many.
+        check_type: "Sum": norm files have checksums; "Non": none.
+        dist_type: distribution of the keys.
         power_law_type: "Long" (alpha 0.9), "Medium" (1.1), "Short" (1.3), or "Specific": `alpha`.
         alpha: exponent of the power law.
-        num_files, eval_num_files, num_samples_per_file: rows of norm and Parquet.
+        num_files, eval_num_files, num_samples_per_file: files and rows of norm and Parquet.
         num_samples, eval_num_samples: rows of raw and raw-async.
-        float_label_dense: raw: labels and dense numbers are float32 instead of int32.
-        seed: chooses the rows.
+        float_label_dense: raw: labels and dense values are float32 instead of int32.
+        seed: seed of the rows.
 
-    Labels and dense numbers are drawn evenly from (0, 1) where they are real; where they are whole, labels are 0 or 1,
-    and dense counts are below 1000.
+    Float labels and dense values are uniform in (0, 1); integer labels are 0 or 1, and integer dense counts are below
+    1000.
     """
 
     format: Literal["norm", "parquet", "raw", "raw-async"]
@@ -81,14 +81,14 @@ class DataGeneratorConfig(Settings):
         for name in ("slot_size_array", "nnz_array"):
             values = getattr(self, name)
             if (values or name == "slot_size_array") and (len(values) != self.num_slot or min(values) < 1):
-                raise ValueError(f"{name} needs {self.num_slot} numbers of at least 1, one a slot: {values}")
+                raise ValueError(f"{name} needs {self.num_slot} numbers of at least 1, one per slot: {values}")
         if self.format == "raw" and max(self.hotness) > 1:
-            raise ValueError("raw holds one key a slot; take raw-async for more")
+            raise ValueError("raw supports one key per slot; use raw-async for more")
         return self
 
     @property
     def hotness(self) -> tuple[int, ...]:
-        """Keys of each slot."""
+        """Keys per row of each slot."""
         return self.nnz_array or (1,) * self.num_slot
 
     @property
@@ -98,12 +98,12 @@ class DataGeneratorConfig(Settings):
 
     @property
     def whole_labels(self) -> bool:
-        """Whether labels are 0 and 1; else real numbers."""
+        """Whether labels are the integers 0 and 1; otherwise floats."""
         return self.format == "raw-async" or (self.format == "raw" and not self.float_label_dense)
 
     @property
     def whole_dense(self) -> bool:
-        """Whether dense numbers are counts k, read as ln(k + 1); else real numbers."""
+        """Whether dense values are counts k, read as ln(k + 1); otherwise floats."""
         return self.format in ("raw", "raw-async") and not self.float_label_dense
 
     def to_schema(self) -> Schema:
@@ -146,8 +146,8 @@ def generate_like_hugectr(config: DataGeneratorConfig, *, overwrite: bool = Fals
     """Write training and evaluation data as HugeCTR's DataGenerator does, and open them.
 
     Args:
-        config: what to write.
-        overwrite: replace what is there.
+        config: the data to write.
+        overwrite: replace existing output.
 
     Raises:
         ConfigError: the output exists.
@@ -172,7 +172,7 @@ def generate_like_hugectr(config: DataGeneratorConfig, *, overwrite: bool = Fals
     outputs = [*sources, *(folders if config.format in ("norm", "parquet") else [])]
     for path in outputs:
         if path.exists() and not overwrite:
-            raise ConfigError("the output exists", where=str(path), fix="choose another, or pass overwrite")
+            raise ConfigError("the output exists", where=str(path), fix="choose another, or pass overwrite=True")
     train, valid = (
         _write(config, source, folder, rows) for source, folder, rows in zip(sources, folders, planned, strict=True)
     )

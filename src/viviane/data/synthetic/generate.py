@@ -1,4 +1,4 @@
-"""Write synthetic data: a Parquet data set, or raw text that still needs an ETL."""
+"""Writing synthetic data: a Parquet data set, or raw text as input of an ETL."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Generated:
-    """What was written.
+    """Description of the written data.
 
     Args:
         path: the data set folder or the text file.
-        rows: how many.
+        rows: number of rows.
         best_auc: expected AUC of the true probabilities: no model does better.
         best_log_loss: their log loss, in nats.
         click_rate: mean probability.
-        seconds: wall clock.
+        seconds: elapsed seconds.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class Generated:
 
 
 class _Truth:
-    """Collects every k-th true probability, at most SCORED_ROWS of them, and counts missing values."""
+    """Collects every k-th true probability, at most SCORED_ROWS, and counts missing values."""
 
     def __init__(self, config: SyntheticConfig) -> None:
         self._step = max(1, -(-config.rows // SCORED_ROWS))
@@ -69,7 +69,7 @@ class _Truth:
 
     @cached_property
     def summary(self) -> dict[str, float | None]:
-        """Scores over the rows so far; asked for once all are there."""
+        """Return the scores of the rows so far; called after all rows were added."""
         scored = np.concatenate(self._scored) if self._scored else np.zeros(0)
         rate = float(scored.mean()) if len(scored) else float("nan")
         figures = {"best_auc": best_auc(scored), "best_log_loss": best_log_loss(scored), "click_rate": rate}
@@ -101,7 +101,7 @@ def generate(
 ) -> Generated:
     """Write synthetic click data; memory stays bounded regardless of the number of rows.
 
-    The same config and part give the same bytes, regardless of num_threads. Parts share the planted model and
+    The bytes depend only on config and part, not on num_threads. Parts share the planted model and
     differ in their rows.
 
     Args:
@@ -109,10 +109,10 @@ def generate(
         path: "parquet": a data set folder; "criteo": a text file, compressed if it ends in .gz, with
             `<path>.info.json` next to it.
         part: "train", "valid" or any other name.
-        overwrite: replace what is there.
+        overwrite: replace existing output.
 
     Raises:
-        ConfigError: the path exists, an unknown format, or bags in the text format.
+        ConfigError: the path exists, the format is unknown, or the text format has bags.
 
     Example:
         >>> import tempfile
@@ -128,7 +128,7 @@ def generate(
         raise ConfigError("too few threads", value=num_threads, allowed="num_threads >= 1")
     tidy(target)
     if target.exists() and not overwrite:
-        raise ConfigError("the output exists", where=str(target), fix="choose another, or pass overwrite")
+        raise ConfigError("the output exists", where=str(target), fix="choose another, or pass overwrite=True")
     start = time.perf_counter()
     truth = _Truth(config)
     if format == "parquet":
@@ -138,14 +138,14 @@ def generate(
         write_dataset(target, schema, tables, info=lambda: truth.info(config, part), overwrite=overwrite)
     else:
         if config.bags:
-            raise ConfigError("the criteo text has no bags", value=[bag.name for bag in config.bags], fix="use parquet")
+            raise ConfigError("criteo text has no bags", value=[bag.name for bag in config.bags], fix="use parquet")
         gz = target.suffix == ".gz"
         pieces = _chunks(config, part, num_threads, truth, lambda c: chunk_text(c, config.seed, gz))
         info = target.with_name(f"{target.name}.info.json")
         with replace_file(target, overwrite=overwrite) as work:
             with work.open("wb") as file:
                 file.writelines(pieces)
-            info.unlink(missing_ok=True)  # figures of another text would be worse than none, if killed here
+            info.unlink(missing_ok=True)  # if killed here, no statistics are better than those of another text
         write_json_atomic(info, truth.info(config, part))
     figures = {name: float("nan") if value is None else value for name, value in truth.summary.items()}
     return Generated(path=target, rows=config.rows, seconds=time.perf_counter() - start, **figures)
@@ -154,7 +154,7 @@ def generate(
 def _chunks(
     config: SyntheticConfig, part: str, num_threads: int, truth: _Truth, convert: Callable[[Chunk], T]
 ) -> Iterator[T]:
-    """Yield the converted chunks in order; threads work a few chunks ahead."""
+    """Yield the converted chunks in order; threads prefetch a few chunks."""
     model = PlantedModel(config)
 
     def make(number: int) -> tuple[Chunk, T]:

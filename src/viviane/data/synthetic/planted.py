@@ -3,14 +3,14 @@
     logit = bias + signal (w1 linear + w2 pairs + w3 smooth),   each part scaled to mean 0, variance 1
 
     linear   sum over features of an effect per key
-    pairs    sum over pairs of features of the product of two latent vectors (2 numbers a key): what cross
-             layers, factorisation machines and dot interactions find, and a linear model does not
+    pairs    sum over pairs of features of the product of two latent vectors (2 numbers per key): what cross
+             layers, factorization machines and dot interactions can learn, and a linear model does not
     smooth   sum over dense columns of sin(a x + b)
 
-Effects and vectors are hashes of (column, key), so that no table is kept regardless of the cardinality; they fade
-with the rank of the key, (1 + rank / 100)^-1/2, because what rare keys carry cannot be learned from a
-finite number of rows. Bags contribute the (weighted) mean over their ids. Chunk i of a part ("train",
-"valid") depends on (config, part, i) alone.
+Effects and vectors are hashes of (column, key), so that no table is needed, whatever the cardinality. They decrease
+with the rank of the key, (1 + rank / 100)^-1/2, because effects of rare keys cannot be learned from a finite number of
+rows. Bags contribute the (weighted) mean over their ids. Chunk i of a part ("train", "valid") depends only on
+(config, part, i).
 Shapes: R rows of a chunk, nnz ids of a bag.
 """
 
@@ -46,12 +46,12 @@ class BagValues:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows and the truth about them.
+    """Rows and their true probabilities.
 
     Args:
         labels: 0 or 1, (R,).
-        probabilities: of label 1, (R,).
-        counts: dense columns as whole numbers, each (R,); -1 is missing.
+        probabilities: probability of label 1, (R,).
+        counts: dense columns as integers, each (R,); -1 is missing.
         ids: one-hot columns, each (R,), reserved ids included; 1 is missing.
         bags: by column.
     """
@@ -86,12 +86,12 @@ class PlantedModel:
         self._shift = random.uniform(0.5, 3.0, config.num_dense)
         self._frequency = random.uniform(0.4, 1.2, config.num_dense)
         self._phase = random.uniform(0.0, 2 * np.pi, config.num_dense)
-        order = random.permutation(len(names))  # pairs join columns of unlike cardinality
+        order = random.permutation(len(names))  # so that pairs combine columns of different cardinality
         self._pairs = [(int(a), int(b)) for a, b in zip(order[0::2], order[1::2], strict=False)][:_MAX_PAIRS]
         self._calibrate()
 
     def _calibrate(self) -> None:
-        """Find the parts' mean and scale, and the bias that gives the click rate, on a sample of rows."""
+        """Estimate mean and scale of the parts, and the bias for the click rate, on a sample of rows."""
         parts = self._parts(*self._rows(self._random("calibration", 0), CHUNK_ROWS))
         spread = {name: float(values.std()) for name, values in parts.items()}
         total = sum(SHARES[name] for name in parts if spread[name] > 0)
@@ -109,7 +109,7 @@ class PlantedModel:
             low, high = (low, self._bias) if above else (self._bias, high)
 
     def chunk(self, part: str, number: int, num_rows: int = CHUNK_ROWS) -> Chunk:
-        """Return chunk `number` of a part, cut to num_rows rows."""
+        """Return chunk `number` of a part, truncated to num_rows rows."""
         random = self._random(part, number)
         counts, ids, bags = self._rows(random, CHUNK_ROWS)
         probabilities = _sigmoid(self._logits(self._parts(counts, ids, bags)))
@@ -157,7 +157,7 @@ class PlantedModel:
     def _parts(
         self, counts: list[NDArray[np.int32]], ids: list[NDArray[np.int32]], bags: dict[str, BagValues]
     ) -> dict[str, Floats]:
-        """Return the parts of the logit, each (R,), not scaled yet."""
+        """Return the parts of the logit, each (R,), unscaled."""
         parts: dict[str, Floats] = {}
         if counts:
             parts["smooth"] = np.zeros(len(counts[0]), np.float32)
@@ -186,7 +186,7 @@ class PlantedModel:
 
 
 def _latent(ids: NDArray[np.int32], salt: np.uint64) -> Floats:
-    """Return four numbers in [-1, 1) per id, (4, n), hashed from (salt, id) and faded with the rank."""
+    """Return four numbers in [-1, 1) per id, (4, n), hashed from (salt, id) and decreasing with the rank."""
     mixed = ids.astype(np.uint64)
     mixed += salt
     for factor in (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93):
@@ -214,7 +214,7 @@ def _log_counts(counts: NDArray[np.int32]) -> Floats:
 
 
 def _chosen(random: np.random.Generator, rows: int, share: float) -> Any:
-    # A share of 0 draws as well, so that other columns do not change with it.
+    # Draw also for a share of 0, so that other columns do not depend on it.
     return random.random(rows, dtype=np.float32) < share
 
 

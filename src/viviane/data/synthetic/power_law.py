@@ -1,4 +1,4 @@
-"""Ranks that follow a power law, as click logs do."""
+"""Ranks with a power-law distribution, as in click logs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 
 def power_law_ranks(uniform: NDArray[np.float64], cardinality: int, alpha: float) -> NDArray[np.int64]:
-    """Turn uniform numbers into ranks 0 <= r < cardinality with density ~ (r + 1)^-alpha.
+    """Convert uniform numbers to ranks 0 <= r < cardinality with density ~ (r + 1)^-alpha.
 
     The inverse of the distribution function on [1, M), M = cardinality + 1, rounded down:
 
-        y = ((M^(1 - alpha) - 1) u + 1)^(1 / (1 - alpha)),   y = M^u  where alpha = 1,   r = floor(y) - 1
+        y = ((M^(1 - alpha) - 1) u + 1)^(1 / (1 - alpha)),   y = M^u  if alpha = 1,   r = floor(y) - 1
 
     Args:
         uniform: numbers u in [0, 1), (R,).
-        cardinality: how many ranks.
+        cardinality: number of ranks.
         alpha: the exponent; 0 is uniform.
 
     Source: HugeCTR's data generator uses the same inverse.
@@ -32,7 +32,7 @@ def power_law_ranks(uniform: NDArray[np.float64], cardinality: int, alpha: float
     else:
         power = 1.0 - alpha
         values = (uniform * (top**power - 1.0) + 1.0) ** (1.0 / power)
-    # rounding may reach M itself for u next to 1
+    # rounding may yield M for u close to 1
     ranks: NDArray[np.int64] = np.minimum(values.astype(np.int64) - 1, cardinality - 1)
     return ranks
 

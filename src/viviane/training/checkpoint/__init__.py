@@ -1,1 +1,1 @@
-"""Checkpoints: what a file holds, writing, loading and resharding them, and the folder that keeps them."""
+"""Checkpoints: their format, writing, loading, resharding, and the folder that keeps those of a run."""

@@ -1,4 +1,4 @@
-"""One piece of work in a thread beside training, and what became of it."""
+"""A background thread that writes checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from viviane.core.errors import CheckpointError, VivianeError
 
 
 class BackgroundWriter:
-    """Runs one function at a time in a thread; its error waits until someone asks.
+    """Runs one function at a time in a thread. `finish` raises its error.
 
     Example:
         >>> writer, done = BackgroundWriter(), []
@@ -26,18 +26,18 @@ class BackgroundWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether an error waits for `finish`."""
+        """Whether the last function failed; `finish` raises its error."""
         return self._failure is not None
 
     def start(self, name: str, work: Callable[[], None]) -> None:
-        """Begin a piece of work, after the one before has ended.
+        """Start a function after the previous one has ended.
 
         Args:
-            name: what it writes, for messages.
+            name: the path that it writes, for messages.
             work: the function.
 
         Raises:
-            VivianeError: that of the work before.
+            VivianeError: the previous function failed.
         """
         self.finish()
         self._name = name
@@ -48,18 +48,18 @@ class BackgroundWriter:
             except BaseException as error:
                 self._failure = error
 
-        # Not a daemon: a process that ends for another reason still ends a checkpoint that it has begun.
+        # Not a daemon: a process that exits for another reason still completes a checkpoint that it has begun.
         self._thread = threading.Thread(target=run, name="viviane-checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the work has ended; its error stays."""
+        """Wait until the function has ended; its error is kept for `finish`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def finish(self) -> None:
-        """Wait until the work has ended, and raise its error."""
+        """Wait until the function has ended, and raise its error."""
         self.wait()
         failure, self._failure = self._failure, None
         if failure is None:
@@ -68,5 +68,5 @@ class BackgroundWriter:
             raise failure
         raise CheckpointError(
             "the checkpoint could not be written", where=self._name, value=f"{type(failure).__name__}: {failure}",
-            fix="see the error above; earlier checkpoints are whole",
+            fix="see the error above; earlier checkpoints are complete",
         ) from failure  # fmt: skip

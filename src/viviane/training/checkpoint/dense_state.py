@@ -13,16 +13,16 @@ from viviane.optim import DenseOptimizer
 
 
 def dense_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint stores of a module outside its tables: parameters and persistent buffers.
+    """Return the tensors of a module that a checkpoint stores outside its tables: parameters and persistent buffers.
 
     Raises:
-        CheckpointError: a submodule keeps extra state that is not a tensor (torch would pickle it).
+        CheckpointError: a submodule has extra state (`get_extra_state`) that torch would pickle.
     """
     tensors: dict[str, Tensor] = {**dense_parameters(module), **dense_buffers(module)}
     for prefix, part in dense_modules(module):
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
-                "a submodule keeps extra state, which only a pickle could hold",
+                "a submodule has extra state, which only a pickle could store",
                 where=prefix.rstrip(".") or "the module itself",
                 value=type(part).__name__,
                 fix="keep the state in a buffer (register_buffer)",
@@ -35,7 +35,7 @@ def optimizer_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return an optimizer's state: (tensors, plain values) by "<parameter>:<state>".
 
-    Step counts that a parameter group keeps stand among the plain values as ":<group>:step".
+    Step counts that a parameter group keeps are plain values with the key ":<group>:step".
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     tensors: dict[str, Tensor] = {}
@@ -49,7 +49,7 @@ def optimizer_tensors(
                 values[where] = value
             else:
                 raise CheckpointError(
-                    "the dense optimizer keeps state that is neither a tensor nor a number",
+                    "the dense optimizer has state that is neither a tensor nor a number",
                     where=where,
                     value=type(value).__name__,
                 )
@@ -66,10 +66,10 @@ def restore_optimizer(
     values: Mapping[str, Any],
     where: str,
 ) -> None:
-    """Put back what `optimizer_tensors` returned, in place of the optimizer's present state.
+    """Restore what `optimizer_tensors` returned, replacing the optimizer's current state.
 
     Raises:
-        CheckpointError: state of a parameter that the optimizer does not have, or of another shape.
+        CheckpointError: a parameter that the optimizer does not have, or state of another shape.
     """
     ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
     fresh: dict[Tensor, dict[str, Any]] = {}
@@ -81,7 +81,7 @@ def restore_optimizer(
             continue
         parameter = parameters.get(name)
         if parameter is None or id(parameter) not in ours:
-            raise CheckpointError("optimizer state of a parameter that is not trained here", where=where, value=name)
+            raise CheckpointError("optimizer state for a parameter that is not trained", where=where, value=name)
         if isinstance(value, Tensor):
             if value.dim() and value.shape != parameter.shape:
                 raise CheckpointError(
@@ -96,7 +96,7 @@ def restore_optimizer(
     for state in fresh.values():
         if set(state) != set(optimizer.state_names):
             raise CheckpointError(
-                "the dense weights were trained by another optimizer",
+                "the dense weights were trained with another optimizer",
                 where=where,
                 value=f"state: {', '.join(sorted(state))}",
                 allowed=", ".join(optimizer.state_names) or "none",

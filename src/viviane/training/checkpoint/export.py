@@ -1,4 +1,4 @@
-"""The tables of a checkpoint by key, and its dense weights, in files that other programs read."""
+"""Export of a checkpoint's tables, by key, and dense weights to files that other programs read."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def export_checkpoint(source: str | Path, target: str | Path, kind: str = "npy")
     """Write the rows of each table by key, and the dense weights as safetensors, for other programs.
 
     Args:
-        source: verified first.
-        target: the new folder: dense.safetensors and a file for each table.
-        kind: "npy": (num_rows, dim), and <table>.keys.npy beside a dynamic table; "safetensors": "weight", and
-            "keys" of a dynamic table; "parquet": columns key and vector. bfloat16 becomes float32 in npy and Parquet.
+        source: the checkpoint; it is verified first.
+        target: the new folder: dense.safetensors and one file per table.
+        kind: "npy": (num_rows, dim), and <table>.keys.npy for a dynamic table; "safetensors": "weight", and "keys" for
+            a dynamic table; "parquet": columns key and vector. bfloat16 becomes float32 in npy and Parquet.
     """
     if kind not in FORMATS:
         raise ConfigError("unknown format", value=kind, allowed=", ".join(FORMATS))
@@ -51,10 +51,10 @@ def export_checkpoint(source: str | Path, target: str | Path, kind: str = "npy")
 
 
 def _stems(manifest: Manifest, kind: str) -> dict[str, str]:
-    """Return the name of each table's file without its ending.
+    """Return the name of each table's file without its suffix.
 
     Raises:
-        ConfigError: two of them would be written to one file.
+        ConfigError: two tables would be written to the same file.
     """
     stems = {full: Path(table_file(full)).name.removesuffix(".safetensors") for full in manifest.tables}
     owner = {DENSE_FILE: "the dense weights"}
@@ -63,7 +63,7 @@ def _stems(manifest: Manifest, kind: str) -> dict[str, str]:
         for name in (f"{stem}.{kind}", *beside):
             if name in owner:
                 raise ConfigError(
-                    "two parts of the checkpoint would be exported to one file", where=f"{owner[name]} and {full!r}",
+                    "two parts of the checkpoint would have the same file name", where=f"{owner[name]} and {full!r}",
                     value=name, fix="choose another format",
                 )  # fmt: skip
             owner[name] = repr(full)

@@ -15,7 +15,8 @@ def on_all_ranks(group: Group, make: Callable[[], T]) -> T:
     """Call a function on every process, wait until all have returned, and return this one's result.
 
     Raises:
-        CheckpointError: the function failed on another process; names its rank. Where it failed here: its own error.
+        CheckpointError: the function failed on another process; names its rank. An error on this process is raised as
+            it is.
 
     Example:
         >>> on_all_ranks(Group(), lambda: 3)
@@ -39,10 +40,10 @@ def on_all_ranks(group: Group, make: Callable[[], T]) -> T:
 
 
 def on_first_rank(group: Group, make: Callable[[], Any]) -> Any:
-    """Call a function on rank 0 alone, and return its result, plain data, on every process.
+    """Call a function on rank 0 only, and return its result (plain data) on every process.
 
     Raises:
-        CheckpointError: it failed.
+        CheckpointError: the function failed.
 
     Example:
         >>> on_first_rank(Group(), lambda: "here")

@@ -1,7 +1,7 @@
-"""Tensors held as they are at a step, so that another thread can write them while training goes on.
+"""Tensor contents as of one step, which a thread can write while training continues.
 
-On the CPU rows of tables are copied only where a step moves them before they are written (`RowSnapshot`). On a GPU
-everything goes into pinned memory of the host over a stream of its own, which the next steps' stream waits for.
+On the CPU a row of a table is copied only if a step updates it before it is written (`RowSnapshot`). On a GPU
+everything is copied to pinned host memory on a separate stream; the stream of the next steps waits for it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 from viviane.embedding import Storage
 from viviane.embedding.row_snapshot import RowSnapshot
 from viviane.training.checkpoint.table_parts import TablePart
-from viviane.training.checkpoint.tensor_files import Source, Still
+from viviane.training.checkpoint.tensor_files import Source, UnchangedTensor
 
-_PINNED_BYTES: Final = 64 << 20  # torch keeps pinned memory in powers of two, and gives it to the next checkpoint
+_PINNED_BYTES: Final = 64 << 20  # torch allocates pinned memory in powers of two, and reuses it for the next checkpoint
 _ON_HOST: Final = 1 << 20  # smaller tensors are cloned where they are
 
 
 class HeldRows:
-    """Some rows of one tensor of a `RowSnapshot`.
+    """A range of rows of one tensor of a `RowSnapshot`.
 
     Args:
-        snapshot: whose rows.
-        name: of its tensor.
-        start, stop: rows.
+        snapshot: the snapshot that holds the rows.
+        name: name of the tensor.
+        start, stop: range of rows.
         like: the live rows, for shape and type.
-        waiting: names of the tensors of these rows that were not read yet, shared by all of them.
+        waiting: names of the tensors of these rows that have not been read yet; shared by all of them.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class HeldRows:
         self.shape, self.dtype = tuple(like.shape), like.dtype
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
-        """Give all its bytes in order."""
+        """Yield all bytes in order."""
         yield from self._snapshot.read(self._name, *self._rows)
         self._waiting.discard(self._name)
         if not self._waiting:
@@ -49,11 +49,11 @@ class HeldRows:
 
 
 class Pinned:
-    """A copy of a GPU's tensor in pinned memory of the host, on its way there.
+    """A copy of a GPU's tensor in pinned host memory; the copy is asynchronous.
 
     Args:
-        tensor: on the GPU.
-        stream: that copies.
+        tensor: a GPU tensor.
+        stream: the stream that copies.
     """
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
@@ -61,7 +61,7 @@ class Pinned:
         step = _PINNED_BYTES // tensor.element_size()
         self._parts = []
         with torch.cuda.stream(stream):
-            # Here, not before: a copy that the present stream makes now would not be waited for.
+            # Only here: a copy that the current stream starts after `wait_stream` would not be waited for.
             flat = tensor.detach().contiguous().view(-1)
             for start in range(0, len(flat), step):
                 given = flat[start : start + step]
@@ -71,17 +71,17 @@ class Pinned:
             self._done = stream.record_event()
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
-        """Give all its bytes in order, after they have arrived."""
+        """Yield all bytes in order, after the copy has finished."""
         self._done.synchronize()
         for part in self._parts:
             yield part.view(torch.uint8).numpy()
 
 
 class CopyStream:
-    """The stream over which a GPU's tensors are copied out; `join` lets the present stream wait for it.
+    """The stream that copies GPU tensors to the host; `join` makes the current stream wait for it.
 
     Args:
-        device: of the tensors; the CPU has no streams, and needs none.
+        device: device of the tensors; on the CPU nothing is copied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,22 +90,24 @@ class CopyStream:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
-        """Return sources of tensors that may change from now on."""
+        """Return sources with the current content of tensors that may change later."""
         held: dict[str, Source] = {}
         for name, one in tensors.items():
             large = one.numel() * one.element_size() > _ON_HOST
             pinned = self._stream is not None and one.is_cuda and large
-            held[name] = Pinned(one, self._stream) if pinned and self._stream is not None else Still(one.clone())
+            held[name] = (
+                Pinned(one, self._stream) if pinned and self._stream is not None else UnchangedTensor(one.clone())
+            )
         return held
 
     def join(self) -> None:
-        """Let what the present stream does from now on wait for the copies."""
+        """Make later work on the current stream wait for the copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 def held_rows(part: TablePart, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
-    """Return sources of a part's tensors out of the snapshots that its storage has taken."""
+    """Return sources of a part's tensors from the snapshots that its storage has taken."""
     storage = part.storage
     assert isinstance(storage, Storage)
     index = next(i for i, one in enumerate(storage.rule_ranges) if part.table in one.tables)

@@ -1,6 +1,6 @@
-"""Load a module, its optimizer state and its place in training from a folder of named tensors.
+"""Loading a checkpoint into a module, its optimizer and the state of training.
 
-The format is logical: tables and parameters by name, in their true shape, whatever the machine held them in.
+The format is logical: tables and parameters by name, in their full shape, independent of storage and device.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ def load_checkpoint(
     weights_only: bool = False,
     group: Group | None = None,
 ) -> Progress:
-    """Verify a checkpoint, then copy it into a module of the same shape and its dense optimizer.
+    """Verify a checkpoint, then copy it into a module with the same parameters and its dense optimizer.
 
-    Nothing is changed before every file was verified and every name and shape compared. The checkpoint may be of
-    another number of processes, or another plan: each process reads what it needs, and verifies its share of files.
+    Nothing is changed until every file is verified and every name and shape compared. The checkpoint may have been
+    written by another number of processes, or under another plan: each process reads the parts that it needs, and
+    verifies its share of the files.
 
     Args:
         folder: the checkpoint.
-        module: takes parameters, buffers and embedding tables.
-        optimizer: the dense optimizer; None where the module has no dense parameters.
-        weights_only: leave the dense optimizer alone and start the tables' optimizers anew.
-        group: the processes that call it together; None takes those that have the module's tables.
+        module: its parameters, buffers and embedding tables are overwritten.
+        optimizer: the dense optimizer; None if the module has no dense parameters.
+        weights_only: do not change the dense optimizer, and reset the state of the tables' optimizers.
+        group: the processes that call it together; None: the processes that hold the module's tables.
 
     Raises:
-        CheckpointError: a file is missing, truncated or altered, or the checkpoint is of another model.
+        CheckpointError: a file is missing, truncated or altered, or the checkpoint belongs to another model.
     """
     path, group = local_copy(folder), group or group_of(module)
     manifest, tables = on_all_ranks(group, lambda: _verified(path, module, weights_only, group))
@@ -68,7 +69,7 @@ def load_checkpoint(
     if optimizer is not None and not weights_only:
         if OPTIMIZER_FILE not in manifest.files:
             raise CheckpointError(
-                "the checkpoint lacks the state of the dense optimizer", where=str(path / OPTIMIZER_FILE),
+                "the checkpoint has no state of the dense optimizer", where=str(path / OPTIMIZER_FILE),
                 fix="load it with weights_only=True",
             )  # fmt: skip
         restore_optimizer(
@@ -90,25 +91,25 @@ def load_checkpoint(
 
 
 def load_dense_weights(path: Path, module: nn.Module, manifest: Manifest) -> None:
-    """Verify the file of the dense weights alone, and copy it into a module whose tables are elsewhere.
+    """Verify only the file of the dense weights, and copy it into a module whose tables are loaded separately.
 
     Args:
-        path: the checkpoint, a folder of this machine.
-        module: takes parameters and buffers.
-        manifest: of the checkpoint.
+        path: the checkpoint, a local folder.
+        module: its parameters and buffers are overwritten.
+        manifest: manifest of the checkpoint.
 
     Raises:
-        CheckpointError: the file is missing, truncated or altered, or of another model.
+        CheckpointError: the file is missing, truncated or altered, or belongs to another model.
     """
     verify_files(path, manifest, [DENSE_FILE])
     copy_dense(_dense(path, manifest), module, str(path / DENSE_FILE))
 
 
 def copy_dense(saved: Mapping[str, Tensor], module: nn.Module, where: str) -> None:
-    """Copy named tensors into a module's parameters and buffers, when all of them fit.
+    """Copy named tensors into a module's parameters and buffers, if all of them match.
 
     Raises:
-        CheckpointError: names, shapes or types differ; nothing is changed then.
+        CheckpointError: names, shapes or types differ; nothing is changed.
     """
     own = dense_tensors(module)
     kinds = {name: str(TensorEntry.of(tensor)) for name, tensor in own.items()}
@@ -116,7 +117,7 @@ def copy_dense(saved: Mapping[str, Tensor], module: nn.Module, where: str) -> No
     wrong = sorted(name for name in kinds.keys() | found.keys() if kinds.get(name) != found.get(name))
     if wrong:
         name = wrong[0]
-        raise CheckpointError("the dense weights are of another model", where=f"{where}, {name}",
+        raise CheckpointError("the dense weights belong to another model", where=f"{where}, {name}",
                               value=found.get(name, "absent"), allowed=kinds.get(name, "absent"))  # fmt: skip
     with torch.no_grad():
         for name, tensor in own.items():
@@ -126,7 +127,7 @@ def copy_dense(saved: Mapping[str, Tensor], module: nn.Module, where: str) -> No
 def _history(file: Path) -> list[dict[str, Any]]:
     rows = read_json(file, error=CheckpointError)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise CheckpointError("the history of a checkpoint is a list of rows", where=str(file))
+        raise CheckpointError("the history of a checkpoint must be a list of rows", where=str(file))
     return rows
 
 
@@ -140,7 +141,7 @@ def _verified(
     _compare(path, manifest, module)
     if not weights_only and not manifest.optimizer_state:
         raise CheckpointError(
-            "the checkpoint holds weights only, training cannot go on from it",
+            "the checkpoint holds weights only, so training cannot be resumed from it",
             where=str(path),
             fix="load it with weights_only=True, or resume from a checkpoint of a run folder",
         )
@@ -157,7 +158,7 @@ def _dense(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     wrong = sorted(name for name in kinds.keys() | listed.keys() if kinds.get(name) != listed.get(name))
     if wrong:
         raise CheckpointError(
-            "the dense weights are not those that the manifest lists", where=f"{path / DENSE_FILE}, {wrong[0]!r}",
+            "the dense weights differ from the manifest", where=f"{path / DENSE_FILE}, {wrong[0]!r}",
             value=kinds.get(wrong[0], "absent"), allowed=listed.get(wrong[0], "absent"), fix="use another checkpoint",
         )  # fmt: skip
     return found
@@ -177,7 +178,7 @@ def _compare(path: Path, manifest: Manifest, module: nn.Module) -> None:
         more = [f"and {len(lines) - _MAX_DIFFERENCES} more"] if len(lines) > _MAX_DIFFERENCES else []
         listed = "".join(f"\n    {line}" for line in [*lines[:_MAX_DIFFERENCES], *more])
         raise CheckpointError(
-            f"the checkpoint is of another model:{listed}",
+            f"the checkpoint belongs to another model:{listed}",
             where=str(path),
             fix="build the model with the settings it was saved with",
         )

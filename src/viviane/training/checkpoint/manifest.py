@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: what it holds, of which model, and the size and check sum of every file.
+"""The manifest of a checkpoint: its content, the step, and the size and checksum of every file.
 
     step-00001000/
-        manifest.json               this, with a check sum of itself
+        manifest.json               this manifest, with its own checksum
         dense.safetensors           parameters and buffers outside embedding tables, by name
         dense_optimizer.safetensors their optimizer state, "<parameter>:<state>"
         progress.safetensors        states of the random generators
-        tables/<collection>.<table>.safetensors     weight, state.<name>, mean; of dynamic tables keys, rows, ... too
-        tables/<collection>.<table>.1-of-4.safetensors  the same of some keys and columns, where a table is spread
+        tables/<collection>.<table>.safetensors     weight, state.<name>, mean; for dynamic tables also keys, rows, ...
+        tables/<collection>.<table>.1-of-4.safetensors  the same for one shard of a table
         history.json                rows of metrics so far
 
 No file holds a pickle: nothing in a checkpoint can run code when it is read.
@@ -37,14 +37,14 @@ PROGRESS_FILE: Final = "progress.safetensors"
 HISTORY_FILE: Final = "history.json"
 FORMAT: Final = "viviane-checkpoint"
 VERSION: Final = 1
-SHARDED_VERSION: Final = 2  # with tables of several files, which readers of version 1 do not know
+SHARDED_VERSION: Final = 2  # tables with several files, which readers of version 1 do not support
 MAX_SHARDS: Final = 4096
-"""Files of a table at most; comparing all pairs of them takes seconds."""
+"""Maximum number of files per table; comparing all pairs of that many takes seconds."""
 _Size = Annotated[int, Field(ge=0, le=1 << 62)]
 
 
 class FileEntry(Settings):
-    """Size and check sum of one file."""
+    """Size and checksum of one file."""
 
     bytes: int = Field(ge=0)
     sha256: str
@@ -66,10 +66,10 @@ class TensorEntry(Settings):
 
 
 class ShardEntry(Settings):
-    """A file with some keys and columns of a table.
+    """One shard of a table: a file with a range of keys and columns.
 
     Args:
-        keys: start, stop, step of the range of keys; row i is of key start + i * step.
+        keys: start, stop, step of the range of keys; row i belongs to key start + i * step.
         columns: start, stop.
     """
 
@@ -79,24 +79,24 @@ class ShardEntry(Settings):
 
     @property
     def rows(self) -> range:
-        """Its keys."""
+        """The keys of the shard."""
         return range(*self.keys)
 
     def overlaps(self, other: ShardEntry) -> bool:
-        """Say whether both hold a number of the same key and column."""
+        """Return whether both hold an element of the same key and column."""
         if max(self.columns[0], other.columns[0]) >= min(self.columns[1], other.columns[1]):
             return False
         return bool(overlap(self.rows, other.rows))
 
 
 class TableEntry(Settings):
-    """One embedding table: where its rows are and what optimizer state goes with them.
+    """One embedding table: the files of its rows and the names of its optimizer state.
 
     Args:
-        file: with the whole table; None where it has shards.
-        shards: they cover the table, without overlap.
-        weight: of the whole table; of a dynamic table, a row for each key.
-        has_mean: whether the running mean of its rows is there too, as "mean".
+        file: file of the complete table; None if it has shards.
+        shards: together they cover the table without overlap.
+        weight: shape and type of the complete table; a dynamic table has one row per key.
+        has_mean: whether the running mean of its rows is stored too, as "mean".
     """
 
     file: str | None = None
@@ -109,34 +109,34 @@ class TableEntry(Settings):
 
     @property
     def signature(self) -> str:
-        """What must agree between a checkpoint and a module: type and shape; a dynamic table may have any rows."""
+        """Type and shape, equal in a checkpoint and a module; the number of rows of a dynamic table may differ."""
         return f"{self.weight.dtype}[keys, {self.weight.shape[1]}]" if self.is_dynamic else str(self.weight)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All its files."""
+        """Names of all files of the table."""
         return (self.file,) if self.file is not None else tuple(shard.file for shard in self.shards)
 
     @model_validator(mode="after")
     def _check(self) -> TableEntry:
         if (self.file is None) != bool(self.shards):
-            raise ValueError("a table has either a file or shards")
+            raise ValueError("a table must have either a file or shards")
         if len(self.weight.shape) != 2:
-            raise ValueError(f"a table has rows and columns, not the shape {list(self.weight.shape)}")
+            raise ValueError(f"a table must have two dimensions, not the shape {list(self.weight.shape)}")
         if self.shards:
             self._check_shards()
         return self
 
     def _check_shards(self) -> None:
-        """Refuse shards that leave the table, leave a part of it out, or hold a part twice."""
+        """Refuse shards that exceed the table, leave a gap, or overlap."""
         rows, dim = self.weight.shape
         if len(self.shards) > MAX_SHARDS:
             raise ValueError(f"{len(self.shards)} shards, at most {MAX_SHARDS} are allowed")
         if self.is_dynamic:
-            raise ValueError("a dynamic table has one file")
+            raise ValueError("a dynamic table must have exactly one file")
         for one in self.shards:
             if not (one.columns[0] <= one.columns[1] <= dim and (not one.rows or one.rows[-1] < rows)):
-                raise ValueError(f"the shard {one.file!r} leaves the table")
+                raise ValueError(f"the shard {one.file!r} exceeds the bounds of the table")
         if sum(len(one.rows) * (one.columns[1] - one.columns[0]) for one in self.shards) != rows * dim:
             raise ValueError("the shards do not cover the table")
         for twice in _overlapping(self.shards):
@@ -144,7 +144,7 @@ class TableEntry(Settings):
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what a table does not have: one without shards is described as in version 1."""
+        """Omit absent fields: a table without shards is described as in version 1."""
         body: dict[str, Any] = serialize(self)
         del body["shards" if self.file is not None else "file"]
         if not self.has_mean:
@@ -153,16 +153,16 @@ class TableEntry(Settings):
 
 
 class Manifest(Settings):
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
-        step, epoch: how far training was.
+        step, epoch: position of training.
         dense: parameters and buffers outside tables.
-        optimizer_state: False where only weights were saved.
+        optimizer_state: False if only weights were saved.
         tables: embedding tables, by "<collection>.<table>".
-        progress: what the training loop needs to go on: reader position, generators, early stopping.
+        progress: state of the training loop: reader position, generators, early stopping.
         files: every other file of the folder.
-        plans: of collections over several processes, by name: what `Solver.plan` takes.
+        plans: sharding plans of collections over several processes, by name, as `Solver.plan` accepts them.
     """
 
     format: Literal["viviane-checkpoint"] = FORMAT
@@ -181,10 +181,10 @@ class Manifest(Settings):
 
 
 def _overlapping(shards: Sequence[ShardEntry]) -> Iterator[tuple[ShardEntry, ShardEntry]]:
-    """Yield pairs of shards with a number in common.
+    """Yield pairs of shards that overlap.
 
-    Shards of equal columns and steps are sorted, so that neighbours alone need a look; those of different kinds are
-    compared in pairs.
+    Shards with equal columns and steps are sorted, so that only neighbours are compared; all others are compared in
+    pairs.
     """
     kinds: dict[tuple[int, ...], list[ShardEntry]] = {}
     for one in shards:
@@ -205,10 +205,10 @@ def version_of(tables: Mapping[str, TableEntry]) -> int:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, sealed with a check sum of itself.
+    """Write the manifest, with its own checksum.
 
     Raises:
-        CheckpointError: two tables would have one file.
+        CheckpointError: two tables would have the same file.
     """
     _check_names(manifest, folder / MANIFEST_FILE)
     body = manifest.to_dict()
@@ -216,16 +216,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read and verify the manifest alone; `verify_checkpoint` looks at the other files too.
+    """Read and verify the manifest only; `verify_checkpoint` also verifies the other files.
 
     Raises:
-        CheckpointError: there is no checkpoint, its format is unknown, the manifest was altered, or it names files
-            that are not its own.
+        CheckpointError: the folder has no checkpoint, its format is unknown, the manifest was altered, or it names
+            files outside the folder.
     """
     path = Path(folder) / MANIFEST_FILE
     if not path.is_file():
-        fix = "name a folder with manifest.json"
-        raise CheckpointNotFoundError("there is no checkpoint here", where=str(path), fix=fix)
+        fix = "pass a folder with manifest.json"
+        raise CheckpointNotFoundError("no checkpoint found", where=str(path), fix=fix)
     try:
         body = load_json(path)
     except VivianeError as error:
@@ -236,7 +236,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise CheckpointError("not a checkpoint of Viviane", where=str(path), allowed=f"format {FORMAT!r}")
     if body.get("version") not in (VERSION, SHARDED_VERSION):
         raise CheckpointError(
-            "the checkpoint has another format version",
+            "the checkpoint has an unsupported format version",
             where=str(path),
             value=body.get("version"),
             allowed=f"version {VERSION} or {SHARDED_VERSION}",
@@ -245,7 +245,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     sealed = body.pop("sha256", None)
     if sealed != _seal(body):
         raise CheckpointError(
-            "the checkpoint's manifest was altered: its check sum differs",
+            "the checkpoint's manifest was altered: its checksum differs",
             where=str(path),
             fix="use another checkpoint",
         )
@@ -260,7 +260,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def _check_names(manifest: Manifest, path: Path) -> None:
-    """Refuse names that leave the folder, and files that are read without being listed."""
+    """Refuse names that escape the folder, and files that would be read without being listed."""
     for name in manifest.files:
         file_inside(path.parent, name, where=str(path), error=CheckpointError)
     owner: dict[str, str] = {}
@@ -268,22 +268,22 @@ def _check_names(manifest: Manifest, path: Path) -> None:
     for what, name in [("the dense weights", DENSE_FILE), *listed]:
         if name not in manifest.files or name == MANIFEST_FILE:
             raise CheckpointError(
-                "the manifest names a file that is not in its list", where=f"{path}, {what}", value=name,
-                allowed="a name under \"files\", with size and check sum", fix="use another checkpoint",
+                "the manifest names a file that it does not list", where=f"{path}, {what}", value=name,
+                allowed="a name under \"files\", with size and checksum", fix="use another checkpoint",
             )  # fmt: skip
         if name in owner:
             raise CheckpointError(
-                "two parts of the checkpoint name one file", where=f"{path}, {owner[name]} and {what}", value=name,
+                "two parts of the checkpoint name the same file", where=f"{path}, {owner[name]} and {what}", value=name,
                 fix="use another checkpoint",
             )  # fmt: skip
         owner[name] = what
 
 
 def verify_checkpoint(folder: str | Path) -> Manifest:
-    """Read every file of a checkpoint and compare sizes and check sums.
+    """Read every file of a checkpoint and compare sizes and checksums.
 
     Raises:
-        CheckpointError: naming the file that is missing, truncated or altered.
+        CheckpointError: a file is missing, truncated or altered; the message names it.
     """
     manifest = read_manifest(folder)
     verify_files(Path(folder), manifest, manifest.files)
@@ -291,7 +291,7 @@ def verify_checkpoint(folder: str | Path) -> Manifest:
 
 
 def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read some files of a checkpoint and compare sizes and check sums; errors as of `verify_checkpoint`."""
+    """Read some files of a checkpoint and compare sizes and checksums; raises as `verify_checkpoint` does."""
     for name in names:
         entry = manifest.files[name]
         file = file_inside(path, name, where=str(path / MANIFEST_FILE), error=CheckpointError)
@@ -310,7 +310,7 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
         found = file_sha256(file)
         if found != entry.sha256:
             raise CheckpointError(
-                "a file of the checkpoint was altered: its check sum differs",
+                "a file of the checkpoint was altered: its checksum differs",
                 where=str(file),
                 value=found,
                 allowed=entry.sha256,
@@ -324,9 +324,9 @@ def _seal(body: dict[str, Any]) -> str:
 
 
 def overlap(one: range, other: range) -> range:
-    """Return the keys that are in both ranges; steps are positive.
+    """Return the intersection of two ranges of keys with positive steps.
 
-    With steps s and t the common keys are lcm(s, t) apart; the first is found by the Chinese remainder theorem.
+    With steps s and t the common keys are lcm(s, t) apart; the Chinese remainder theorem gives the first.
 
     Example:
         >>> list(overlap(range(1, 30, 4), range(0, 30, 3)))
@@ -350,7 +350,7 @@ def overlap(one: range, other: range) -> range:
 
 
 def positions(part: range, whole: range) -> slice:
-    """Return where the keys of `part`, which are all in `whole`, stand there.
+    """Return the positions in `whole` of the keys of `part`; `whole` must contain them all.
 
     Example:
         >>> positions(range(9, 22, 12), range(1, 30, 4))

@@ -1,4 +1,4 @@
-"""States of the random generators, as tensors and JSON, so that a resumed run draws the same numbers."""
+"""States of the random generators, as tensors and JSON, so that a resumed run draws the same random numbers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def restore_random_state(arrays: dict[str, Tensor], values: dict[str, Any], device: torch.device) -> None:
-    """Set the global generators back to what `random_state` returned.
+    """Restore the global generators from what `random_state` returned.
 
-    A checkpoint of a CPU run has no state of a GPU's generator; on a GPU that generator then keeps its own.
+    A checkpoint of a CPU run has no GPU generator state; when it is loaded on a GPU, that generator is not changed.
 
     Raises:
-        CheckpointError: a generator's state is missing or of another kind.
+        CheckpointError: a generator's state is missing or of another type.
     """
     try:
         words = tuple(arrays["python"].tolist())
@@ -60,12 +60,12 @@ def restore_random_state(arrays: dict[str, Tensor], values: dict[str, Any], devi
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed the global generators of one process: each draws its own dropout, and rank 0 what a process alone does."""
+    """Seed the global generators of one process: ranks differ, and rank 0 draws what a single process would."""
     seed_everything(seed if rank == 0 and step == 0 else derive_seed(seed, "rank", rank, "step", step))
 
 
 def group_random_state(device: torch.device, group: Group) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the states of all processes' generators: rank 0's as of `random_state`, others as "rank<r>/..."."""
+    """Return the states of all processes' generators: rank 0's as in `random_state`, others as "rank<r>/..."."""
     arrays, values = random_state(device)
     everyone = group.gather_data(values)
     found: dict[str, Tensor] = {}
@@ -79,7 +79,7 @@ def group_random_state(device: torch.device, group: Group) -> tuple[dict[str, Te
 def restore_group_random_state(
     arrays: dict[str, Tensor], values: dict[str, Any], device: torch.device, group: Group, seed: int, step: int
 ) -> None:
-    """Set this process's generators back; one that the checkpoint knows nothing of is seeded by rank and step."""
+    """Restore this process's generators; a rank that the checkpoint does not contain is seeded from rank and step."""
     if group.rank == 0:
         restore_random_state(arrays, values, device)
     elif str(group.rank) in values.get("ranks", {}):

@@ -1,4 +1,4 @@
-"""Checkpoints and run folders at URLs: written to a local disk first, uploaded when they are whole."""
+"""Checkpoints and run folders at URLs: written to a local disk first, uploaded when complete."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _log = get_logger("training.remote")
 
 @contextmanager
 def staged(folder: str | AnyPath, group: Group) -> Iterator[Path]:
-    """Yield where a folder is written: in its place, or for a URL in a temporary folder that is uploaded at the end.
+    """Yield the local path to write a folder to; for a URL a temporary folder, which is uploaded at the end.
 
-    Processes of a group share that temporary folder: they stand on one machine, or TMPDIR is on a disk all see.
+    The processes of a group share the temporary folder, so they run on one machine or TMPDIR is on a shared disk.
 
     Raises:
-        RemoteError: the store does not answer or refuses; what stood at the URL stands there still.
+        RemoteError: the store is unreachable or refuses; the previous content of the URL is unchanged.
     """
     place = location(folder)
     if not isinstance(place, RemotePath):
@@ -50,10 +50,10 @@ def staged(folder: str | AnyPath, group: Group) -> Iterator[Path]:
 
 
 class RunMirror:
-    """A run folder at a URL: the run works in a local folder, and each whole checkpoint is published.
+    """A run folder at a URL: the run writes to a local folder, and each complete checkpoint is published.
 
     Args:
-        url: of the run folder; its files stand there by their names, each checkpoint as a published folder.
+        url: URL of the run folder; it holds the run's files, and each checkpoint as a published folder.
 
     Example:
         >>> RunMirror(location("s3://models/runs/mine")).local.name
@@ -66,23 +66,23 @@ class RunMirror:
         self.local = cache_folder() / "runs" / key / (url.name or "run")
 
     def steps(self) -> list[str]:
-        """Return the names of the checkpoints that are whole at the URL, rising."""
+        """Return the names of the checkpoints that are complete at the URL, in ascending order."""
         folders = [one for one in (self.url / "checkpoints").iterdir() if _STEP.fullmatch(one.name)]
         return [one.name for one in folders if Published.load(one) is not None]
 
     @property
     def holds_a_run(self) -> bool:
-        """True where a run left a checkpoint at the URL."""
+        """Whether the URL contains a checkpoint of a run."""
         return bool(self.steps())
 
     def pull(self, *, resume: bool) -> None:
-        """Make the local folder what the URL holds: empty for a new run, with its checkpoints for a resumed one.
+        """Prepare the local folder: empty for a new run, with the checkpoints of the URL for a resumed run.
 
-        Checkpoints that stand in the local folder already are not fetched again.
+        Checkpoints that are already in the local folder are not downloaded again.
 
         Raises:
-            ConfigError: the URL holds a run and this is not a resume.
-            RemoteError: a checkpoint came altered, or the store does not answer.
+            ConfigError: the URL holds a run and `resume` is False.
+            RemoteError: a downloaded checkpoint is damaged, or the store is unreachable.
         """
         if not resume:
             if self.holds_a_run:
@@ -95,11 +95,11 @@ class RunMirror:
         for name in self.steps():
             target = self.local / "checkpoints" / name
             if not target.exists():
-                _log.info("fetching %s", self.url / "checkpoints" / name)
+                _log.info("downloading %s", self.url / "checkpoints" / name)
                 copy_folder(self.url / "checkpoints" / name, target)
 
     def push(self) -> None:
-        """Publish the checkpoints that the URL lacks, copy the other files, remove checkpoints that are too old."""
+        """Publish the checkpoints that are missing at the URL, copy the other files, and remove expired checkpoints."""
         folders = sorted(one for one in (self.local / "checkpoints").glob("step-*") if _STEP.fullmatch(one.name))
         there = self.steps()
         for folder in folders:

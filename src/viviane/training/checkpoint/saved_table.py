@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides dense weights: its tables, read by keys and columns, and the progress of training."""
+"""Tables of a checkpoint, read by keys and columns, and the progress of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEAN = "mean"
 
 
 class SavedTable:
-    """Reads parts of a table; files are mapped into memory, and only pages that are asked for are read.
+    """Reads parts of a table. Files are memory-mapped, and only the accessed pages are read.
 
     Args:
         folder: the checkpoint.
@@ -37,7 +37,7 @@ class SavedTable:
         """Map the file of a shard.
 
         Raises:
-            CheckpointError: its tensors are not those of the manifest.
+            CheckpointError: its tensors differ from the manifest.
         """
         if shard.file not in self._open:
             found = read_tensors(self.folder / shard.file)
@@ -54,7 +54,7 @@ class SavedTable:
             shape = tuple(found[name].shape) if name in found else None
             if shape != (rows, columns) and not (name != "weight" and shape == (rows,)):
                 raise CheckpointError(
-                    "a table's file does not hold what the manifest says", where=f"{self.folder / shard.file}, {name}",
+                    "a table's file does not match the manifest", where=f"{self.folder / shard.file}, {name}",
                     value=shape, allowed=str((rows, columns)),
                 )  # fmt: skip
 
@@ -62,26 +62,26 @@ class SavedTable:
         for name, shape in (("keys", (self.num_rows,)), ("weight", (self.num_rows, self.dim))):
             if name not in found or tuple(found[name].shape) != shape:
                 raise CheckpointError(
-                    "a table's file does not hold what the manifest says", where=f"{self.folder / shard.file}, {name}",
+                    "a table's file does not match the manifest", where=f"{self.folder / shard.file}, {name}",
                     value=tuple(found[name].shape) if name in found else "absent", allowed=str(shape),
                 )  # fmt: skip
 
     def content(self) -> dict[str, Tensor]:
-        """Return all tensors of a table that has one file; of a dynamic one its keys and all that belongs to them."""
+        """Return all tensors of a table that has one file; for a dynamic table also its keys and their counters."""
         return self.tensors(self._shards[0])
 
     def meta(self, name: str) -> tuple[bool, torch.dtype]:
-        """Return whether a tensor has a number for every column, and its type."""
+        """Return whether a tensor has one element per column, and its type."""
         tensor = self.tensors(self._shards[0])[name]
         return tensor.dim() == 2, tensor.dtype
 
     def copy_to(self, name: str, target: Tensor, keys: range, start: int, stop: int) -> None:
-        """Fill a tensor with the rows of some keys and columns.
+        """Fill a tensor with the rows of a range of keys and columns.
 
         Args:
             name: "weight", "state.<name>" or "mean".
-            target: (len(keys), stop - start), or (len(keys),) of a state with one number a row.
-            keys, start, stop: what of the table.
+            target: (len(keys), stop - start), or (len(keys),) for a state with one element per row.
+            keys, start, stop: range of keys and columns.
         """
         for shard in self._shards:
             theirs = range(*shard.keys)
@@ -99,7 +99,7 @@ class SavedTable:
                 )
 
     def read(self, name: str, keys: range, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the rows of some keys and columns, a copy."""
+        """Return a copy of the rows of a range of keys and columns."""
         wide, dtype = self.meta(name)
         end = self.dim if stop is None else stop
         target = torch.empty((len(keys), end - start) if wide else (len(keys),), dtype=dtype)
@@ -109,14 +109,14 @@ class SavedTable:
 
 @dataclass
 class Progress:
-    """The position of training, and all of its state besides the weights.
+    """The position of training, and all of its state except the weights.
 
     Args:
-        step, epoch: counts of finished steps and epochs.
+        step, epoch: numbers of finished steps and epochs.
         values: plain data: reader position, early stopping, chosen precision, ...
-        tensors: states of the random generators and sums that JSON cannot hold to the bit.
+        tensors: states of the random generators, and sums that JSON cannot represent exactly.
         history: rows of metrics.
-        tables: of a checkpoint that was loaded: its tables, by "<collection>.<table>".
+        tables: tables of a loaded checkpoint, by "<collection>.<table>".
     """
 
     step: int = 0

@@ -24,7 +24,7 @@ from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.checkpoint.write import Content, collect, write_content
 
 SMALL_BYTES: Final = 16 << 20
-"""A process with fewer bytes of rows writes them as fast as it starts a thread and holds them."""
+"""Below this number of bytes of rows, a thread and a snapshot take longer than writing."""
 INDEX_FILE: Final = "index.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.(step-\d{8,}|index\.json)\..+\.(tmp|old|lock)")
@@ -34,14 +34,14 @@ _log = get_logger("training.checkpoint")
 class CheckpointStore:
     """Keeps the newest checkpoints of a run and the best one.
 
-    Which one is the best is read from the checkpoints themselves (`progress["score"]`), so that a process
-    killed between a save and the index loses nothing.
+    The best checkpoint is determined from the checkpoints themselves (`progress["score"]`), so that nothing is lost
+    if a process is killed between a save and the update of the index.
 
     Args:
-        folder: where they stand.
-        keep: how many of the newest stay; the best stays besides.
+        folder: folder of the checkpoints.
+        keep: how many of the newest are kept; the best is kept in addition.
         higher_is_better: how scores compare.
-        group: the processes that save together; of several, rank 0 alone looks after the folder.
+        group: the processes that save together; only rank 0 manages the folder.
 
     Example:
         >>> CheckpointStore("runs/none", keep=2).steps()
@@ -58,15 +58,15 @@ class CheckpointStore:
         self._writer = BackgroundWriter()
         self._beside: Group | None = None
         self.mirror: RunMirror | None = None
-        """Where each whole checkpoint is published besides."""
+        """URL to which each complete checkpoint is also published."""
 
     def clean(self) -> None:
-        """Remove what killed saves left behind; only names that saves make."""
+        """Remove leftovers of interrupted saves; only names that a save creates."""
         if self.group.rank > 0:
             return
         for leftover in self.folder.glob(".*"):
             if _LEFTOVER.fullmatch(leftover.name):
-                _log.info("removing %s, left by a save that was killed", leftover)
+                _log.info("removing %s, left by an interrupted save", leftover)
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def path(self, step: int) -> Path:
@@ -74,7 +74,7 @@ class CheckpointStore:
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, rising."""
+        """Return the steps that have a checkpoint, in ascending order."""
         if not self.folder.exists():
             return []
         found = [_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir()]
@@ -88,14 +88,14 @@ class CheckpointStore:
         *,
         beside: bool | Literal["auto"] = False,
     ) -> Path:
-        """Write a checkpoint, then the index, then remove those that are too old.
+        """Write a checkpoint, then the index, then remove expired ones.
 
-        `progress.values["score"]` is the first metric of an evaluation at this very step, or None.
+        `progress.values["score"]` is the first metric of an evaluation at this step, or None.
 
         Args:
-            module, optimizer, progress: what is written, as it is now.
-            beside: write in a thread while training goes on; "auto" does where a process has more than
-                `SMALL_BYTES` to write. At most one save is in work: the next one waits for it, and raises its error.
+            module, optimizer, progress: the state to write, as of this call.
+            beside: write in a thread while training continues; "auto" does so if a process has more than
+                `SMALL_BYTES` to write. At most one save is active: the next one waits for it, and raises its error.
 
         Raises:
             CheckpointError: this save or the one before it failed.
@@ -118,17 +118,17 @@ class CheckpointStore:
         on_first_rank(group, lambda: self._tidy(path, step))
 
     def _is_large(self, module: nn.Module) -> bool:
-        """Say whether any process has much to write."""
+        """Return whether any process has more than `SMALL_BYTES` to write."""
         storages = [one for collection in collections_of(module).values() for one in collection.all_storages()]
         own = sum(one.weight.numel() * one.weight.element_size() for one in storages)
         in_tiers = any(isinstance(one, CachedStorage) for one in storages)
         told = self.group.gather_numbers([own, int(in_tiers)])
         if any(one[1] for one in told):
-            return False  # rows in tiers are read while nothing moves them
+            return False  # rows in tiers can be read only while no step updates them
         return max(one[0] for one in told) > SMALL_BYTES
 
     def _group_beside(self) -> Group:
-        """Return the same processes for the thread that writes: its exchanges stand in no order to training's."""
+        """Return a separate group of the same processes: the thread's collectives are not ordered with training's."""
         if self._beside is None:
             self._beside = self.group.for_thread()
         return self._beside
@@ -139,10 +139,10 @@ class CheckpointStore:
         return self._writer.has_failed
 
     def finish(self) -> None:
-        """Wait for a save that is in work.
+        """Wait for an active save.
 
         Raises:
-            CheckpointError: it failed; names the folder.
+            CheckpointError: the save failed; the message names the folder.
         """
         try:
             self._writer.finish()
@@ -150,7 +150,7 @@ class CheckpointStore:
             raise self.group.all_know(error) from error.__cause__
 
     def close(self) -> None:
-        """Wait for a save that is in work, where an error ends training already: the save's own is logged."""
+        """Wait for an active save after training has failed; an error of the save is logged, not raised."""
         try:
             self._writer.finish()
         except VivianeError as error:
@@ -172,13 +172,13 @@ class CheckpointStore:
             self.mirror.push()
 
     def latest_whole(self) -> Path | None:
-        """Return the newest checkpoint whose files are all as they were written; None where there is none at all.
+        """Return the newest checkpoint that passes verification; None if there are no checkpoints.
 
-        A damaged one is named in the log and an older one is taken: since resuming repeats the same steps
-        bit by bit, that costs time and nothing else.
+        A damaged one is logged and the next older one is tried. Resuming repeats the same steps bit for bit, so this
+        costs only time.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is whole.
+            CheckpointError: all checkpoints are damaged.
         """
         damaged: CheckpointError | None = None
         for step in reversed(self.steps()):
@@ -194,30 +194,30 @@ class CheckpointStore:
         return None
 
     def best_path(self) -> Path | None:
-        """Return the folder of the checkpoint with the best score; None where none was evaluated."""
+        """Return the folder of the checkpoint with the best score; None if none was evaluated."""
         best = self._best(self.steps())
         return None if best is None else self.path(best[0])
 
     def _best(self, steps: list[int]) -> tuple[int, float] | None:
-        """Return (step, score); of equal scores the earlier."""
+        """Return (step, score); the earlier of equal scores."""
         best: tuple[int, float] | None = None
         for step in steps:
             try:
                 score = read_manifest(self.path(step)).progress.get("score")
             except CheckpointError:
-                continue  # a damaged one cannot be the best; `latest_whole` names it
+                continue  # a damaged checkpoint cannot be the best; `latest_whole` reports it
             if score is not None and (best is None or (score > best[1] if self.higher_is_better else score < best[1])):
                 best = (step, score)
         return best
 
     def discard_after(self, step: int) -> None:
-        """Remove checkpoints beyond a step: damaged ones, which training will write again."""
+        """Remove checkpoints after a step; they are damaged, and training writes them again."""
         for later in self.steps() if self.group.rank == 0 else []:
             if later > step:
                 self._remove(later)
 
     def _remove(self, step: int) -> None:
-        """Rename before removing: a process that is killed here leaves no half of a checkpoint under its name."""
+        """Rename before removing: if the process is killed here, no partial checkpoint keeps its name."""
         gone = self.folder / f".{self.path(step).name}.removed.old"
         self.path(step).rename(gone)
         shutil.rmtree(gone)

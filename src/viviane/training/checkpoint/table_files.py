@@ -1,7 +1,7 @@
-"""Embedding tables in a checkpoint: files of named tensors, one for a whole table, or one for each shard.
+"""Embedding tables in a checkpoint: files of named tensors, one per table or one per shard.
 
-A table of a `TableConfig` writes weight (num_rows, dim) and state.<name>; a dynamic one its keys, rows, weight
-(K, dim), times and numbers of use, state.<name>, and what waits for admission.
+A table of a `TableConfig` writes weight (num_rows, dim) and state.<name>; a dynamic table writes its keys, rows, weight
+(K, dim), times and counts of use, state.<name>, and the keys that wait for admission.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def table_file(full: str, index: int = 0, count: int = 1) -> str:
 
 @dataclass(frozen=True)
 class TableFile:
-    """A table of a module, as checkpoints know it.
+    """A table of a module, for writing and reading checkpoints.
 
     Args:
         full: "<collection>.<table>".
-        collection, name: where it is.
+        collection, name: the collection and its table.
     """
 
     full: str
@@ -53,19 +53,19 @@ class TableFile:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether its rows come with their keys."""
+        """Whether it is keyed by arbitrary ids."""
         return isinstance(self.collection.tables[self.name], DynamicTableConfig)
 
     @property
     def signature(self) -> str:
-        """What must agree between a checkpoint and a module."""
+        """Type and shape, which must agree between a checkpoint and a module."""
         table = self.collection.tables[self.name]
         rows = "keys" if isinstance(table, DynamicTableConfig) else table.num_rows
         return f"{table.dtype}[{rows}, {table.dim}]"
 
     @cached_property
     def parts(self) -> list[TablePart]:
-        """Which process has what of it."""
+        """The part of the table on each process."""
         return parts_of(self.collection, self.name)
 
     @property
@@ -76,7 +76,7 @@ class TableFile:
         return tuple(initial_state(rule))
 
     def tensors(self, part: TablePart, optimizer_state: bool) -> dict[str, Tensor]:
-        """Return what the file of a part of this process holds; views of the live memory, where it is not dynamic."""
+        """Return the tensors of a part of this process; views of the live memory, unless the table is dynamic."""
         left_out = () if optimizer_state else _FOR_TRAINING
         if isinstance(part.storage, DynamicStorage):
             entries = state_entries(part.storage.table, "")
@@ -89,12 +89,12 @@ class TableFile:
     # Writing ------------------------------------------------------------------------------------------------
 
     def describe(self, part: TablePart, num_rows: int, optimizer_state: bool) -> TableEntry:
-        """Describe the table, in a process that has a part of it.
+        """Describe the table, on a process that holds a part of it.
 
         Args:
-            part: one that this process has.
-            num_rows: of the part's file.
-            optimizer_state: False writes weights alone.
+            part: a part on this process.
+            num_rows: number of rows in the part's file.
+            optimizer_state: False: the file has weights only.
         """
         table, storage, count = self.collection.tables[self.name], part.storage, len(self.parts)
         if isinstance(storage, DynamicStorage):
@@ -123,15 +123,15 @@ class TableFile:
     # Reading ------------------------------------------------------------------------------------------------
 
     def read(self, folder: Path, entry: TableEntry, weights_only: bool) -> SavedTable:
-        """Map the table's files into memory, and compare them with the table; nothing is changed.
+        """Memory-map the table's files and compare them with the table; the table is not changed.
 
         Raises:
-            CheckpointError: the table was trained by another optimizer, or its keys do not fit.
+            CheckpointError: the table was trained with another optimizer, or its keys do not match.
         """
         where = f"{folder / entry.files[0]}, table {self.name!r}"
         if not weights_only and set(self._state) != set(entry.state):
             raise CheckpointError(
-                "the table was trained by another optimizer",
+                "the table was trained with another optimizer",
                 where=where,
                 value=f"state: {', '.join(entry.state) or 'none'}",
                 allowed=", ".join(self._state) or "none",
@@ -143,7 +143,7 @@ class TableFile:
                 tensors = self._dynamic(saved, weights_only)
                 wrong = misfits(part.storage.table, tensors, weights_only=weights_only)
                 if wrong:
-                    raise CheckpointError("the table's keys do not fit", where=where, value="; ".join(wrong))
+                    raise CheckpointError("the table's keys do not match", where=where, value="; ".join(wrong))
             elif part.storage is not None:
                 self._check_widths(saved, part, where, weights_only)
         return saved
@@ -158,14 +158,14 @@ class TableFile:
                 continue
             wide, _ = saved.meta(name)
             if wide != (own.dim() == 2):
-                kinds = {True: "a number for every column", False: "one number a row"}
+                kinds = {True: "one element per column", False: "one element per row"}
                 raise CheckpointError(
                     "the shape differs", where=f"{where}, {name}", value=kinds[wide], allowed=kinds[not wide]
                 )
 
     @torch.no_grad()
     def restore(self, saved: SavedTable, weights_only: bool) -> None:
-        """Copy what `read` gave into the parts of this process."""
+        """Copy what `read` returned into the parts of this process."""
         padding = self.collection.tables[self.name].padding_id
         for part in self.parts:
             if isinstance(part.storage, DynamicStorage):

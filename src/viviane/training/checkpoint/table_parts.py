@@ -1,4 +1,4 @@
-"""What each process has of an embedding table, whatever collection it is in."""
+"""The parts of an embedding table on each process, for every kind of collection."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from viviane.training.checkpoint.tiered_rows import shapes_of
 
 @dataclass(frozen=True)
 class TablePart:
-    """Some keys and columns of a table on one process, or on every process.
+    """A range of keys and columns of a table on one process, or on every process.
 
     Args:
         table: its name.
-        keys: whose rows they are; empty for a dynamic table, which is whole.
-        start, stop: columns.
-        rank: of the process that has it; None: every process has it.
-        storage: where it is in this process; None: it is elsewhere.
+        keys: the keys of its rows; empty for a dynamic table, which always has one part.
+        start, stop: range of columns.
+        rank: the process that holds it; None: every process holds it.
+        storage: its storage on this process; None: it is on another process.
     """
 
     table: str
@@ -35,13 +35,13 @@ class TablePart:
 
     @property
     def num_elements(self) -> int:
-        """Numbers of its weight."""
+        """Number of elements of its weight."""
         return len(self.keys) * (self.stop - self.start)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of its rows, "weight", and of its optimizer state, "state.<name>"; not of a dynamic table.
+        """Return views of its rows, "weight", and of its optimizer state, "state.<name>"; not for a dynamic table.
 
-        Of a table in tiers the shapes alone, without memory.
+        For a table in tiers only shapes, without memory.
         """
         assert isinstance(self.storage, Storage)
         if isinstance(self.storage, CachedStorage):
@@ -51,7 +51,7 @@ class TablePart:
 
     @property
     def mean(self) -> Tensor | None:
-        """A view of the running mean of its rows, up to date; None where none is kept."""
+        """An up-to-date view of the running mean of its rows; None if there is none."""
         storage = self.storage
         if not isinstance(storage, Storage) or storage.row_mean is None:
             return None
@@ -64,7 +64,7 @@ def parts_of(collection: TableCollection, table: str) -> list[TablePart]:
     """Return the parts of a table, in order; they cover it.
 
     Raises:
-        CheckpointError: no feature looks the table up, so the processes have no memory for it.
+        CheckpointError: no feature looks the table up, so no process holds it.
     """
     settings = collection.tables[table]
     if isinstance(collection, ShardedCollection):
@@ -83,12 +83,12 @@ def _storage(collection: TableCollection | None, table: str) -> TableStorage:
         for storage in part.all_storages():
             if table in storage.tables:
                 return storage
-    raise CheckpointError("no feature looks the table up, so no process has it", where=f"table {table!r}",
-                          fix="leave the table out")  # fmt: skip
+    raise CheckpointError("no feature looks the table up, so no process holds it", where=f"table {table!r}",
+                          fix="remove the table")  # fmt: skip
 
 
 def group_of(module: nn.Module) -> Group:
-    """Return the processes that have the tables of a module: this one alone where no table is spread."""
+    """Return the processes that hold the tables of a module; only this one if no table is sharded."""
     for collection in collections_of(module).values():
         if isinstance(collection, ShardedCollection):
             return collection.group
@@ -96,7 +96,7 @@ def group_of(module: nn.Module) -> Group:
 
 
 def choose_writers(parts: Mapping[str, Sequence[TablePart]], size: int) -> dict[tuple[str, int], int]:
-    """Return the rank that writes each (table, index of part): its owner; what all have, the one with least to write.
+    """Return the rank that writes each (table, index of part): its owner; for replicated parts, the least loaded rank.
 
     Example:
         >>> have = {"a": [TablePart("a", range(9), 0, 2, rank=0)], "b": [TablePart("b", range(5), 0, 2)]}

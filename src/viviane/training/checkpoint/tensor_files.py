@@ -1,4 +1,4 @@
-"""Files of named tensors, without pickle: safetensors, written piece by piece from wherever the numbers are."""
+"""Files of named tensors in the safetensors format, without pickle, written chunk by chunk from the tensors' memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from viviane.core.errors import CheckpointError
 from viviane.training.checkpoint.manifest import FileEntry
 
 PIECE_BYTES: Final = 4 << 20
-_HEADER_BLOCK: Final = 8  # the format aligns its data to so many bytes
+_HEADER_BLOCK: Final = 8  # alignment of the data, in bytes
 _TYPES: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -26,7 +26,7 @@ _TYPES: Final = {
 
 
 class Source(Protocol):
-    """A tensor that a file will hold: shape and type now, bytes when they are asked for."""
+    """A tensor to write: shape and type now, bytes on demand."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,14 +37,14 @@ class Source(Protocol):
         """Its type."""
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
-        """Give all its bytes in order; each piece holds until the next is asked for."""
+        """Yield all bytes in order; each piece is valid until the next is requested."""
 
 
-class Still:
-    """A tensor that nobody changes until it is written; from CPU memory this copies nothing that is contiguous.
+class UnchangedTensor:
+    """A tensor that does not change until it is written; a contiguous CPU tensor is not copied.
 
     Example:
-        >>> sum(len(piece) for piece in Still(torch.zeros(3, 2)).pieces())
+        >>> sum(len(piece) for piece in UnchangedTensor(torch.zeros(3, 2)).pieces())
         24
     """
 
@@ -53,20 +53,20 @@ class Still:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
-        """Give all its bytes in order."""
+        """Yield all bytes in order."""
         flat = self._tensor.contiguous().view(-1)
         step = PIECE_BYTES // flat.element_size()
         for start in range(0, len(flat), step):
             yield flat[start : start + step].cpu().view(torch.uint8).numpy()
 
 
-def still_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Source]:
-    """Return sources of tensors that nobody changes until they are written."""
-    return {name: Still(tensor) for name, tensor in tensors.items()}
+def unchanged_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Source]:
+    """Return sources of tensors that do not change until they are written."""
+    return {name: UnchangedTensor(tensor) for name, tensor in tensors.items()}
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, mapped into memory and read when they are used."""
+    """Return the tensors of a safetensors file, memory-mapped, so that they are read when used."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -80,7 +80,7 @@ def tensors_of_bytes(data: bytes, where: str) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file in memory.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the data are not a safetensors file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -93,24 +93,24 @@ def tensors_of_bytes(data: bytes, where: str) -> dict[str, Tensor]:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write tensors to a safetensors file, flushed to the disk; returns its size and check sum."""
-    return write_sources(file, still_tensors(tensors))
+    """Write tensors to a safetensors file, flush it to disk, and return its size and checksum."""
+    return write_sources(file, unchanged_tensors(tensors))
 
 
 def write_sources(file: Path, sources: Mapping[str, Source]) -> FileEntry:
-    """Write tensors to a safetensors file from where their bytes are, flushed to the disk.
+    """Write tensors to a safetensors file directly from their memory, and flush it to disk.
 
-    The format: the length of the header in 8 bytes, little-endian; the header, JSON with type, shape and place of
-    each tensor; the tensors' bytes one after another, those of wide types first.
+    The format: the length of the header in 8 bytes, little-endian; the header, JSON with type, shape and offsets of
+    each tensor; the tensors' bytes, widest types first.
     """
-    file.parent.mkdir(exist_ok=True)  # not those above: a checkpoint whose folder vanished is none
+    file.parent.mkdir(exist_ok=True)  # no parents: if the folder of the checkpoint was removed, fail
     order = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
     header, stop = {}, 0
     for name in order:
         one, start = sources[name], stop
         stop += int(np.prod(one.shape, dtype=np.int64)) * one.dtype.itemsize
         if one.dtype not in _TYPES:
-            raise CheckpointError("a type that the file format does not know", where=f"{file}, {name}",
+            raise CheckpointError("the file format does not support this type", where=f"{file}, {name}",
                                   value=one.dtype, fix="keep it in float32 or int64")  # fmt: skip
         header[name] = {"dtype": _TYPES[one.dtype], "shape": list(one.shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""Read a table of a checkpoint into tiers: piece by piece, never the whole table."""
+"""Read a table of a checkpoint into tiers: chunk by chunk, never the complete table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def restore_rows(storage: CachedStorage, saved: SavedTable, part: TablePart, *, 
     """Write the rows of a part, and their state unless `weights_only`, into tiers and cache.
 
     Args:
-        storage: of the part.
+        storage: storage of the part.
         saved: the table in the checkpoint.
-        part: what of it.
+        part: the part to restore.
     """
     names = [name for name in storage.column_shapes(part.table) if name == "weight" or not weights_only]
     for first in range(0, len(part.keys), PIECE_ROWS):

@@ -1,4 +1,4 @@
-"""Columns of a table in tiers as checkpoints write and read them: piece by piece, never the whole table."""
+"""Columns of a table in tiers as checkpoints write and read them: chunk by chunk, never the complete table."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class TieredRows:
     """One column of a table, read from memory and tiers when it is written.
 
     Args:
-        storage, table: whose rows.
-        column: "weight", or the name of a state.
+        storage, table: the table and its storage.
+        column: "weight", or the name of an optimizer state.
     """
 
     def __init__(self, storage: CachedStorage, table: str, column: str) -> None:
@@ -27,7 +27,7 @@ class TieredRows:
         self.shape, self.dtype = tuple(like.shape), like.dtype
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
-        """Give all its bytes in order."""
+        """Yield all bytes in order."""
         layout = self._storage.layouts[self._table]
         for first in range(0, self.shape[0], PIECE_ROWS):
             rows = self._storage.read_rows(self._table, first, min(first + PIECE_ROWS, self.shape[0]))
@@ -40,6 +40,6 @@ def tiered_sources(storage: CachedStorage, table: str, names: list[str]) -> dict
 
 
 def shapes_of(storage: CachedStorage, table: str) -> dict[str, Tensor]:
-    """Return tensors without memory, of the shapes of a table's tensors in a checkpoint."""
+    """Return meta tensors with the shapes of a table's tensors in a checkpoint."""
     found = storage.column_shapes(table)
     return {name if name == "weight" else f"{STATE}{name}": one for name, one in found.items()}

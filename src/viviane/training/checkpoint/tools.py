@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint without its model: cut its tables anew, compare two."""
+"""Operations on a checkpoint without its model: reshard its tables, compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from viviane.training.checkpoint.table_files import table_file
 from viviane.training.checkpoint.tensor_files import read_tensors, write_tensors
 
 _PIECE_ELEMENTS = 1 << 22
-_OF_ALL_COLUMNS = ("state.last_step",)  # one number a row that every part of the columns has alike
+_OF_ALL_COLUMNS = ("state.last_step",)  # one element per row, equal in all column shards
 _DENSE_FILES = (DENSE_FILE, OPTIMIZER_FILE, PROGRESS_FILE)
 
 
 def reshard(
     source: str | Path, target: str | Path, *, processes: int | None = None, plan: ShardingPlan | None = None
 ) -> None:
-    """Write a checkpoint anew with its tables cut another way; content, step and place stay bit by bit.
+    """Rewrite a checkpoint with another sharding of its tables; content, step and position stay the same bit for bit.
 
     Args:
-        source: verified first.
+        source: the checkpoint; it is verified first.
         target: the new folder.
-        processes: cut every table by rows into so many files; 1 gives whole files.
-        plan: cut them as this plan does; in the place of `processes`.
+        processes: split every table by rows into this many files; 1 gives one file per table.
+        plan: split the tables as this plan does, instead of `processes`.
 
     Raises:
-        ConfigError: the plan lacks a table or does not fit; the target exists.
+        ConfigError: the plan does not contain a table or does not match it; the target exists.
         CheckpointError: the source is damaged, or the disk is full.
     """
     if (processes is None) == (plan is None):
-        raise ConfigError("say either a number of processes or a plan", value=processes)
+        raise ConfigError("give either a number of processes or a plan", value=processes)
     if processes is not None and not 1 <= processes <= MAX_SHARDS:
-        raise ConfigError("a number of processes", value=processes, allowed=f"1 to {MAX_SHARDS}")
+        raise ConfigError("invalid number of processes", value=processes, allowed=f"1 to {MAX_SHARDS}")
     folder = new_folder(target)
     manifest = verify_checkpoint(source)
     with replace_folder(folder, overwrite=False) as work:
@@ -73,15 +73,15 @@ def reshard(
 
 
 def new_folder(target: str | Path) -> Path:
-    """Return a path where nothing is yet.
+    """Return a path that does not exist yet.
 
     Raises:
-        ConfigError: something is there.
+        ConfigError: it exists.
     """
     path = Path(target)
     tidy(path)
     if path.exists():
-        raise ConfigError("the folder exists", where=str(path), fix="choose another")
+        raise ConfigError("the target folder exists", where=str(path), fix="choose another")
     return path
 
 
@@ -99,7 +99,7 @@ def _shards(
     else:
         known = [one for one in plan.tables if full == one.table or full.endswith(f".{one.table}")]
         if not known:
-            raise ConfigError("the plan lacks a table", value=full, allowed=", ".join(o.table for o in plan.tables))
+            raise ConfigError("the plan misses a table", value=full, allowed=", ".join(o.table for o in plan.tables))
         found = max(known, key=lambda one: len(one.table))
         ShardingPlan(world_size=plan.world_size, tables=(found.model_copy(update={"table": full}),)).check(
             {full: table}, plan.world_size
@@ -115,7 +115,7 @@ def _cut(source: Path, work: Path, full: str, entry: TableEntry, shards: list[tu
     narrow = [name for name in saved.names if not saved.meta(name)[0] and name not in _OF_ALL_COLUMNS]
     if any(stop - start < saved.dim for _, start, stop in shards) and narrow:
         raise ConfigError(
-            "the table's rule needs whole rows, so columns cannot be apart", where=f"table {full!r}", value="column",
+            "the optimizer of this table needs complete rows", where=f"table {full!r}", value="column",
             allowed="kind 'table', 'row', 'hybrid' or 'replicated'",
         )  # fmt: skip
     for i, (keys, start, stop) in enumerate(shards):
@@ -134,10 +134,10 @@ def _cut(source: Path, work: Path, full: str, entry: TableEntry, shards: list[tu
 
 
 def compare_checkpoints(one: str | Path, other: str | Path) -> list[dict[str, Any]]:
-    """Return what differs between two checkpoints, a row for each tensor; none: they hold the same bits.
+    """Return the differences between two checkpoints, one row per tensor; an empty list if they are equal bit for bit.
 
-    A row has "tensor" and "difference", a sentence; where shapes and types agree also "numbers", how many of them
-    differ, "of", how many there are, and "largest", the largest absolute difference.
+    A row has "tensor" and "difference", a sentence; if shapes and types agree also "numbers", how many elements
+    differ, "of", the number of elements, and "largest", the largest absolute difference.
     """
     first, second = verify_checkpoint(one), verify_checkpoint(other)
     rows: list[dict[str, Any]] = []
@@ -198,7 +198,7 @@ def _table_differences(full: str, mine: SavedTable, theirs: SavedTable) -> list[
 
 
 def pieces(table: SavedTable) -> Iterator[range]:
-    """Give all keys of a table, a few megabytes of rows at a time."""
+    """Yield all keys of a table, a few megabytes of rows at a time."""
     step = max(1, _PIECE_ELEMENTS // max(1, table.dim))
     for start in range(0, table.num_rows, step):
         yield range(start, min(start + step, table.num_rows))
@@ -220,6 +220,6 @@ def _counted(label: str, pairs: Any) -> list[dict[str, Any]]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """View floats as whole numbers, so that NaN equals itself and -0 is not 0."""
+    """View floats as integers, so that NaN equals itself and -0 is not 0."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])

@@ -1,6 +1,6 @@
-"""Write a checkpoint: first what every process has is collected, then all of them write, in whichever thread.
+"""Writing a checkpoint: every process collects its content first, then all write, possibly in a thread.
 
-A folder appears whole or not at all: it is written beside its place under a temporary name, flushed, renamed.
+A folder appears complete or not at all: it is written under a temporary name next to its target, flushed, and renamed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from viviane.training.checkpoint.manifest import (
 from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.checkpoint.table_files import table_file, table_files
 from viviane.training.checkpoint.table_parts import choose_writers, group_of
-from viviane.training.checkpoint.tensor_files import Source, still_tensors, write_sources
+from viviane.training.checkpoint.tensor_files import Source, unchanged_tensors, write_sources
 from viviane.training.checkpoint.tiered_rows import tiered_sources
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -54,16 +54,16 @@ T = TypeVar("T")
 
 @dataclass
 class Content:
-    """What a process writes of a checkpoint.
+    """The content of a checkpoint that one process writes.
 
     Args:
         files: its files, and the tensors of each.
-        tables: entries of the tables of which it writes parts.
+        tables: entries of the tables whose parts it writes.
         order: names of all tables of the module.
-        dense: names and shapes outside the tables.
-        values: the rest of the manifest.
-        history: the text of the history's file, or None.
-        storages: that hold rows for this checkpoint until `close`.
+        dense: shapes of the parameters and buffers outside the tables, by name.
+        values: the remaining fields of the manifest.
+        history: text of the history file, or None.
+        storages: storages that keep a snapshot of rows for this checkpoint until `close`.
     """
 
     values: dict[str, Any]
@@ -81,7 +81,7 @@ class Content:
         return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in every)
 
     def close(self) -> None:
-        """Let go of the tables' rows."""
+        """Release the snapshots of the tables' rows."""
         for storage in self.storages:
             storage.end_snapshots()
 
@@ -95,21 +95,21 @@ def write_checkpoint(
     progress: Progress | None = None,
     group: Group | None = None,
 ) -> Manifest:
-    """Write a checkpoint folder; an older one of that name is replaced only when the new one is whole.
+    """Write a checkpoint folder; an existing folder is replaced only when the new one is complete.
 
-    Tables go to their files one after another, straight from their own memory. Of several processes each writes
-    what it has of the tables; rank 0 writes the rest, and the manifest when all others have finished.
+    Tables are written one after another directly from their memory. Each process writes the table parts that it holds;
+    rank 0 writes the rest, and the manifest after all others have finished.
 
     Args:
-        folder: the folder to make, on a disk that all processes see; that of rank 0 counts.
+        folder: the folder to create, on a disk that all processes share; the path of rank 0 is used.
         module: its parameters, buffers and embedding tables are saved.
         optimizer: the dense optimizer.
         optimizer_state: False saves weights only (dense and tables), for prediction.
-        progress: the place in training.
-        group: the processes that call it together; None takes those that have the module's tables.
+        progress: the position of training.
+        group: the processes that call it together; None: those that hold the module's tables.
 
     Raises:
-        CheckpointError: the disk is full or not writable; names the folder and the bytes needed and free. Where one
+        CheckpointError: the disk is full or not writable; names the folder and the bytes needed and free. If one
             process fails, all of them raise its message.
     """
     group = group or group_of(module)
@@ -129,13 +129,13 @@ def collect(
     optimizer_state: bool = True,
     hold: bool = False,
 ) -> Content:
-    """Find all that this process writes.
+    """Collect everything that this process writes.
 
     Args:
-        hold: keep it as it is now while training goes on, until `Content.close`; False takes the live memory.
+        hold: keep the current content while training continues, until `Content.close`; False reads the live memory.
 
     Raises:
-        CheckpointError: the module holds what no checkpoint can.
+        CheckpointError: the module has state that a checkpoint cannot store.
     """
     trained, place = optimizer if optimizer_state else None, progress or Progress()
     tensors, plain = ({}, {}) if trained is None else optimizer_tensors(trained, dense_parameters(module))
@@ -152,7 +152,7 @@ def collect(
     }
     content = Content(values, {name: TensorEntry.of(tensor) for name, tensor in dense.items()})
     stream = CopyStream(next((one.collection.device for one in table_files(module)), _device_of(dense)))
-    keep: Callable[[Mapping[str, Tensor]], dict[str, Source]] = stream.hold if hold else still_tensors
+    keep: Callable[[Mapping[str, Tensor]], dict[str, Source]] = stream.hold if hold else unchanged_tensors
     try:
         _collect_tables(content, module, group, optimizer_state, hold, stream)
         if group.rank == 0:
@@ -177,7 +177,7 @@ def _collect_tables(
     content.order = [file.full for file in files]
     writers = choose_writers({file.full: file.parts for file in files}, group.size)
     own = [(file, i) for file in files for i in range(len(file.parts)) if writers[file.full, i] == group.rank]
-    tensors = [file.tensors(file.parts[i], optimizer_state) for file, i in own]  # this may move means of rows
+    tensors = [file.tensors(file.parts[i], optimizer_state) for file, i in own]  # this may update means of rows
     if hold:
         for file, i in own:
             storage = file.parts[i].storage
@@ -192,7 +192,7 @@ def _collect_tables(
         if isinstance(part.storage, CachedStorage):
             sources = dict(tiered_sources(part.storage, file.name, list(live)))
         elif not hold:
-            sources = still_tensors(live)
+            sources = unchanged_tensors(live)
         else:
             sources = held_rows(part, live) if part.storage in content.storages else stream.hold(live)
         content.files[table_file(file.full, i, len(file.parts))] = sources
@@ -212,7 +212,7 @@ def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
 
 
 def write_content(path: Path, content: Content, group: Group) -> Manifest:
-    """Write what all processes have collected; all of them call it together, with errors as of `write_checkpoint`."""
+    """Write the collected content; a collective call of all processes, with the errors of `write_checkpoint`."""
 
     def guarded(make: Callable[[], T]) -> T:
         try:
@@ -253,7 +253,7 @@ def _write_text(file: Path, text: str) -> FileEntry:
 
 
 def _manifest(content: Content, written: list[dict[str, Any]]) -> Manifest:
-    """Put together what the processes have written."""
+    """Combine the entries of all processes."""
     tables: dict[str, TableEntry] = {}
     for one in written:
         for full, given in one["tables"].items():
@@ -274,7 +274,7 @@ def _write_error(path: Path, content: Content, cause: OSError) -> CheckpointErro
     code = cause.errno
     if code not in _FULL:
         return CheckpointError("the checkpoint could not be written", where=str(path), value=str(cause))
-    reason = "a file may not grow that large" if code == errno.EFBIG else "the disk is full"
+    reason = "the file exceeds the file system's size limit" if code == errno.EFBIG else "the disk is full"
     try:
         free = shutil.disk_usage(path.parent).free
     except OSError:
@@ -283,5 +283,5 @@ def _write_error(path: Path, content: Content, cause: OSError) -> CheckpointErro
         f"the checkpoint could not be written: {reason} ({os.strerror(code)})",
         where=str(path),
         value=f"{content.num_bytes:,} bytes needed, {free:,} free",
-        fix="make room or choose another run folder, then resume=True; earlier checkpoints are whole",
+        fix="free disk space or choose another run folder, then resume with resume=True; earlier ones are complete",
     )

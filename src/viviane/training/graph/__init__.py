@@ -1,1 +1,1 @@
-"""CUDA graphs of training steps: when a step is captured, how, and its replay. A CPU run imports nothing of this."""
+"""CUDA graphs of training steps: eligibility, capture and replay. A CPU run imports nothing from here."""

@@ -34,8 +34,8 @@ class CapturedGraph:
 
     Args:
         graph: the step.
-        batch: the static batch that it reads.
-        loss: its result.
+        batch: its static batch.
+        loss: the tensor of its loss.
         kept: tensors that must live as long as the graph.
         control_block: the values that the host passes to it.
         first: the graph of the input work, which overlaps the previous step's update; None: `graph` includes it.
@@ -60,7 +60,7 @@ class GraphCapture:
 
     Args:
         step: the training step.
-        num_slots: the most replays in flight, plus one.
+        num_slots: the maximum number of replays in flight, plus one.
     """
 
     def __init__(self, step: TrainStep, num_slots: int) -> None:
@@ -72,7 +72,7 @@ class GraphCapture:
         rows = num_slots if follows else 1  # with a dynamic loss scale any replay in flight may be skipped
         self.step_status = StepStatus(step.device, Controls(step.device, groups, means, rows), num_slots)
         self.overlap = OverlappedInput(step.device)
-        self._goes_ahead, self._is_in_vain = True, False
+        self._separates_input, self._input_graph_is_unused = True, False
         # Compute has priority over concurrent sorts and lookups, which would otherwise fill all multiprocessors first.
         self._stream = torch.cuda.Stream(step.device, priority=URGENT)  # type: ignore[no-untyped-call]
 
@@ -81,15 +81,15 @@ class GraphCapture:
 
         Args:
             batch: an example of the batch shape.
-            precision: of the dense layers.
+            precision: precision of the dense layers.
         """
         batch.wait()
         made, failure = self._record(batch, precision)
-        if not self._goes_ahead:
+        if not self._separates_input:
             return made, failure
         # All ranks or none have a first graph: its collectives would wait for a rank that has none.
-        self._goes_ahead = not any(self.step.group.gather_data(self._is_in_vain))
-        if self._goes_ahead:
+        self._separates_input = not any(self.step.group.gather_data(self._input_graph_is_unused))
+        if self._separates_input:
             return made, failure
         for graph in [] if made is None else made.graphs():
             graph.reset()
@@ -109,7 +109,7 @@ class GraphCapture:
             self._open_peers()
         made, failure = self._capture(batch, precision, workspace, kept)
         if made is None:
-            self._put_in_order()
+            self._restore_device_state()
             return None, failure
         workspace.write()
         if isinstance(mover, DenseMover):
@@ -135,11 +135,11 @@ class GraphCapture:
         try:
             # The outer context restores the current stream: torch's own does not if a capture fails.
             with self._through_peers(), torch.cuda.stream(torch.cuda.current_stream(own.device)):
-                if own.mean is None and self._goes_ahead:  # a mean of rows reads the batch after the update
+                if own.mean is None and self._separates_input:  # a mean of rows reads the batch after the update
                     # A module may look up other keys than the batch's, which may not be resolvable.
-                    self._is_in_vain = True
+                    self._input_graph_is_unused = True
                     first = self.overlap.record(sharded, static.batch, fill, pools[0])
-                    self._is_in_vain = first is not None
+                    self._input_graph_is_unused = first is not None
                 with torch.cuda.graph(graph, pool=pools[1], stream=self._stream, capture_error_mode="thread_local"):
                     if first is None:
                         fill()
@@ -155,7 +155,7 @@ class GraphCapture:
             return None, error
         finally:
             taken = [one.end_ahead() for one in sharded]
-            self._is_in_vain = self._is_in_vain and not any(taken)
+            self._input_graph_is_unused = self._input_graph_is_unused and not any(taken)
             own.discard()
             if own.optimizer is not None:
                 for group, count in zip(own.optimizer.param_groups, counts, strict=True):
@@ -189,7 +189,7 @@ class GraphCapture:
                 stack.enter_context(collection.exchanges.through_peers())
             yield
 
-    def _put_in_order(self) -> None:
+    def _restore_device_state(self) -> None:
         """Restore the state of the device after a failed capture."""
         device = self.step.device
         forget_branches(device)

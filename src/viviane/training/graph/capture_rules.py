@@ -28,11 +28,11 @@ def ineligible_reason(step: TrainStep) -> str | None:
 def shape_mismatch_reason(step: TrainStep, batch: Batch) -> str | None:
     """Return why the shapes of a batch may differ between ranks, so that some ranks could not replay; None if not.
 
-    All ranks return the same: the function reads only the static shapes and the names of columns.
+    All ranks return the same result: the function reads only the static shapes and the names of columns.
 
     Args:
         step: the training step.
-        batch: the next one.
+        batch: the next batch.
     """
     sync = step.sync
     if sync is None or sync.has_static_shape(batch):

@@ -1,4 +1,4 @@
-"""Capture and replay of the whole training step in one CUDA graph, and the handling of failed steps.
+"""Capture and replay of the complete training step in one CUDA graph, and the handling of failed steps.
 
 The host cannot check a replay before its update, so the device decides. A NaN or infinite loss or gradient, or an
 invalid key, sets a flag. The flag closes the gate of all updates, for this step and all later ones, until the host
@@ -39,7 +39,7 @@ from viviane.training.step.replays import Replays, refusal
 
 _log = get_logger("training.captured")
 _EAGER_STEPS = {"auto": 3, True: 1}
-"""Warm-up steps of a shape before its capture: they plan lookups, compile kernels, and show that the shape recurs."""
+"""Warm-up steps of a shape before its capture: they plan lookups, compile kernels, and show that the shape repeats."""
 _MAX_GRAPHS = 4
 _MAX_SHAPES = 1024
 _MAX_DOUBLINGS = 16
@@ -176,7 +176,7 @@ class CapturedSteps(Replays):
 
     @property
     def _step_status(self) -> StepStatus:
-        assert self._graph_capture is not None  # there are replays only after a recording
+        assert self._graph_capture is not None  # there are replays only after a capture
         return self._graph_capture.step_status
 
     @property
@@ -225,7 +225,7 @@ class CapturedSteps(Replays):
         )
         raise self.step.group.all_know(error)  # all ranks have the same step status
 
-    # CapturedGraph ----------------------------------------------------------------------------------------------
+    # Graphs -------------------------------------------------------------------------------------------------
 
     def drop_graphs(self) -> None:
         """Drop all graphs, on all ranks, after a checkpoint was loaded.

@@ -34,13 +34,13 @@ class StepStatus:
     Args:
         device: a GPU.
         controls: the values of the steps.
-        num_slots: the most replays in flight, plus one.
+        num_slots: the maximum number of replays in flight, plus one.
 
     Attributes:
         status: see `viviane.ops.dense_update.update_status`.
-        overflow, scaling: of a dynamic loss scale; see `viviane.ops.dense_update.update_scaled_status`.
+        overflow, scaling: state of a dynamic loss scale; see `viviane.ops.dense_update.update_scaled_status`.
         flags: `overflow` and the first entry of `status`, which are summed over the ranks.
-        gate: of all updates.
+        gate: gate of all updates.
         count: number of decided steps, (1,), int64, on the device.
         num_skipped: skipped steps among those whose status the host has read.
     """
@@ -65,7 +65,7 @@ class StepStatus:
     def load_scale(self, scale: LossScale | None) -> None:
         """Copy a dynamic loss scale to the device if it has changed on the host.
 
-        No replay may be in flight: the host does not know the scale after it yet.
+        No replay may be in flight: the host does not know yet what the scale is after it.
         """
         if scale is not None and scale.is_dynamic and scale.state() != self._last_scale:
             self._last_scale = scale.state()
@@ -75,8 +75,8 @@ class StepStatus:
         """Write the status of the decided step and its loss to host memory; captured after `update_status`.
 
         Args:
-            words: of the step's `HostControlBlock`.
-            loss: 0-dim.
+            words: words of the step's `HostControlBlock`.
+            loss: the loss, 0-dim.
             signal: (1,), float32, summed over the ranks.
         """
         write_back(words, loss, self._words, self._host_rows, self.count, signal)
@@ -106,8 +106,8 @@ class StepStatus:
         """Update the host's loss scale by one step of the device's; return whether that step was skipped.
 
         Args:
-            number: of the step after the last one read; it has not failed.
-            scale: of the host.
+            number: the step after the last one read; it has not failed.
+            scale: the host's loss scale.
             where: the step and its batch, for messages.
         """
         if scale is None or not scale.is_dynamic:
@@ -132,10 +132,10 @@ class DeviceExecutor(StepExecutor):
     """Runs a step in the form that is captured: the device loads the values, decides, and gates the updates.
 
     Args:
-        state: of the step.
+        state: state of the training step.
         step_status: its gate decides about the updates.
-        workspace: of the check of dense gradients.
-        control_block: has been read.
+        workspace: workspace of the check of dense gradients.
+        control_block: the block of the step, already read.
         input_done: recorded after the last read of the batch: the status is known, only updates are left.
     """
 
@@ -233,11 +233,11 @@ def run_captured_step(
 
     Args:
         step: the training step.
-        batch: static tensors.
-        precision: of the dense layers.
+        batch: static tensors of the batch.
+        precision: precision of the dense layers.
         step_status, workspace, control_block, input_done: see `DeviceExecutor`.
     """
-    forget_branches(step.device)  # of another capture
+    forget_branches(step.device)  # left by another capture
     executor = DeviceExecutor(step, step_status, workspace, control_block, input_done)
     try:
         return step.run(batch, step_status.number, precision, executor)

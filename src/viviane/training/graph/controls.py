@@ -20,7 +20,7 @@ def step_values(lr: float, factor: float, optimizer: DenseOptimizer | None, mean
     Args:
         lr: the learning rate.
         factor: the schedule's factor.
-        optimizer: its groups have counted this step already.
+        optimizer: its parameter groups have already counted this step.
         means: values of a running mean of weights.
     """
     values = [lr, factor]
@@ -38,10 +38,10 @@ class Controls:
     for each possible number of skipped steps, and the device selects the right one.
 
     Args:
-        device: of the parameters.
-        num_groups: parameter groups of the dense optimizer.
-        num_means: values of a running mean of weights.
-        num_rows: number of rows the host writes; 1: there is nothing to select.
+        device: device of the parameters.
+        num_groups: number of parameter groups of the dense optimizer.
+        num_means: number of values of a running mean of weights.
+        num_rows: number of rows that the host writes; 1: there is nothing to select.
 
     Attributes:
         width: length of the packed vector.
@@ -79,7 +79,7 @@ class Controls:
 
         Args:
             rows: see `step_values`; row i applies if i steps in flight are skipped.
-            num_skipped: skipped steps that the host knows of.
+            num_skipped: number of skipped steps that the host has read.
         """
         if self.num_rows == 1:
             return list(rows[0])

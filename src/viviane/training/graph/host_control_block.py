@@ -1,4 +1,4 @@
-"""The host control block: page-locked memory in which the host passes a replay its values, without a copy."""
+"""The host control block: page-locked memory through which the host passes values to a replay, without a copy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class HostControlBlock:
     The device counts the steps. `read`, which is captured, reads the row of the next step.
 
     Args:
-        device: of the steps.
-        num_numbers: values of a step, float64.
-        num_words: words of a batch, int64; see `viviane.training.graph.static_batch.StaticBatch`.
+        device: device of the steps.
+        num_numbers: number of values per step, float64.
+        num_words: number of words per batch, int64; see `viviane.training.graph.static_batch.StaticBatch`.
         num_slots: number of rows. A row is reused after this many steps; its step must be finished by then.
         count: number of finished steps, (1,), int64, on the device.
 
@@ -46,9 +46,9 @@ class HostControlBlock:
         """Write the row of a step.
 
         Args:
-            step: its number in the device's count.
+            step: number of the step in the device's count.
             loss: address to which the device writes the loss.
-            numbers, batch: see the class.
+            numbers, batch: values of the step and words of its batch.
         """
         slot = step % len(self._ints)
         row = self._ints[slot]

@@ -25,7 +25,7 @@ class OverlappedInput:
     """Runs a step's input work on a side stream, overlapped with the update of the last replay.
 
     Args:
-        device: of the steps. On a CPU the work runs immediately.
+        device: device of the steps. On a CPU the work runs immediately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class OverlappedInput:
         self._input_done: torch.cuda.Event | None = None
 
     def reset(self) -> None:
-        """Make the next input wait for the whole current stream: the last step was not a replay."""
+        """Make the next input wait for the complete current stream: the last step was not a replay."""
         self._input_done = None
 
     @contextmanager
@@ -47,7 +47,7 @@ class OverlappedInput:
         keeps the batch alive until the replay is finished.
 
         Args:
-            batch: of the replay.
+            batch: batch of the replay.
             input_done: the event that the replay records after its last read of the batch; None: no overlap, the work
                 runs on the current stream.
             current: the current stream.
@@ -74,19 +74,19 @@ class OverlappedInput:
     def record(
         self, collections: Sequence[ShardedCollection], batch: Batch, fill: Callable[[], None], pool: Any
     ) -> torch.cuda.CUDAGraph | None:
-        """Capture filling the batch and resolving its keys; return None if no collection resolves keys ahead.
+        """Capture filling the batch and resolving its keys; return None if no collection can resolve keys in advance.
 
         Args:
-            collections: of the module.
-            batch: static tensors.
-            fill: fills them.
-            pool: of the graph's memory; not shared.
+            collections: the sharded collections of the module.
+            batch: static tensors of the batch.
+            fill: copies the current batch into them.
+            pool: memory pool of the graph; not shared.
         """
         able = [one for one in collections if one.resolves_ahead]
         if not able:
             return None
         graph = torch.cuda.CUDAGraph()
-        forget_branches(batch.device)  # of another capture
+        forget_branches(batch.device)  # left by another capture
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             fill()
             for one in able:

@@ -1,4 +1,4 @@
-"""Counts of the steps that updated weights, when the host learns a replay's status some steps later."""
+"""Counts of the steps that updated weights, while the host reads the status of a replay some steps later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ReplayCounts:
 
         Args:
             rate, factor: see `step_values`.
-            num_rows: the most rows to return.
+            num_rows: maximum number of rows to return.
         """
         mean = self.step.mean
         self._count(1)
@@ -49,7 +49,7 @@ class ReplayCounts:
         """Finish the oldest replay in flight: the host has read its status.
 
         Args:
-            skipped: whether it updated nothing; later replays then move back by one step.
+            skipped: whether the replay updated nothing; the counts of later replays are then reduced by one.
         """
         if not skipped:
             self._places.popleft()
@@ -75,7 +75,7 @@ class ReplayCounts:
             self.step.mean.go_back(place)
 
     def _count(self, steps: int) -> None:
-        """Count steps of dense parameters as the optimizer does: where some of a group are trained."""
+        """Count steps of dense parameters as the optimizer does: only for groups with trained parameters."""
         if not steps:
             return
         for group in [] if self.step.optimizer is None else self.step.optimizer.param_groups:

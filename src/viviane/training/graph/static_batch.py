@@ -1,4 +1,4 @@
-"""A batch whose tensors stay where they are, for CUDA graphs, and what makes batches alike."""
+"""The static batch of a CUDA graph, and the batch shape that decides which graph serves a batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from viviane.ops.copies import Refill
 
 
 def batch_shape(batch: Batch) -> Hashable:
-    """Return what two batches must have in common for one graph to serve both.
+    """Return the properties that two batches must share to be served by one graph.
 
-    Bags count by their number of ids: with a fixed number of ids a row they are always alike.
+    A bag column counts by its number of ids; with constant hotness it is always equal.
 
     Example:
         >>> from viviane.schema import Schema
@@ -36,7 +36,7 @@ class StaticBatch:
     """Tensors that a graph reads, filled from one batch after another.
 
     Args:
-        like: a batch on the device; its numbers are copied.
+        like: a batch on the device; its values are copied.
     """
 
     def __init__(self, like: Batch) -> None:
@@ -52,19 +52,19 @@ class StaticBatch:
 
     @property
     def width(self) -> int:
-        """How many words `fill` reads."""
+        """Number of words that `fill` reads."""
         return self._refill.width
 
     def words(self, batch: Batch) -> list[int]:
-        """Return what `fill` is to read, for a batch of the same shape; see `viviane.ops.copies.Refill`."""
+        """Return the words that `fill` reads, for a batch of the same shape; see `viviane.ops.copies.Refill`."""
         return self._refill.words(self._with_numbers(_tensors(batch)))
 
     def fill(self, words: Tensor) -> None:
-        """Copy the batch whose words these are, on the device."""
+        """Copy the batch described by these words, on the device."""
         self._refill.fill(words)
 
     def _with_numbers(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return those that have numbers: batches of one shape have them in the same places."""
+        """Return the non-empty tensors; batches of the same shape have the same ones."""
         return [one for one in map(tensors.__getitem__, self._places) if one is not None]
 
 
@@ -81,7 +81,7 @@ def _clone(bag: Bag) -> Bag:
 
 
 def _tensors(batch: Batch) -> list[Tensor | None]:
-    """Return the tensors of a batch, in an order that its shape decides."""
+    """Return the tensors of a batch, in an order that depends only on its shape."""
     found = [batch.labels, batch.dense, batch.one_hot, batch.weight]
     for bag in batch.bags.values():
         found += (bag.values, bag.offsets, bag.weights)

@@ -1,1 +1,1 @@
-"""Where the time of a step goes: stage times, recorded traces, and what they say about the device."""
+"""Profiling: stage times, recorded traces, and their analysis on the host and the device."""

@@ -1,8 +1,8 @@
-"""Where a GPU's time goes in steps that are replayed: by kind of kernel, at once on several streams, and in gaps.
+"""Device time of replayed steps: by kind of kernel, overlapped across streams, and in gaps.
 
-Times are those of whole steps: from the first kernel of the second step that was recorded to that of the last one, so
-that each step counts with what lies between it and the next. Copies from and to the host run beside the kernels on
-engines of their own: they are a kind, and neither fill a gap nor overlap.
+Times are those of complete steps: from the first kernel of the second recorded step to the first kernel of the last
+one, so that each step includes the gap before the next. Copies from and to the host run on copy engines concurrently
+with kernels: they are a kind of their own, and neither fill a gap nor count as overlap.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from viviane.training.profiling.timeline import Timeline, Work
 
 @dataclass(frozen=True)
 class KindTime:
-    """What one kind of kernel took, per step.
+    """Device time of one kind of kernel, per step.
 
     Args:
-        kind: of `KINDS`.
-        ms: added up over streams.
-        alone_ms: in which no kernel of another kind ran.
-        launches: kernels and copies.
+        kind: one of `KINDS`.
+        ms: sum over streams.
+        alone_ms: time in which no kernel of another kind ran.
+        launches: number of kernels and copies.
     """
 
     kind: str
@@ -34,13 +34,13 @@ class KindTime:
 
 @dataclass(frozen=True)
 class Gap:
-    """A stretch in which no kernel ran, per step.
+    """Time in which no kernel ran, per step.
 
     Args:
-        before: the last kernel to end.
-        after: the kernel that began then.
-        ms: of all gaps between these two.
-        times: how many.
+        before: the last kernel to end before the gap.
+        after: the kernel that ended the gap.
+        ms: sum of all gaps between these two kernels.
+        times: number of such gaps.
     """
 
     before: str
@@ -51,16 +51,16 @@ class Gap:
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """A step on the device, on average.
+    """Mean device time of a step.
 
     Args:
-        num_steps: whole steps that were looked at.
+        num_steps: number of complete steps in the mean.
         step_ms: from the first kernel of a step to that of the next; running_ms + gap_ms.
-        running_ms: in which a kernel ran.
-        overlap_ms: in which kernels of several streams ran.
-        gap_ms: in which none did.
-        kinds: in the order of `KINDS`, those that occur.
-        gaps: the longest first.
+        running_ms: time in which at least one kernel ran.
+        overlap_ms: time in which kernels ran on several streams.
+        gap_ms: time in which no kernel ran.
+        kinds: the kinds that occur, in the order of `KINDS`.
+        gaps: the gaps, longest first.
     """
 
     num_steps: int
@@ -73,10 +73,10 @@ class DeviceTime:
 
 
 def device_time(timeline: Timeline) -> DeviceTime | None:
-    """Return where the device's time went; None: some step has no kernel.
+    """Return the device time of the steps; None if a step has no kernel.
 
     Args:
-        timeline: some steps, of which the first is left out where there are three, and the last marks the end.
+        timeline: some steps; the first is dropped if there are at least three, and the last only marks the end.
     """
     begins = starts(timeline)
     if not begins:
@@ -101,7 +101,7 @@ def device_time(timeline: Timeline) -> DeviceTime | None:
 
 
 def starts(timeline: Timeline) -> list[float]:
-    """Return when the first kernel of each step began; empty where a step has none."""
+    """Return the start of the first kernel of each step; empty if a step has none."""
     first: dict[int, float] = {}
     for one in timeline.work:
         if one.step >= 0 and not is_of_the_host(one.name):
@@ -110,14 +110,14 @@ def starts(timeline: Timeline) -> list[float]:
 
 
 def by_kind(timeline: Timeline) -> Timeline:
-    """Return the steps with each kernel under its kind, in place of the range that launched it."""
+    """Return the steps with the kind of each kernel instead of the range that launched it."""
     return replace(timeline, work=tuple(replace(one, path=(kind_of(one.name),)) for one in timeline.work))
 
 
 def _gaps(kernels: Sequence[Work], begin: float, end: float) -> dict[tuple[str, str], list[float]]:
-    """Return the microseconds of each gap by the names of the kernels around it; kernels are in order of start."""
+    """Return the microseconds of each gap by the names of the kernels around it; kernels are sorted by start."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    inside = [one for one in kernels if begin <= one.start <= end]  # with the first of the step after
+    inside = [one for one in kernels if begin <= one.start <= end]  # including the first of the next step
     last = inside[0]
     for one in inside[1:]:
         if one.start > last.stop:
@@ -128,7 +128,7 @@ def _gaps(kernels: Sequence[Work], begin: float, end: float) -> dict[tuple[str, 
 
 
 def _swept(kernels: Sequence[Work], end: float) -> tuple[float, float, dict[str, float]]:
-    """Return the microseconds with a kernel, with kernels of several streams, and with those of one kind alone."""
+    """Return the microseconds with any kernel, with kernels on several streams, and by kind with no other kind."""
     running = overlap = before = 0.0
     alone: dict[str, float] = defaultdict(float)
     kinds, streams = Counter[str](), Counter[int]()

@@ -1,4 +1,4 @@
-"""What a GPU's kernels are there for, told by their names: those of a CUDA graph come without ranges of Python."""
+"""The purpose of GPU kernels, derived from their names: kernels of a CUDA graph have no Python ranges."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OWN: Final = {
     " column_sums difference difference_record probabilities",
 }
 OWN_KERNELS: Final = {f"{name}_kernel": kind for kind, names in _OWN.items() for name in names.split()}
-"""Our kernels, whose names are those of their functions."""
+"""Kernels of this package, by the names of their functions."""
 _PARTS: Final = (
     ("exchanges", ("nccl", "nvshmem", "symmetric_memory")),
     ("copies", ("memcpy",)),
@@ -31,11 +31,11 @@ _PARTS: Final = (
     ("lookups", ("gather", "index", "embedding", "scatter")),
     ("copies", ("copy", "catarray")),
 )
-"""Parts of the names of other libraries' kernels, in the order in which they are looked for."""
+"""Substrings of the kernel names of other libraries, in the order of the search."""
 
 
 def kind_of(name: str) -> str:
-    """Say which of `KINDS` a kernel or copy is.
+    """Return which of `KINDS` a kernel or copy belongs to.
 
     Args:
         name: as the profiler writes it.
@@ -54,7 +54,7 @@ def kind_of(name: str) -> str:
 
 
 def is_of_the_host(name: str) -> bool:
-    """Whether this is a copy from or to the host, which a copy engine makes and no kernel waits for as such.
+    """Return whether this is a copy from or to the host, which runs on a copy engine.
 
     Example:
         >>> is_of_the_host("Memcpy HtoD (Pinned -> Device)"), is_of_the_host("Memcpy DtoD (Device -> Device)")

@@ -1,4 +1,4 @@
-"""Seconds per stage of a run; a clock reading is about 50 ns, so it stays on."""
+"""Seconds per stage of a run; reading the clock takes about 50 ns, so it is always on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ STAGES = ("data_wait", "forward", "backward", "update", "replay", "evaluate", "c
 
 
 class StageTimes:
-    """Adds up seconds by stage.
+    """Sums seconds by stage.
 
-    On a GPU these are the host's seconds: a stage that only queues work looks short, and the stage that
-    waits for the device carries the time.
+    On a GPU these are seconds of the host: a stage that only submits work looks short, and the stage that waits for
+    the device includes its time.
 
     Example:
         >>> times = StageTimes({"forward": 1.0})

@@ -1,7 +1,7 @@
-"""A profiler's trace read back: which range each kernel belongs to, and where the time of an iteration went.
+"""Analysis of a profiler trace: the range of each kernel, and the time of a step by range.
 
-Times are microseconds of the trace's clock. A kernel belongs to the innermost range in which it was launched, whatever
-thread launched it: backward's kernels come from autograd's thread, within the step's range "backward".
+Times are microseconds of the trace's clock. A kernel belongs to the innermost range in which it was launched, whichever
+thread launched it: autograd's thread launches backward's kernels, within the step's range "backward".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from viviane.core.errors import DataError, DataNotFoundError
 from viviane.core.json_files import expected_form, json_object, parse_json, read_json
 from viviane.core.ranges import PREFIX
 
-_MOST_BYTES: Final = 2 << 30  # of a trace, decompressed
+_MOST_BYTES: Final = 2 << 30  # size of a decompressed trace
 STEP: Final = "step"
 _DEVICE_KINDS: Final = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "kernel"}
 _LAUNCHES: Final = ("cuda_runtime", "cuda_driver")
@@ -33,9 +33,9 @@ class Span:
     """A named range of a host thread.
 
     Args:
-        path: its name, after those of the ranges around it; () for a step.
+        path: names of the enclosing ranges, then its own; () for a step.
         start, stop: in microseconds.
-        thread: that ran it.
+        thread: the thread that ran it.
     """
 
     path: Names
@@ -49,13 +49,13 @@ class Work:
     """A kernel, copy or collective on a device.
 
     Args:
-        name: of the kernel.
+        name: name of the kernel.
         kind: "kernel", "copy" or "exchange".
         start, stop: in microseconds.
         stream: number of the stream.
-        path: of the range that launched it; ("other",): the step itself; ("elsewhere",): nothing is known of it.
-        step: in which it was launched, or -1.
-        num_bytes: of a copy.
+        path: path of the range that launched it; ("other",): the step itself; ("elsewhere",): unknown.
+        step: index of the step in which it was launched, or -1.
+        num_bytes: size of a copy.
     """
 
     name: str
@@ -70,15 +70,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Row:
-    """What one range took, per step.
+    """Time of one range, per step.
 
     Args:
-        path: of the range.
-        host_ms: on the step's thread, what it called included.
-        device_ms: of the kernels that it launched, added up over streams.
-        idle_ms: for how long the whole device waited for one of its kernels.
-        launches: kernels and copies.
-        num_bytes: of its copies.
+        path: path of the range.
+        host_ms: on the step's thread, including nested ranges.
+        device_ms: sum over streams of the kernels that it launched.
+        idle_ms: time in which the device was idle before one of its kernels.
+        launches: number of kernels and copies.
+        num_bytes: size of its copies.
     """
 
     path: Names
@@ -94,10 +94,10 @@ class Timeline:
     """Some steps of training.
 
     Args:
-        device: what it ran on, in words.
-        steps: of the step's thread, in order.
-        spans: of all threads, those of the step's thread with their paths.
-        work: on the device, by start; empty on a CPU.
+        device: description of the device.
+        steps: steps of the step's thread, in order.
+        spans: ranges of all threads; those of the step's thread have paths.
+        work: work on the device, by start; empty on a CPU.
     """
 
     device: str
@@ -107,10 +107,10 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path, device: str = "") -> Timeline:
-        """Read a trace that torch.profiler wrote, whose steps are ranges of ours.
+        """Read a trace that torch.profiler wrote, with the ranges of `record_trace`.
 
         Raises:
-            DataError: the file has no such range.
+            DataError: the file contains no step.
         """
         file = Path(path)
         content = json_object(_trace(file), where=str(path), error=DataError)
@@ -119,7 +119,7 @@ class Timeline:
             spans = _nested(one for one in map(_span, events) if one is not None)
         steps = tuple(one for one in spans if not one.path)
         if not steps:
-            raise DataError("the trace holds no step", where=str(path), fix="record it with `viviane trace`")
+            raise DataError("the trace contains no step", where=str(path), fix="record it with `viviane trace`")
         own = [one for one in spans if one.thread == steps[0].thread]
         return cls(device, steps, tuple(spans), tuple(_work(events, steps, own)))
 
@@ -136,7 +136,7 @@ class Timeline:
 
     @property
     def busy_ms(self) -> float:
-        """Milliseconds of a step in which the device did something."""
+        """Milliseconds of a step in which the device was busy."""
         return sum(stop - start for start, stop in busy(self.work)) / len(self.steps) / 1e3
 
     def rows(self) -> list[Row]:
@@ -148,7 +148,7 @@ class Timeline:
         end = self.work[0].start if self.work else 0.0
         for work in self.work:
             idle, end = max(0.0, work.start - end), max(end, work.stop)
-            for depth in range(1, len(work.path) + 1):  # what a range calls counts for it, too
+            for depth in range(1, len(work.path) + 1):  # nested ranges count for the enclosing ones, too
                 values = totals[work.path[:depth]]
                 for i, number in enumerate((work.stop - work.start, idle, 1, work.num_bytes), 1):
                     values[i] += number
@@ -169,7 +169,7 @@ class Timeline:
 
 
 def busy(work: Iterable[Work]) -> list[tuple[float, float]]:
-    """Return the stretches, in order, in which at least one stream is at work.
+    """Return the intervals, in order, in which at least one stream is busy.
 
     Example:
         >>> busy([Work("a", "kernel", 0, 2, 7, (), 0), Work("b", "copy", 1, 3, 8, (), 0)])
@@ -197,7 +197,7 @@ def _span(event: dict[str, Any]) -> Span | None:
 
 
 def _nested(spans: Iterable[Span]) -> list[Span]:
-    """Put the names of the ranges around each range before its own; a step's own name is left out."""
+    """Prefix each range with the names of its enclosing ranges; the name of the step is omitted."""
     found: list[Span] = []
     around: list[Span] = []
     for one in sorted(spans, key=lambda one: (one.thread, one.start, -one.stop)):
@@ -210,7 +210,7 @@ def _nested(spans: Iterable[Span]) -> list[Span]:
 
 
 def _work(events: Iterable[dict[str, Any]], steps: Sequence[Span], own: Sequence[Span]) -> list[Work]:
-    """Return what the device did, each with the range that launched it."""
+    """Return the work of the device, each item with the range that launched it."""
     kept: list[dict[str, Any]] = []
     launched: dict[int, float] = {}
     for event in events:
@@ -220,11 +220,11 @@ def _work(events: Iterable[dict[str, Any]], steps: Sequence[Span], own: Sequence
             launched[event["args"]["correlation"]] = float(event["ts"])
     starts, begins = [one.start for one in own], [one.start for one in steps]
     found: list[Work] = []
-    last: dict[int, tuple[Names, int]] = {}  # of each stream
+    last: dict[int, tuple[Names, int]] = {}  # by stream
     for event in sorted(kept, key=lambda event: float(event["ts"])):
         args, name, start = event["args"], str(event["name"]), float(event["ts"])
         stream, when = int(args.get("stream", 0)), launched.get(args.get("correlation", -1))
-        # The profiler does not see every way to launch: then it came with what is before it on its stream.
+        # The profiler does not record every launch: then assume the range of the previous work on the stream.
         path, step = last.get(stream, (("elsewhere",), -1))
         if when is not None:
             path, step = _innermost(own, starts, when) or ("other",), bisect_right(begins, when) - 1
@@ -236,7 +236,7 @@ def _work(events: Iterable[dict[str, Any]], steps: Sequence[Span], own: Sequence
 
 
 def _innermost(own: Sequence[Span], starts: Sequence[float], when: float) -> Names:
-    """Return the path of the last range to begin before a moment, and to end after it."""
+    """Return the path of the range with the latest start that contains a time."""
     for i in range(bisect_right(starts, when) - 1, -1, -1):
         if own[i].stop >= when:
             return own[i].path
@@ -246,7 +246,7 @@ def _innermost(own: Sequence[Span], starts: Sequence[float], when: float) -> Nam
 
 
 def _in_order(totals: Iterable[Names]) -> list[Names]:
-    """Return paths as a tree is read: each range before those within it, ranges as they first came."""
+    """Return paths in depth-first order: each range before nested ones, ranges in order of first occurrence."""
     first = {path: i for i, path in enumerate(totals)}
     return sorted(first, key=lambda path: [first.get(path[: depth + 1], 0) for depth in range(len(path))])
 
@@ -259,7 +259,7 @@ def _trace(file: Path) -> Any:
         with gzip.open(file) as stream:
             data = stream.read(_MOST_BYTES + 1)
     except FileNotFoundError:
-        raise DataNotFoundError("no such trace", where=str(file)) from None
+        raise DataNotFoundError("trace not found", where=str(file)) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError("the trace is truncated, altered or not gzip", where=str(file), value=str(error)) from error
     return parse_json(data, where=str(file), error=DataError, max_bytes=_MOST_BYTES)

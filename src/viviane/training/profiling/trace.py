@@ -1,7 +1,7 @@
-"""Record some steps of training with torch's profiler: those that are replayed, and those from Python by named ranges.
+"""Traces of training steps by torch's profiler: of replays, and of eager steps by named ranges.
 
-Hooks name the ranges of the module's parts, and steps with hooks are not replayed; nor would kernels of a CUDA graph
-come with ranges. So where training replays, there are two traces: of what runs, and of what it is made of.
+Module hooks create the ranges of a module's parts. Steps with hooks are not replayed, and kernels of a CUDA graph have
+no ranges. So where training replays steps, two traces are recorded: of replays, and of eager steps.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ REPLAYED_FILE: Final = "trace_recorded.json.gz"
 _log = get_logger("training.trace")
 _WARMUP: Final = 5
 _MOST_WARMUP: Final = 40
-"""Steps to wait for the first that is replayed, where training records steps."""
+"""Maximum number of steps to wait for the first replay, if training captures steps."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A trace of steps that are replays of a CUDA graph.
+    """A trace of replayed steps.
 
     Args:
         timeline: the steps; each kernel's path is its kind.
-        file: the trace itself.
-        time: where the device's time went.
-        num_replays: of the steps of the trace, those that were replays.
+        file: the trace file.
+        time: device time of the steps.
+        num_replays: number of traced steps that were replays.
     """
 
     timeline: Timeline
@@ -57,14 +57,14 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trace, and what the steps took without it.
+    """A trace of eager steps, and the step time without the profiler.
 
     Args:
-        timeline: the steps, from Python.
-        file: the trace itself, for Perfetto or chrome://tracing.
-        plain_ms: milliseconds of a step without the profiler, replayed where training replays.
+        timeline: the eager steps.
+        file: the trace file, for Perfetto or chrome://tracing.
+        plain_ms: milliseconds per step without the profiler, replayed if training replays.
         batch_size, batch_bytes: rows and bytes of this process's last batch.
-        replayed: the same steps as training replays them; None: it does not.
+        replayed: the trace of replays; None if training does not replay steps.
     """
 
     timeline: Timeline
@@ -76,23 +76,23 @@ class Recorded:
 
 
 def record_trace(trainer: Trainer, data: Dataset, folder: str | Path, steps: int = 5) -> Recorded | None:
-    """Train some steps, record the last of them, and write the trace into a folder.
+    """Train some steps, record the last of them, and write the traces to a folder.
 
-    A few steps warm up, `steps` are timed without the profiler and `steps` with it, over the data as often as it takes.
-    Where training replays steps from a CUDA graph, replays are timed and recorded, and then `steps` from Python, whose
-    kernels are known by named ranges. The trainer's weights move. Of several processes all call it, and rank 0 records;
-    the others return None.
+    After a few warm-up steps, `steps` steps are timed without the profiler, and as many are recorded, repeating the
+    data as needed. If training replays steps, replays are timed and recorded, and then `steps` eager steps, whose
+    kernels are attributed to named ranges. The weights of the trainer are updated. All processes call it, and rank 0
+    records; the others return None.
 
     Args:
-        trainer: whose module is trained.
-        data: rows, read as `fit` reads them.
-        folder: where trace.json.gz goes, and trace_recorded.json.gz of replays.
-        steps: to record.
+        trainer: its module is trained.
+        data: the rows, read as `fit` reads them.
+        folder: receives trace.json.gz, and trace_recorded.json.gz of replays.
+        steps: number of steps to record.
 
     Raises:
-        ConfigError: no steps; the solver wants a CUDA graph that cannot be.
-        DataError: the data gives no batch.
-        NumericsError, KeyRangeError: as training raises them.
+        ConfigError: `steps` is below 1; the solver requires a CUDA graph but the step cannot be captured.
+        DataError: the data has no complete batch.
+        NumericsError, KeyRangeError: see `TrainStep`.
 
     Example:
         >>> import tempfile
@@ -124,7 +124,7 @@ def record_trace(trainer: Trainer, data: Dataset, folder: str | Path, steps: int
         drop_last=solver.drop_last, shuffle_on=solver.shuffle_on,
     )  # fmt: skip
     if not len(feed):
-        raise DataError("the data set gives no batch", where=str(data.path), fix="use a smaller batch_size")
+        raise DataError("the data set has no complete batch", where=str(data.path), fix="use a smaller batch_size")
     trainer.module.train()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else describe()
     with trainer.switches(), feed:
@@ -134,7 +134,7 @@ def record_trace(trainer: Trainer, data: Dataset, folder: str | Path, steps: int
         run.warm_up()
         plain_ms = run.timed(steps)
         replayed = run.replayed(steps, target / REPLAYED_FILE, name)
-        with _named_modules(trainer):  # in all processes: with hooks none replays
+        with _named_modules(trainer):  # on all ranks: with hooks no rank replays
             run.record(steps, target / TRACE_FILE)
         run.end()
     if trainer.group.rank:
@@ -147,15 +147,15 @@ def profile_steps(step: Callable[[], object], count: int, file: Path, device: to
     """Run some steps under the profiler and write its trace, which `Timeline.load` reads.
 
     Args:
-        step: runs one.
-        count: steps.
-        file: of the trace, JSON; compressed where it ends in .gz.
-        device: whose kernels are recorded, where it is a GPU.
+        step: runs one step.
+        count: number of steps.
+        file: the trace file, JSON; compressed if the name ends in .gz.
+        device: the device to record, if it is a GPU.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    # The reader's threads have ranges, too.
+    # Record the ranges of the reader's threads, too.
     settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with recording(), profile(activities=activities, experimental_config=settings, acc_events=True) as profiler:
         for _ in range(count):
@@ -169,8 +169,8 @@ class _Steps:
     """Trains one step after another as `fit` does.
 
     Args:
-        trainer: whose steps they are.
-        feed: of the batches.
+        trainer: the trainer.
+        feed: feed of the batches.
     """
 
     batch: Batch
@@ -188,7 +188,7 @@ class _Steps:
             yield from self.feed
 
     def next_batch(self) -> Batch:
-        """Return a batch; once steps are replayed, a whole one: an epoch's last has a graph of its own, or none."""
+        """Return a batch; once steps are replayed, a full one: a shorter batch has another graph, or none."""
         batch = next(self._batches)
         while self.replays and len(self.feed) > 1 and not self.feed.is_whole:
             batch = next(self._batches)
@@ -201,7 +201,7 @@ class _Steps:
         self.trainer.train_step(self.batch)
 
     def warm_up(self) -> None:
-        """Train a few steps; where steps are recorded, until one is replayed, or many were not."""
+        """Train a few steps; if steps are captured, until one is replayed or the maximum is reached."""
         for done in range(_MOST_WARMUP):
             before = self.captured.num_replays
             self.step()
@@ -210,7 +210,7 @@ class _Steps:
                 return
 
     def timed(self, steps: int) -> float:
-        """Return the milliseconds of a step."""
+        """Return the milliseconds per step without the profiler."""
         _wait(self.trainer.device)
         start = perf_counter()
         for _ in range(steps):
@@ -219,7 +219,7 @@ class _Steps:
         return (perf_counter() - start) * 1e3 / steps
 
     def replayed(self, steps: int, file: Path, device: str) -> Replayed | None:
-        """Record replays, with one before and one after those asked for; None: there are none, or rank 0 records."""
+        """Record replays, with one more before and after; None if none is replayed, or on ranks other than 0."""
         if not self.replays:
             return None
         before = self.captured.num_replays
@@ -230,12 +230,12 @@ class _Steps:
         timeline = Timeline.load(file, device)
         time = device_time(timeline)
         if time is None:
-            _log.warning("replays were recorded, and the profiler saw no kernel of some of them: %s", file)
+            _log.warning("the profiler recorded no kernels for some of the replays: %s", file)
             return None
         return Replayed(by_kind(timeline), file, time, count)
 
     def record(self, steps: int, file: Path) -> None:
-        """Train some steps; rank 0 writes their trace."""
+        """Train some eager steps; rank 0 writes their trace."""
         if self.trainer.group.rank:
             for _ in range(steps):
                 self.step()
@@ -244,7 +244,7 @@ class _Steps:
         self.trainer.settle()
 
     def end(self) -> None:
-        """Leave the trainer as `fit` does."""
+        """Finish as `fit` does."""
         self.sizes.end()
         if self.trainer.group.size > 1:
             self.captured.release()
@@ -252,7 +252,7 @@ class _Steps:
 
 @contextmanager
 def _named_modules(trainer: Trainer) -> Iterator[None]:
-    """Let the module's parts be ranges: lookups, and the layers that the module itself holds."""
+    """Name ranges for the module's parts: lookups and direct submodules."""
     tables = {id(one): f"lookup {name}" for name, one in trainer.stepper.collections.items()}
     layers = {id(one): f"layer {name}" for name, one in trainer.module.named_children() if id(one) not in tables}
     named = layers | tables

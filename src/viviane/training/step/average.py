@@ -1,4 +1,4 @@
-"""The running mean of all weights, with which a model evaluates, predicts and is saved."""
+"""The running mean of all weights, used to evaluate, predict and save a model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class WeightMean:
     """Exponential mean of weights: a_t = d_t a_{t-1} + (1 - d_t) w_t, d_t = min(decay, t / (t + 10)).
 
     Small d_t at the beginning let the mean leave the initial values quickly. Dense parameters and floating-point
-    buffers follow every step; rows of tables follow when they move (see `RowMean`), so that a step costs no pass
-    over the tables. It takes the memory of one more copy of the weights.
+    buffers are averaged in every step; rows of tables only when they are updated (see `RowMean`), so that a step needs
+    no pass over the tables. The mean takes the memory of one more copy of the weights.
 
     Source: Polyak and Juditsky 1992; the exponential form as in Tarvainen and Valpola 2017.
 
     Args:
-        module: whose weights to follow, from their present values on.
+        module: its weights are averaged, starting from their current values.
         decay: 0 < decay < 1; about 1 / (1 - decay) steps are averaged.
 
     Example:
@@ -59,36 +59,36 @@ class WeightMean:
             for storage in collection.all_storages():
                 if not isinstance(storage, Storage):
                     raise ConfigError(
-                        "a running mean needs rows that stay: those of dynamic tables come and go",
+                        "a running mean needs permanent rows: dynamic tables add and evict rows",
                         where=f"table {next(iter(storage.tables))!r}",
-                        fix="give the table a TableConfig (num_ids in the schema), or leave out ema_decay",
+                        fix="give the table a TableConfig (num_ids in the schema), or remove ema_decay",
                     )
                 if isinstance(storage, CachedStorage):
                     raise ConfigError(
-                        "a running mean needs tables that are whole in memory",
+                        "a running mean needs tables that are completely in memory",
                         where=f"tables {', '.join(storage.tables)}",
-                        fix="leave out embedding_memory or ema_decay",
+                        fix="remove embedding_memory or ema_decay",
                     )
                 if storage.weight.dtype != torch.float32:
                     raise ConfigError(
-                        "a running mean needs rows of float32: steps of a mean are too small for 16 bits",
+                        "a running mean needs float32 rows: changes of a mean are too small for 16 bits",
                         where=f"tables {', '.join(storage.tables)}",
                         value=storage.tables[next(iter(storage.tables))].dtype,
-                        fix="set the tables' dtype to 'float32', or leave out ema_decay",
+                        fix="set the tables' dtype to 'float32', or remove ema_decay",
                     )
                 self._of_rows.append(RowMean(storage.weight))
                 self._storages.append(storage)
         self.attach(decay)
 
     def attach(self, decay: float) -> WeightMean:
-        """Let the tables' steps keep the means of rows; again where another trainer has taken the module over."""
+        """Attach the means of rows to the tables' updates; called again if another trainer had replaced them."""
         self.decay = decay
         for storage, mean in zip(self._storages, self._of_rows, strict=True):
             storage.row_mean = mean
         return self
 
     def advance(self) -> None:
-        """Begin a step, before weights move."""
+        """Begin a step, before weights are updated."""
         self.num_steps += 1
         self._step_decay = min(self.decay, self.num_steps / (self.num_steps + _WARM_UP_STEPS))
         for _, mean in self._row_means():
@@ -96,10 +96,10 @@ class WeightMean:
 
     @torch.no_grad()
     def follow(self, gate: Tensor | None = None) -> None:
-        """End a step, after weights moved.
+        """End a step, after weights were updated.
 
         Args:
-            gate: of a recorded step, which reads the numbers that `hold` was given; where it is 0 nothing is followed.
+            gate: gate of a captured step, which reads the tensor given to `hold`; if it is 0, no mean is updated.
         """
         means, weights = list(self._means.values()), [one.detach() for one in self._dense.values()]
         if gate is None:
@@ -111,29 +111,29 @@ class WeightMean:
         for mean, weight in zip(means, weights, strict=True):
             mean.lerp_(weight, share)
 
-    # Recorded steps -----------------------------------------------------------------------------------------
+    # Captured steps -----------------------------------------------------------------------------------------
 
     @property
     def numbers(self) -> list[float]:
-        """What the present step computes with: the share of new weights, then the numbers of each mean of rows."""
+        """Values of the current step: the share of new weights, then the values of each mean of rows."""
         return [1 - self._step_decay, *(number for _, mean in self._row_means() for number in mean.numbers)]
 
     def hold(self, numbers: Tensor) -> None:
-        """Say where on the device recorded steps find `numbers`, float64."""
+        """Set the device tensor from which captured steps read `numbers`, float64."""
         self._held = numbers
         for (_, mean), own in zip(self._row_means(), numbers[1:].view(-1, NUMBERS), strict=True):
             mean.held = own
 
     @property
     def place(self) -> tuple[float, ...]:
-        """Where its steps stand; see `go_back`."""
+        """Its step counts; see `go_back`."""
         return self.num_steps, *(mean.place for _, mean in self._row_means())
 
     def go_back(self, place: Sequence[float]) -> None:
-        """Take steps back that moved nothing.
+        """Roll back steps that updated nothing.
 
         Args:
-            place: what `place` was before them.
+            place: the value of `place` before these steps.
         """
         self.num_steps = int(place[0])
         for (_, mean), own in zip(self._row_means(), place[1:], strict=True):
@@ -141,19 +141,19 @@ class WeightMean:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the means are in memory."""
+        """Memory addresses of the means."""
         return tuple(one.data_ptr() for one in (*self._means.values(), *(mean.mean for _, mean in self._row_means())))
 
     def _row_means(self) -> list[tuple[Storage, RowMean]]:
         return [(storage, storage.row_mean) for storage in self._storages if storage.row_mean is not None]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the means of dense weights as named tensors; a checkpoint finds those of rows beside the rows."""
+        """Return the means of dense weights as named tensors; a checkpoint stores the means of rows with the rows."""
         return {_PREFIX + name: tensor for name, tensor in self._means.items()}
 
     @torch.no_grad()
     def restore(self, place: Progress, num_steps: int) -> None:
-        """Take over the means of a checkpoint that was loaded.
+        """Restore the means from a loaded checkpoint.
 
         Raises:
             CheckpointError: a table of the checkpoint has no mean.
@@ -167,7 +167,7 @@ class WeightMean:
                 raise CheckpointError(
                     "the checkpoint has no running mean of a table's rows",
                     where=f"{saved.folder}, table {table.name!r}",
-                    fix="go on without ema_decay, or begin anew with load_checkpoint(..., weights_only=True)",
+                    fix="remove ema_decay, or restart with load_checkpoint(..., weights_only=True)",
                 )  # fmt: skip
             for part in table.parts:
                 own = part.mean
@@ -176,9 +176,9 @@ class WeightMean:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the module hold the means for the length of a block; memory is exchanged, nothing is copied."""
+        """Swap the means into the module for a block; memory is swapped, not copied."""
         for storage, mean in self._row_means():
-            storage.settle()  # a checkpoint in work reads the rows as they are
+            storage.settle()  # an active checkpoint reads the current rows
             with torch.no_grad():
                 mean.catch_up(storage.weight)
         self._exchange()

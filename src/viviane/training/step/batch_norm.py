@@ -1,6 +1,6 @@
-"""Batch normalisation over the batch of all processes.
+"""Batch normalization over the global batch.
 
-Shapes: B rows of this process, n features; a global batch may leave a process one row, or none.
+Shapes: B rows of this process, n features; a process may have one row of a global batch, or none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from viviane.parallel import Group
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the processes; gradients of a sum are summed likewise."""
+    """Sum over the processes; gradients are summed in the same way."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
@@ -29,12 +29,12 @@ class _Sum(torch.autograd.Function):
 
 
 class GroupBatchNorm1d(nn.BatchNorm1d):
-    """nn.BatchNorm1d whose mean and variance, in training, are those of all processes' rows, (B, n) -> (B, n).
+    """nn.BatchNorm1d whose mean and variance in training are those of the global batch, (B, n) -> (B, n).
 
-    Two exchanges of n + 1 numbers in forward, two in backward; in evaluation none.
+    Two all-reduces of n + 1 values in forward, two in backward; none in evaluation.
 
     Args:
-        norm: whose parameters and running statistics it takes over.
+        norm: its parameters and running statistics are used.
         group: the processes.
     """
 
@@ -48,7 +48,7 @@ class GroupBatchNorm1d(nn.BatchNorm1d):
         self.train(norm.training)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base's name of it
-        """Return the normalised batch."""
+        """Return the normalized batch."""
         if not self.training or input.dim() != 2:
             return super().forward(input)
         x = input.float()
@@ -66,7 +66,7 @@ class GroupBatchNorm1d(nn.BatchNorm1d):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Move the running statistics as nn.BatchNorm1d does: the variance is the unbiased one."""
+        """Update the running statistics as nn.BatchNorm1d does, with the unbiased variance."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -77,7 +77,7 @@ class GroupBatchNorm1d(nn.BatchNorm1d):
 
 
 def join_batch_norms(module: nn.Module, group: Group) -> None:
-    """Put a `GroupBatchNorm1d` in the place of every nn.BatchNorm1d inside a module; names of weights stay."""
+    """Replace every nn.BatchNorm1d inside a module by a `GroupBatchNorm1d`; names of weights stay the same."""
     if group.size == 1:
         return
     for part in list(module.modules()):

@@ -16,23 +16,23 @@ from viviane.ops.copies import copy_each, copy_large
 from viviane.parallel import Group
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; smaller buckets are far below the bandwidth of NCCL
-_LEAST_BUCKETS = 3  # of a small model: the last bucket starts after backward, so it should hold only a part
+_LEAST_BUCKETS = 3  # for a small model: the last bucket starts after backward, so it should not hold all gradients
 _SMALLEST_BUCKET = 1 << 20
 _ALIGNED = 8  # elements: a GPU thread can access each gradient in units of 16 bytes
 
 
 NUM_SIGNALS = 1
-"""Values that all ranks sum with the loss in every step; the first: how many ranks were asked to stop."""
+"""Number of values summed with the loss in every step; the first is the number of ranks that were asked to stop."""
 
 
 class _Bucket:
     """Gradients of some parameters in one flat tensor: values, then a 1 for each gradient that exists.
 
     Args:
-        parameters: of one type and device.
+        parameters: parameters of one type and device.
         dtype: of the flat tensor, which is the type on the wire.
         device: its device.
-        extra: further values at the end that are summed as well.
+        extra: number of further values at the end that are summed as well.
         beside: see `DenseExchange`.
     """
 
@@ -72,7 +72,7 @@ class _Bucket:
                 self.views[i].zero_()
                 self.present[i].zero_()
 
-    def hand_out(self, present: Sequence[bool]) -> None:
+    def set_gradients(self, present: Sequence[bool]) -> None:
         """Set the gradients of parameters to the sums; parameters without a gradient on any rank keep None.
 
         Args:
@@ -97,7 +97,7 @@ class DenseExchange:
     first bucket holds the last parameters, whose gradients are finished first.
 
     Args:
-        parameters: dense ones.
+        parameters: dense parameters.
         group: the ranks.
         wire_dtype: type of the gradients sent; None: the type of each parameter.
         beside: receives, by parameter, sums whose type differs from the parameter's; None: they are cast to its type
@@ -169,13 +169,13 @@ class DenseExchange:
         """Prepare for a backward pass.
 
         Args:
-            loss: this rank's share, 0-dim; it is summed as well.
+            loss: this rank's share of the loss, 0-dim; it is summed as well.
         """
         self._hook()
         while self._unfinished:
             self._unfinished.pop()()
         if self.beside is not None:
-            self.beside.clear()  # of a pass whose gradients were not dropped
+            self.beside.clear()  # left by a pass whose gradients were not dropped
         self._is_on, self._next = True, 0
         self._finite = torch.zeros((), device=loss.device)
         self._loss = loss.detach().clone()
@@ -246,7 +246,7 @@ class DenseExchange:
             bucket.wait()
             bucket.wait = None
         for i, bucket in enumerate(self.buckets):
-            bucket.hand_out(self._presence(i, bucket))
+            bucket.set_gradients(self._presence(i, bucket))
         return self.received[0].clone(), self._finite
 
     @property
@@ -267,7 +267,7 @@ class DenseExchange:
     def drop(self) -> None:
         """Abort a failed pass: nothing more is summed.
 
-        Sums that have started go on, perhaps until other ranks take part; the next pass waits for them.
+        All-reduces that have started continue, perhaps until other ranks join; the next pass waits for them.
         """
         self._is_on = False
         for bucket in self.buckets:

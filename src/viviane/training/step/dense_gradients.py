@@ -1,4 +1,4 @@
-"""Where the gradients of dense parameters are between backward and the update."""
+"""The gradients of dense parameters between backward and the update."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 
 class DenseGradients:
-    """Gradients of dense parameters: in `grad`, or beside it where they have another type, which torch does not take.
+    """Gradients of dense parameters: in `grad`, or in `beside` if their type differs, which torch refuses.
 
     Args:
-        parameters: by name.
+        parameters: parameters by name.
 
     Attributes:
-        beside: gradients of another type than their parameter's, in place of its `grad`.
+        beside: gradients whose type differs from their parameter's, instead of its `grad`.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -31,7 +31,7 @@ class DenseGradients:
         self.beside: dict[Tensor, Tensor] = {}
 
     def named(self) -> dict[str, Tensor]:
-        """Return the gradients that are there, by their parameter's name."""
+        """Return the existing gradients, by parameter name."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             gradient = self.beside.get(parameter, parameter.grad)
@@ -40,11 +40,11 @@ class DenseGradients:
         return found
 
     def all(self) -> list[Tensor]:
-        """Return the gradients that are there."""
+        """Return the existing gradients."""
         return list(self.named().values())
 
     def drop(self) -> None:
-        """Let all gradients go."""
+        """Drop all gradients."""
         self.beside.clear()
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -27,11 +27,12 @@ def all_numbers(optimizer: DenseOptimizer, place: int) -> list[float]:
 class DenseMover:
     """Updates all dense parameters of a group in one launch.
 
-    An eager launch copies the values of the step to the device; a captured launch reads those of `device_numbers`.
+    An eager launch copies the values of the step to the device; a captured launch reads the tensors of
+    `device_numbers`.
 
     Attributes:
         device_numbers: returns the values of a parameter group on the device; set before a capture.
-        gate: of captured steps.
+        gate: gate of captured steps.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class DenseMover:
         return [self._workspaces.setdefault(i, Workspace()).reserve(group["params"]) for i, group in groups]
 
     def write(self) -> list[Tensor]:
-        """Write what captured launches read, after a capture; return further tensors to keep as long as the graph.
+        """Write the memory that captured launches read, after a capture; return more tensors to keep with the graph.
 
         Eager steps create these tensors, and replace them when other parameters have gradients.
         """

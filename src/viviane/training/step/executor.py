@@ -19,13 +19,13 @@ _NOTHING = nullcontext()
 
 
 class StepExecutor(ABC):
-    """Where the decisions and the values of a step come from. The phases themselves are in `TrainStep.run`.
+    """Supplies the decisions and the values of a step. `TrainStep.run` contains the phases.
 
     Attributes:
-        state: of the step.
-        gate: 0-dim on the device, 0 closes all updates; None: the host has decided already.
-        watch: the context of forward, backward and reduce.
-        overlap: the context of the update of dense parameters, which may overlap that of the tables.
+        state: state of the training step.
+        gate: 0-dim on the device, 0 disables all updates; None: the host has already decided.
+        watch: context of forward, backward and reduce.
+        overlap: context of the update of dense parameters, which may overlap that of the tables.
     """
 
     gate: Tensor | None = None
@@ -41,16 +41,16 @@ class StepExecutor(ABC):
 
     @abstractmethod
     def check_loss(self, loss: Tensor, batch: Batch) -> None:
-        """Check the loss before backward, where that does not wait for the device."""
+        """Check the loss before backward, if this does not wait for the device."""
 
     @abstractmethod
     def check(self, loss: Tensor, mean: Tensor, batch: Batch) -> bool:
-        """Check loss, gradients and keys; return whether the step goes on to the update.
+        """Check loss, gradients and keys; return whether the step continues with the update.
 
         Args:
-            loss: of the local batch, as backward used it.
-            mean: of the global batch.
-            batch: of the step.
+            loss: loss of the local batch, as backward used it.
+            mean: loss of the global batch.
+            batch: batch of the step.
         """
 
     @abstractmethod
@@ -74,8 +74,8 @@ class HostExecutor(StepExecutor):
     """Runs an eager step: the host waits for the checks before it starts the update.
 
     Args:
-        state: of the step.
-        step: its number.
+        state: state of the training step.
+        step: number of the step.
         lr: a learning rate instead of the schedule's.
     """
 
@@ -160,7 +160,7 @@ class HostExecutor(StepExecutor):
         seconds["update"] += perf_counter() - self._backward_done
 
     def fail(self, error: BaseException) -> None:
-        """Roll back, and let the other ranks end, too."""
+        """Roll back, and make the other ranks fail, too."""
         self.state.roll_back()
         self.state.group.report(error)
 

@@ -1,6 +1,6 @@
 """Static batch shapes: when all ranks train on batches of the same shapes.
 
-If shapes are static, ranks do not exchange sizes and no GPU waits for the host. Each rank decides from facts that all
+If shapes are static, ranks do not exchange sizes and no GPU waits for the host. Each rank decides from values that all
 ranks share (settings, schema, number of rows of the data set), so this decision needs no communication either.
 """
 
@@ -23,8 +23,8 @@ class FixedSizes:
 
     Args:
         step: the training step.
-        schema: of the data; it tells the hotness of bags.
-        feed: of the batches.
+        schema: schema of the data, with the hotness of bags.
+        feed: feed of the batches.
 
     Raises:
         ConfigError: `solver.fixed_sizes` or `solver.cuda_graph` is True, and batch shapes are not static.
@@ -40,7 +40,7 @@ class FixedSizes:
         self.reason = None if step.sync is None else self._reason(schema)
         if step.sync is None:
             return
-        step.sync.stop_agreed = False  # of an earlier fit
+        step.sync.stop_agreed = False  # left by an earlier `fit`
         self.end()
         step.dynamic_shape_reason = self.reason
         if self.reason is None:
@@ -61,7 +61,7 @@ class FixedSizes:
         if solver.fixed_sizes == "auto" and self.step.device.type == "cpu":
             return "on CPUs only solver.fixed_sizes=True makes them static"
         if not self.feed.has_length:
-            return "the length of a stream is not known"
+            return "the length of a stream is unknown"
         if self.rows is None:
             return f"batch_size {solver.batch_size} is not divisible by {self.step.group.size} processes"
         return find_dynamic_shape(self.step, schema, self.hotness)

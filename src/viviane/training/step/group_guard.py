@@ -21,7 +21,7 @@ class GroupGuard(NanGuard):
     the cause together, because a forward pass has collectives too.
 
     Args:
-        sync: what the ranks agree on; `before` begins its step.
+        sync: synchronization of the ranks; `before` begins its step.
     """
 
     sync: StepSync
@@ -33,7 +33,7 @@ class GroupGuard(NanGuard):
         self.save_buffers()
         is_bad = batch.device.type == "cpu" and not all_finite(numbers_of(batch))
         if self.sync.begin(batch, is_bad=is_bad):
-            what = f"the batch holds NaN or infinite numbers: {'; '.join(bad_input(batch))}" if is_bad else ""
+            what = f"the batch contains NaN or infinite values: {'; '.join(bad_input(batch))}" if is_bad else ""
             self._refuse_together(what, step, batch)
 
     @timed_as("check values")
@@ -58,13 +58,13 @@ class GroupGuard(NanGuard):
                 names.append(f"parameter {name!r}")
         if any(one[0] for one in group.gather_numbers([len(names)])):
             mine = bool(features) or not flags[1]
-            self._refuse_together(f"gradients are NaN or infinite: of {some(names)}" if mine else "", step, batch)
+            self._refuse_together(f"gradients are NaN or infinite: those of {some(names)}" if mine else "", step, batch)
 
     def _refuse_losses(self, loss: Tensor, batch: Batch, step: int, *, is_bad: bool) -> NoReturn:
         self.restore_buffers()
-        output = self._bad_output(batch)  # on every rank: it runs forward
+        output = self._bad_output(batch)  # on every rank, because it runs forward
         found = bad_input(batch) or self._bad_weights() or output
-        cause = "; ".join(found) or "input, weights and all layers' outputs are finite: the loss function itself"
+        cause = "; ".join(found) or "input, weights and all layers' outputs are finite; the source is the loss function"
         words = f"the loss is {float(loss.detach())}: {cause}" if is_bad else ""
         # Batch statistics spread a NaN to all ranks: its source is the rank that found it earliest in forward.
         self._refuse_together(words, step, batch, place=0 if bad_input(batch) else self.num_looked_at)

@@ -34,7 +34,7 @@ class NanGuard:
     Args:
         module: the trained module.
         collections: its embedding collections.
-        gradients: of its dense parameters.
+        gradients: gradients of its dense parameters.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class NanGuard:
         if self._buffers:
             self.save_buffers()
         if batch.device.type == "cpu" and not all_finite(numbers_of(batch)):
-            raise _refuse("the batch holds NaN or infinite numbers", step, batch, "; ".join(bad_input(batch)))
+            raise _refuse("the batch contains NaN or infinite values", step, batch, "; ".join(bad_input(batch)))
 
     def save_buffers(self) -> None:
         """Save the buffers that a forward pass may change."""
@@ -82,12 +82,12 @@ class NanGuard:
         parameters = [name for name, one in self.gradients.named().items() if not bool(torch.isfinite(one).all())]
         if parameters or features:
             named = [*(f"feature {name!r}" for name in features), *(f"parameter {name!r}" for name in parameters)]
-            raise _refuse("gradients are NaN or infinite", step, batch, f"of {some(named)}")
+            raise _refuse("gradients are NaN or infinite", step, batch, f"those of {some(named)}")
 
     def _refuse_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
         self.restore_buffers()
         found = bad_input(batch) or self._bad_weights() or self._bad_output(batch)
-        cause = "; ".join(found) or "input, weights and all layers' outputs are finite: the loss function itself"
+        cause = "; ".join(found) or "input, weights and all layers' outputs are finite; the source is the loss function"
         raise _refuse(f"the loss is {float(loss.detach())}", step, batch, cause)
 
     def restore_buffers(self) -> None:
@@ -108,7 +108,7 @@ class NanGuard:
             for table in collection.tables:
                 if not all(torch.isfinite(rows).all() for rows in collection.local_rows(table)):
                     found.append(f"table {table!r}")
-        return [f"weights that are NaN or infinite already: {some(found)}"] if found else []
+        return [f"weights that were already NaN or infinite: {some(found)}"] if found else []
 
     def _bad_output(self, batch: Batch) -> list[str]:
         """Run forward again and name the first submodule whose output is not finite."""
@@ -137,7 +137,7 @@ class NanGuard:
 
 
 def bad_input(batch: Batch) -> list[str]:
-    """Name the columns of a batch that hold NaN or infinite numbers, with the first row of each."""
+    """Describe the columns of a batch that contain NaN or infinite values, with the first row of each."""
     columns: list[tuple[str, Tensor]] = []
     if batch.labels.shape[1]:
         columns += [(f"label {name!r}", batch.label(name)) for name in batch.layout.labels]
@@ -149,7 +149,7 @@ def bad_input(batch: Batch) -> list[str]:
         bad = ~torch.isfinite(values).reshape(batch.size, -1).all(1)
         if bool(bad.any()):
             row = int(bad.nonzero()[0, 0])
-            found.append(f"{name}, row {row} of the batch: {values[row].tolist()} ({int(bad.sum())} row(s) in all)")
+            found.append(f"{name}, row {row} of the batch: {values[row].tolist()} ({int(bad.sum())} row(s) in total)")
     for name, bag in batch.bags.items():
         if bag.weights is not None and not bool(torch.isfinite(bag.weights).all()):
             first = int((~torch.isfinite(bag.weights)).nonzero()[0, 0])
@@ -159,7 +159,7 @@ def bad_input(batch: Batch) -> list[str]:
 
 
 def numbers_of(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch that hold floating-point numbers."""
+    """Return the tensors of a batch that contain floating-point values."""
     weights = [bag.weights for bag in batch.bags.values() if bag.weights is not None]
     return [batch.labels, batch.dense, *([] if batch.weight is None else [batch.weight]), *weights]
 

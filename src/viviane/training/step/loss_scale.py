@@ -1,4 +1,4 @@
-"""The loss scale of fp16: keeps small gradients from being rounded to zero, and finds the largest that fits."""
+"""The loss scale of fp16: keeps small gradients from underflow, and adapts to overflows."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ INTERVAL: Final = 2000
 
 
 class LossScale:
-    """What the loss is multiplied by before backward, and gradients are divided by before the update.
+    """The factor that multiplies the loss before backward and divides the gradients before the update.
 
-    float16 has no number between 0 and 2^-24, and none above 65,504. With "dynamic" the scale begins at 2^16; a step
-    whose gradients are not finite moves nothing and halves it, and 2,000 steps without one double it again, up to 2^24.
-    A fixed scale is never changed.
+    float16 has no values between 0 and 2^-24, and none above 65,504. With "dynamic" the scale begins at 2^16; a step
+    with non-finite gradients updates nothing and halves it, and 2,000 steps without one double it again, up to 2^24.
+    A fixed scale never changes.
 
     Args:
-        setting: "dynamic", or the scale.
+        setting: "dynamic", or a fixed scale.
 
     Attributes:
-        value: the scale.
-        num_skipped: steps that moved nothing.
-        held: the scale on the device, 0-dim, while a recorded step is run; else None.
+        value: the current scale.
+        num_skipped: number of steps that updated nothing.
+        held: the scale on the device, 0-dim, while a captured step runs; otherwise None.
 
     Example:
         >>> scale = LossScale("dynamic")
@@ -47,41 +47,41 @@ class LossScale:
 
     @property
     def factor(self) -> float | Tensor:
-        """What the present step multiplies its loss by."""
+        """The factor of the loss in the current step."""
         return self.value if self.held is None else self.held
 
     def overflow(self, where: str) -> None:
-        """Note that gradients of a step were not finite.
+        """Record that gradients of a step were not finite.
 
         Args:
             where: the step and its batch.
 
         Raises:
-            NumericsError: the scale is fixed, or cannot be lower.
+            NumericsError: the scale is fixed, or cannot be lowered further.
         """
         if not self.is_dynamic or self.value <= 1:
             what = f"gradients are NaN or infinite in float16 at a loss scale of {self.value:g}"
-            fix = "set solver.loss_scale='dynamic' or a lower one" if not self.is_dynamic else (
-                "weights are as the step before left them; lower lr or set clip_grad_norm, or train in bf16"
+            fix = "set solver.loss_scale='dynamic' or a lower value" if not self.is_dynamic else (
+                "weights are unchanged since the previous step; lower lr or set clip_grad_norm, or train in bf16"
             )  # fmt: skip
             raise NumericsError(what, where=where, fix=fix)
         self.value /= 2
         self._good = 0
         self.num_skipped += 1
-        _log.info("%s overflowed in float16 and moved nothing; the loss scale is %g now", where, self.value)
+        _log.info("%s overflowed in float16 and updated nothing; the loss scale is now %g", where, self.value)
 
     def hold(self) -> None:
-        """Note a step whose gradients were finite."""
+        """Record a step whose gradients were finite."""
         self._good += 1
         if self.is_dynamic and self._good >= INTERVAL and self.value < LARGEST:
             self.value *= 2
             self._good = 0
 
     def state(self) -> list[float]:
-        """Return what a resumed run needs: the scale, and the good steps since it changed."""
+        """Return the state for a resume: the scale, and the number of finite steps since it changed."""
         return [self.value, self._good]
 
     def restore(self, state: Any) -> None:
-        """Go on from `state()`; a fixed scale stays what it was set to."""
+        """Restore `state()`; a fixed scale keeps its setting."""
         if self.is_dynamic and state is not None:
             self.value, self._good = float(state[0]), int(state[1])

@@ -1,4 +1,4 @@
-"""From a module's output to the loss, and to predictions.
+"""The loss and the predictions of a module's output.
 
 Shapes: B rows, L labels of the schema, in its order, W columns of the module's output.
 """
@@ -31,12 +31,12 @@ LossFunction: TypeAlias = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One loss of a model: which columns of the output it compares with which labels.
+    """One loss of a model, with its output columns and its labels.
 
     Args:
-        loss: the loss; its parameters say weight and regularizer.
+        loss: the loss; its parameters include weight and regularizer.
         columns: start and stop of its columns in the module's output.
-        labels: places of its labels in the schema.
+        labels: indices of its labels in the schema.
     """
 
     loss: Loss
@@ -55,7 +55,7 @@ class LossTerm:
 
 
 def terms_of(schema: Schema) -> list[LossTerm]:
-    """Return one loss for each label: binary cross-entropy, or squared error for regression."""
+    """Return one loss per label: binary cross-entropy, or squared error for regression."""
     terms = []
     for i, label in enumerate(schema.labels):
         kind = BinaryCrossEntropyLoss if label.task == "binary" else MeanSquaredErrorLoss
@@ -64,19 +64,19 @@ def terms_of(schema: Schema) -> list[LossTerm]:
 
 
 class Objective:
-    """The loss of a batch: the weighted sum of its terms, by default one for each label, each counted equally,
+    """The loss of a batch: the weighted sum of its terms, by default one per label with equal weights,
 
-        binary      binary_cross_entropy(logit, y), with class weights and label smoothing while training
+        binary      binary_cross_entropy(logit, y), with class weights and label smoothing in training
         regression  mean of (output - y)^2
 
-    all weighted by the batch's sample weights, divided by their sum. A row without an optional label does not count
+    all weighted by the batch's sample weights, divided by their sum. A row without an optional label is ignored
     for that label.
 
     Args:
-        schema: names the labels and their tasks.
+        schema: the labels and their tasks.
         solver: class weights and label smoothing.
-        loss: a function (logits (B, W), batch) -> a number, instead of the above.
-        terms: the losses of a graph, instead of one for each label.
+        loss: a function (logits (B, W), batch) -> scalar, instead of the above.
+        terms: the losses of a graph, instead of one per label.
 
     Example:
         >>> schema = Schema(labels=[{"name": "y", "task": "regression"}], dense=[{"name": "x"}])
@@ -98,7 +98,7 @@ class Objective:
         self._has_optional = any(label.optional for label in schema.labels)
         self._has_warned = False
         self._shift = 0.0
-        """What class weights add to logits, where it is taken out again."""
+        """Value that class weights add to logits, if predictions subtract it."""
         if solver.class_weights is not None and solver.correct_class_weights:
             self._shift = math.log(solver.class_weights[1] / solver.class_weights[0])
         self.own_loss = loss
@@ -109,7 +109,7 @@ class Objective:
             for term in self.terms
             if term.parameters.use_regularizer
         ]
-        """Kind and strength of each penalty on dense weights."""
+        """Type and factor of each penalty on dense weights."""
         self._one_sigmoid = all(
             isinstance(term.loss, BinaryCrossEntropyLoss) and term.labels == (i,) and term.columns == (i, i + 1)
             for i, term in enumerate(self.terms)
@@ -119,18 +119,18 @@ class Objective:
         reshaping = self.class_weights is not None or self.label_smoothing > 0
         if reshaping and (loss is not None or not any(label.task == "binary" for label in self.labels)):
             raise ConfigError(
-                "class_weights and label_smoothing belong to the built-in loss of binary labels",
-                value="a loss of your own" if loss is not None else "no binary label",
-                fix="leave them out of the solver",
+                "class_weights and label_smoothing need the built-in loss of a binary label",
+                value="a custom loss" if loss is not None else "no binary label",
+                fix="remove them from the solver",
             )
 
     @property
     def num_terms(self) -> int:
-        """How many terms the loss has, each with a divisor of its own."""
+        """Number of terms of the loss, each with its own divisor."""
         return 1 if self.own_loss is not None else len(self.terms)
 
     def to(self, device: torch.device) -> None:
-        """Move what the losses keep, such as target weights, to a device."""
+        """Move tensors of the losses, such as target weights, to a device."""
         for term in self.terms:
             term.loss.to(device)
 
@@ -143,7 +143,7 @@ class Objective:
         return self._checked(output, num_rows).float()
 
     def _checked(self, output: object, num_rows: int) -> Tensor:
-        """Return it in the type that it has, which a kernel may widen by itself."""
+        """Return the output in its own type, which a kernel may widen."""
         width = self.width
         allowed = f"a tensor ({num_rows}, {width})" + (f" or ({num_rows},)" if width == 1 else "")
         if not isinstance(output, Tensor):
@@ -159,10 +159,10 @@ class Objective:
     def loss(
         self, output: object, batch: Batch, *, training: bool = True, shares: Sequence[Tensor | float] | None = None
     ) -> Tensor:
-        """Return the loss of a batch; outside training, class weights and label smoothing are left out.
+        """Return the loss of a batch; outside training, class weights and label smoothing are ignored.
 
         Args:
-            shares: factors of the terms: what this batch counts in a batch of several processes; None: 1.
+            shares: factors of the terms: the share of this batch in the global batch; None: 1.
         """
         logits = self._checked(output, batch.size)
         if self.own_loss is not None:
@@ -182,7 +182,7 @@ class Objective:
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
     def divisors(self, batch: Batch) -> list[Tensor] | None:
-        """Return for each term what its mean divides by, 0-dim, float64; None: the number of rows, for all of them."""
+        """Return the divisor of each term's mean, 0-dim, float64; None if all divide by the number of rows."""
         terms: Sequence[LossTerm | None] = [None] if self.own_loss is not None else self.terms
         if batch.weight is None and not any(self._may_be_absent(term) for term in terms):
             return None
@@ -206,7 +206,7 @@ class Objective:
         label_smoothing: float,
     ) -> Tensor:
         z, y = logits[:, slice(*term.columns)], _columns(batch.labels, term.labels)
-        if not isinstance(term.loss, BinaryCrossEntropyLoss):  # whose kernel widens them by itself
+        if not isinstance(term.loss, BinaryCrossEntropyLoss):  # its kernel widens them
             z = z.float()
         weight = batch.weight
         if self._has_optional and self._may_be_absent(term):
@@ -217,20 +217,20 @@ class Objective:
         return value if term.weight == 1.0 else value * term.weight
 
     def penalty(self, weights: Iterable[Tensor], batch_size: int) -> Tensor | None:
-        """Return the sum of the losses' penalties on dense weights, or None where there are none."""
+        """Return the sum of the losses' penalties on dense weights, or None if there are none."""
         if not self.penalties:
             return None
         weights = list(weights)
         if not weights:
-            raise ConfigError("a regularizer is for dense weights and there are none", fix="leave use_regularizer out")
+            raise ConfigError("a regularizer needs dense weights, but the model has none", fix="remove use_regularizer")
         parts = [regularization_loss(weights, kind, strength, batch_size) for kind, strength in self.penalties]
         return torch.stack(parts).sum()
 
     def predictions(self, output: object, num_rows: int) -> Tensor:
         """Return (B, L): probabilities of binary labels, the output itself of regression labels.
 
-        Class weights (c0, c1) multiply the odds of what a model predicts by c1 / c0; with the solver's
-        `correct_class_weights` they are divided by it again.
+        Class weights (c0, c1) multiply the odds of predictions by c1 / c0; with the solver's
+        `correct_class_weights` predictions are divided by it again.
         """
         logits = self._checked(output, num_rows)
         if self.own_loss is not None and logits.shape[1] != self.width:
@@ -247,7 +247,7 @@ class Objective:
         return result
 
     def write_predictions(self, output: object, out: Tensor, records: Sequence[Tensor], flag: Tensor | None) -> None:
-        """Write what `predictions` returns, (B, L), float32; and into `flag` whether a record is set.
+        """Write the result of `predictions`, (B, L), float32, to `out`, and to `flag` whether a record is set.
 
         Args:
             records, flag: see `viviane.ops.probabilities.write_probabilities`.
@@ -261,15 +261,15 @@ class Objective:
             write_probabilities(logits.new_zeros(1), torch.empty_like(out[0, :1]), 0.0, records, flag)
 
     def _warn_of_class_weights(self) -> None:
-        """Say that predictions will not be probabilities of the data as it is, where class weights see to that."""
+        """Warn if class weights keep predictions from being probabilities of the data."""
         weights = self.class_weights
         if self._has_warned or weights is None or weights[0] == weights[1] or self._shift:
             return
         self._has_warned = True
-        factor = "infinitely many" if not weights[0] else f"{weights[1] / weights[0]:g}"
+        factor = "infinity" if not weights[0] else f"{weights[1] / weights[0]:g}"
         _log.warning(
-            "class_weights %s: the odds of all predictions become %s times those of the data, and their sum is no "
-            "expected number of positives; correct_class_weights=True takes that out of evaluation and predictions",
+            "class_weights %s multiply the odds of all predictions by %s, so their sum is not the expected number of "
+            "positives; set correct_class_weights=True to correct evaluation and predictions",
             list(weights), factor,
         )  # fmt: skip
 
@@ -278,4 +278,4 @@ def _columns(labels: Tensor, places: tuple[int, ...]) -> Tensor:
     first = places[0]
     if places == tuple(range(first, first + len(places))):
         return labels[:, first : first + len(places)]
-    return torch.stack([labels[:, i] for i in places], 1)  # a list as index would be copied to a GPU each time
+    return torch.stack([labels[:, i] for i in places], 1)  # an index list would be copied to the GPU in every call

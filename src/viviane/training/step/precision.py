@@ -1,4 +1,4 @@
-"""What dense layers compute in, and the choice between fp32 and bf16 by the clock."""
+"""The precision of dense layers, and the choice between fp32 and bf16 by measurement."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class Precision:
-    """What dense layers compute in. Weights, optimizer state, embedding rows and the loss stay float32.
+    """The precision in which dense layers compute. Weights, optimizer state, embedding rows and the loss stay float32.
 
-    "tf32" rounds what float32 products read to 10 bits behind the point, "bf16" and "fp16" are torch's autocast.
+    "tf32" rounds the inputs of float32 products to 10 mantissa bits, "bf16" and "fp16" are torch's autocast.
 
     Example:
         >>> with Precision("bf16").context(torch.device("cpu")):
@@ -45,11 +45,11 @@ class Precision:
         return _tf32() if self.name == "tf32" else _NOTHING
 
     def products(self) -> AbstractContextManager[object]:
-        """Return the context for a whole step: of its products in float32, forward and backward."""
+        """Return the context of a complete step, which sets the precision of float32 matrix products."""
         return _tf32() if self.name == "tf32" else _NOTHING
 
     def check(self, device: torch.device) -> None:
-        """Refuse what a device does not have.
+        """Refuse a precision that the device does not support.
 
         Raises:
             ConfigError: "tf32" without a GPU of compute capability 8.0 or more.
@@ -84,11 +84,11 @@ def choose_precision(
     forward_backward: Callable[[Batch, Precision], None],
     device: torch.device,
 ) -> Precision:
-    """Time forward and backward in fp32 and bf16 on a few batches and return the faster.
+    """Time forward and backward in fp32 and bf16 on a few batches and return the faster one.
 
-    Nothing of the run is touched: gradients are dropped, buffers (batch statistics) and random generators
-    are put back, the batches are given by the caller. Each precision warms up once; then the two take turns and
-    the best time of each counts, which is what a busy machine disturbs least.
+    The state of the run is not changed: gradients are dropped, buffers (batch statistics) and random generators are
+    restored, and the caller supplies the batches. Each precision warms up once; then the two alternate, and the best
+    time of each is compared, since load on the machine affects the best time least.
     """
     arrays, values = random_state(device)
     buffers = dense_buffers(module, persistent_only=False)
@@ -107,7 +107,7 @@ def choose_precision(
         restore_random_state(arrays, values, device)
     chosen = Precision("bf16" if best["bf16"] < best["fp32"] else "fp32")
     _log.info(
-        "precision auto: %s (forward and backward: fp32 %.2f ms, bf16 %.2f ms a batch)",
+        "precision auto: %s (forward and backward: fp32 %.2f ms, bf16 %.2f ms per batch)",
         chosen.name,
         best["fp32"] * 1e3 / len(batches),
         best["bf16"] * 1e3 / len(batches),

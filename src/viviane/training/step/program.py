@@ -48,9 +48,9 @@ class TrainStep(StepState):
         """Train on one batch and return its loss, detached, on the device.
 
         Args:
-            batch: on the device.
+            batch: batch on the device.
             step: number of this step, from 1.
-            precision: of the dense layers.
+            precision: precision of the dense layers.
             lr: a learning rate instead of the schedule's.
 
         Raises:
@@ -124,7 +124,7 @@ class TrainStep(StepState):
 
     @timed_as("backward")
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients of the loss times the loss scale; their sums over the ranks start on the way."""
+        """Compute gradients of the loss times the loss scale; their all-reduces start during backward."""
         if self.exchange is not None:
             self.exchange.begin(loss)
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
@@ -142,7 +142,7 @@ class TrainStep(StepState):
 
     @timed_as("clip")
     def clip(self) -> float | Tensor:
-        """Return the factor of all gradients: that of clipping, divided by the loss scale."""
+        """Return the factor of all gradients: the clipping factor divided by the loss scale."""
         limit = self.solver.clip_grad_norm
         factor = None if self.loss_scale is None else self.loss_scale.factor
         if limit is None:
@@ -150,7 +150,7 @@ class TrainStep(StepState):
         gradients = self.gradients.all()
         squares = [one.grad_norm_squared().double() for one in self.collections.values()]
         if gradients:
-            kind = torch.float32 if self.gradients.beside else None  # 16-bit gradients are widened as they are read
+            kind = torch.float32 if self.gradients.beside else None  # 16-bit gradients are widened when read
             squares.append(torch.stack(torch._foreach_norm(gradients, dtype=kind)).double().square().sum())
         norm = torch.stack(squares).sum().sqrt() / (1.0 if factor is None else factor)
         clipped = (limit / norm).clamp(max=1.0).to(torch.float32)

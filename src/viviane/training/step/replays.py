@@ -14,7 +14,7 @@ class Replays:
     """Replays of captured training steps. This base class replays nothing: every step runs eagerly.
 
     Attributes:
-        can_replay: whether this is called in every step.
+        can_replay: whether `TrainStep` calls this object in every step.
         reason: why steps are not captured; None if they are or will be.
         shape_mismatch_reason: why the last batch may have other shapes on another rank; None if it cannot.
         num_captured: batch shapes captured since weights, modes or the optimizer's state last changed.
@@ -40,7 +40,7 @@ class Replays:
         """Return the replays of a device without CUDA graphs.
 
         Args:
-            device: of the steps.
+            device: device of the steps.
             setting: `solver.cuda_graph`.
 
         Raises:
@@ -79,7 +79,7 @@ class Replays:
 
 
 def refusal(reason: str) -> ConfigError:
-    """Return the error for `solver.cuda_graph=True` where steps cannot be captured."""
+    """Return the error for `solver.cuda_graph=True` if steps cannot be captured."""
     return ConfigError(
         "the training step cannot be captured in a CUDA graph", where="solver.cuda_graph", value=reason,
         fix="set cuda_graph='auto', which gives the same results without a graph, or remove the cause",

@@ -1,4 +1,4 @@
-"""What a training step works on: module, tables, gradients, optimizer, and the policies around them."""
+"""The state of a training step: module, tables, gradients, optimizer, and the policies around them."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class StepState:
 
     Attributes:
         guard, sync, exchange, loss_scale, mean: the NaN guard, the agreement of ranks, the sums of dense gradients, the
-            loss scale of fp16 and the running mean of weights; None where the solver or the group does not need them.
+            loss scale of fp16 and the running mean of weights; None if the solver or the group does not need them.
         num_rows: rows of the last global batch.
         dynamic_shape_reason: why batch shapes are dynamic, in a group; None if they are static.
-        one: 1.0 on the device, where backward begins.
-        hooks: called in every step, in their order.
+        one: 1.0 on the device, from which backward begins.
+        hooks: called in every step, in order.
         captured: replays of captured steps. The trainer sets it on a GPU.
     """
 
@@ -97,7 +97,7 @@ class StepState:
         self.hooks: list[StepHook] = []
         for collection in self.collections.values():
             for storage in collection.all_storages():
-                storage.row_mean = None  # of an earlier trainer
+                storage.row_mean = None  # left by an earlier trainer
         self.captured = Replays()
 
     def _build_optimizer(self, settings: AnyOptimizer) -> DenseOptimizer | None:
@@ -132,7 +132,7 @@ class StepState:
         """Set the static shape of training batches, with the same arguments on all ranks; None: dynamic shapes.
 
         Args:
-            rows: of every local batch.
+            rows: rows of every local batch.
             hotness: ids per row, by bag column; see `ShardedCollection.fix_sizes`.
         """
         if self.sync is None or self.exchange is None:

@@ -1,4 +1,4 @@
-"""What the ranks of a group agree on in every training step.
+"""Synchronization of the ranks of a group in every training step.
 
 Shapes: B rows in the local batch, n ranks.
 """
@@ -23,8 +23,8 @@ from viviane.parallel import Group
 from viviane.training.step.dense_exchange import DenseExchange
 from viviane.training.step.objective import Objective
 
-_LATE = 6  # steps until a signal is read: long enough that the host, several replays ahead, does not wait for it
-_FREE = "call trainer.fix_sizes(None) on all ranks before such a batch"
+_LATE = 6  # steps until a signal is read: enough that the host, several replays in advance, does not wait for it
+_FIX = "call trainer.fix_sizes(None) on all ranks before such a batch"
 
 
 class StepSync:
@@ -58,8 +58,8 @@ class StepSync:
         ranks.
 
         Args:
-            rows: of every local batch.
-            exchange: of the dense gradients.
+            rows: rows of every local batch.
+            exchange: exchange of the dense gradients.
             hotness: ids per row, by bag column.
         """
         exchange.is_static = True
@@ -107,13 +107,13 @@ class StepSync:
         if batch.size != fixed.rows:
             raise DataError(
                 "the number of rows differs from the static batch shape", where=batch.origin, value=batch.size,
-                allowed=str(fixed.rows), fix=_FREE,
+                allowed=str(fixed.rows), fix=_FIX,
             )  # fmt: skip
         for name, count in fixed.hotness.items():
             if name in batch.bags and batch.bags[name].values.shape[0] != count * batch.size:
                 raise DataError(
                     "the number of ids differs from the static batch shape", where=f"column {name!r}, {batch.origin}",
-                    value=batch.bags[name].values.shape[0], allowed=f"{count} per row", fix=_FREE,
+                    value=batch.bags[name].values.shape[0], allowed=f"{count} per row", fix=_FIX,
                 )  # fmt: skip
         self.num_rows = fixed.rows * self.group.size
         self.stop_agreed = fixed.next(self.stop_requested) or self.stop_agreed
@@ -134,7 +134,7 @@ class StepSync:
 
         Args:
             objective: the loss of a batch.
-            output: of the module.
+            output: output of the module.
             batch: the local batch.
         """
         divisors = objective.divisors(batch)
@@ -142,7 +142,7 @@ class StepSync:
         if divisors is not None:
             shares = self.shares(divisors)
         if not batch.size:
-            return objective.logits(output, 0).sum()  # 0, but backward still reaches every weight
+            return objective.logits(output, 0).sum()  # 0, so that backward still reaches every weight
         return objective.loss(output, batch, shares=shares)
 
     def share_of_rows(self, batch: Batch) -> float:
@@ -173,7 +173,7 @@ class _StaticShape:
         self._has_begun = False
 
     def next(self, asks: bool) -> bool:
-        """Begin a step: keep the last step's signals and send this rank's; return whether an older one asks to stop.
+        """Begin a step: keep the last step's signals and send this rank's; return whether an older one requests a stop.
 
         Args:
             asks: whether this rank was asked to stop.
@@ -217,7 +217,7 @@ def check_collections(module: nn.Module, group: Group) -> None:
     """Refuse tables that each rank would train on its local batch only.
 
     Raises:
-        ConfigError: the group has several ranks, and the module an EmbeddingCollection or a ShardedCollection of
+        ConfigError: the group has several ranks, and the module has an EmbeddingCollection or a ShardedCollection of
             another group.
     """
     if group.size == 1:
@@ -244,7 +244,7 @@ def agree_on_weights(module: nn.Module, group: Group) -> None:
     """Check that dense weights and buffers are bit-identical on all ranks.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: weights or buffers differ.
     """
     if group.size == 1:
         return
@@ -252,7 +252,7 @@ def agree_on_weights(module: nn.Module, group: Group) -> None:
     for tensor in _dense(module):
         data = tensor.detach().cpu().contiguous().view(-1)
         total = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), total)
-    group.agree("dense weights (check sum)", total)
+    group.agree("dense weights (checksum)", total)
 
 
 def _dense(module: nn.Module) -> list[Tensor]:
