@@ -304,7 +304,9 @@ def test_bags_of_another_length_than_the_files_say_are_refused(tmp_path: Path, m
         block.parts["three"][part] = type(bag)(bag.values[:-1], bag.offsets)
 
     monkeypatch.setattr(type(data.storage), "decode", shorter)
-    with pytest.raises(DataError, match=r"(?s)of ids than its column's hotness.*'three'.*449.*450"):
+    with pytest.raises(
+        DataError, match=r"(?s)number of ids of a row differs from its column's hotness.*'three'.*449.*450"
+    ):
         list(mixed(data.reader(64, shuffle=True)))
 
 

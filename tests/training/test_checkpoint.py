@@ -133,7 +133,7 @@ def test_another_optimizer_is_refused_but_weights_load(tmp_path):
     other = Trainer(ClickModel(), SCHEMA, SOLVER, AdaGrad(), progress=False)
     before = tensors_of(other)
     with pytest.raises(
-        CheckpointError, match=r"(?s)dense weights were trained by another optimizer.*m, v.*accumulator"
+        CheckpointError, match=r"(?s)dense weights were trained with another optimizer.*m, v.*accumulator"
     ):
         other.load_checkpoint(tmp_path / "c")
     assert_same_bits(before, tensors_of(other))

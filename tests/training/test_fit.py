@@ -235,7 +235,7 @@ def test_another_schema_is_refused(train, tmp_path):
 
 
 def test_a_set_without_a_whole_batch_is_refused(train):
-    with pytest.raises(ConfigError, match=r"(?s)gives no batch.*drop_last=False"):
+    with pytest.raises(ConfigError, match=r"(?s)has no complete batch.*drop_last=False"):
         make_trainer(solver(batch_size=1000, drop_last=True)).fit(train)
 
 
