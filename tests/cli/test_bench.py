@@ -56,7 +56,7 @@ def test_help_says_what_there_is() -> None:
         ([*TINY, "--rows", "ten"], "not a whole number"),
         (["bench", "embedding", "--tables", "criteo"], "no such tables"),
         ([*TINY, "--peers", "tensorrec"], "no such peer"),
-        ([*TINY, "--device", "cuda:99"], "not on this machine"),
+        ([*TINY, "--device", "cuda:99"], "does not exist on this machine"),
     ],
 )
 def test_what_is_wrong_is_refused(words: list[str], message: str) -> None:

@@ -190,13 +190,13 @@ def test_two_writers_of_one_output(tmp_path: Path) -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        assert "this process is writing this output already" in said[0]
+        assert "this process is already writing this output" in said[0]
         assert work.exists(), "a refused writer must not clean up what another one needs"
 
 
 def test_an_output_is_not_written_within_its_own_writing(tmp_path: Path) -> None:
     with replace_folder(tmp_path / "out") as work:
-        with pytest.raises(ConfigError, match="writing this output already"):
+        with pytest.raises(ConfigError, match="already writing this output"):
             fill(tmp_path / "out", "inner")
         (work / "outer").touch()
     assert names(tmp_path / "out") == ["outer"]

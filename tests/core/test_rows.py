@@ -96,14 +96,14 @@ def test_types_that_only_the_producer_needs_are_made_plain() -> None:
 
 def test_mixed_values_become_text_as_a_file_would_hold_them() -> None:
     assert as_table(pd.DataFrame({"a": [1, "x", None, 2.5]})).to_pydict() == {"a": ["1", "x", None, "2.5"]}
-    with pytest.raises(DataError, match="do not go together"):
+    with pytest.raises(DataError, match="incompatible types"):
         as_table({"a": [1, {"b": 2}, "x"]})
 
 
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
-        (5, ConfigError, "not understood"),
+        (5, ConfigError, "not supported"),
         ("clicks.csv", ConfigError, "read the file first"),
         ([], DataError, "no rows"),
         ({"a": [1], "b": [1, 2]}, SchemaError, "differ in length"),

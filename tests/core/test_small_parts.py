@@ -44,7 +44,7 @@ def test_unknown_devices_are_refused(name: str) -> None:
 def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"that GPU is not on this machine(.|\n)*0 GPU\(s\)"):
+    with pytest.raises(ConfigError, match=r"the GPU does not exist on this machine(.|\n)*0 GPU\(s\)"):
         resolve_device("cuda")
 
 

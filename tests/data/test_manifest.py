@@ -156,7 +156,7 @@ def test_names_that_leave_the_folder(name: str, kind: str, tmp_path: Path) -> No
     shutil.copy(data.files[0], tmp_path / "outside")
     change_manifest(tmp_path / "set", lambda body: body["files"][0].update(name=name))
     for _ in (1, 2):
-        with pytest.raises(DataError, match=r"leads out of its folder|manifest is damaged"):
+        with pytest.raises(DataError, match=r"points outside its folder|manifest is damaged"):
             Dataset(tmp_path / "set")
 
 
@@ -220,7 +220,7 @@ def test_metadata_of_hugectr_names_files_of_its_folder(tmp_path: Path) -> None:
     for name in ("..", "a\\..\\b.parquet"):
         body["file_stats"][0]["file_name"] = name
         file.write_text(json.dumps(body))
-        with pytest.raises(DataError, match="leads out of its folder"):
+        with pytest.raises(DataError, match="points outside its folder"):
             Dataset(tmp_path / "set", data.schema, "hugectr-parquet")
 
 

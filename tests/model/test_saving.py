@@ -114,7 +114,7 @@ def test_names_in_the_list_stay_in_the_folder(folder, name) -> None:
     listed = json.loads((folder / "files.json").read_text())
     listed["files"][name] = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
     (folder / "files.json").write_text(json.dumps(listed))
-    with pytest.raises(CheckpointError, match="leads out of its folder"):
+    with pytest.raises(CheckpointError, match="points outside its folder"):
         Model.load(folder, device="cpu")
 
 

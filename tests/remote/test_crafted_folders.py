@@ -34,7 +34,7 @@ def test_published_names(bucket: str, shared_store: Store, name: str, what: str)
     above = cache_folder().parent
     before = everything(above)
     for read in (local_copy, Dataset):
-        with pytest.raises(RemoteError, match="leads out of its folder") as caught:
+        with pytest.raises(RemoteError, match="points outside its folder") as caught:
             read(f"s3://{bucket}/set")
         assert "published.json" in str(caught.value)
     assert everything(above) == before

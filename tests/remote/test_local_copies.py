@@ -70,7 +70,7 @@ def test_a_copy_is_fetched_once_and_again_when_it_changes(bucket: str, shared_st
     assert (local_copy(url) / "a" / "b.bin").read_bytes() == b"second!"
     assert local_copy(f"{url}/a/b.bin").read_bytes() == b"second!"
     assert local_copy("/tmp") == Path("/tmp")
-    with pytest.raises(RemoteError, match="nothing at this URL"):
+    with pytest.raises(RemoteError, match="the URL does not exist"):
         local_copy(f"{url}/none")
 
 
@@ -87,10 +87,10 @@ def test_the_cache_is_bounded_and_spares_what_is_in_use(
     assert len(copies()) == 2
     assert (kept / "file").exists()
     local_copy(f"s3://{bucket}/d")
-    with pytest.raises(DataError, match="full of copies in use"):
+    with pytest.raises(DataError, match="all copies are in use"):
         local_copy(f"s3://{bucket}/b")
     monkeypatch.setenv("VIVIANE_CACHE_GB", "0.0001")
-    with pytest.raises(DataError, match="larger than the cache"):
+    with pytest.raises(DataError, match="exceed the maximum size of the local cache"):
         local_copy(f"s3://{bucket}/c")
 
 

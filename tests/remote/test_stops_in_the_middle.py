@@ -134,7 +134,7 @@ def test_a_process_is_killed_while_it_publishes(bucket: str, use: Callable[[Stor
         assert done.returncode == -signal.SIGKILL, done.stderr
 
     publish_and_die()
-    with pytest.raises(RemoteError, match="an upload has not finished"):
+    with pytest.raises(RemoteError, match="an upload is not finished"):
         Dataset(url)
     write_dataset(url, SCHEMA, [rows(0)], overwrite=True)
     assert first_x(url) == 0

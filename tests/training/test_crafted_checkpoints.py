@@ -94,7 +94,7 @@ def test_names_that_leave_the_folder(whole, tmp_path, place, name):
     craft(path, change)
     before = tree(tmp_path)
     for what, call in every_tool(path, tmp_path / "out"):
-        with pytest.raises(CheckpointError, match="leads out of its folder") as caught:
+        with pytest.raises(CheckpointError, match="points outside its folder") as caught:
             call()
         assert "manifest.json" in str(caught.value), what
     assert tree(tmp_path) == before

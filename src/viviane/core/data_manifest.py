@@ -1,4 +1,4 @@
-"""manifest.json of a data set folder, as all writers of data sets write it; `viviane.data.formats` reads it."""
+"""Writing of manifest.json in a data set folder; `viviane.data.formats` reads it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MANIFEST_FILE: Final = "manifest.json"
 def write_data_manifest(
     folder: Path, kind: Mapping[str, Any], stored: Mapping[str, Any], files: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Write the manifest of finished files; sizes and check sums are those of the files as they are now.
+    """Write the manifest of finished files, with their current sizes and checksums.
 
     Args:
-        folder: of the data set.
+        folder: the data set folder.
         kind: the format with its options, as plain data.
         stored: the schema of the files, as plain data.
-        files: "name" and "rows" of each, in the order of their rows, and what else its format needs.
+        files: "name" and "rows" of each, in the order of their rows, and further entries of its format.
     """
     entries = []
     for one in files:

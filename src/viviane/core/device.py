@@ -1,4 +1,4 @@
-"""Which device to run on, and how to say that one is not there."""
+"""Selection of the device, and errors for devices that do not exist."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from viviane.core.errors import ConfigError
 
 
 def resolve_device(name: str = "auto") -> torch.device:
-    """Turn "auto", "cpu", "cuda" or "cuda:N" into a device that exists here.
+    """Return the device for "auto", "cpu", "cuda" or "cuda:N".
 
-    "auto" takes the first GPU where there is one, else the CPU. A GPU that was requested and is not
-    there is an error, never the CPU instead.
+    "auto" selects the first GPU if there is one, else the CPU. If a requested GPU does not exist, this raises an
+    error and never falls back to the CPU.
 
     Example:
         >>> resolve_device("cpu")
@@ -29,7 +29,7 @@ def resolve_device(name: str = "auto") -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise ConfigError(
-                "that GPU is not on this machine",
+                "the GPU does not exist on this machine",
                 value=name,
                 allowed=f"{count} GPU(s) visible to torch {torch.__version__}",
                 fix="set device to 'cpu' or 'auto', or run `viviane doctor`",

@@ -1,4 +1,4 @@
-"""Errors for people: what happened, where, the value, what is allowed, what to do."""
+"""Readable errors: what happened, where, the value, what is allowed, what to do."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class VivianeError(Exception):
     """Base of every error that Viviane raises on purpose.
 
     Args:
-        what: what went wrong, one line.
-        where: feature, table, file, row, step: whatever a person needs to find the place.
-        value: the offending value.
-        allowed: what would have been accepted.
-        fix: what to do about it.
+        what: what went wrong, in one line.
+        where: feature, table, file, row, step: everything needed to locate the cause.
+        value: the invalid value.
+        allowed: the accepted values.
+        fix: how to fix it.
 
     Example:
         >>> print(VivianeError("key out of range", where="feature 'c1'", value=9, allowed="0 <= key < 5"))
@@ -53,12 +53,12 @@ class VivianeError(Exception):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions cross process borders by pickling their args; ours is the finished text.
+        # Exceptions are sent between processes by pickling their args; here that is the formatted text.
         return _rebuild, (type(self), str(self), self.__dict__)
 
 
 def _rebuild(kind: type[VivianeError], text: str, fields: dict[str, Any]) -> VivianeError:
-    # Of several bases only the one that lays out the object may make it, and that is OSError where it is one.
+    # With several bases, only the one that determines the object layout can create it: OSError if it is a base.
     error = OSError.__new__(kind) if issubclass(kind, OSError) else kind.__new__(kind)
     Exception.__init__(error, text)
     error.__dict__.update(fields)
@@ -70,7 +70,7 @@ class ConfigError(VivianeError, ValueError):
 
 
 class SchemaError(VivianeError, ValueError):
-    """A schema contradicts itself, or data contradicts its schema."""
+    """A schema is inconsistent, or data do not match their schema."""
 
 
 class ConfigNotFoundError(ConfigError, FileNotFoundError):
@@ -78,7 +78,7 @@ class ConfigNotFoundError(ConfigError, FileNotFoundError):
 
 
 class SchemaNotFoundError(SchemaError, FileNotFoundError):
-    """There is no schema."""
+    """A schema does not exist."""
 
 
 class DataError(VivianeError, ValueError):
@@ -90,11 +90,11 @@ class DataNotFoundError(DataError, FileNotFoundError):
 
 
 class KeyRangeError(VivianeError, IndexError):
-    """A key lies outside its embedding table."""
+    """A key is outside its embedding table."""
 
 
 class CheckpointError(VivianeError):
-    """A checkpoint is missing, truncated, altered or of another model."""
+    """A checkpoint is missing, truncated, altered, or belongs to another model."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -110,27 +110,27 @@ class ProcessError(VivianeError, RuntimeError):
 
 
 class RemoteError(DataError):
-    """A remote store refuses, does not respond, or gives something else than was written."""
+    """A remote store refuses a request, does not respond, or returns other data than were written."""
 
 
 class ExportError(VivianeError):
-    """A model cannot be exported, or an artifact is damaged, differs from its model, or is for another machine."""
+    """A model cannot be exported, or an artifact is damaged, differs from its model, or needs another machine."""
 
 
 class StoreError(VivianeError):
-    """A tier or store cannot be read or written, or what it holds is damaged or of another form."""
+    """A tier or store cannot be read or written, or its content is damaged or has another format."""
 
 
 class MachineError(VivianeError, OSError):
-    """The machine refuses: no memory, a full or read-only disk, no permission, a limit of the process."""
+    """The operating system refuses: no memory, a full or read-only disk, no permission, a process limit."""
 
 
 class MissingExtraError(VivianeError, ImportError):
-    """An optional library is not installed; names the extra that brings it."""
+    """An optional library is not installed; names the extra that installs it."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Say the nearest known name, or list what is known.
+    """Return a suggestion: the nearest known name, or the list of known names.
 
     Example:
         >>> suggest("batch_sise", ["batch_size", "lr"])
@@ -142,16 +142,16 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def expect(what: str, value: Any, *kinds: type) -> None:
-    """Refuse an argument of another type.
+    """Raise an error if an argument has another type.
 
     Raises:
-        ConfigError: naming the argument, the type that it has and those that it may have.
+        ConfigError: the type is wrong; names the argument, its type and the allowed types.
 
     Example:
         >>> expect("threads", "4", int)
         Traceback (most recent call last):
         ...
-        viviane.core.errors.ConfigError: threads is of another type
+        viviane.core.errors.ConfigError: threads has the wrong type
           value:   "str '4'"
           allowed: int
     """
@@ -160,4 +160,4 @@ def expect(what: str, value: Any, *kinds: type) -> None:
     name = type(value).__name__
     shown = f"{name} {value!r}" if isinstance(value, str | int | float) else name
     allowed = " or ".join(kind.__name__ for kind in kinds)
-    raise ConfigError(f"{what} is of another type", value=shown[:200], allowed=allowed)
+    raise ConfigError(f"{what} has the wrong type", value=shown[:200], allowed=allowed)

@@ -1,7 +1,7 @@
-"""Put a finished file or folder in place of an older one, so that a kill at any moment leaves one of them whole.
+"""Atomic exchange of a file or folder: if the process is killed at any moment, the old or the new one is complete.
 
-Linux and macOS exchange two names in one step. Elsewhere, and on file systems that cannot, the old output is renamed
-to `.<name>.viviane.old` for a moment; `recover` takes it back if the process was killed then.
+Linux and macOS exchange two names atomically. On other systems, and on file systems without this call, the old output
+is briefly renamed to `.<name>.viviane.old`; `recover` restores it if the process was killed in between.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CANNOT: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, e
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries, so that a rename survives a power cut."""
-    if sys.platform == "win32":  # a folder cannot be opened there
+    """Flush a folder's own entries, so that a rename survives a power failure."""
+    if sys.platform == "win32":  # Windows cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -50,7 +50,7 @@ def sync_tree(path: Path) -> None:
 
 @lru_cache(maxsize=1)
 def _exchanging_call() -> Any:
-    """Return the system's call that exchanges two names, or None."""
+    """Return the system's call that exchanges two names, or None if there is none."""
     name = {"linux": "renameat2", "darwin": "renameatx_np"}.get(sys.platform)
     call = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name else None
     if call is not None:
@@ -59,7 +59,7 @@ def _exchanging_call() -> Any:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot.
+    """Exchange two names atomically; return False if the system or the file system does not support it.
 
     Raises:
         OSError: one of them is missing, or the folder is not writable.
@@ -77,9 +77,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def put_in_place(new: Path, path: Path) -> None:
-    """Let a finished file or folder take the place of `path`; what stood there ends up at `new`.
+    """Move a finished file or folder to `path`; the previous one is moved to `new`.
 
-    The caller holds `reserved(path)`, and has flushed the new one.
+    The caller holds `reserved(path)` and has flushed the new output.
     """
     path = real_place(path)
     if not path.exists():
@@ -100,9 +100,9 @@ def put_in_place(new: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Take back an old output that a killed process left under its hidden name; without one, do nothing."""
+    """Restore an old output that a killed process left under its hidden name, if there is one."""
     place = real_place(path)
-    with suppress(ConfigError, OSError):  # who holds the lock is between its two renames
+    with suppress(ConfigError, OSError):  # the lock holder is between its two renames
         if not place.exists() and any(True for _ in _kept(place)) and not is_held(place):
             with locked(place, wait_s=0):
                 _recover_locked(place)
@@ -110,11 +110,11 @@ def recover(path: Path) -> None:
 
 
 def tidy(path: Path) -> None:
-    """Before an output is refused or written: recover it, and remove what killed processes left next to it."""
+    """Recover an output before it is checked or written, and remove leftovers of killed processes next to it."""
     place = real_place(path)
     recover(place)
-    with suppress(ConfigError, OSError):  # who holds the lock is at work
-        if hidden_name(place, "lock").exists() and not is_held(place):  # a process that ends removes its lock
+    with suppress(ConfigError, OSError):  # the lock holder is active
+        if hidden_name(place, "lock").exists() and not is_held(place):  # a process that exits normally removes its lock
             with locked(place, wait_s=0):
                 _recover_locked(place)
                 _remove_work(place)
@@ -142,20 +142,20 @@ def _kept(place: Path) -> Iterator[Path]:
 
 @contextmanager
 def reserved(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
-    """Hold the lock of an output, and yield an empty folder next to it for what is unfinished.
+    """Hold the lock of an output, and yield an empty folder next to it for unfinished files.
 
-    What killed processes left of earlier attempts is removed or taken back first, the folder at the end.
+    Leftovers of killed processes are first removed or restored; the folder is removed at the end.
 
     Args:
-        path: the output, a file or a folder; the folder around it is made.
-        overwrite: False refuses an output that exists, now that no other process can create it.
+        path: the output, a file or a folder; its parent folder is created.
+        overwrite: False raises an error if the output exists; no other process can create it meanwhile.
 
     Raises:
         ConfigError: another process is writing this output, or it exists.
     """
     place = real_place(path)
-    if is_held(place):  # by this thread, too: the inner one would clear away what the outer one needs
-        raise ConfigError("this process is writing this output already", where=str(path), fix="choose another place")
+    if is_held(place):  # also by this thread: the inner call would remove the files of the outer one
+        raise ConfigError("this process is already writing this output", where=str(path), fix="choose another path")
     place.parent.mkdir(parents=True, exist_ok=True)
     with locked(place):
         _recover_locked(place)

@@ -1,4 +1,4 @@
-"""Names of files that come from a file: manifests, file lists and archives must not lead out of their folder."""
+"""Validation of file names that are read from manifests, file lists and archives: they must stay in their folder."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Final, TypeVar
 from viviane.core.errors import DataError, VivianeError
 
 AnyFolder = TypeVar("AnyFolder")
-_LONGEST_BYTES: Final = 255  # of a part of a path, on every common file system
+_LONGEST_BYTES: Final = 255  # maximum length of a path component on every common file system
 _LONGEST_PATH_BYTES: Final = 2048
-_SEPARATORS = "\\:"  # of Windows: folders, drives, streams
+_SEPARATORS = "\\:"  # special characters of Windows: folders, drives, streams
 
 
 def check_file_name(name: object, *, where: str, error: type[VivianeError] = DataError) -> str:
-    """Return a name that a file gave, a relative path with slashes, if it stays inside its folder on every system.
+    """Return a file name read from a file if it is a relative path with slashes that stays inside its folder.
 
     Args:
-        name: what the file says.
-        where: the file that says it.
-        error: the class of the error.
+        name: the name read from a file.
+        where: the file that contains it.
+        error: class of the error.
 
     Raises:
-        VivianeError: of class `error`: the name is absolute, holds "." or "..", a separator of Windows, or a control
+        VivianeError: of class `error`: the name is absolute, contains "." or "..", a separator of Windows, or a control
             character.
 
     Example:
@@ -32,7 +32,7 @@ def check_file_name(name: object, *, where: str, error: type[VivianeError] = Dat
         >>> check_file_name("../.bashrc", where="manifest.json")
         Traceback (most recent call last):
         ...
-        viviane.core.errors.DataError: a file name leads out of its folder
+        viviane.core.errors.DataError: a file name points outside its folder
           where:   manifest.json
           value:   '../.bashrc'
           allowed: a relative path inside the folder, with slashes, without . and ..
@@ -44,14 +44,14 @@ def check_file_name(name: object, *, where: str, error: type[VivianeError] = Dat
     good = good and text.isprintable() and not any(part.endswith((" ", ".")) for part in parts)
     if good and sys.platform == "win32":
         good = not any(PureWindowsPath(part).is_reserved() for part in parts)
-    # Whether text can be encoded at all is settled by isprintable: halves of surrogate pairs are not printable.
+    # isprintable also ensures that the text can be encoded: surrogates are not printable.
     sizes = [len(part.encode()) for part in parts] if good else [0]
     if max(sizes) > _LONGEST_BYTES or sum(sizes) > _LONGEST_PATH_BYTES:
         raise error("a file name is too long", where=where, value=f"{text[:80]}...",
-                    allowed=f"{_LONGEST_BYTES} bytes in each part, {_LONGEST_PATH_BYTES} together")  # fmt: skip
+                    allowed=f"{_LONGEST_BYTES} bytes per component, {_LONGEST_PATH_BYTES} in total")  # fmt: skip
     if not good:
         raise error(
-            "a file name leads out of its folder" if isinstance(name, str) else "a file name is not text",
+            "a file name points outside its folder" if isinstance(name, str) else "a file name is not text",
             where=where,
             value=name,
             allowed="a relative path inside the folder, with slashes, without . and ..",
@@ -64,12 +64,12 @@ def file_inside(folder: Path, name: object, *, where: str, error: type[VivianeEr
     """Return the path of a file that a manifest names; the file may be missing.
 
     Args:
-        folder: that the manifest stands in.
+        folder: the folder of the manifest.
         name, where, error: see `check_file_name`.
 
     Raises:
-        VivianeError: of class `error`: the name leads out of the folder, by itself or through a symbolic link, or is
-            that of a device, a pipe or a folder.
+        VivianeError: of class `error`: the name points outside the folder, directly or through a symbolic link, or
+            names a device, a pipe or a folder.
     """
     path = folder / check_file_name(name, where=where, error=error)
     if path.is_symlink() or path.parent != folder:
@@ -80,9 +80,9 @@ def file_inside(folder: Path, name: object, *, where: str, error: type[VivianeEr
 
 
 def refuse_link_outside(path: Path, folder: Path, error: type[VivianeError] = DataError) -> None:
-    """Refuse a path whose symbolic links lead out of a folder.
+    """Refuse a path whose symbolic links point outside a folder.
 
-    The folder may itself be a link, since the user names it. The cache of Hugging Face is allowed: what stands under
+    The folder may itself be a link, since the user names it. The cache of Hugging Face is allowed: files under
     `<cache>/snapshots/<revision>` may link to a file directly in `<cache>/blobs`.
 
     Raises:
@@ -91,7 +91,7 @@ def refuse_link_outside(path: Path, folder: Path, error: type[VivianeError] = Da
     target, inside = path.resolve(), folder.resolve()
     if not target.is_relative_to(inside) and target.parent not in _blob_folders(inside):
         raise error(
-            "a file leads out of its folder through a symbolic link",
+            "a symbolic link points outside its folder",
             where=str(path),
             value=str(target),
             fix="copy the file itself into the folder, if you trust it",
@@ -99,6 +99,6 @@ def refuse_link_outside(path: Path, folder: Path, error: type[VivianeError] = Da
 
 
 def _blob_folders(folder: Path) -> list[Path]:
-    """Return where a snapshot in a cache of Hugging Face keeps its files; `folder` is the snapshot or inside it."""
+    """Return the blob folders of a snapshot in a Hugging Face cache; `folder` is the snapshot or inside it."""
     below = [folder, *folder.parents]
     return [one.parent.parent / "blobs" for one in below if one.parent.name == "snapshots" and one != one.parent]

@@ -1,4 +1,4 @@
-"""Write so that a reader sees the old file or the new one, never half of one."""
+"""Atomic writes: a reader sees the old file or the new one, never a partial one."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def write_bytes_atomic(path: str | Path | RemotePath, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            if sys.platform != "win32":  # renamed while it is locked: who waits for it sees that it is gone
+            if sys.platform != "win32":  # renamed while locked: a waiting process then detects the rename
                 name.replace(path)
         except BaseException:
-            with suppress(PermissionError):  # on Windows an open file stays
+            with suppress(PermissionError):  # on Windows an open file cannot be removed
                 name.unlink(missing_ok=True)
             raise
     if sys.platform == "win32":
@@ -44,7 +44,7 @@ def write_bytes_atomic(path: str | Path | RemotePath, data: bytes) -> None:
 
 
 def _open_temporary(path: Path) -> tuple[Path, int]:
-    """Open the temporary file of a path, which one process at a time has; one that a killed process left is reused."""
+    """Open the temporary file of a path, which one process at a time holds; a killed process's leftover is reused."""
     name = hidden_name(path, "tmp")
     if sys.platform == "win32":
         name = name.with_name(f"{name.name}.{secrets.token_hex(4)}")
@@ -61,9 +61,9 @@ def _open_temporary(path: Path) -> tuple[Path, int]:
                 if stat.S_ISREG(own.st_mode) and own.st_nlink == 1:
                     os.fchmod(descriptor, 0o644)
                     return name, descriptor
-                name.unlink()  # a name of something else
+                name.unlink()  # the name refers to something else
         except FileNotFoundError:
-            pass  # the process before has renamed it
+            pass  # the previous process has renamed it
         except BaseException:
             os.close(descriptor)
             raise
@@ -77,14 +77,14 @@ def write_json_atomic(path: str | Path | RemotePath, value: Any) -> None:
 
 @contextmanager
 def replace_folder(path: str | Path | RemotePath, *, overwrite: bool = True) -> Iterator[Path]:
-    """Yield an empty temporary folder next to `path` that takes its place when the block succeeds.
+    """Yield an empty temporary folder next to `path` that replaces it when the block succeeds.
 
-    An existing `path` stays whole until the new one is complete; a failed block leaves it untouched. The folder of a
-    URL is a local one that is uploaded at the end.
+    An existing `path` is not changed until the new folder is complete, and not at all if the block fails. For a URL
+    the folder is a local one that is uploaded at the end.
 
     Args:
-        path: the folder to make.
-        overwrite: False refuses one that exists.
+        path: the folder to create.
+        overwrite: False raises an error if it exists.
 
     Raises:
         ConfigError: another process is writing this folder, or it exists.
@@ -106,11 +106,11 @@ def replace_folder(path: str | Path | RemotePath, *, overwrite: bool = True) -> 
 
 @contextmanager
 def replace_file(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
-    """Yield the path of a temporary file next to `path` that takes its place when the block succeeds.
+    """Yield the path of a temporary file next to `path` that replaces it when the block succeeds.
 
     Args:
-        path: the file to make.
-        overwrite: False refuses one that exists.
+        path: the file to create.
+        overwrite: False raises an error if it exists.
 
     Raises:
         ConfigError: another process is writing this file, or it exists.
@@ -123,6 +123,6 @@ def replace_file(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, read in pieces."""
+    """Return the SHA-256 of a file's bytes, read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

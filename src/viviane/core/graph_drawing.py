@@ -1,4 +1,4 @@
-"""A drawing of boxes and wires as SVG: no script, no network, readable in print and in the dark."""
+"""Drawing of a graph as SVG: no scripts or network access, for print, light and dark mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHARACTER: Final = 6.9  # pixels of a character at 12 px
 _LINE: Final = 16.0
 _PADDING: Final = 10.0
 
-# Its own colours, light and dark: the drawing works on its own or inside a page.
+# Separate colours for light and dark mode: the drawing works alone or inside a page.
 _STYLE: Final = """
 .graph { --ink: #1d2433; --soft: #5c6579; --card: #ffffff; --edge: #b9c0cf;
   --input: #1f8a70; --table: #d9702b; --layer: #2f62c9; --loss: #a63d7d; }
@@ -35,8 +35,8 @@ class Box:
     """A box of a drawing.
 
     Args:
-        kind: "input", "table", "layer" or "loss": its colour.
-        lines: of text, the first one the title.
+        kind: "input", "table", "layer" or "loss": determines its colour.
+        lines: lines of text; the first is the title.
     """
 
     kind: str
@@ -50,12 +50,12 @@ class Box:
 
 
 def draw_graph(boxes: Mapping[str, Box], edges: Sequence[Edge], title: str) -> str:
-    """Return an <svg> element that works on its own or inside a page.
+    """Return an <svg> element that works alone or inside a page.
 
     Args:
         boxes: by name.
         edges: pairs of names, from above to below.
-        title: what it shows, for those who cannot see it.
+        title: description for screen readers.
 
     Example:
         >>> boxes = {"a": Box("input", ("a",)), "b": Box("layer", ("b", "sum"))}
@@ -87,7 +87,7 @@ def _draw(box: Box, place: Placed) -> str:
 
 
 def _wire(stations: Sequence[Placed]) -> str:
-    """Draw a wire through its stations: a bend between rows, straight down where it passes one."""
+    """Draw a wire through its stations: a curve between rows, a vertical line within a row."""
     parts = [f"M{stations[0].middle:.1f} {stations[0].bottom:.1f}"]
     for upper, lower in pairwise(stations):
         bend = (lower.y - upper.bottom) / 2

@@ -1,8 +1,8 @@
-"""Places of a graph's boxes and wires: layers from top to bottom, neighbours near each other.
+"""Layout of a graph's boxes and wires: layers from top to bottom, neighbours close to each other.
 
-A wire that passes layers gets a place of its own in each of them, so that it runs beside the boxes.
+A wire that crosses layers gets a position in each of them, so that it does not overlap boxes.
 
-Source: Sugiyama, Tagawa and Toda 1981 (layers, then order by the mean place of neighbours).
+Source: Sugiyama, Tagawa and Toda 1981 (layers, then order by the mean position of neighbours).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Edge = tuple[str, str]
 
 @dataclass
 class Placed:
-    """A box, or a wire that passes a layer: its left upper corner and its size, in pixels."""
+    """The upper left corner and size, in pixels, of a box or of a wire that crosses a layer."""
 
     width: float
     height: float
@@ -43,12 +43,12 @@ class Placed:
 
 @dataclass
 class Layout:
-    """Where everything stands.
+    """The positions of all boxes and wires.
 
     Args:
         boxes: by name.
-        wires: for each edge its stations from source to reader, both included.
-        width, height: of the whole.
+        wires: for each edge its stations from source to reader, inclusive.
+        width, height: total size.
     """
 
     boxes: dict[str, Placed] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[Edge]) -> 
     """Place boxes so that every edge points down.
 
     Args:
-        sizes: width and height of each box; sources stand before what reads them.
+        sizes: width and height of each box; sources precede their readers.
         edges: (source, reader) pairs.
 
     Example:
@@ -86,7 +86,7 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[Edge]) -> 
     for row in rows:
         height = max((one.height for one in row), default=0.0)
         for one in row:
-            one.height = one.height or height  # a wire passes the whole row
+            one.height = one.height or height  # a wire spans the height of the row
             one.y = y + (height - one.height) / 2
         y += height + GAP_Y
     everything = [one for row in rows for one in row]
@@ -103,7 +103,7 @@ def _depths(names: Sequence[str], edges: Sequence[Edge]) -> dict[str, int]:
     for name in names:
         depth[name] = max((depth[a] + 1 for a, b in edges if b == name), default=0)
     sources = set(names) - {b for _, b in edges}
-    for name in sources:  # a box without sources stands right above its first reader
+    for name in sources:  # a box without sources is placed directly above its first reader
         depth[name] = min((depth[b] for a, b in edges if a == name), default=1) - 1
     return depth
 
@@ -119,7 +119,7 @@ def _neighbours(layout: Layout) -> tuple[dict[int, list[Placed]], dict[int, list
 
 
 def _order(rows: list[list[Placed]], above: Mapping[int, list[Placed]], below: Mapping[int, list[Placed]]) -> None:
-    """Sort each row by the mean place of its neighbours in the rows before it, down and up in turn."""
+    """Sort each row by the mean position of its neighbours in the previous row, alternating down and up."""
     place = {id(one): (i + 0.5) / len(row) for row in rows for i, one in enumerate(row)}
     for sweep in range(_SWEEPS):
         near, order = (above, rows) if sweep % 2 == 0 else (below, rows[::-1])
@@ -133,7 +133,7 @@ def _order(rows: list[list[Placed]], above: Mapping[int, list[Placed]], below: M
 
 
 def _spread(rows: list[list[Placed]], above: Mapping[int, list[Placed]], below: Mapping[int, list[Placed]]) -> None:
-    """Move boxes towards the middle of their neighbours, in their order and without touching."""
+    """Move boxes towards the mean of their neighbours, keeping their order and without overlap."""
     for row in rows:
         x = -(sum(one.width for one in row) + GAP_X * (len(row) - 1)) / 2
         for one in row:

@@ -1,4 +1,4 @@
-"""Small HTML tables for notebooks: self-contained, without script, readable on light and dark pages."""
+"""Small HTML tables for notebooks: self-contained, without scripts, readable in light and dark mode."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MOST_ROWS: Final = 60
 
 
 def html_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> str:
-    """Return a table with a title; of more than 60 rows the first 50 and the last 10, and how many are left out.
+    """Return a table with a title; of more than 60 rows, show the first 50 and the last 10.
 
-    Numbers are aligned to the right; every text is escaped.
+    Numbers are right-aligned; text is escaped.
 
     Example:
         >>> "<td>a &lt; b</td>" in html_table("t", ["x"], [["a < b"]])

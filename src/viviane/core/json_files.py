@@ -1,4 +1,4 @@
-"""Read JSON from untrusted sources: strict, and bounded in size, depth and length of numbers."""
+"""JSON from untrusted sources: parsed strictly, with limits on size, depth and length of numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from viviane.core.locations import AnyPath, location
 
 MAX_JSON_BYTES: Final = 256 << 20
 MAX_JSON_DEPTH: Final = 64
-_MAX_DIGITS: Final = 400  # of a float that is written out; an integer is bounded by its value
+_MAX_DIGITS: Final = 400  # of a float literal; the value of an integer is limited instead
 _INTEGERS: Final = range(-(1 << 63), 1 << 64)
 _RARE: Final = re.compile(r"\\u(?:0000|d[89a-f])|\x00", re.IGNORECASE)
 
 RepeatedKey = Callable[[str, Any, Any], None]
-"""Called with a key that occurs twice in one object, and both values; the last value is then used."""
+"""Called with a key that occurs twice in an object, and both values; the last value is used."""
 
 
 def read_json(
@@ -33,7 +33,7 @@ def read_json(
     """Read a JSON file or URL; arguments and errors as for `parse_json`.
 
     Raises:
-        ConfigNotFoundError: there is no such file, and `error` is ConfigError.
+        ConfigNotFoundError: the file does not exist, and `error` is ConfigError.
     """
     place = location(path)
     try:
@@ -62,7 +62,7 @@ def json_object(value: Any, *, where: str, error: type[VivianeError] = ConfigErr
         {'rows': 3}
     """
     if not isinstance(value, dict):
-        raise error("the JSON file holds another kind of value", where=where, value=_short(value), allowed="an object")
+        raise error("the JSON file does not contain an object", where=where, value=_short(value), allowed="an object")
     return value
 
 
@@ -75,21 +75,21 @@ def parse_json(
     encoding: str = "utf-8",
     repeated_key: RepeatedKey | None = None,
 ) -> Any:
-    """Parse strict JSON of bounded size.
+    """Parse strict JSON of limited size.
 
     Refused: more than `max_bytes`, deeper than 64 objects and lists, integers outside [-2^63, 2^64), numbers beyond
     float64 (1e999), NaN and Infinity, comments, repeated keys, NUL characters and halves of surrogate pairs in text.
 
     Args:
         data: text, or bytes in `encoding`.
-        where: named in errors, usually the path of the file.
+        where: location for errors, usually the path of the file.
         error: class of the errors raised.
-        max_bytes: bound of the size.
-        encoding: of bytes.
-        repeated_key: what to do about a repeated key; None refuses it.
+        max_bytes: maximum size.
+        encoding: encoding of bytes.
+        repeated_key: called for a repeated key; None refuses repeated keys.
 
     Raises:
-        VivianeError: of class `error`, naming line and column where the parser knows them.
+        VivianeError: of class `error`, with line and column if the parser reports them.
 
     Example:
         >>> parse_json('{"rows": 3}')
@@ -124,16 +124,16 @@ def parse_json(
 
 @contextmanager
 def expected_form(where: str | None, error: type[VivianeError] = ConfigError) -> Iterator[None]:
-    """Turn what Python raises when parsed content has missing keys or values of other types into an `error`.
+    """Convert errors of Python for missing keys or wrong types in parsed content to an `error`.
 
-    The block takes plain data apart and does nothing else, since any error in it is reported as an error of the file.
+    The block must only unpack plain data, since any error in it is reported as an error of the file.
 
     Example:
         >>> with expected_form("info.json"):
         ...     int({"rows": None}["rows"])
         Traceback (most recent call last):
         ...
-        viviane.core.errors.ConfigError: the content of the file is not of the expected form
+        viviane.core.errors.ConfigError: the file does not have the expected form
         ...
     """
     try:
@@ -144,11 +144,11 @@ def expected_form(where: str | None, error: type[VivianeError] = ConfigError) ->
         raise error("a key is missing in the file", where=where, value=str(problem.args[0])) from problem
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as problem:
         said = f"{type(problem).__name__}: {problem}"[:300]
-        raise error("the content of the file is not of the expected form", where=where, value=said) from problem
+        raise error("the file does not have the expected form", where=where, value=said) from problem
 
 
 def json_or_text(text: str, *, where: str) -> Any:
-    """Return a value of the command line: JSON where it is JSON, else the text itself; errors as for `parse_json`.
+    """Return a command-line value: parsed if it is JSON, else the text itself; errors as for `parse_json`.
 
     Example:
         >>> json_or_text("[1, 2]", where="--set"), json_or_text("criteo", where="--set")
@@ -180,7 +180,7 @@ def _hooks(where: str | None, error: type[VivianeError], repeated_key: RepeatedK
         return value
 
     def constant(name: str) -> Any:
-        raise error("JSON has no such number", where=where, value=name)
+        raise error("not a JSON number", where=where, value=name)
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(items)
@@ -216,15 +216,15 @@ def _too_deep(where: str | None, error: type[VivianeError]) -> VivianeError:
 
 
 def _check_texts(value: Any, where: str | None, error: type[VivianeError]) -> None:
-    """Refuse text that no file name, column name or UTF-8 file can hold."""
+    """Refuse text with NUL characters or surrogates."""
     text = json.dumps(value, ensure_ascii=False)
     if "\\u0000" in text.replace("\\\\", ""):
-        raise error("text in JSON holds a NUL character", where=where, value="\\u0000")
+        raise error("text in JSON contains a NUL character", where=where, value="\\u0000")
     try:
         text.encode()
     except UnicodeEncodeError as problem:
         half = text[problem.start : problem.start + 1]
-        what = "text in JSON holds half of a surrogate pair, which UTF-8 cannot express"
+        what = "text in JSON contains half of a surrogate pair, which UTF-8 cannot encode"
         raise error(what, where=where, value=ascii(half).strip("'")) from None
 
 

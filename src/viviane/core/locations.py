@@ -1,4 +1,4 @@
-"""Where files stand: a local path, or the URL of a store that is used like one."""
+"""File locations: local paths, and URLs of remote stores with the same interface."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from viviane.core.remote.ranged_file import RangedFile
 from viviane.core.remote.retry import retried
 from viviane.core.remote.systems import SCHEMES, connect
 
-_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/{1,}(?=[^/])", re.IGNORECASE)  # pathlib folds the two slashes into one
+_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/{1,}(?=[^/])", re.IGNORECASE)  # pathlib makes two slashes one
 _PIECE_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True)
 class RemoteStatus:
-    """Size and time of change of a remote file, named as os.stat_result names them."""
+    """Size and modification time of a remote file, with the names of os.stat_result."""
 
     st_size: int
     st_mtime_ns: int
@@ -32,12 +32,12 @@ class RemoteStatus:
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """A file or folder of a remote store; those methods of pathlib.Path that reading and writing need.
+    """A file or folder of a remote store; the methods of pathlib.Path for reading and writing.
 
     Args:
         scheme: one of s3, gs, hdfs, webhdfs.
         host: the bucket, or the server and its port.
-        key: the path without a slash at either end.
+        key: the path without leading and trailing slashes.
 
     Example:
         >>> train = RemotePath("s3", "clicks", "sets/train")
@@ -57,17 +57,17 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return PurePosixPath(self.key).name
 
     @property
     def suffix(self) -> str:
-        """What the name ends with, the dot included."""
+        """The suffix of the name, including the dot."""
         return PurePosixPath(self.key).suffix
 
     @property
     def parent(self) -> RemotePath:
-        """The folder; that of the bucket is the bucket."""
+        """The folder; the parent of the bucket is the bucket."""
         return RemotePath(self.scheme, self.host, self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
@@ -94,22 +94,22 @@ class RemotePath:
         return retried(lambda: self.system.get_file_info(self.inner), str(self), "looking up")
 
     def exists(self) -> bool:
-        """Say whether there is a file or a folder that is not empty."""
+        """Return whether there is a file or a non-empty folder."""
         return bool(self._info().type.name != "NotFound")
 
     def is_file(self) -> bool:
-        """Say whether there is a file."""
+        """Return whether it is a file."""
         return bool(self._info().is_file)
 
     def is_dir(self) -> bool:
-        """Say whether there is a folder."""
+        """Return whether it is a folder."""
         return bool(self._info().type.name == "Directory")
 
     def stat(self) -> RemoteStatus:
-        """Return size and time of change.
+        """Return size and modification time.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
         info = self._info()
         if not info.is_file:
@@ -117,7 +117,7 @@ class RemotePath:
         return RemoteStatus(int(info.size), int(info.mtime_ns or 0))
 
     def files(self, *, recursive: bool = False) -> dict[RemotePath, RemoteStatus]:
-        """Return the files of this folder, in order of names; `recursive`: those of its folders too."""
+        """Return the files of this folder, in order of names; `recursive`: including those of subfolders."""
         return {one: status for one, status in self._entries(recursive) if status is not None}
 
     def iterdir(self) -> Iterator[RemotePath]:
@@ -140,49 +140,49 @@ class RemotePath:
         return sorted(found, key=lambda one: one[0])
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield the entries of this folder under names that fit a pattern without slashes."""
+        """Yield the entries of this folder whose names match a pattern without slashes."""
         return (one for one in self.iterdir() if fnmatch.fnmatchcase(one.name, pattern))
 
     def ranged(self) -> RangedFile:
-        """Open for reading by ranges.
+        """Open for ranged reads.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
         return RangedFile(self.system, self.inner, str(self))
 
     def open(self, mode: str = "rb") -> IO[bytes]:
-        """Open for reading from front to back, in large pieces."""
+        """Open for sequential reads in large blocks."""
         if mode != "rb":
-            raise ConfigError("a remote file is opened to read bytes", where=str(self), value=mode, allowed="rb")
+            raise ConfigError("a remote file can only be read as bytes", where=str(self), value=mode, allowed="rb")
         return io.BufferedReader(self.ranged(), _PIECE_BYTES)
 
     def read_bytes(self) -> bytes:
-        """Return the whole content."""
+        """Return the complete content."""
         with self.ranged() as file:
             return file.read()
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """Return the whole content as text."""
+        """Return the complete content as text."""
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write a file; on an object store it appears whole or not at all.
+        """Write a file; on an object store this is atomic.
 
         Raises:
-            RemoteError: the store does not respond or refuses, or keeps another number of bytes.
+            RemoteError: the store does not respond or refuses, or stored another number of bytes.
         """
 
         def request() -> None:
             if self.scheme not in ("s3", "gs"):
                 self.system.create_dir(self.parent.inner, recursive=True)
-            # pyarrow would compress by the name's ending
+            # otherwise pyarrow compresses depending on the suffix
             with self.system.open_output_stream(self.inner, compression=None) as stream:
                 stream.write(data)
 
         retried(request, str(self), "writing")
         if self.stat().st_size != len(data):
-            raise RemoteError("the store kept another number of bytes than were written", where=str(self))
+            raise RemoteError("the store stored another number of bytes than were written", where=str(self))
 
     def remove_folder(self) -> None:
         """Remove a folder with everything in it."""
@@ -196,7 +196,7 @@ def location(path: str | Path | RemotePath) -> AnyPath:
     """Return a local path, or the remote path of a URL.
 
     Raises:
-        ConfigError: a scheme that is not known, or credentials inside the URL.
+        ConfigError: the scheme is unknown, or the URL contains credentials.
 
     Example:
         >>> location("s3://clicks/sets/train/").name, location(Path("s3://clicks/a")), location("file:///tmp/a")
@@ -218,7 +218,7 @@ def location(path: str | Path | RemotePath) -> AnyPath:
     host, _, key = text[match.end() :].partition("/")
     if "@" in host:
         raise ConfigError(
-            "a URL must not hold a user or a password: URLs end up in settings, logs and error messages",
+            "a URL must not contain a user or a password: URLs appear in settings, logs and error messages",
             where=f"{scheme}://...@{host.rpartition('@')[2]}/{key}",
             fix="set the credentials in the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "GOOGLE_APPLICATION_CREDENTIALS, HADOOP_USER_NAME",
@@ -226,17 +226,17 @@ def location(path: str | Path | RemotePath) -> AnyPath:
     if scheme not in SCHEMES:
         if len(scheme) == 1:  # a drive letter
             return Path(path)
-        raise ConfigError("no store is known by this scheme", where=text.partition("?")[0], value=scheme,
+        raise ConfigError("unknown URL scheme", where=text.partition("?")[0], value=scheme,
                           allowed=", ".join(("file", *SCHEMES)))  # fmt: skip
     parts = [part for part in key.split("/") if part]
     if {".", ".."} & set(parts):
-        raise ConfigError("a URL's path must not hold . or ..", where=text)
+        raise ConfigError("the path of a URL must not contain . or ..", where=text)
     return RemotePath(scheme, host, "/".join(parts))
 
 
 @contextmanager
 def arrow_source(path: AnyPath) -> Iterator[Any]:
-    """Yield what pyarrow opens: the path of a local file, or a remote one that is read by ranges."""
+    """Yield a source for pyarrow: the path of a local file, or a remote file with ranged reads."""
     if not isinstance(path, RemotePath):
         yield path
         return

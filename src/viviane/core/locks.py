@@ -1,8 +1,8 @@
-"""Locks on outputs and run folders: one process writes a place at a time, and the lock says which.
+"""Locks on outputs and run folders: only one process at a time writes to a path, and the lock names it.
 
-The lock of `runs/mine` is the file `runs/.mine.viviane.lock`, held through the operating system: it ends with its
-process, however that ends, and a file that a killed process left does not block. It holds for the processes of one
-machine, and over machines where their shared file system keeps such locks.
+The lock of `runs/mine` is an operating system lock on the file `runs/.mine.viviane.lock`: it ends with its process,
+however that ends, and a leftover file of a killed process does not block. It works between the processes of one
+machine, and across machines if their shared file system supports such locks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from viviane.core.errors import ConfigError
 
-_WAIT_SECONDS: Final = 0.3  # a lock that is just being given back, or was taken for a look
-_LONGEST_NAME: Final = 200  # bytes of a name, which gets some 30 more; file systems take 255
+_WAIT_SECONDS: Final = 0.3  # a lock that is being released, or is held only for a check
+_LONGEST_NAME: Final = 200  # bytes of a name, to which about 30 are added; file systems allow 255
 _LONGEST_NOTE: Final = 2000
 _guard = threading.Lock()
 
@@ -38,7 +38,7 @@ _held: dict[Path, _Held] = {}
 
 
 def hidden_name(path: Path, ending: str) -> Path:
-    """Return a hidden name next to a path, such as of its lock.
+    """Return a hidden name next to a path, such as that of its lock.
 
     Example:
         >>> hidden_name(Path("runs/mine"), "lock").as_posix()
@@ -53,7 +53,7 @@ def hidden_name(path: Path, ending: str) -> Path:
 
 
 def real_place(path: Path) -> Path:
-    """Return the absolute path that an output stands at: a symbolic link is followed, so that it stays."""
+    """Return the absolute path of an output: a symbolic link is resolved, so that it is kept."""
     return Path(os.path.realpath(path))
 
 
@@ -62,12 +62,12 @@ def locked(path: Path, *, wait_s: float = _WAIT_SECONDS) -> Iterator[None]:
     """Hold the lock of an output or run folder; the same thread may hold it several times.
 
     Args:
-        path: the output; the folder around it exists.
-        wait_s: how long to wait for a holder.
+        path: the output; its parent folder exists.
+        wait_s: seconds to wait for another holder.
 
     Raises:
-        ConfigError: another process or thread holds it; says which.
-        OSError: the folder around it is missing or not writable.
+        ConfigError: another process or thread holds it; names it.
+        OSError: its parent folder is missing or not writable.
 
     Example:
         >>> import tempfile
@@ -83,7 +83,7 @@ def locked(path: Path, *, wait_s: float = _WAIT_SECONDS) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Say whether this process holds the lock of an output."""
+    """Return whether this process holds the lock of an output."""
     with _guard:
         return real_place(path) in _held
 
@@ -103,11 +103,11 @@ def _acquire(place: Path, wait_s: float) -> None:
         try:
             lock.acquire(poll_interval=0.02)
         except Timeout:
-            if not file.exists():  # it could not be made, which looks like a holder; this says why
+            if not file.exists():  # it could not be created, which looks like a held lock; this raises the cause
                 file.touch()
             raise _busy(place, _holder(place)) from None
         _held[place] = _Held(lock, threading.get_ident())
-        with suppress(OSError):  # the note is for people; the lock holds without it
+        with suppress(OSError):  # the note is informative only; the lock works without it
             _note_file(place).write_text(_note(), encoding="utf-8")
 
 
@@ -119,7 +119,7 @@ def _release(place: Path) -> None:
             return
         del _held[place]
         file = hidden_name(place, "lock")
-        if sys.platform != "win32":  # removed while it is held: who waits for the removed file tries again
+        if sys.platform != "win32":  # removed while held: a process that waits for the removed file retries
             file.unlink(missing_ok=True)
         held.lock.release()
         if sys.platform == "win32":
@@ -129,7 +129,7 @@ def _release(place: Path) -> None:
 
 
 def _forget() -> None:
-    """In a forked process: the locks are the parent's."""
+    """Called in a forked process: the locks belong to the parent."""
     global _guard  # noqa: PLW0603
     _guard = threading.Lock()
     _held.clear()
@@ -140,7 +140,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _note_file(place: Path) -> Path:
-    """Return where the holder is noted: in the lock's file, but on Windows, where other processes cannot read it."""
+    """Return the file that names the holder: the lock file, except on Windows, where others cannot read it."""
     return hidden_name(place, "holder" if sys.platform == "win32" else "lock")
 
 
@@ -152,8 +152,8 @@ def _note() -> str:
 
 def _holder(place: Path) -> str:
     with suppress(OSError):
-        return _note_file(place).read_text(encoding="utf-8", errors="replace")[:_LONGEST_NOTE] or "not known"
-    return "not known"
+        return _note_file(place).read_text(encoding="utf-8", errors="replace")[:_LONGEST_NOTE] or "unknown"
+    return "unknown"
 
 
 def _busy(place: Path, holder: str) -> ConfigError:
@@ -161,5 +161,5 @@ def _busy(place: Path, holder: str) -> ConfigError:
         "another process is writing here",
         where=str(place),
         value=holder,
-        fix="wait until it has ended, or choose another place",
+        fix="wait until it has ended, or choose another path",
     )

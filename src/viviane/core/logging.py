@@ -1,4 +1,4 @@
-"""The package's logger: warnings go to stderr, as Python has it, unless the program sets up logging of its own."""
+"""The package's logger: warnings go to stderr, Python's default, unless the program configures logging."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ROOT = "viviane"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of one part, below "viviane".
+    """Return a child logger of "viviane".
 
     Example:
         >>> get_logger("etl").name

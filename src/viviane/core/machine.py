@@ -1,4 +1,4 @@
-"""What this machine is: processor, memory, GPUs, library versions. For `viviane doctor` and the figures' records."""
+"""Description of the machine: processor, memory, GPUs, library versions; for `viviane doctor` and benchmark records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 GIB: Final = 1024**3
-# Folder, and the files of the limit and of what is used, of control groups of version 2 and 1.
+# Folder, limit file and usage file of control groups of version 2 and 1.
 _CONTROL_GROUPS: Final = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -27,7 +27,7 @@ _CPU_FLAGS: Final = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16"
 
 @dataclass(frozen=True)
 class Cpu:
-    """A processor: its name, the cores this process may use, and the vector instructions that matter here."""
+    """A processor: its name, the cores that this process may use, and relevant vector instructions."""
 
     model: str
     num_cores: int
@@ -44,7 +44,7 @@ class Gpu:
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
-    """Describe the processor; where /proc/cpuinfo is not there, from the platform module.
+    """Describe the processor; without /proc/cpuinfo, from the platform module.
 
     Example:
         >>> cpu().num_cores >= 1
@@ -77,9 +77,9 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def free_memory() -> int | None:
-    """Return the bytes of main memory that this process may still take: free ones, within the limits set for it.
+    """Return the bytes of main memory that this process may still allocate: free memory, within its limits.
 
-    Limits are those of the process (RLIMIT_AS, RLIMIT_DATA) and of its control group. None where nothing is known.
+    Limits are those of the process (RLIMIT_AS, RLIMIT_DATA) and of its control group. None if unknown.
     """
     import psutil
 
@@ -101,7 +101,7 @@ def free_memory() -> int | None:
 
 
 def gpus() -> list[Gpu]:
-    """Return the GPUs that torch sees; an empty list where there is none."""
+    """Return the GPUs that torch sees; empty without GPUs."""
     if not torch.cuda.is_available():
         return []
     found = []
@@ -112,7 +112,7 @@ def gpus() -> list[Gpu]:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Return the installed version of each distribution, None for one that is absent; nothing is imported.
+    """Return the installed version of each distribution, None if it is not installed, without importing it.
 
     Example:
         >>> versions("no-such-package")
@@ -133,7 +133,7 @@ def free_disk_bytes(folder: str | Path) -> int:
 
 
 def describe() -> str:
-    """Say the machine in one line, for a record: cores, processor, memory, GPUs.
+    """Return the machine in one line: cores, processor, memory, GPUs.
 
     Example:
         >>> "cores" in describe()
@@ -147,7 +147,7 @@ def describe() -> str:
 
 
 def commit(folder: str | Path) -> str | None:
-    """Return the git commit of `folder`, with "+" where files differ from it; None outside a repository."""
+    """Return the git commit of `folder`, with "+" if files differ from it; None outside a repository."""
     if shutil.which("git") is None:
         return None
 

@@ -1,4 +1,4 @@
-"""Errors of the machine (memory, disk, permissions, limits of the process) in the form of ours."""
+"""Errors of the machine (memory, disk, permissions, limits of the process) as VivianeError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from viviane.core.errors import DataError, MachineError, VivianeError
 
 _FULL: Final = {
     errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota of the disk is used up",
+    errno.EDQUOT: "the disk quota is exceeded",
     errno.EFBIG: "a file would exceed the limit of the process (ulimit -f)",
 }
 _FIXES: Final = {
@@ -24,9 +24,9 @@ _FIXES: Final = {
     errno.ENOENT: "correct the path",
     errno.ENOTDIR: "correct the path: a part of it is a file",
     errno.EISDIR: "correct the path: it is a folder",
-    errno.EEXIST: "choose another path: something else has this name",
+    errno.EEXIST: "choose another path: this name is in use",
     errno.ENAMETOOLONG: "choose a shorter path",
-    errno.ELOOP: "correct the path: its links point at each other",
+    errno.ELOOP: "correct the path: its links form a cycle",
 }
 _NO_MEMORY: Final = (
     "can't allocate memory",
@@ -42,13 +42,13 @@ _NO_THREAD: Final = ("can't start new thread", "resource temporarily unavailable
 
 
 def as_own_error(error: BaseException) -> VivianeError | None:
-    """Return the error of ours that says what an error of the operating system or of an allocator means.
+    """Return the VivianeError for an error of the operating system or of an allocator.
 
     Args:
-        error: what was raised.
+        error: the raised error.
 
     Returns:
-        None for an error that is none of the machine's: a defect of the program.
+        None for any other error, which is a defect of the program.
 
     Example:
         >>> print(as_own_error(OSError(28, "No space left on device", "/data/part-00000.parquet")))
@@ -73,16 +73,16 @@ def as_own_error(error: BaseException) -> VivianeError | None:
         return MachineError("no more threads can be started", value=_first_line(text), fix=fix)
     if isinstance(error, OSError):
         return _of_system(error, text)
-    if "too many open files" in low:  # as safetensors and others say it, whose errors are of their own classes
-        what = "the process may not open more files"
+    if "too many open files" in low:  # safetensors and others raise their own classes with this text
+        what = "the process cannot open more files"
         return MachineError(what, value=_first_line(text), fix=_FIXES[errno.EMFILE])
     return _of_text(error, text)
 
 
 def _of_text(error: BaseException, text: str) -> VivianeError | None:
-    """Return the error of a path that no file can have."""
+    """Return the error for an impossible path."""
     if isinstance(error, UnicodeEncodeError):
-        return DataError("text that UTF-8 cannot express", value=_first_line(text))
+        return DataError("text that UTF-8 cannot encode", value=_first_line(text))
     if isinstance(error, ValueError) and "embedded null" in text:
         return DataError("a path must not contain a NUL character", value=_first_line(text))
     return None
@@ -100,7 +100,7 @@ def _of_system(error: OSError, text: str) -> VivianeError:
 
 
 def _errno_in(text: str) -> int | None:
-    """Find the number in the messages of Arrow and others, which put it into the text alone."""
+    """Return the errno in the messages of Arrow and others, which contain it only as text."""
     for number in (*_FULL, *_FIXES):
         if f"errno {number}]" in text.lower() or f"errno={number}" in text.lower():
             return number

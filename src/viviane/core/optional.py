@@ -1,4 +1,4 @@
-"""Import optional libraries where they are used, with an error that names the extra."""
+"""Imports of optional libraries where they are used, with an error that names the extra."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from viviane.core.errors import MissingExtraError
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import `module`, or say which extra installs it.
+    """Import `module`; the error for a missing one names the extra that installs it.
 
     Example:
         >>> require("json", extra="etl", purpose="reading JSON").__name__

@@ -1,4 +1,4 @@
-"""Named ranges of time for the profiler: nothing but a test of a flag unless a trace is being recorded."""
+"""Named ranges of time for the profiler: they cost only a test of a flag unless a trace is being recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, ParamSpec, TypeVar
 from torch.profiler import record_function
 
 PREFIX: Final = "viviane: "
-"""What the names of our ranges begin with in a trace, so that they are told from those of other libraries."""
+"""Prefix of range names in a trace, which distinguishes them from those of other libraries."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -23,7 +23,7 @@ class _Switch:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Let ranges be recorded for a block, in all threads."""
+    """Enable recording of ranges for a block, in all threads."""
     before, _Switch.on = _Switch.on, True
     try:
         yield
@@ -32,7 +32,7 @@ def recording() -> Iterator[None]:
 
 
 def time_range(name: str) -> AbstractContextManager[object]:
-    """Return a context whose time a running profiler records under a name.
+    """Return a context that an active profiler records under this name.
 
     Example:
         >>> with time_range("forward"):
@@ -43,7 +43,7 @@ def time_range(name: str) -> AbstractContextManager[object]:
 
 
 def timed_as(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorate a function whose calls are such a range.
+    """Return a decorator that records calls as a range.
 
     Example:
         >>> timed_as("loss")(abs)(-3)

@@ -1,4 +1,4 @@
-"""Named things: layers, models, metrics. Unknown names are answered with the nearest one."""
+"""Registries of named objects: layers, models, metrics. Errors for unknown names suggest the nearest one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A mapping from name to object that is filled by a decorator.
+    """A mapping from names to objects, filled by a decorator.
 
     Example:
         >>> shapes: Registry[int] = Registry("shape")

@@ -1,4 +1,4 @@
-"""Rows in memory, in whatever form they come, as one Arrow table."""
+"""Conversion of rows in memory, in many forms, to one Arrow table."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ FORMS: Final = (
 def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
     """Return rows as an Arrow table, copying as little as possible.
 
-    pandas frames (categories, nullable and mixed types; the index is left out), Polars frames and lazy frames, Arrow
-    tables, record batches and readers, whatever has Arrow's PyCapsule interface, Hugging Face data sets, columns by
+    pandas frames (categories, nullable and mixed types; the index is dropped), Polars frames and lazy frames, Arrow
+    tables, record batches and readers, objects with Arrow's PyCapsule interface, Hugging Face data sets, columns by
     name, lists of dicts, NumPy arrays of two dimensions or of records, torch tensors, torch Datasets and DataLoaders
-    whose items are dicts, and iterables of any of these. NaN in a pandas frame stands for a missing value, elsewhere
-    for itself.
+    whose items are dicts, and iterables of any of these. NaN in a pandas frame is a missing value, elsewhere it is NaN
+    (pandas only).
 
     Args:
         rows: the rows.
         names: names of an array's columns; None gives x0, x1, ...
 
     Raises:
-        ConfigError: rows of another kind.
-        SchemaError: a column stands twice, or columns differ in length.
-        DataError: a column's values are of types that do not go together.
+        ConfigError: the type of the rows is not supported.
+        SchemaError: a column occurs twice, or columns differ in length.
+        DataError: the values of a column have incompatible types.
 
     Example:
         >>> as_table([{"item": "pen", "price": 1.5}, {"item": "ink", "price": None}]).to_pydict()
@@ -48,12 +48,12 @@ def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
         table = _of_parts(rows, names)
     twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
     if twice:
-        raise SchemaError("a column stands twice", value=", ".join(twice), fix="rename one of them")
+        raise SchemaError("a column occurs twice", value=", ".join(twice), fix="rename one of them")
     return plain_table(table)
 
 
 def is_frame(rows: Any) -> bool:
-    """Whether rows have named columns of their own, so that `as_table` needs no names.
+    """Return whether rows have named columns, so that `as_table` needs no names.
 
     Example:
         >>> is_frame({"a": [1]}), is_frame(np.zeros((2, 2)))
@@ -67,7 +67,7 @@ def is_frame(rows: Any) -> bool:
 
 
 def is_table(rows: Any) -> bool:
-    """Whether rows are one table of a library for tables, as opposed to an iterable of parts.
+    """Return whether rows are one table of a dataframe library, as opposed to an iterable of parts.
 
     Example:
         >>> is_table(pa.table({"a": [1]})), is_table([{"a": [1]}])
@@ -78,7 +78,7 @@ def is_table(rows: Any) -> bool:
 
 
 def _whole(rows: Any, names: Sequence[str] | None) -> pa.Table | None:
-    """Return the table of what holds all rows at once; None where it has to be iterated."""
+    """Return the table of an object that contains all rows; None if it has to be iterated."""
     if isinstance(rows, torch.Tensor):
         rows = rows.detach().cpu().numpy()
     if isinstance(rows, np.ndarray):
@@ -97,9 +97,9 @@ def _whole(rows: Any, names: Sequence[str] | None) -> pa.Table | None:
 
 
 def _of_parts(rows: Any, names: Sequence[str] | None) -> pa.Table:
-    """Return the rows of an iterable: of dicts with one row each, or of parts that are tables themselves."""
+    """Return the rows of an iterable: of dicts with one row each, or of parts that are tables."""
     if isinstance(rows, str | bytes):
-        raise ConfigError("a text is not rows", value=repr(rows[:80]), allowed=FORMS, fix="read the file first")
+        raise ConfigError("a string is not rows", value=repr(rows[:80]), allowed=FORMS, fix="read the file first")
     items = _items(rows)
     first = next(items, None)
     if first is None:
@@ -112,22 +112,22 @@ def _of_parts(rows: Any, names: Sequence[str] | None) -> pa.Table:
     ):
         if isinstance(rows, list | tuple) and isinstance(first, list | tuple):
             return _of_array(_array_of_lists(rows), names)
-        raise ConfigError("rows of this kind have no named columns", value=type(rows).__name__, allowed=FORMS)
+        raise ConfigError("rows of this type have no named columns", value=type(rows).__name__, allowed=FORMS)
     return pa.concat_tables([as_table(part, names) for part in items], promote_options="permissive")
 
 
 def _items(rows: Any) -> Iterator[Any]:
     if isinstance(rows, torch.utils.data.Dataset) and not isinstance(rows, Iterable):
         if not hasattr(rows, "__len__"):
-            raise ConfigError("a torch Dataset of unknown length", value=type(rows).__name__, fix="give it __len__")
+            raise ConfigError("a torch Dataset without a length", value=type(rows).__name__, fix="give it __len__")
         return (rows[n] for n in range(len(rows)))
     if isinstance(rows, Iterable):
         return iter(rows)
-    raise ConfigError("rows of this kind are not understood", value=type(rows).__name__, allowed=FORMS)
+    raise ConfigError("rows of this type are not supported", value=type(rows).__name__, allowed=FORMS)
 
 
 def _is_batch(item: Mapping[str, Any]) -> bool:
-    """Whether a dict holds columns of several rows, as a DataLoader gives them, and not one row."""
+    """Return whether a dict contains columns of several rows, as from a DataLoader, and not one row."""
     return any(isinstance(value, np.ndarray | torch.Tensor) and value.ndim > 0 for value in item.values()) and all(
         hasattr(value, "__len__") and not isinstance(value, str | bytes) for value in item.values()
     )
@@ -138,14 +138,14 @@ def _of_dicts(items: Iterable[Any]) -> pa.Table:
     count = 0
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise DataError("a row is a dict from column to value", where=f"row {number}", value=type(item).__name__)
+            raise DataError("a row must be a dict by column", where=f"row {number}", value=type(item).__name__)
         for name in item.keys() - columns.keys():
             columns[str(name)] = [None] * number
         for name, values in columns.items():
             value = item.get(name)
             values.append(value.item() if isinstance(value, np.generic | torch.Tensor) and not value.ndim else value)
         count = number + 1
-    # The order of the first row, then of appearance.
+    # Order of the first row, then of first occurrence.
     return pa.table({name: _array(name, values) for name, values in columns.items()}) if count else pa.table({})
 
 
@@ -170,10 +170,10 @@ def _of_array(array: np.ndarray[Any, Any], names: Sequence[str] | None) -> pa.Ta
         return _of_columns({name: array[name] for name in array.dtype.names})
     if array.ndim != 2:
         fix = "reshape one column to (rows, 1), and one row to (1, columns)"
-        raise DataError("an array of rows has two dimensions", value=array.shape, allowed="(rows, columns)", fix=fix)
+        raise DataError("an array of rows needs two dimensions", value=array.shape, allowed="(rows, columns)", fix=fix)
     chosen = [f"x{n}" for n in range(array.shape[1])] if names is None else list(names)
     if len(chosen) != array.shape[1]:
-        raise SchemaError("the array has another number of columns", value=array.shape[1], allowed=str(len(chosen)))
+        raise SchemaError("the array has a wrong number of columns", value=array.shape[1], allowed=str(len(chosen)))
     return pa.table({name: _array(name, np.ascontiguousarray(array[:, n])) for n, name in enumerate(chosen)})
 
 
@@ -183,7 +183,7 @@ def _of_record_batch(batch: pa.RecordBatch) -> pa.Table:
 
 def _of_pandas(frame: Any) -> pa.Table:
     if not hasattr(frame, "columns"):
-        raise ConfigError("a column alone is not rows", value=type(frame).__name__, fix="frame = series.to_frame()")
+        raise ConfigError("a single column is not a table", value=type(frame).__name__, fix="frame = series.to_frame()")
     names = [str(name) for name in frame.columns]
     arrays = [_array(name, frame.iloc[:, n], from_pandas=True) for n, name in enumerate(names)]
     return pa.table(arrays, names=names) if names else pa.table({})
@@ -192,16 +192,16 @@ def _of_pandas(frame: Any) -> pa.Table:
 def _of_polars(frame: Any) -> pa.Table:
     collected = frame.collect() if hasattr(frame, "collect") else frame
     if not hasattr(collected, "columns"):
-        raise ConfigError("a column alone is not rows", value=type(frame).__name__, fix="frame = series.to_frame()")
+        raise ConfigError("a single column is not a table", value=type(frame).__name__, fix="frame = series.to_frame()")
     table: pa.Table = collected.to_arrow()
     return table
 
 
 def _of_hugging_face(data: Any) -> pa.Table:
     if isinstance(data, Mapping):
-        raise ConfigError("several splits are not one table", value=", ".join(map(str, data)), fix='data["train"]')
+        raise ConfigError("a set of splits is not one table", value=", ".join(map(str, data)), fix='data["train"]')
     if not hasattr(data, "with_format"):
-        raise ConfigError("rows of this kind are not understood", value=type(data).__name__, allowed=FORMS)
+        raise ConfigError("rows of this type are not supported", value=type(data).__name__, allowed=FORMS)
     if not hasattr(data, "__len__"):  # a stream
         return _of_dicts(data)
     found = data.with_format("arrow")[:]
@@ -221,8 +221,8 @@ def _array(name: str, values: Any, *, from_pandas: bool = False) -> Any:
         flat = pa.array(np.ascontiguousarray(values).reshape(-1))
         return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]) if values.shape[1] else pa.nulls(len(values))
     if isinstance(values, str | bytes | Mapping) or not (hasattr(values, "__len__") or hasattr(values, "__iter__")):
-        fix = "for one row give a list of one dict"
-        raise SchemaError("a column is an array or a list", where=f"column {name!r}", value=repr(values)[:80], fix=fix)
+        fix = "for one row pass a list of one dict"
+        raise SchemaError("a column must be array or list", where=f"column {name!r}", value=repr(values)[:80], fix=fix)
     if isinstance(values, np.ndarray) and values.dtype == object:
         from_pandas = True
     try:
@@ -232,7 +232,7 @@ def _array(name: str, values: Any, *, from_pandas: bool = False) -> Any:
 
 
 def _mixed(name: str, values: Any, error: Exception) -> Any:
-    """Return values of several types as text, as a delimited file would hold them; others than scalars are refused."""
+    """Return values of several types as text, as in a delimited file; only scalars are allowed."""
     texts: list[str | None] = []
     for value in values:
         if (
@@ -245,15 +245,15 @@ def _mixed(name: str, values: Any, error: Exception) -> Any:
             texts.append(str(value))
         else:
             raise DataError(
-                "a column's values are of types that do not go together", where=f"column {name!r}", value=str(error)
+                "the values of a column have incompatible types", where=f"column {name!r}", value=str(error)
             ) from error
     return pa.array(texts, pa.string())
 
 
 def plain_table(table: pa.Table) -> pa.Table:
-    """Return a table without what only its producer needs: dictionaries, views, 64-bit offsets, booleans, decimals.
+    """Return a table with plain types: no dictionaries, views, 64-bit offsets, booleans, decimals.
 
-    Booleans become 0 and 1, decimals and half-precision numbers become real numbers of 64 and 32 bits.
+    Booleans become 0 and 1, decimals and half-precision numbers become float64 and float32.
     """
     fields = [field.with_type(_plain_type(field.type)) for field in table.schema]
     wanted = pa.schema([field.remove_metadata() for field in fields])

@@ -1,4 +1,4 @@
-"""One seed for a run; every part derives its own from it, so that parts do not disturb each other."""
+"""One seed per run, from which every part derives its own, so that parts are independent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """Return a 63-bit seed for the part `names` of the run `seed`; equal on every machine.
+    """Return a 63-bit seed for the part `names` of a run with this seed; equal on every machine.
 
     Example:
         >>> derive_seed(1, "reader", 0) == derive_seed(1, "reader", 0) != derive_seed(1, "reader", 1)

@@ -1,4 +1,4 @@
-"""Whole numbers from arrays and lists: converted without loss, or refused."""
+"""Lossless conversion of arrays and lists to integers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def whole_numbers(values: Any, dtype: DTypeLike, where: str) -> NDArray[Any]:
     """Return `values` as an integer array of any shape; NumPy alone would truncate 3.9 to 3 and wrap 2^32 to 0.
 
     Args:
-        values: an array, or lists of numbers. Floats are accepted where they are whole.
+        values: an array, or lists of numbers. Floats are accepted if they are integers.
         dtype: an integer type.
-        where: for the error.
+        where: location for the error.
 
     Raises:
-        DataError: a value is no whole number, or does not fit the type; names the first one.
+        DataError: a value is not an integer, or does not fit the type; names the first one.
 
     Example:
         >>> whole_numbers([3, 4.0], "int32", "keys").tolist()
@@ -27,7 +27,7 @@ def whole_numbers(values: Any, dtype: DTypeLike, where: str) -> NDArray[Any]:
     """
     wanted = np.dtype(dtype)
     try:
-        # A list of ints beyond 2^53 beside a float would be rounded by NumPy's common type.
+        # NumPy's common type would round ints beyond 2^53 in a list with floats.
         found = values if isinstance(values, np.ndarray) else np.asarray(values)
         if found.size == 0:
             return found.astype(wanted)
@@ -43,7 +43,7 @@ def whole_numbers(values: Any, dtype: DTypeLike, where: str) -> NDArray[Any]:
         raise _refusal(str(found.dtype), wanted, where)
     limits = np.iinfo(wanted)
     if found.dtype.kind == "f":
-        # float(max) rounds up to a power of two, which itself does not fit.
+        # float(max) rounds up to a power of two, which does not fit.
         good = (np.floor(found) == found) & (found >= float(limits.min)) & (found < float(limits.max) + 1.0)
     elif found.dtype.kind == "b" or np.can_cast(found.dtype, wanted):
         return found.astype(wanted, copy=False)
@@ -64,6 +64,6 @@ def _from_objects(found: NDArray[Any], wanted: np.dtype[Any], where: str) -> NDA
 
 
 def _refusal(value: Any, wanted: np.dtype[Any], where: str) -> DataError:
-    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write out longer ones
-        value = f"a whole number of {value.bit_length()} bits"
-    return DataError("not a whole number that fits", where=where, value=value, allowed=f"whole numbers of {wanted}")
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print longer ones
+        value = f"an integer of {value.bit_length()} bits"
+    return DataError("not an integer of this type", where=where, value=value, allowed=f"integers of {wanted}")

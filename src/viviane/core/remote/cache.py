@@ -1,9 +1,9 @@
-"""A bounded folder of local copies of remote ones, each compared with what the store holds.
+"""A size-limited cache of verified local copies of remote files and folders.
 
-<cache>/<key>/        one copy, whole: it is downloaded beside its place and renamed
-<cache>/<key>.lock    held shared by every process that uses the copy, so that none is removed under its readers
+<cache>/<key>/        one complete copy: downloaded under a temporary name and renamed
+<cache>/<key>.lock    shared lock of every process that uses the copy, so that it is not removed while in use
 
-VIVIANE_CACHE is the folder, ~/.cache/viviane without it; VIVIANE_CACHE_GB bounds it, 50 without it.
+VIVIANE_CACHE sets the folder, by default ~/.cache/viviane; VIVIANE_CACHE_GB its maximum size, by default 50.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PIECE_BYTES: Final = 8 << 20
 _THREADS: Final = 4
 _log = get_logger("remote")
 _one_at_a_time = threading.Lock()
-_held: dict[Path, IO[Any]] = {}  # locks of the copies this process uses, until it ends
+_held: dict[Path, IO[Any]] = {}  # locks of the copies that this process uses, until it exits
 
 
 @atexit.register
@@ -47,11 +47,11 @@ def _close_locks() -> None:
 
 
 def local_copy(path: str | Path | RemotePath) -> Path:
-    """Return a local path as it is, or the verified local copy of a remote folder or file.
+    """Return a local path unchanged, or the verified local copy of a remote folder or file.
 
     Raises:
-        RemoteError: there is nothing at the URL, a file came altered, or the store does not respond.
-        DataError: the copy is larger than the cache may be, or the disk is full.
+        RemoteError: the URL does not exist, a downloaded file is damaged, or the store does not respond.
+        DataError: the copy is larger than the maximum cache size, or the disk is full.
     """
     place = location(path)
     if isinstance(place, Path):
@@ -68,10 +68,10 @@ def cache_folder() -> Path:
 
 
 def copy_folder(remote: RemotePath, target: Path) -> None:
-    """Copy a remote folder to a local one that is kept, compared like every copy.
+    """Download a remote folder to a local one outside the cache, with the same verification.
 
     Raises:
-        RemoteError: there is nothing at the URL, a file came altered, or the store does not respond.
+        RemoteError: the URL does not exist, a downloaded file is damaged, or the store does not respond.
         DataError: the disk is full.
     """
     files, _, place = _wanted(remote)
@@ -89,7 +89,7 @@ def _fetch(remote: RemotePath) -> Path:
         try:
             _flock(lock, "shared")
             if not target.is_dir():
-                _flock(lock, "exclusive")  # not granted while others use the copy: then there is one
+                _flock(lock, "exclusive")  # not granted while others use the copy; then it exists
                 if not target.is_dir():
                     _free_space(sum(entry.bytes for entry in files.values()), target.parent, remote)
                     _download(remote, place, files, target)
@@ -98,12 +98,12 @@ def _fetch(remote: RemotePath) -> Path:
             lock.close()
             raise
         _held[target] = lock
-    os.utime(target)  # says when it was last used
+    os.utime(target)  # records the time of its last use
     return target / remote.name if list(files) == [""] else target
 
 
 def _wanted(remote: RemotePath) -> tuple[dict[str, PublishedFile], str, RemotePath]:
-    """Return the files by path inside the folder, a fingerprint of the content, and the folder's location."""
+    """Return the files by path inside the folder, a fingerprint of the content, and the location of the folder."""
     found = find_published(remote)
     if found is not None:
         published, inside = found
@@ -124,7 +124,7 @@ def _wanted(remote: RemotePath) -> tuple[dict[str, PublishedFile], str, RemotePa
             plain = {str(one)[inner:]: PublishedFile(status.st_size, "") for one, status in listed.items()}
             stamps = {str(one): [status.st_size, status.st_mtime_ns] for one, status in listed.items()}
             return plain, json.dumps(stamps), remote
-    raise RemoteError("there is nothing at this URL", where=str(remote), fix="check the bucket's name and the path")
+    raise RemoteError("the URL does not exist", where=str(remote), fix="check the bucket's name and the path")
 
 
 def _download(remote: RemotePath, place: RemotePath, files: Mapping[str, PublishedFile], target: Path) -> None:
@@ -132,7 +132,7 @@ def _download(remote: RemotePath, place: RemotePath, files: Mapping[str, Publish
     _log.info("copying %s, %d bytes, to %s", remote, need, target)
     try:
         with replace_folder(target) as work, ThreadPoolExecutor(_THREADS, thread_name_prefix="viviane-fetch") as pool:
-            for name in filter(None, files):  # keys of a store are any text
+            for name in filter(None, files):  # keys of a store may be any text
                 check_file_name(name, where=str(place), error=RemoteError)
 
             def fetch(name: str) -> None:
@@ -145,18 +145,18 @@ def _download(remote: RemotePath, place: RemotePath, files: Mapping[str, Publish
         raise DataError(
             "the disk is full" if full else "a local copy cannot be written",
             where=str(target.parent), value=f"{need} bytes are needed, {free} are free ({error.strerror})",
-            fix=f"free disk space, or name a folder on another disk: {CACHE_VARIABLE}=/path",
+            fix=f"free disk space, or set a folder on another disk: {CACHE_VARIABLE}=/path",
         ) from error  # fmt: skip
 
 
 def _fetch_file(source: RemotePath, entry: PublishedFile, target: Path) -> None:
-    """Copy one file, and compare its size and, where it is known, its check sum."""
+    """Download one file, and compare its size and, if known, its checksum."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, at = hashlib.sha256(), 0
     try:
         reader = source.ranged()
     except FileNotFoundError:
-        raise RemoteError("a file vanished while it was copied", where=str(source)) from None
+        raise RemoteError("a file was removed while it was downloaded", where=str(source)) from None
     with reader, target.open("wb") as file:
         if reader.size == entry.bytes:
             while piece := reader.read_at(at, _PIECE_BYTES):
@@ -165,22 +165,22 @@ def _fetch_file(source: RemotePath, entry: PublishedFile, target: Path) -> None:
                 at += len(piece)
     if at != entry.bytes or (entry.sha256 and digest.hexdigest() != entry.sha256):
         raise RemoteError(
-            "a remote file is not what was written: it is truncated or altered",
+            "a remote file is truncated or altered",
             where=str(source),
             value=f"{reader.size} bytes, SHA-256 {digest.hexdigest()}",
-            allowed=f"{entry.bytes} bytes, SHA-256 {entry.sha256 or 'not known'}",
+            allowed=f"{entry.bytes} bytes, SHA-256 {entry.sha256 or 'unknown'}",
             fix="publish it again",
         )
 
 
 def _free_space(need: int, cache: Path, remote: RemotePath) -> None:
-    """Remove the copies that were not used for longest, until another one fits."""
+    """Remove the least recently used copies until another one fits."""
     limit = int(bounded_number(LIMIT_VARIABLE, 50, least=0) * 1e9)
     if need > limit:
         raise DataError(
-            "the data are larger than the cache of local copies may be", where=str(remote), value=f"{need} bytes",
+            "the data exceed the maximum size of the local cache", where=str(remote), value=f"{need} bytes",
             allowed=f"{limit} bytes",
-            fix=f"raise {LIMIT_VARIABLE}, or keep data sets as Parquet, which is read over the network without a copy",
+            fix=f"raise {LIMIT_VARIABLE}, or store data sets as Parquet, which is read over the network without a copy",
         )  # fmt: skip
     copies = sorted((one for one in cache.iterdir() if one.is_dir()), key=lambda one: one.stat().st_mtime_ns)
     sizes = {one: sum(file.stat().st_size for file in one.rglob("*") if file.is_file()) for one in copies}
@@ -192,13 +192,13 @@ def _free_space(need: int, cache: Path, remote: RemotePath) -> None:
             total -= sizes[old]
     if total + need > limit:
         raise DataError(
-            "the cache of local copies is full of copies in use", where=str(cache), value=f"{total + need} bytes",
+            "the local cache is full, and all copies are in use", where=str(cache), value=f"{total + need} bytes",
             allowed=f"{limit} bytes", fix=f"raise {LIMIT_VARIABLE}, or end the processes that use them",
         )  # fmt: skip
 
 
 def _remove_unused(copy: Path) -> bool:
-    """Remove a copy that no process holds; a folder that a killed download left is one too."""
+    """Remove a copy that no process uses, or a leftover of a killed download."""
     key = copy.name.strip(".").partition(".")[0]  # a download in progress is .<key>.<random>.tmp
     with copy.with_name(f"{key}.lock").open("w") as lock:
         if not _flock(lock, "exclusive", wait=False):
@@ -206,7 +206,7 @@ def _remove_unused(copy: Path) -> bool:
         gone = Path(tempfile.mkdtemp(dir=copy.parent, prefix=".gone."))
         copy.rename(gone / "copy")
         shutil.rmtree(gone)
-    return True  # the lock file stays: another process may be waiting for it
+    return True  # the lock file is kept: another process may be waiting for it
 
 
 def _flock(file: IO[Any], kind: str, *, wait: bool = True) -> bool:

@@ -1,10 +1,10 @@
-"""A remote folder that appears whole or not at all, though stores cannot rename one.
+"""Atomic publication of a remote folder on stores that cannot rename folders.
 
 <url>/versions/<version>/...      the files
-<url>/published.json              which version counts, and the size and check sum of each of its files
+<url>/published.json              the current version, and the size and checksum of each of its files
 
-The version folder is uploaded and compared first, published.json is written last, and it alone decides what readers
-see. The version before stays until the next one is published, so that readers in progress finish.
+The version folder is uploaded and verified first. published.json is written last, and readers see only the version that
+it names. The previous version is kept until the next one is published, so that active readers can finish.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from viviane.core.remote.systems import rename_over
 PUBLISHED_FILE: Final = "published.json"
 VERSIONS: Final = "versions"
 _FORMAT: Final = "viviane-published"
-_LEVELS: Final = 3  # a part of a published folder, and a folder in it
+_LEVELS: Final = 3  # depth of paths inside a published folder that are searched
 _PIECE_BYTES: Final = 8 << 20
 _THREADS: Final = 4
 
@@ -50,9 +50,9 @@ class Published:
     """The content of published.json.
 
     Args:
-        root: the folder it stands in.
-        folder: that of the version that counts, inside root.
-        files: by path inside that folder.
+        root: the folder of published.json.
+        folder: folder of the current version, inside root.
+        files: files by path inside that folder.
     """
 
     root: RemotePath
@@ -61,7 +61,7 @@ class Published:
 
     @classmethod
     def load(cls, root: RemotePath) -> Published | None:
-        """Return what is published at a folder; None without published.json.
+        """Return the content of published.json in a folder; None if it does not exist.
 
         Raises:
             RemoteError: the file is damaged.
@@ -84,7 +84,7 @@ class Published:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RemoteError(
-                "what was published cannot be read", where=str(file), value=str(error), fix="publish it again"
+                "published.json cannot be read", where=str(file), value=str(error), fix="publish it again"
             ) from error
 
     @property
@@ -93,7 +93,7 @@ class Published:
         return self.root / self.folder
 
     def compare(self, inside: str = "") -> None:
-        """Compare the sizes of files with what was written.
+        """Compare the sizes of files with published.json.
 
         Raises:
             RemoteError: a file is missing, or has another size.
@@ -105,18 +105,18 @@ class Published:
             size = there.get(str(self.place / name))
             if size != entry.bytes:
                 raise RemoteError(
-                    "a published file is missing" if size is None else "a published file has another size than was "
-                    "written; it may be truncated",
+                    "a published file is missing" if size is None
+                    else "a published file has an unexpected size; it may be truncated",
                     where=str(self.place / name), value="absent" if size is None else f"{size} bytes",
                     allowed=f"{entry.bytes} bytes", fix="publish it again",
                 )  # fmt: skip
 
 
 def find_published(path: RemotePath) -> tuple[Published, str] | None:
-    """Return what is published at a folder or around it, and the path inside; None for a plain folder.
+    """Return the publication of a folder or of a parent, and the path inside it; None for a plain folder.
 
     Raises:
-        RemoteError: published.json is damaged, or an upload never finished.
+        RemoteError: published.json is damaged, or an upload was not finished.
     """
     inside, root = "", path
     for _ in range(_LEVELS):
@@ -128,14 +128,14 @@ def find_published(path: RemotePath) -> tuple[Published, str] | None:
         inside, root = f"{root.name}/{inside}".strip("/"), root.parent
     if (path / VERSIONS).is_dir():
         raise RemoteError(
-            "nothing is published here: an upload has not finished", where=str(path),
+            "nothing is published here: an upload is not finished", where=str(path),
             fix="wait for it, or publish again",
         )  # fmt: skip
     return None
 
 
 def published_place(path: RemotePath) -> RemotePath:
-    """Return where the files of a URL stand now, their sizes compared; a plain folder's are where they are."""
+    """Return the current location of the files of a URL, with sizes verified; a plain folder is returned unchanged."""
     found = find_published(path)
     if found is None:
         return path
@@ -145,7 +145,7 @@ def published_place(path: RemotePath) -> RemotePath:
 
 
 def published_location(path: str | AnyPath) -> AnyPath:
-    """Return the path of a file or folder; of a published URL, its path in the folder of the current version.
+    """Return the path of a file or folder; for a published URL, its path in the folder of the current version.
 
     A local output that a killed process had renamed before replacing it is restored.
 
@@ -162,14 +162,14 @@ def published_location(path: str | AnyPath) -> AnyPath:
 
 @contextmanager
 def publish_folder(target: RemotePath, *, overwrite: bool = True) -> Iterator[Path]:
-    """Yield an empty local folder whose files are published at a URL when the block succeeds.
+    """Yield an empty local folder that is published at a URL when the block succeeds.
 
     Raises:
-        ConfigError: something is published there and is not to be replaced.
-        RemoteError: the store does not respond or refuses; what was published before still counts.
+        ConfigError: something is published there and `overwrite` is False.
+        RemoteError: the store does not respond or refuses; the previous version stays current.
     """
     if not overwrite and target.exists():
-        raise ConfigError("the URL is taken", where=str(target), fix="choose another, or pass overwrite=True")
+        raise ConfigError("the URL already exists", where=str(target), fix="choose another, or pass overwrite=True")
     with tempfile.TemporaryDirectory(prefix="viviane-publish-") as name:
         work = Path(name) / (target.name or "folder")
         work.mkdir()
@@ -181,10 +181,10 @@ def upload_folder(source: Path, target: RemotePath) -> Published:
     """Publish a local folder at a URL; see the module docstring.
 
     Raises:
-        RemoteError: the store does not respond or refuses; what was published before still counts.
+        RemoteError: the store does not respond or refuses; the previous version stays current.
     """
     earlier = Published.load(target)
-    version = f"{VERSIONS}/{time.time_ns():020d}-{secrets.token_hex(4)}"  # names rise with time
+    version = f"{VERSIONS}/{time.time_ns():020d}-{secrets.token_hex(4)}"  # names sort by time
     place = target / version
     names = sorted(file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file())
     try:
@@ -195,7 +195,7 @@ def upload_folder(source: Path, target: RemotePath) -> Published:
         published = Published(target, version, entries)
         published.compare()
     except BaseException:
-        with suppress(VivianeError):  # the error that matters is on its way; an unreferenced version does no harm
+        with suppress(VivianeError):  # the original error propagates; an unreferenced version does no harm
             place.remove_folder()
         raise
     content: dict[str, Any] = {
@@ -210,7 +210,7 @@ def upload_folder(source: Path, target: RemotePath) -> Published:
 
 
 def _switch(file: RemotePath, data: bytes) -> None:
-    """Replace a file in one step: an object store's write is one, other file systems rename."""
+    """Replace a file atomically: by a write on object stores, by a rename on file systems."""
     if file.scheme in ("s3", "gs"):
         file.write_bytes(data)
         return
@@ -218,14 +218,14 @@ def _switch(file: RemotePath, data: bytes) -> None:
     new.write_bytes(data)
 
     def rename() -> None:
-        if new.exists():  # else an attempt that seemed to fail had been carried out
+        if new.exists():  # otherwise a seemingly failed attempt had succeeded
             rename_over(new.system, new.inner, file.inner)
 
     retried(rename, str(file), "publishing")
 
 
 def upload_file(source: Path, target: RemotePath) -> PublishedFile:
-    """Copy a local file to a URL, in pieces; an attempt that fails starts over."""
+    """Upload a local file to a URL, in chunks; a failed attempt is repeated from the start."""
 
     def request() -> PublishedFile:
         digest, size = hashlib.sha256(), 0
@@ -240,15 +240,15 @@ def upload_file(source: Path, target: RemotePath) -> PublishedFile:
 
     entry = retried(request, str(target), "writing")
     if target.stat().st_size != entry.bytes:
-        raise RemoteError("the store kept another number of bytes than were written", where=str(target))
+        raise RemoteError("the store stored another number of bytes than were written", where=str(target))
     return entry
 
 
 def refuse_missing(path: RemotePath) -> None:
-    """Refuse a URL with nothing at it.
+    """Raise an error for a URL that does not exist.
 
     Raises:
-        DataError: there is nothing.
+        DataError: the URL does not exist.
     """
     if not path.exists():
-        raise DataError("there is nothing at this URL", where=str(path), fix="check the bucket's name and the path")
+        raise DataError("the URL does not exist", where=str(path), fix="check the bucket's name and the path")

@@ -1,4 +1,4 @@
-"""A remote file that is read by ranges, each of them retried."""
+"""Ranged reads of a remote file, with retries."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from viviane.core.remote.retry import retried
 
 
 class RangedFile(io.RawIOBase):
-    """Reads ranges of a remote file; a range that comes short is an error, never the end of the file.
+    """Reads ranges of a remote file; an incomplete range is an error, never the end of the file.
 
     Args:
         system: the pyarrow file system.
-        path: in that system.
-        url: for messages.
-        size: of the file in bytes, as the store says; None asks.
+        path: path in that file system.
+        url: URL for messages.
+        size: size in bytes, as the store reports it; None requests it.
     """
 
     def __init__(self, system: Any, path: str, url: str, size: int | None = None) -> None:
@@ -34,7 +34,7 @@ class RangedFile(io.RawIOBase):
         return int(self._open().size())
 
     def read_at(self, start: int, count: int) -> bytes:
-        """Return bytes [start, start + count), as far as the file goes.
+        """Return bytes [start, start + count), up to the end of the file.
 
         Raises:
             RemoteError: the store does not respond, or the file has become shorter.
@@ -47,13 +47,13 @@ class RangedFile(io.RawIOBase):
             try:
                 data: bytes = self._open().read_at(count, start)
             except FileNotFoundError:
-                raise RemoteError("a file vanished while it was read", where=self._url) from None
+                raise RemoteError("a file was removed while it was read", where=self._url) from None
             except BaseException:
                 self._drop()
                 raise
             if len(data) != count:
                 self._drop()
-                raise OSError(f"{len(data)} of {count} bytes from byte {start} on arrived")
+                raise OSError(f"{len(data)} of {count} bytes from byte {start} on received")
             return data
 
         return retried(request, self._url, "reading")
@@ -64,45 +64,45 @@ class RangedFile(io.RawIOBase):
             try:
                 handle.close()
             except OSError:
-                return  # a broken connection; the next attempt makes another
+                return  # a broken connection; the next attempt opens a new one
 
     # io.RawIOBase -----------------------------------------------------------------------------------------
 
     def readable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a byte."""
+        """Set the current position."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
         return self._at
 
     def tell(self) -> int:
-        """Return the current byte."""
+        """Return the current position."""
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Return bytes from the current one on."""
+        """Return bytes from the current position on."""
         data = self.read_at(self._at, self.size - self._at if size is None or size < 0 else size)
         self._at += len(data)
         return data
 
     def readall(self) -> bytes:
-        """Return the rest."""
+        """Return the remaining bytes."""
         return self.read()
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the current byte on."""
+        """Fill a buffer from the current position on."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Release the connection."""
         if not self.closed:
             self._drop()
         super().close()

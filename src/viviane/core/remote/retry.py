@@ -1,4 +1,4 @@
-"""Repeat failed requests with exponential backoff; the final error names the URL and the number of attempts."""
+"""Retries of failed requests with exponential backoff; the final error names the URL and the number of attempts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECRETS: Final = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY
 _FIRST_WAIT_S: Final = 0.2
 _LONGEST_WAIT_S: Final = 10.0
 _LONGEST_TEXT: Final = 400
-# Errors that a repeated request does not cure: the store responded, and refused.
+# Errors that are not retried: the store responded and refused.
 _REFUSED: Final = re.compile(
     r"ACCESS.?DENIED|INVALID.?ACCESS.?KEY|INVALID.?CLIENT.?TOKEN|SIGNATURE.?DOES.?NOT.?MATCH|NO.?SUCH.?BUCKET"
     r"|EXPIRED.?TOKEN|UNRECOGNIZED.?CLIENT|HTTP status (400|401|403)|Permission denied|PERMISSION_DENIED"
@@ -28,20 +28,20 @@ T = TypeVar("T")
 
 
 def attempts() -> int:
-    """Return how often a request is sent before it counts as failed; VIVIANE_REMOTE_ATTEMPTS, 5 without it."""
+    """Return the maximum number of attempts per request: VIVIANE_REMOTE_ATTEMPTS, by default 5."""
     return int(bounded_number(ATTEMPTS_VARIABLE, 5, least=1))
 
 
 def timeout_s() -> float:
-    """Return for how many seconds a store may be silent; VIVIANE_REMOTE_TIMEOUT_S, 20 without it."""
+    """Return the timeout of a request in seconds: VIVIANE_REMOTE_TIMEOUT_S, by default 20."""
     return bounded_number(TIMEOUT_VARIABLE, 20, least=1)
 
 
 def bounded_number(name: str, default: float, least: float) -> float:
-    """Return the number in an environment variable, or a default where it is not set.
+    """Return the number in an environment variable, or a default if it is not set.
 
     Raises:
-        ConfigError: it is no number, or too small.
+        ConfigError: it is not a number, or too small.
     """
     text = os.environ.get(name, "")
     try:
@@ -49,22 +49,22 @@ def bounded_number(name: str, default: float, least: float) -> float:
     except ValueError:
         value = least - 1
     if not value >= least:
-        raise ConfigError("an environment variable is no number in range", where=name, value=text,
+        raise ConfigError("an environment variable is not a number in the allowed range", where=name, value=text,
                           allowed=f"{least:g} or more")  # fmt: skip
     return value
 
 
 def retried(request: Callable[[], T], url: str, purpose: str) -> T:
-    """Return what a request returns, sent again with exponential backoff while the store does not respond.
+    """Return the result of a request, retried with exponential backoff while the store does not respond.
 
     Args:
-        request: is called again from the start each time.
-        url: for the message.
-        purpose: what is being done, as in "reading".
+        request: called again from the start for each attempt.
+        url: URL for the message.
+        purpose: description of the request, such as "reading".
 
     Raises:
-        RemoteError: naming the URL and the number of attempts; at once where the store refuses.
-        FileNotFoundError: there is nothing at the URL.
+        RemoteError: all attempts failed, or the store refuses; names the URL and the number of attempts.
+        FileNotFoundError: the URL does not exist.
 
     Example:
         >>> retried(lambda: 3, "s3://bucket/key", "reading")
@@ -75,7 +75,7 @@ def retried(request: Callable[[], T], url: str, purpose: str) -> T:
     def log_attempt(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
         wait = state.next_action.sleep if state.next_action is not None else 0.0
-        _log.warning("%s %s failed (attempt %d of %d), again in %.1f s: %s", purpose, url, state.attempt_number, most,
+        _log.warning("%s %s failed (attempt %d of %d), retry in %.1f s: %s", purpose, url, state.attempt_number, most,
                      wait, _text_of(error))  # fmt: skip
 
     most = attempts()
@@ -88,15 +88,15 @@ def retried(request: Callable[[], T], url: str, purpose: str) -> T:
     )
     try:
         return retrying(request)
-    except (FileNotFoundError, VivianeError):  # complete errors, which no store's failure caused
+    except (FileNotFoundError, VivianeError):  # final errors, which no failure of the store caused
         raise
     except (OSError, ValueError, RuntimeError) as error:
         count, refused = retrying.statistics["attempt_number"], _is_refused(error)
-        raise _failed(url, purpose, _text_of(error), count, refused) from None  # the cause's text may hold a secret
+        raise _failed(url, purpose, _text_of(error), count, refused) from None  # the cause may contain a secret
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Return whether a repeated request may succeed."""
+    """Return whether a retry may succeed."""
     is_failure = isinstance(error, OSError | ValueError | RuntimeError)
     return is_failure and not isinstance(error, FileNotFoundError | VivianeError) and not _is_refused(error)
 
@@ -115,22 +115,21 @@ def _failed(url: str, purpose: str, text: str, count: int, refused: bool) -> Rem
             f"the store refuses {purpose}",
             where=url,
             value=text,
-            fix="set the credentials of someone who may do this in the environment, and check the bucket's name",
+            fix="set credentials with sufficient permissions in the environment, and check the bucket name",
         )
     return RemoteError(
         f"{purpose} failed {count} times; the store does not respond correctly",
         where=url,
         value=text,
-        fix=f"check the store and the network, then run again; {ATTEMPTS_VARIABLE} and {TIMEOUT_VARIABLE} set the "
-        "patience",
+        fix=f"check the store and the network, then retry; {ATTEMPTS_VARIABLE} and {TIMEOUT_VARIABLE} set the patience",
     )
 
 
 def without_secrets(text: str) -> str:
-    """Return a message with the credentials of the environment blotted out, on one line that is not too long."""
+    """Return a message on one line of limited length, with the credentials of the environment masked."""
     for name in _SECRETS:
         value = os.environ.get(name, "")
         if len(value) > 3:
             text = text.replace(value, f"<{name}>")
     short = " ".join(text.split())
-    return short if len(short) <= _LONGEST_TEXT else f"{short[:_LONGEST_TEXT]} ..."  # Java sends its whole stack
+    return short if len(short) <= _LONGEST_TEXT else f"{short[:_LONGEST_TEXT]} ..."  # Java sends stack traces

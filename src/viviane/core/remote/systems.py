@@ -1,4 +1,4 @@
-"""Connections by URL; who may read and write is taken from the environment and nowhere else.
+"""Connections to stores by URL; credentials come only from the environment.
 
 s3://bucket/key       AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE; AWS_REGION;
                       AWS_ENDPOINT_URL for stores other than Amazon's; AWS_NO_SIGN_REQUEST=1 for public buckets
@@ -19,7 +19,7 @@ from viviane.core.optional import require
 from viviane.core.remote.retry import attempts, timeout_s
 
 SCHEMES: Final = ("s3", "gs", "hdfs", "webhdfs")
-# A change of any of these makes a new connection.
+# A change of any of these variables opens a new connection.
 _NAMES: Final = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
     "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_NO_SIGN_REQUEST",
@@ -28,7 +28,7 @@ _NAMES: Final = (
 
 
 def connect(scheme: str, host: str) -> Any:
-    """Return the pyarrow file system of a URL's scheme and host, or bucket; made once a process.
+    """Return the pyarrow file system for a URL's scheme and host, or bucket; created once per process.
 
     Raises:
         MissingExtraError: the scheme needs a library that is not installed.
@@ -39,7 +39,7 @@ def connect(scheme: str, host: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _connect(scheme: str, host: str, environment: tuple[str | None, ...], timeout: float) -> Any:
-    del environment  # the cache's key only: the makers read the variables themselves
+    del environment  # only the cache key: the functions below read the variables
     made: dict[str, Callable[[str, float], Any]] = {"s3": _s3, "gs": _gcs, "hdfs": _hdfs, "webhdfs": _webhdfs}
     return made[scheme](host, timeout)
 
@@ -55,7 +55,7 @@ def _s3(_bucket: str, timeout: float) -> Any:
         endpoint_override=endpoint,
         request_timeout=timeout,
         connect_timeout=timeout,
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),  # ours counts, waits and reports
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),  # `retried` counts, waits and reports
     )
 
 
@@ -90,7 +90,7 @@ def _webhdfs(host: str, timeout: float) -> Any:
 
 
 def rename_over(system: Any, source: str, target: str) -> None:
-    """Rename a file of HDFS in one step, over an older one; pyarrow's own `move` refuses where there is one."""
+    """Rename a file of HDFS atomically, replacing an existing one, which pyarrow's `move` refuses."""
     if system.handler.get_type_name() == "webhdfs":
         system.handler.rename_over(source, target)
     else:

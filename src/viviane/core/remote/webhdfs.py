@@ -1,6 +1,6 @@
-"""HDFS over HTTP, by the REST interface of a NameNode (WebHDFS), as a file system of pyarrow.
+"""HDFS over HTTP, through the REST interface of a NameNode (WebHDFS), as a pyarrow file system.
 
-Source: Hadoop 2.7, "WebHDFS REST API". The NameNode answers about names and sends readers and writers on to a DataNode.
+Source: Hadoop 2.7, "WebHDFS REST API". The NameNode handles metadata and redirects reads and writes to a DataNode.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _UNAUTHORIZED: Final = 401
 
 
 class WebHdfs(fs.FileSystemHandler):
-    """Files of one NameNode.
+    """The file system of one NameNode.
 
     Args:
-        host: and its port, host:9870; the user is HADOOP_USER_NAME, else that of this process.
-        timeout: seconds for which a server may be silent.
+        host: host and port, host:9870; the user is HADOOP_USER_NAME, or that of this process.
+        timeout: request timeout in seconds.
 
     Raises:
         MissingExtraError: requests is not installed.
@@ -39,12 +39,12 @@ class WebHdfs(fs.FileSystemHandler):
         requests: Any = require("requests", extra="hdfs", purpose="reading and writing webhdfs:// URLs")
         if not host.partition(":")[2].isdigit():
             raise ConfigError(
-                "a webhdfs:// URL names the NameNode's HTTP port", value=f"webhdfs://{host}",
+                "a webhdfs:// URL needs the NameNode's HTTP port", value=f"webhdfs://{host}",
                 allowed="webhdfs://host:9870/path (Hadoop 2: port 50070)",
             )  # fmt: skip
         self.host, self._timeout = host, timeout
         self._session: Any = requests.Session()
-        self._session.trust_env = False  # no proxy and no .netrc in between
+        self._session.trust_env = False  # do not use a proxy or .netrc
         self._user = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
 
     def __eq__(self, other: object) -> bool:
@@ -58,10 +58,10 @@ class WebHdfs(fs.FileSystemHandler):
     # Requests ---------------------------------------------------------------------------------------------
 
     def call(self, method: str, operation: str, path: str, *, follow: bool = True, **parameters: Any) -> Any:
-        """Ask the NameNode; redirects are followed but where data are to be sent after.
+        """Send a request to the NameNode; redirects are followed unless data must be sent to their target.
 
         Raises:
-            FileNotFoundError, PermissionError, OSError: what the server answers, or that it does not.
+            FileNotFoundError, PermissionError, OSError: the server reports this error, or does not respond.
         """
         url = f"http://{self.host}/webhdfs/v1/{quote(path.strip('/'))}"
         wanted = {"op": operation, "user.name": self._user, **parameters}
@@ -70,7 +70,7 @@ class WebHdfs(fs.FileSystemHandler):
         )
 
     def send(self, place: str, data: io.BufferedIOBase | tempfile.SpooledTemporaryFile[bytes], path: str) -> None:
-        """Send a file's content to the DataNode at a URL."""
+        """Send the content of a file to the DataNode at a URL."""
         headers = {"Content-Type": "application/octet-stream"}
         _checked(self._session.put(place, data=data, headers=headers, timeout=self._timeout), path)
 
@@ -81,18 +81,18 @@ class WebHdfs(fs.FileSystemHandler):
         found: list[Any] = self.call("GET", "LISTSTATUS", path).json()["FileStatuses"]["FileStatus"]
         return found
 
-    # What pyarrow asks ------------------------------------------------------------------------------------
+    # Interface of pyarrow.fs.FileSystemHandler ------------------------------------------------------------
 
     def get_type_name(self) -> str:
         """Name of this kind of file system."""
         return "webhdfs"
 
     def normalize_path(self, path: str) -> str:
-        """Return the path as it is."""
+        """Return the path unchanged."""
         return path
 
     def get_file_info(self, paths: Any) -> list[Any]:
-        """Look up files; what is not there is NotFound, and a server that does not respond an error."""
+        """Look up files; missing files are NotFound; raises an error if the server does not respond."""
         found = []
         for path in paths:
             try:
@@ -123,7 +123,7 @@ class WebHdfs(fs.FileSystemHandler):
         return found
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        """Make a folder and those above it."""
+        """Create a folder and its parents."""
         self.call("PUT", "MKDIRS", path)
 
     def delete_dir(self, path: str) -> None:
@@ -135,11 +135,11 @@ class WebHdfs(fs.FileSystemHandler):
         self.call("DELETE", "DELETE", path)
 
     def rename_over(self, source: str, target: str) -> None:
-        """Rename a file in one step, over an older one."""
+        """Rename a file atomically, replacing an existing one."""
         self.call("PUT", "RENAME", source, destination=target, renameoptions="OVERWRITE")
 
     def open_input_file(self, path: str) -> Any:
-        """Open for reading by ranges."""
+        """Open for ranged reads."""
         status = self._status(path)
         if status["type"] != "FILE":
             raise IsADirectoryError(path)
@@ -159,7 +159,7 @@ class WebHdfs(fs.FileSystemHandler):
 
 
 class _Reader(io.RawIOBase):
-    """Ranges of a file, one request each."""
+    """Ranged reads of a file, one request each."""
 
     def __init__(self, system: WebHdfs, path: str, size: int) -> None:
         self._system, self._path, self._size, self._at = system, path, size, 0
@@ -191,7 +191,7 @@ class _Reader(io.RawIOBase):
 
 
 class _Writer(io.RawIOBase):
-    """Bytes that wait in memory, past 32 MiB on disk, and are sent when the file is closed."""
+    """Buffers bytes in memory, beyond 32 MiB on disk, and sends them when the file is closed."""
 
     def __init__(self, system: WebHdfs, path: str) -> None:
         self._system, self._path = system, path
@@ -226,11 +226,11 @@ def _info(path: str, status: Any) -> Any:
 
 
 def _checked(answer: Any, path: str) -> Any:
-    """Return an answer that is none of an error; servers say in JSON what is wrong, regardless of the HTTP status."""
+    """Return a response if it is not an error; servers report errors in JSON, regardless of the HTTP status."""
     if answer.status_code < 400:
         return answer
     if answer.status_code == _UNAUTHORIZED:
-        raise PermissionError("the server asks for Kerberos or a token, which webhdfs:// does not carry: use hdfs://")
+        raise PermissionError("the server requires Kerberos or a token, which webhdfs:// does not support: use hdfs://")
     try:
         reply = answer.json()["RemoteException"]
         name, text = str(reply["exception"]), str(reply["message"]).partition("\n")[0]
