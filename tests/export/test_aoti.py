@@ -41,7 +41,7 @@ def test_every_weight_can_be_replaced_and_counts(tmp_path) -> None:
 
 def test_a_level_of_instructions_and_another_machine(tmp_path) -> None:
     model = made(DLRM(dim=4, bottom_mlp=[4], top_mlp=[4]), MANY)
-    with pytest.raises(ConfigError, match="no such level"):
+    with pytest.raises(ConfigError, match="unknown instruction level"):
         export(model, "aoti", tmp_path / "e", cpu="x86-64-v9")
     export(model, "aoti", tmp_path / "e", cpu="x86-64-v3", tables="beside")
     needs = load(tmp_path / "e").manifest.forms["aoti"].requires

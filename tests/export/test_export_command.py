@@ -61,7 +61,7 @@ def test_a_wrong_form_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'torchscript'"):
         exported(tmp_path / "model", tmp_path / "e", ["torchscrip"])
     exported(tmp_path / "model", tmp_path / "e", ["torchscript"], dense_only=True)
-    with pytest.raises(ConfigError, match="takes vectors"):
+    with pytest.raises(ConfigError, match="needs vectors"):
         load(tmp_path / "e").predict(rows(PAIR, 2))
 
 

@@ -1,4 +1,4 @@
-"""Export: a trained model as a program for other runtimes, compared with the model while it is written.
+"""Export: a trained model as a program for other runtimes, compared with the model before it is written.
 
     vv.export("model/", to=["torch-export", "aoti", "onnx"], output="exported/")
     artifact = vv.export.load("exported/", "onnx")
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class _Callable(ModuleType):
-    """The package, with a call that exports."""
+    """Makes the package callable: the call exports."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """See `viviane.export.export`."""

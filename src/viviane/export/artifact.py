@@ -1,4 +1,4 @@
-"""An exported model, loaded: columns, batches or raw rows in, predictions out.
+"""Loading and running an exported model: columns, batches or raw rows in, predictions out.
 
 Shapes: B rows, L labels.
 """
@@ -47,14 +47,14 @@ _READ_ROWS = 8192
 class Artifact:
     """An exported model.
 
-    `predict` may be called from several threads, `update` while no prediction runs.
+    `predict` is thread-safe; `update` must not run concurrently with predictions.
 
     Args:
-        folder: where it was loaded from.
-        manifest: what it is.
-        form: which of its forms runs.
+        folder: the folder of the artifact.
+        manifest: its manifest.
+        form: the form that runs.
         run: the opened form.
-        constants: inputs that are no part of a batch: tables outside of the form.
+        constants: inputs that are not part of a batch: tables outside the form.
     """
 
     def __init__(
@@ -69,29 +69,29 @@ class Artifact:
 
     @property
     def inputs(self) -> tuple[ProgramInput, ...]:
-        """The inputs that `run` takes, in order; tables that lie outside of the form are not among them."""
+        """The inputs that `run` accepts, in order, without tables outside the form."""
         return tuple(one for one in self.manifest.inputs if one.kind != "table")
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What the columns of the output predict."""
+        """Labels of the output columns."""
         return self.manifest.labels
 
     @property
     def parity(self) -> dict[str, Any]:
-        """How each form was compared with the model when it was written."""
+        """The parity report: how each form was compared with the model."""
         return read_json_object(self.folder / PARITY_FILE, error=ExportError)
 
     def predict(self, rows: Any, *, raw: bool = False) -> NDArray[np.float32]:
         """Return a prediction for each row and label, (rows, L), as `Model.predict` does.
 
         Args:
-            rows: a Dataset, a Batch, columns by name, an Arrow table or a pandas frame; labels may be left out.
-            raw: rows are as they came, before the ETL, which the artifact carries.
+            rows: a Dataset, a Batch, columns by name, an Arrow table or a pandas frame; labels may be missing.
+            raw: rows are raw; the artifact's ETL transforms them.
 
         Raises:
-            KeyRangeError, DataError, SchemaError: a row is not as the model takes it.
-            ConfigError: the artifact's inputs are vectors, or `raw` without an ETL.
+            KeyRangeError, DataError, SchemaError: a row is invalid for the model.
+            ConfigError: the inputs of the artifact are vectors, or `raw` is set without an ETL.
         """
         if isinstance(rows, Dataset) and not raw:
             with rows.reader(_READ_ROWS) as reader:
@@ -106,12 +106,12 @@ class Artifact:
         """Return predictions for a batch, (B, L), float32, on the artifact's device: for servers.
 
         Raises:
-            KeyRangeError, DataError: a key or a bag is not as the tables take it.
-            ConfigError: the artifact's inputs are vectors.
+            KeyRangeError, DataError: a key or a bag is invalid for the tables.
+            ConfigError: the inputs of the artifact are vectors.
         """
         if self.manifest.dense_only:
             raise ConfigError(
-                "a dense-only artifact takes vectors, not rows",
+                "a dense-only artifact needs vectors, not rows",
                 where=str(self.folder),
                 fix="call run() with its inputs by name",
             )
@@ -125,13 +125,13 @@ class Artifact:
             inputs: arrays or tensors, see `inputs`.
 
         Raises:
-            DataError: a name, type or size is not that of the input.
+            DataError: a name, type or size differs from the input.
             KeyRangeError: a key is out of range in a table with "raise".
         """
         known = {one.name: one for one in self.inputs}
         for name in inputs:
             if name not in known:
-                raise DataError("the artifact has no such input", value=name, fix=suggest(name, known))
+                raise DataError("unknown input of the artifact", value=name, fix=suggest(name, known))
         missing = [name for name in known if name not in inputs]
         if missing:
             raise DataError("an input is missing", value=missing[0])
@@ -152,19 +152,19 @@ class Artifact:
         return self._run([named[one.name] for one in self.manifest.inputs])
 
     def update(self, model: Model | str | AnyPath, *, module: nn.Module | None = None) -> None:
-        """Take the weights of another training of the same model, and compare with it again.
+        """Replace the weights by those of another training of the same model, and compare with the model again.
 
         Args:
-            model: compiled or saved; its graph, columns and table sizes are those of the exported one.
-            module: for a folder whose model was made from a torch module.
+            model: a compiled or saved model with the same graph, columns and table sizes as the exported one.
+            module: required for a folder whose model was built from a torch module.
 
         Raises:
-            ExportError: it is another model, the form's weights cannot be replaced, or the result differs from the
+            ExportError: the model differs, the form's weights cannot be replaced, or the results differ from the
                 model; in the last case the artifact refuses to predict from then on.
         """
         loaded = model if isinstance(model, Model) else Model.load(model, device=str(self.device), module=module)
         if loaded.schema.difference(self.schema):
-            raise ExportError("the model reads other columns", value=loaded.schema.difference(self.schema)[0])
+            raise ExportError("the columns of the model differ", value=loaded.schema.difference(self.schema)[0])
         with loaded.trainer.averaged():
             frozen: FrozenTables = {}
             program = self._frozen(loaded, frozen)
@@ -210,7 +210,7 @@ class Artifact:
 
 
 class _Refused:
-    """What runs where an update went wrong."""
+    """Replaces the runner after a failed update: refuses to predict."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -230,21 +230,21 @@ def load(
     threads: int | None = None,
     checksum: str | None = None,
 ) -> Artifact:
-    """Load an exported model, verified: sizes and check sums of its files, and whether it runs on this machine.
+    """Load an exported model, after verifying sizes and checksums of its files and the requirements of the machine.
 
-    The forms are programs. Compiled ones hold machine code: load artifacts of people you trust, or give the check sum
-    of the manifest that they told you.
+    The forms are programs, and compiled forms contain machine code. Load only artifacts from trusted sources, or pass
+    the checksum of the manifest that a trusted source gave you.
 
     Args:
-        folder: what `export` wrote; it may be a URL.
-        form: "torch-export", "aoti", "onnx" or "torchscript"; None takes the first that is there.
+        folder: an exported folder; it may be a URL.
+        form: "torch-export", "aoti", "onnx" or "torchscript"; None: the first available one.
         model: the saved model with the tables, for an artifact that was exported with tables="model".
-        threads: for "onnx", threads of one call; for "aoti", calls at a time. None: torch's threads; one.
-        checksum: "sha256" of manifest.json, where it is known from elsewhere; another one is refused.
+        threads: for "onnx", threads per call; for "aoti", concurrent calls. None: torch's threads, or 1 call.
+        checksum: "sha256" of manifest.json, from a trusted source; any other manifest is refused.
 
     Raises:
-        ExportError: a file is missing, truncated or altered, or the artifact is for another machine.
-        ConfigError: there is no such form, or `model` is missing.
+        ExportError: a file is missing, truncated or altered, or the artifact needs another machine.
+        ConfigError: the form does not exist, or `model` is missing.
     """
     path = local_copy(location(folder))
     manifest, seal = read_manifest(path)
@@ -252,7 +252,7 @@ def load(
         raise ExportError("the artifact is not the expected one", where=str(path), value=seal, allowed=checksum)
     chosen = form if form is not None else next(name for name in FORMS if name in manifest.forms)
     if chosen not in manifest.forms:
-        raise ConfigError("the artifact has no such form", value=chosen, allowed=", ".join(manifest.forms))
+        raise ConfigError("unknown form of the artifact", value=chosen, allowed=", ".join(manifest.forms))
     own = manifest.forms[chosen]
     own.requires.check(chosen, path)
     has_tables = any(one.kind == "table" for one in manifest.inputs)
@@ -270,7 +270,7 @@ def load(
 
 
 def _fitting(manifest: ExportManifest, found: Mapping[str, Tensor], device: str, path: Path) -> dict[str, Tensor]:
-    """Return the tables that the inputs ask for, on the device; refuse those that do not fit."""
+    """Return the tables of the inputs, on the device; refuse tables whose shape or type differs."""
     result = {}
     for one in manifest.inputs:
         if one.kind == "table":
@@ -278,7 +278,7 @@ def _fitting(manifest: ExportManifest, found: Mapping[str, Tensor], device: str,
             if tensor is None or tuple(tensor.shape) != one.shape or tensor.dtype != one.torch_dtype:
                 given = "missing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
                 raise ExportError(
-                    "a table does not fit the artifact",
+                    "the shape or type of a table differs from the artifact",
                     where=f"{path}, {one.name}",
                     value=given,
                     allowed=f"{one.shape} of {one.dtype}",
@@ -291,7 +291,7 @@ def _check_constants(own: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> No
     for name, tensor in own.items():
         if name not in new or new[name].shape != tensor.shape or new[name].dtype != tensor.dtype:
             raise ExportError(
-                "a table has another shape or type",
+                "the shape or type of a table differs",
                 where=name,
                 allowed=str(tuple(tensor.shape)),
                 value=str(tuple(new[name].shape)) if name in new else "missing",

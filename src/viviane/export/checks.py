@@ -1,4 +1,4 @@
-"""What an artifact checks of its inputs before a program sees them, so that errors name columns and rows."""
+"""Checks of an artifact's inputs before a program runs, with errors that name columns and rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from viviane.training.checkpoint.manifest import TensorEntry
 
 
 def limits_of(one: ProgramInput, limits: tuple[KeyLimit, ...]) -> list[tuple[int, KeyLimit]]:
-    """Return the limits that an input's numbers must obey, with the place of each column in it."""
+    """Return the limits of an input's values, with the position of each column in it."""
     if one.kind not in ("one_hot", "values", "lengths"):
         return []
     return [(one.columns.index(limit.column), limit) for limit in limits if limit.column in one.columns]
@@ -38,12 +38,12 @@ def check_limit(one: ProgramInput, tensors: Mapping[str, Tensor], place: int, li
     Args:
         one: the input.
         tensors: all inputs by name.
-        place: of the column in the input.
-        limit: what its numbers must obey.
-        origin: of the batch, for messages.
+        place: position of the column in the input.
+        limit: the limit of its values.
+        origin: origin of the batch, for messages.
 
     Raises:
-        KeyRangeError, DataError: names the column, its table, the row and the number.
+        KeyRangeError, DataError: names the column, its table, the row and the value.
     """
     tensor = tensors[one.name]
     where = f"column {limit.column!r}, table {limit.table!r}"
@@ -82,27 +82,27 @@ def _place(where: str, row: int, origin: str) -> str:
 
 
 def input_tensor(one: ProgramInput, given: Any) -> Tensor:
-    """Return what an input is given as a tensor of its type.
+    """Return the value of an input as a tensor of its type.
 
     Raises:
-        DataError: keys are no whole numbers, or the shape is another one.
+        DataError: keys are not integers, or the shape differs.
     """
     tensor = given if isinstance(given, Tensor) else torch.from_numpy(np.ascontiguousarray(given))
     whole = one.torch_dtype in (torch.int64, torch.int32)
     if whole and (tensor.is_floating_point() or tensor.dtype == torch.bool):
-        raise DataError("keys and lengths must be whole numbers", where=f"input {one.name!r}", value=str(tensor.dtype))
+        raise DataError("keys and lengths must be integers", where=f"input {one.name!r}", value=str(tensor.dtype))
     fits = tensor.dim() == len(one.shape) and all(
         isinstance(size, str) or size == own for size, own in zip(one.shape, tensor.shape, strict=True)
     )
     if not fits:
         raise DataError(
-            "an input has another shape", where=f"input {one.name!r}", value=tuple(tensor.shape), allowed=str(one.shape)
+            "an input's shape differs", where=f"input {one.name!r}", value=tuple(tensor.shape), allowed=str(one.shape)
         )
     return tensor.to(one.torch_dtype).contiguous()
 
 
 def check_sizes(inputs: Mapping[str, ProgramInput], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse inputs that differ in sizes which are one, and lengths of bags that do not add up.
+    """Refuse inputs whose common sizes differ, and lengths of bags that do not add up.
 
     Raises:
         DataError: names the inputs.
@@ -128,7 +128,7 @@ def check_sizes(inputs: Mapping[str, ProgramInput], tensors: Mapping[str, Tensor
 
 
 def compare_weights(own: Mapping[str, TensorEntry], weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not those of the exported model.
+    """Refuse weights that differ from the exported model in names, shapes or types.
 
     Raises:
         ExportError: a name is missing or new, or a shape or type differs.
@@ -136,11 +136,11 @@ def compare_weights(own: Mapping[str, TensorEntry], weights: Mapping[str, Tensor
     names = sorted(own.keys() ^ weights.keys())
     if names:
         what = "missing" if names[0] in own else "not in the artifact"
-        raise ExportError(f"the weights are of another model: one is {what}", value=names[0])
+        raise ExportError(f"the weights belong to another model: one is {what}", value=names[0])
     for name, entry in own.items():
         new = TensorEntry.of(weights[name])
         if new != entry:
             raise ExportError(
-                "a weight has another shape or type", where=name, value=str(new), allowed=str(entry),
+                "the shape or type of a weight differs", where=name, value=str(new), allowed=str(entry),
                 fix="export the model again: dynamic tables have other keys now, or the model was changed",
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The keys of a dynamic table as it was, laid out so that a lookup is a fixed number of steps.
+"""The keys of a frozen dynamic table, in a layout whose lookups take a fixed number of steps.
 
 Shapes: K keys, 2^b buckets.
 """
@@ -16,19 +16,19 @@ from viviane.ops.key_rows import mix
 
 _KEYS_PER_BUCKET: Final = 2
 _SEEDS: Final = 8
-"""Tries: of this many ways to share keys out, the one whose largest bucket is smallest is taken."""
+"""Number of seeds to try; the one with the smallest largest bucket is used."""
 
 
 @dataclass(frozen=True)
 class FrozenKeys:
-    """Keys in order of their buckets.
+    """Keys, ordered by bucket.
 
     Args:
         keys: (K,), int64.
-        order: (K,): where each of them stood among the given keys.
-        starts: (2^b,), int32 or int64: where each bucket begins.
+        order: (K,): index of each key among the given keys.
+        starts: (2^b,), int32 or int64: start of each bucket.
         seed: mixed into keys.
-        width: keys of the largest bucket.
+        width: size of the largest bucket.
     """
 
     keys: Tensor
@@ -41,8 +41,8 @@ class FrozenKeys:
 def freeze_keys(keys: Tensor) -> FrozenKeys:
     """Sort distinct keys (K,), int64, into buckets by their first mixed bits.
 
-    Seeds are drawn from a check sum of the keys, so equal keys give equal buckets, and no attacker can choose keys that
-    share a bucket.
+    Seeds are derived from a checksum of the keys, so equal keys give equal buckets, and no attacker can choose keys
+    that share a bucket.
 
     Example:
         >>> frozen = freeze_keys(torch.tensor([7, -7, 2**62]))

@@ -1,4 +1,4 @@
-"""What an artifact needs of the machine that runs it."""
+"""Requirements of an artifact for the machine that runs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from viviane.config.base import Settings
 from viviane.core.errors import ExportError
 
-# Flags of /proc/cpuinfo by which compilers choose instructions; others, such as virtualisation, do not matter.
+# Flags of /proc/cpuinfo that affect compilers; others, such as virtualization, do not matter.
 _FAMILIES: Final = (
     "avx",
     "amx",
@@ -44,13 +44,13 @@ class Requirements(Settings):
     """The machine and the versions that an artifact runs with.
 
     Args:
-        torch_from: smallest version of torch, such as "2.13".
-        torch_below: the first version that it does not run with; None: no bound is known.
-        architecture: of the processor, such as "x86_64"; None: any.
+        torch_from: minimum version of torch, such as "2.13".
+        torch_below: the first unsupported version of torch; None: no limit is known.
+        architecture: processor architecture, such as "x86_64"; None: any.
         cpu_flags: instructions that it may use.
         device: "cpu" or "cuda".
-        capability: of the GPU it was compiled for, such as "9.0"; None: any.
-        libraries: other packages that run it.
+        capability: compute capability of the GPU it was compiled for, such as "9.0"; None: any.
+        libraries: other packages that it needs.
     """
 
     torch_from: str | None = None
@@ -62,10 +62,10 @@ class Requirements(Settings):
     libraries: tuple[str, ...] = ()
 
     def check(self, form: str, folder: Path) -> None:
-        """Refuse an artifact that does not run here.
+        """Refuse an artifact that does not run on this machine.
 
         Raises:
-            ExportError: names what is requested and what is here.
+            ExportError: a requirement is not met; names it and what the machine has.
         """
         where, version = f"{folder}, form {form!r}", torch_version()
         low, high = self.torch_from, self.torch_below
@@ -82,7 +82,7 @@ class Requirements(Settings):
             raise _refuse(what, where, ", ".join(missing), "a processor that has them")
         if self.device == "cuda":
             if not torch.cuda.is_available():
-                raise _refuse("a GPU", where, "no GPU is here", f"compute capability {self.capability or 'any'}")
+                raise _refuse("a GPU", where, "it has no GPU", f"compute capability {self.capability or 'any'}")
             own = capability()
             if self.capability is not None and own != self.capability:
                 raise _refuse(
@@ -94,7 +94,7 @@ class Requirements(Settings):
 
 
 def _refuse(what: str, where: str, value: str, allowed: str, fix: str | None = None) -> ExportError:
-    fix = fix or "export the model on a machine like this one, or take another form"
+    fix = fix or "export the model on a machine like this one, or use another form"
     return ExportError(f"the artifact needs {what}", where=where, value=value, allowed=allowed, fix=fix)
 
 
@@ -108,13 +108,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def this_minor() -> tuple[str, str]:
-    """Return torch's version as "2.13", and the one after it."""
+    """Return torch's version as "2.13", and the next one."""
     major, minor = torch_version()
     return f"{major}.{minor}", f"{major}.{minor + 1}"
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Return the instructions of this processor that compilers choose from; empty where the system does not tell."""
+    """Return the instructions of this processor that affect compilers; empty if the system does not report them."""
     if not cpuinfo.exists():
         return ()
     for line in cpuinfo.read_text(errors="replace").splitlines():

@@ -1,12 +1,12 @@
-"""The manifest of an artifact: its forms, their inputs, what they need, and the size and check sum of every file.
+"""The manifest of an artifact: its forms, inputs and requirements, and the size and checksum of every file.
 
 exported/
-    manifest.json       this, with a check sum of itself
-    parity.json         how each form was compared with the model, and how far apart they were
+    manifest.json       this manifest, with its own checksum
+    parity.json         how each form was compared with the model, and the measured differences
     schema.json         the data's columns
-    etl.zip             the fitted ETL, where the model has one
+    etl.zip             the fitted ETL, if the model has one
     torch-export.pt2, aoti.pt2, model.onnx, torchscript.pt      the forms
-    tables.safetensors  tables that are not inside the forms
+    tables.safetensors  tables outside the forms
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ TablesPlace: TypeAlias = Literal["inside", "beside", "model"]
 
 
 class KeyLimit(Settings):
-    """What the keys of a column must obey, checked before a program runs.
+    """Limits for the keys of a column, checked before a program runs.
 
     Args:
-        column: of the data.
-        table: that it looks up.
-        num_rows: keys must be below it and not negative; None: any key.
-        max_length: longest bag; None: any.
+        column: a column of the data.
+        table: the table that it looks up.
+        num_rows: keys must be non-negative and below it; None: any key.
+        max_length: maximum length of a bag; None: any.
     """
 
     column: str
@@ -58,9 +58,9 @@ class OutsideTable(Settings):
     """An input that a loader fills from a model's folder.
 
     Args:
-        input: its name.
-        collection: the embedding.
-        tables: name, first row and number of rows of each table in it; two rows of zeros follow the last.
+        input: name of the input.
+        collection: the embedding collection.
+        tables: name, first row and number of rows of each of its tables; two rows of zeros follow the last.
     """
 
     input: str
@@ -72,8 +72,8 @@ class Form(Settings):
     """One form of the model.
 
     Args:
-        files: inside the folder; the first is the one that is opened.
-        requires: what it runs with.
+        files: files inside the folder; the first one is opened.
+        requires: requirements for running it.
     """
 
     files: tuple[str, ...] = Field(min_length=1)
@@ -81,18 +81,18 @@ class Form(Settings):
 
 
 class ExportManifest(Settings):
-    """What an artifact's folder holds.
+    """The content of an artifact's folder.
 
     Args:
         model: the model's name.
-        weights_sha256: of its weights, tables included.
-        weights: inside the forms, by name.
-        labels: a column of the output each.
-        inputs: of every form, in order.
-        tables: where the tables are: inside the forms, beside them in the folder, or in the model's folder.
-        outside: inputs that come from the model's folder.
-        limits: of keys.
-        forms: by name.
+        weights_sha256: hash of its weights, including tables.
+        weights: weights inside the forms, by name.
+        labels: the label of each output column.
+        inputs: inputs of every form, in order.
+        tables: where the tables are: inside the forms, in a file next to them, or in the model's folder.
+        outside: inputs that are read from the model's folder.
+        limits: limits of keys.
+        forms: forms by name.
         files: every other file of the folder.
     """
 
@@ -125,7 +125,7 @@ class ExportManifest(Settings):
 
 
 def write_manifest(folder: Path, manifest: ExportManifest) -> None:
-    """Write the manifest, sealed with a check sum of itself, after all other files."""
+    """Write the manifest, with its own checksum, after all other files."""
     files = {
         file.relative_to(folder).as_posix(): FileEntry(bytes=file.stat().st_size, sha256=file_sha256(file))
         for file in sorted(folder.rglob("*"))
@@ -136,18 +136,16 @@ def write_manifest(folder: Path, manifest: ExportManifest) -> None:
 
 
 def read_manifest(folder: Path) -> tuple[ExportManifest, str]:
-    """Read and check an artifact's manifest; returns it and its check sum.
+    """Read and verify an artifact's manifest; return it and its checksum.
 
     Raises:
-        ExportError: there is none, it was altered, or it is of another version.
+        ExportError: it does not exist, was altered, or has another version.
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
-        raise ExportError(
-            "there is no exported model here", where=str(folder), fix="name a folder that `viviane export` wrote"
-        )
+        raise ExportError("no exported model found", where=str(folder), fix="pass a folder that `viviane export` wrote")
     if path.stat().st_size > _MOST_BYTES:
-        raise ExportError("the manifest is too long", where=str(path), allowed=f"{_MOST_BYTES} bytes")
+        raise ExportError("the manifest is too large", where=str(path), allowed=f"{_MOST_BYTES} bytes")
     try:
         body = load_json(path)
     except (VivianeError, RecursionError) as error:
@@ -156,7 +154,7 @@ def read_manifest(folder: Path) -> tuple[ExportManifest, str]:
         raise ExportError("not an exported model", where=str(path), allowed=f"format {FORMAT!r}")
     if body.get("version") != VERSION:
         raise ExportError(
-            "the artifact has another format version",
+            "the artifact has an unsupported format version",
             where=str(path),
             value=body.get("version"),
             allowed=f"version {VERSION}",
@@ -164,24 +162,24 @@ def read_manifest(folder: Path) -> tuple[ExportManifest, str]:
         )
     sealed = body.pop("sha256", None)
     if sealed != _seal(body):
-        raise ExportError("the manifest was altered: its check sum differs", where=str(path), fix="use another copy")
+        raise ExportError("the manifest was altered: its checksum differs", where=str(path), fix="use another copy")
     try:
         return ExportManifest.from_dict(body, where=str(path)), str(sealed)
     except VivianeError as error:
-        raise ExportError("the manifest is not one of an exported model", where=str(path), value=str(error)) from error
+        raise ExportError("not a manifest of an exported model", where=str(path), value=str(error)) from error
 
 
 def verify_files(folder: Path, manifest: ExportManifest, names: set[str]) -> None:
-    """Compare size and check sum of some files with the manifest, and refuse links and files that it does not name.
+    """Compare size and checksum of some files with the manifest, and refuse links and unlisted files.
 
     Raises:
-        ExportError: names the file.
+        ExportError: a file is missing, altered or unlisted; names the file.
     """
     for name in sorted(names):
         entry = manifest.files.get(name)
         file = file_inside(folder, name, where=str(folder / MANIFEST_FILE), error=ExportError)
         if entry is None:
-            raise ExportError("the manifest does not name a file", where=str(file))
+            raise ExportError("a file is not in the manifest", where=str(file))
         if not file.is_file():
             raise ExportError("a file of the artifact is missing", where=str(file), fix="use another copy")
         size = file.stat().st_size
@@ -197,7 +195,7 @@ def verify_files(folder: Path, manifest: ExportManifest, names: set[str]) -> Non
     known = {*manifest.files, MANIFEST_FILE}
     found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
     if found - known:
-        raise ExportError("a file that does not belong to the artifact", where=str(folder / min(found - known)))
+        raise ExportError("a file does not belong to the artifact", where=str(folder / min(found - known)))
 
 
 def _seal(body: dict[str, Any]) -> str:

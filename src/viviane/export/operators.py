@@ -1,12 +1,12 @@
-"""Lookups in frozen tables as operators of torch: one node each in an exported program, computed by our kernels.
+"""Lookups in frozen tables as torch operators: one node each in an exported program, with this package's kernels.
 
     viviane::serving_rows      keys -> rows of a storage, by the policies of the tables
     viviane::serving_find      keys -> rows of a frozen dynamic table
     viviane::serving_gather    rows -> vectors
     viviane::serving_pool      rows of bags -> sums by bag
 
-A program that holds them runs where this module was imported. `viviane.export.plain` computes the same in standard
-operators.
+A program with these operators runs where this module is imported. `viviane.export.plain` computes the same with
+standard operators.
 
 Shapes: as in `viviane.export.plain`.
 """
@@ -28,7 +28,7 @@ _FIELDS = 5
 
 
 def flat_rules(rules: Sequence[ColumnRule]) -> list[int]:
-    """Return rules as the numbers that `viviane::serving_rows` takes: five for each column.
+    """Return rules as the integers that `viviane::serving_rows` accepts: five per column.
 
     Example:
         >>> flat_rules([ColumnRule(base=10, num_rows=5, policy=0)])
@@ -75,7 +75,7 @@ def _(keys: Tensor, rules: list[int], null_row: int) -> Tensor:
     schema="(Tensor keys, Tensor frozen, Tensor starts, int seed, int width, int absent) -> Tensor",
 )
 def serving_find(keys: Tensor, frozen: Tensor, starts: Tensor, seed: int, width: int, absent: int) -> Tensor:
-    """Return the place of each key (N, F) among frozen keys; `absent` where it is not there."""
+    """Return the index of each key (N, F) among frozen keys; `absent` if it does not exist."""
     places, there = plain.find_keys(keys, frozen, starts, seed, width)
     return torch.where(there, places, absent)
 
@@ -86,11 +86,11 @@ def _(keys: Tensor, frozen: Tensor, starts: Tensor, seed: int, width: int, absen
 
 
 def _known(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return rows that are all there: kernels do not look."""
+    """Return the rows after checking that all exist: kernels do not check."""
     if rows.device.type != "cpu":
         return rows.clamp(0, len(weight) - 1)
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(weight):
-        what = "a row that is not there: a bag may be longer than its feature's max_length"
+        what = "a row does not exist: a bag may be longer than its feature's max_length"
         raise KeyRangeError(what, value=int(rows.max()), allowed=f"0 <= row < {len(weight)}")
     return rows
 
@@ -100,7 +100,7 @@ def serving_gather(weight: Tensor, rows: Tensor) -> Tensor:
     """Return the vectors of rows (N, F): (N, F, D), float32.
 
     Raises:
-        KeyRangeError: on the CPU, a row is not there; on a GPU it reads zeros.
+        KeyRangeError: on the CPU, a row does not exist; on a GPU it reads zeros.
     """
     rows = _known(rows, weight)
     (size, features), dim = rows.shape, weight.shape[1]

@@ -18,11 +18,11 @@ _ZERO_ROWS = 2  # see viviane.ops.key_rows
 
 
 def read_model_tables(manifest: ExportManifest, model: str | AnyPath | None, artifact: Path) -> dict[str, Tensor]:
-    """Return the inputs that a saved model's tables fill; every file of its weights is verified.
+    """Return the inputs that are read from a saved model's tables; every file of its weights is verified.
 
     Raises:
-        ConfigError: no folder was given.
-        ExportError: a table is missing there, or has another size.
+        ConfigError: no folder is given.
+        ExportError: a table is missing in the model, or has another size.
         CheckpointError: a file is missing, truncated or altered.
     """
     if model is None:
@@ -46,7 +46,7 @@ def _read(outside: OutsideTable, saved: Manifest, folder: Path) -> Tensor:
         if entry is None or entry.is_dynamic or entry.weight.shape[0] != rows:
             given = "missing" if entry is None else str(entry.weight)
             raise ExportError(
-                "the model's table is not that of the artifact",
+                "the model's table differs from the artifact",
                 where=f"{folder}, table {full!r}",
                 value=given,
                 allowed=f"{rows} rows",
@@ -56,7 +56,7 @@ def _read(outside: OutsideTable, saved: Manifest, folder: Path) -> Tensor:
             whole = torch.zeros(total + _ZERO_ROWS, table.dim, dtype=table.meta("weight")[1])
         elif whole.shape[1] != table.dim or whole.dtype != table.meta("weight")[1]:
             raise ExportError(
-                "the model's table is not that of the artifact",
+                "the model's table differs from the artifact",
                 where=f"{folder}, table {full!r}",
                 value=str(entry.weight),
             )

@@ -1,12 +1,12 @@
-"""Whether an artifact gives what its model gives, and how far apart they may be.
+"""Comparison of an artifact with its model, and the allowed differences.
 
-Both round; how much a result may differ by rounding alone depends on the row. So the model is computed in float64
-besides, and an artifact may be
+Both round. How much a result may differ by rounding alone depends on the row. So the model is also computed in float64,
+and an artifact may differ from the model by
 
     base + FACTOR * max |model - float64|      of the batches of one kind
 
-from the model, as large as the model's own distance from the exact result times a small factor. `base` covers what one
-run does not show. For 16-bit products the model in float32 takes the place of float64: products round to 8 or 11 bits.
+that is, by the model's own distance from the exact result times a small factor. `base` covers what one run does not
+show. For 16-bit products the model in float32 replaces float64: products round to 8 or 11 bits.
 
 Shapes: B rows, L labels.
 """
@@ -53,13 +53,13 @@ _KINDS: Final[tuple[Sort, ...]] = ("usual", "empty", "extreme")
 
 @dataclass(frozen=True)
 class Case:
-    """A batch with what the model makes of it.
+    """A batch and the model's results for it.
 
     Args:
-        sort: of the batch.
-        tensors: the program's inputs.
+        sort: kind of the batch.
+        tensors: inputs of the program.
         expected: the model's predictions, (B, L).
-        exact: the same in float64, or in float32 for 16-bit products.
+        exact: predictions in float64, or in float32 for 16-bit products.
     """
 
     sort: Sort
@@ -73,13 +73,13 @@ class Reference:
     """The model that artifacts are compared with.
 
     Args:
-        module: the model's.
-        objective: turns logits into predictions.
+        module: the module of the model.
+        objective: computes predictions from logits.
         schema: the data's columns.
-        precision: what artifacts compute in.
-        device: where the model is.
-        program: what is exported: its inputs.
-        constants: tensors of inputs that are no part of a batch, by name.
+        precision: precision of the artifacts.
+        device: device of the model.
+        program: the exported program, with its inputs.
+        constants: tensors of inputs that are not part of a batch, by name.
         frozen: see `viviane.export.program.freeze`.
     """
 
@@ -108,10 +108,10 @@ class Reference:
         )
 
     def cases(self) -> list[Case]:
-        """Return a case for each size and sort of batch.
+        """Return a case for each size and kind of batch.
 
         Raises:
-            ExportError: the model itself refuses them.
+            ExportError: the model refuses them.
         """
         keys = column_keys(self._schema, collections_of(self._module))
         found, seed = [], 0
@@ -124,12 +124,12 @@ class Reference:
                 try:
                     found.append(self.case(batch, sort))
                 except VivianeError:
-                    # A layer may read ids as numbers, and not take every one.
+                    # A layer may use ids as numbers, and not accept every id.
                     found.append(self.case(make_batch(self._schema, keys, size, sort, seed, odd_keys=False), sort))
         return found
 
     def case(self, batch: Batch, sort: Sort) -> Case:
-        """Return what the model makes of a batch."""
+        """Return the model's results for a batch."""
         there = batch.to(self._device)
         expected, outputs = self._model(there, self._precision)
         exact = self._in_double(there) if self._exact is not None else self._model(there, "fp32")[0]
@@ -166,9 +166,9 @@ class Reference:
         def hook(module: TableCollection, inputs: Any, output: Any) -> None:
             if name in outputs and self._dense_only:
                 raise ExportError(
-                    "a collection is looked up twice, so its vectors cannot be one input",
+                    "a collection is looked up twice, so its vectors cannot be a single input",
                     where=f"embedding {name!r}",
-                    fix="export the whole model",
+                    fix="export the complete model",
                 )
             outputs[name] = output
 
@@ -182,22 +182,22 @@ class Reference:
             with torch.no_grad():
                 found: NDArray[np.float32] = program(*batch_tensors(double, program.inputs)).cpu().numpy()
                 return found
-        except (RuntimeError, VivianeError):  # a module of one's own may insist on float32
+        except (RuntimeError, VivianeError):  # a custom module may require float32
             return self._model(batch, "fp32")[0]
 
     def refusals(self, limits: Sequence[KeyLimit], case: Case) -> list[tuple[KeyLimit, Sequence[Tensor]]]:
-        """Return inputs that every form has to refuse."""
+        """Return inputs that every form must refuse."""
         outputs = self._model(case.batch, self._precision)[1]
         return [(limit, self.tensors(batch, outputs)) for limit, batch in refused_batches(case.batch, limits)]
 
 
 @dataclass(frozen=True)
 class FormParity:
-    """How one form compared.
+    """Result of the comparison of one form.
 
     Args:
-        max_difference: of all predictions.
-        cases: one entry for each batch.
+        max_difference: maximum difference over all predictions.
+        cases: one entry per batch.
     """
 
     max_difference: float
@@ -215,7 +215,7 @@ def compare(
     """Run a form on all cases.
 
     Raises:
-        ExportError: it differs from the model by more than rounding, or answers for a key that its table refuses.
+        ExportError: it differs from the model by more than rounding, or accepts a key that its table refuses.
     """
     noise = {sort: max((_noise(one) for one in cases if one.sort == sort), default=0.0) for sort in _KINDS}
     lines: list[dict[str, Any]] = []
@@ -248,7 +248,7 @@ def compare(
         except Exception:
             continue
         raise ExportError(
-            "the exported model answers for a key that its table refuses, so it is not written",
+            "the exported model accepts a key that its table refuses, so it is not written",
             where=f"form {form!r}, column {limit.column!r}, table {limit.table!r}",
             value=limit.num_rows,
             allowed=f"0 <= key < {limit.num_rows}",
@@ -261,14 +261,14 @@ def _difference(form: FormName, run: Runner, case: Case) -> float:
         found = run(case.tensors).float().cpu().numpy()
     except Exception as error:
         raise ExportError(
-            "the exported model fails on rows that the model takes, so it is not written",
+            "the exported model fails on rows that the model accepts, so it is not written",
             where=f"form {form!r}, {len(case.expected)} {case.sort} rows",
             value=f"{type(error).__name__}: {error}"[:800],
             fix="export another form",
         ) from error
     if found.shape != case.expected.shape:
         raise ExportError(
-            "the exported model's predictions have another shape, so it is not written",
+            "the shape of the exported model's predictions differs, so it is not written",
             where=f"form {form!r}",
             value=found.shape,
             allowed=str(case.expected.shape),
@@ -277,7 +277,7 @@ def _difference(form: FormName, run: Runner, case: Case) -> float:
 
 
 def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """Return the largest difference; equal infinities, and NaN where both have it, do not differ."""
+    """Return the largest difference; equal infinities, and NaN in both, count as equal."""
     same = (one == other) | (np.isnan(one) & np.isnan(other))
     if not np.array_equal(np.isfinite(one) | same, np.isfinite(other) | same):
         return float("inf")
@@ -286,14 +286,14 @@ def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 
 
 def _noise(case: Case) -> float:
-    """Return the model's largest distance from the exact result, where both are finite."""
+    """Return the model's largest distance from the exact result, over values that are finite in both."""
     finite = np.isfinite(case.expected) & np.isfinite(case.exact)
     gap = np.abs(case.expected.astype(np.float64) - case.exact)
     return float(gap[finite].max(initial=0.0))
 
 
 def report(manifest: ExportManifest, forms: Mapping[FormName, FormParity]) -> dict[str, Any]:
-    """Return what parity.json says."""
+    """Return the content of parity.json."""
     packages = ("viviane", "torch", "numpy", "onnx", "onnxscript", "onnxruntime")
     return {
         "format": "viviane-export-parity",

@@ -1,8 +1,8 @@
-"""Lookups in frozen tables in torch's standard operators: the reference, and what ONNX, TorchScript and AOTI contain.
+"""Lookups in frozen tables with standard torch operators: the reference, and the content of ONNX, TorchScript, AOTI.
 
-Nothing here depends on the values of a batch, so every function can be traced with a batch of any size.
+No control flow depends on the values of a batch, so every function can be traced with a batch of any size.
 
-Shapes: B rows of the batch, F one-hot columns, N entries of bags, L places of a "concat", R rows of a storage before
+Shapes: B rows of the batch, F one-hot columns, N entries of bags, L slots of a "concat", R rows of a storage before
 its two rows of zeros (see `viviane.ops.key_rows`), D their width, K frozen keys.
 """
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from viviane.ops.key_rows import HASH, RAISE, REPLACE, ColumnRule, mix
 
 BEYOND: Final = 2
-"""A key that its table refuses gets row R + 2, which the lookup itself refuses: no such row is there."""
+"""A refused key gets row R + 2, which does not exist, so that the lookup fails."""
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2: Final = 0x94D049BB133111EB - (1 << 64)
@@ -31,8 +31,8 @@ def key_rows(keys: Tensor, rules: Sequence[ColumnRule], null_row: int) -> Tensor
     A key that is out of range under "raise" gets row `null_row + BEYOND`.
 
     Args:
-        keys: int32 or int64, a column for each rule.
-        rules: of F columns.
+        keys: int32 or int64, one column per rule.
+        rules: rules of the F columns.
         null_row: R.
 
     Example:
@@ -52,8 +52,8 @@ def key_rows(keys: Tensor, rules: Sequence[ColumnRule], null_row: int) -> Tensor
     num_rows = column([rule.num_rows for rule in rules])
     bad = (keys < 0) | (keys >= num_rows)
     refused = [_instead(rule, null_row) for rule in rules]
-    # AOTInductor tries its kernels out on a GPU with zeros for all tensors: each key is refused then, and has to have
-    # a row that is there.
+    # AOTInductor benchmarks its kernels on a GPU with zeros for all tensors: then each key is refused and needs an
+    # existing row.
     instead = column(refused) if isinstance(num_rows, int) else torch.tensor(refused, device=keys.device)
     if any(rule.policy == HASH for rule in rules):
         hashed = _hashed(keys, rules, column)
@@ -72,7 +72,7 @@ def _instead(rule: ColumnRule, null_row: int) -> int:
 
 
 def _hashed(keys: Tensor, rules: Sequence[ColumnRule], column: Callable[[Sequence[int]], Any]) -> Tensor:
-    """Do what `viviane.ops.key_rows.hashed` does, for columns with rules of their own."""
+    """Compute `viviane.ops.key_rows.hashed` for columns with different rules."""
     takes = [rule.policy == HASH for rule in rules]
     rest = [rule.num_rows - (rule.padding >= 0) if own else 1 for rule, own in zip(rules, takes, strict=True)]
     places: Tensor = mix(keys) % column(rest)
@@ -83,16 +83,16 @@ def _hashed(keys: Tensor, rules: Sequence[ColumnRule], column: Callable[[Sequenc
 
 
 def find_keys(keys: Tensor, frozen: Tensor, starts: Tensor, seed: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the place of each key among frozen keys, int64, and whether it is there; absent keys have place 0.
+    """Return the index of each key among frozen keys, int64, and whether it exists; absent keys have index 0.
 
-    Keys of one bucket are side by side; a bucket is the first bits of the mixed key.
+    Keys of one bucket are adjacent; the bucket is given by the first bits of the mixed key.
 
     Args:
         keys: (...), int64.
         frozen: (K,), int64, K > 0.
-        starts: (2^b,), where each bucket begins.
+        starts: (2^b,), start of each bucket.
         seed: mixed into keys.
-        width: keys of the largest bucket.
+        width: size of the largest bucket.
     """
     bits = 63 - (len(starts) - 1).bit_length()
     buckets = (mix(keys ^ seed) >> bits) if len(starts) > 1 else torch.zeros_like(keys)
@@ -103,7 +103,7 @@ def find_keys(keys: Tensor, frozen: Tensor, starts: Tensor, seed: int, width: in
 
 
 def gather(weight: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of a storage, (..., D); a row that is not there is an error of the runtime.
+    """Return rows of a storage, (..., D); a row that does not exist is an error of the runtime.
 
     Example:
         >>> gather(torch.eye(3, dtype=torch.float16), torch.tensor([[2]]), torch.float32).tolist()
@@ -113,7 +113,7 @@ def gather(weight: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bag_of_entries(offsets: Tensor, count: int) -> Tensor:
-    """Return the bag of each entry, (N,), int64; of entries behind the last bag, B.
+    """Return the bag of each entry, (N,), int64; B for entries after the last bag.
 
     Args:
         offsets: (B + 1,), int64.
@@ -132,8 +132,8 @@ def pool(vectors: Tensor, bags: Tensor, size: int) -> Tensor:
     """Sum vectors (N, D) by their bags, (B, D).
 
     Args:
-        vectors: of the entries.
-        bags: (N,), as `bag_of_entries` gives them.
+        vectors: vectors of the entries.
+        bags: (N,), as `bag_of_entries` returns them.
         size: B.
     """
     out = torch.zeros(size + 1, vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
@@ -150,14 +150,14 @@ def mean_weights(bags: Tensor, size: int, counted: Tensor | None, weights: Tenso
 
 
 def spread(entries: Tensor, offsets: Tensor, length: int, empty: int | float, refused: int | float | None) -> Tensor:
-    """Lay entries of bags out as (B, L), with `empty` where a bag is shorter.
+    """Arrange entries of bags as (B, L), padded with `empty`.
 
     Args:
         entries: (N,).
         offsets: (B + 1,), int64.
         length: L.
-        empty: of places behind the last entry.
-        refused: fills bags that are longer than L; None: they are cut.
+        empty: value of slots after the last entry.
+        refused: value of bags that are longer than L; None: they are truncated.
 
     Example:
         >>> spread(torch.tensor([5, 6, 7]), torch.tensor([0, 1, 3]), 2, -1, None).tolist()
@@ -172,14 +172,14 @@ def spread(entries: Tensor, offsets: Tensor, length: int, empty: int | float, re
 
 
 def initial_values(keys: Tensor, dim: int, kind: str, a: float, b: float, seed: int, dtype: torch.dtype) -> Tensor:
-    """Return the vectors that keys begin with, (..., D), as `viviane.ops.hash_table.initial_rows` draws them.
+    """Return the initial vectors of keys, (..., D), as `viviane.ops.hash_table.initial_rows` draws them.
 
     Args:
         keys: int64.
         dim: D.
-        kind, a, b: the law.
-        seed: of the table.
-        dtype: the rows' type, to which values are rounded.
+        kind, a, b: the distribution.
+        seed: seed of the table.
+        dtype: type of the rows, to which values are rounded.
     """
     if kind == "constant":
         value = torch.tensor(a, dtype=torch.float32).to(dtype)

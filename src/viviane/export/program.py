@@ -1,6 +1,6 @@
-"""The program that is exported: tensors in, predictions out, traced from the model with its tables frozen.
+"""The exported program: tensors in, predictions out, traced from the model with its tables frozen.
 
-Shapes: B rows of the batch, N dense numbers, F one-hot columns, L labels.
+Shapes: B rows of the batch, N dense values, F one-hot columns, L labels.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class ProgramInput(Settings):
 
     Args:
         name: "dense", "one_hot", "values/<column>", "lengths/<column>", "weights/<column>"; in a dense-only program
-            "vectors/<embedding>" and "mask/<embedding>"; for tables that stay outside "table/<embedding>.<n>.<what>".
-        kind: what it is.
-        dtype: of its numbers.
-        shape: its sizes; "batch" is B, another text a size of its own.
-        columns: the data's columns that it holds, in order; of vectors, the features.
+            "vectors/<embedding>" and "mask/<embedding>"; for tables outside the program "table/<embedding>.<n>.<what>".
+        kind: kind of the input.
+        dtype: type of its elements.
+        shape: its sizes; "batch" is B, any other text a size of its own.
+        columns: the data's columns that it contains, in order; for vectors, the features.
     """
 
     name: str
@@ -51,13 +51,13 @@ class ProgramInput(Settings):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type of its numbers."""
+        """The type of its elements."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
 
 def data_inputs(schema: Schema) -> list[ProgramInput]:
-    """Return the inputs that hold a batch's columns.
+    """Return the inputs for a batch's columns.
 
     Example:
         >>> schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}], categorical=[
@@ -90,7 +90,7 @@ def data_inputs(schema: Schema) -> list[ProgramInput]:
 
 
 def batch_tensors(batch: Batch, inputs: Sequence[ProgramInput]) -> list[Tensor]:
-    """Return what a batch gives the inputs that hold its columns, in order."""
+    """Return the tensors of a batch for the inputs of its columns, in order."""
     found = []
     for one in inputs:
         if one.kind == "dense":
@@ -101,7 +101,7 @@ def batch_tensors(batch: Batch, inputs: Sequence[ProgramInput]) -> list[Tensor]:
             bag = batch.bags[one.columns[0]]
             parts = {"values": bag.values.to(torch.int64), "lengths": bag.lengths, "weights": bag.weights}
             part = parts[one.kind]
-            if part is None:  # a schema with weights, rows without: each id counts once
+            if part is None:  # the schema has weights, but the rows have none: each id has weight 1
                 part = torch.ones(len(bag.values), device=bag.values.device)
             found.append(part)
     return found
@@ -111,15 +111,15 @@ class Program(nn.Module):
     """A frozen model: called with its inputs in order, it returns predictions, (B, L), float32.
 
     Args:
-        module: the model's, its collections replaced.
-        objective: turns logits into predictions.
+        module: the model's module with replaced collections.
+        objective: computes predictions from logits.
         schema: the data's columns.
-        inputs: in order.
-        precision: what dense layers compute in.
+        inputs: inputs in order.
+        precision: precision of dense layers.
     """
 
     outputs: tuple[str, ...] = ("predictions",)
-    """Names of what `forward` returns."""
+    """Names of the outputs of `forward`."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Program(nn.Module):
                 continue
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             values = named.get(f"values/{name}")
-            if values is None:  # only their number matters to the program
+            if values is None:  # the program uses only their number
                 values = first.new_zeros(0, dtype=torch.int64)
             bags[name] = Bag(values, offsets, named.get(f"weights/{name}"))
         labels = first.new_zeros(size, 0, dtype=torch.float32)
@@ -178,10 +178,10 @@ class Program(nn.Module):
         return [part for part in self.modules() if isinstance(part, FrozenCollection)]
 
     def drop_unused(self, used: set[str]) -> None:
-        """Keep the inputs that the program reads; those of a bag stay together, and one says how many rows there are.
+        """Keep only inputs that the program reads; inputs of a bag stay together, and one defines the number of rows.
 
         Args:
-            used: their names.
+            used: names of the inputs that it reads.
         """
         bags = {name.partition("/")[2] for name in used if name.startswith(("values/", "lengths/"))}
         kept = [
@@ -194,7 +194,7 @@ class Program(nn.Module):
         self.inputs = tuple(kept)
 
     def sizes(self) -> tuple[str, ...]:
-        """Return the names of sizes that differ from call to call."""
+        """Return the names of dynamic sizes."""
         return tuple(dict.fromkeys(size for one in self.inputs for size in one.shape if isinstance(size, str)))
 
 
@@ -210,21 +210,21 @@ def freeze(
     dtype: torch.dtype | None = None,
     frozen: FrozenTables | None = None,
 ) -> Program:
-    """Make the program of a trained module; tables keep their memory, dense weights are copied.
+    """Create the program of a trained module; tables share the module's memory, dense weights are copied.
 
     Args:
-        module: takes a batch and returns logits.
-        objective: of its trainer.
+        module: maps a batch to logits.
+        objective: objective of its trainer.
         schema: the data's columns.
-        kernels: look up by the operators of `viviane.export.operators`; False: in torch's own.
-        precision: what dense layers compute in.
-        dense_only: the inputs are the vectors of the tables, and whatever else layers read.
-        tables_outside: the tables are inputs too.
-        dtype: of dense weights and vectors; None leaves them.
-        frozen: copies of dynamic tables that programs of one model share; takes those that are made.
+        kernels: look up with the operators of `viviane.export.operators`; False: with torch's operators.
+        precision: precision of dense layers.
+        dense_only: the inputs are the vectors of the tables, and everything else that layers read.
+        tables_outside: the tables are inputs, too.
+        dtype: type of dense weights and vectors; None keeps theirs.
+        frozen: copies of dynamic tables that programs of one model share; new copies are added.
 
     Raises:
-        ConfigError: the module has a dynamic table of its own, or tables spread over processes.
+        ConfigError: the module has a dynamic table outside a collection, or tables sharded over processes.
     """
     memo: dict[int, Any] = {}
     replaced: list[FrozenCollection | GivenCollection] = []
@@ -241,7 +241,7 @@ def freeze(
     copied: nn.Module = copy.deepcopy(module, memo)
     _check_modules(copied)
     if isinstance(copied, GraphModule):
-        # Names of nodes may be those of nn.Module's own attributes, by which weights are found.
+        # Names of nodes may collide with attributes of nn.Module, by which weights are looked up.
         copied._modules = {f"n{i}": part for i, part in enumerate(copied._modules.values())}
     for part in copied.modules():
         if isinstance(part, EmbeddingBag):
@@ -274,7 +274,7 @@ def _check_modules(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, DynamicTable | TableCollection):
             raise ConfigError(
-                "a table that is no part of an embedding collection cannot be exported",
+                "a table outside an embedding collection cannot be exported",
                 where=f"submodule {name!r}",
                 fix="look it up through an EmbeddingCollection with a DynamicTableConfig",
             )

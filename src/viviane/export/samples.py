@@ -1,4 +1,4 @@
-"""Batches by which an artifact is compared with its model: keys of every kind, empty bags, large and tiny numbers.
+"""Batches for comparing an artifact with its model: all kinds of keys, empty bags, large and small values.
 
 Shapes: B rows.
 """
@@ -19,7 +19,7 @@ from viviane.export.manifest import KeyLimit
 from viviane.schema import CategoricalColumn, Schema
 
 SIZES: Final = (1, 7, 1024)
-_LONGEST = 12  # ids of a bag whose longest is not known
+_LONGEST = 12  # maximum ids of a bag without a known maximum
 _EDGES: Final = (-(2**63), -1, 2**31, 2**63 - 1)
 _SHARE_ODD = 0.2
 
@@ -28,13 +28,13 @@ Sort = Literal["usual", "empty", "extreme"]
 
 @dataclass(frozen=True)
 class ColumnKeys:
-    """What may stand in a categorical column.
+    """Valid keys of a categorical column.
 
     Args:
-        num_rows: of its tables: the smallest, where they differ; None: any key.
-        known: keys that its dynamic tables have.
-        takes_any: no table of it refuses keys out of range.
-        max_length: longest bag that no table refuses; None: any.
+        num_rows: rows of its tables: the minimum, if they differ; None: any key.
+        known: existing keys of its dynamic tables.
+        takes_any: none of its tables refuses keys out of range.
+        max_length: maximum bag length that all tables accept; None: any.
     """
 
     num_rows: int | None
@@ -44,7 +44,7 @@ class ColumnKeys:
 
 
 def column_keys(schema: Schema, collections: Mapping[str, TableCollection]) -> dict[str, ColumnKeys]:
-    """Return what each categorical column may hold, by what tables say about it."""
+    """Return the valid keys of each categorical column, according to its tables."""
     found = {}
     for column in schema.categorical:
         rows: list[int] = [] if column.num_ids is None else [column.num_ids]
@@ -68,7 +68,7 @@ def column_keys(schema: Schema, collections: Mapping[str, TableCollection]) -> d
 
 
 def key_limits(schema: Schema, collections: Mapping[str, TableCollection]) -> tuple[KeyLimit, ...]:
-    """Return what keys must obey before a program sees them: of tables with "raise", and of "concat" features."""
+    """Return the limits that are checked before a program runs: of tables with "raise", and of "concat" features."""
     names, found = {column.name for column in schema.categorical}, []
     for collection in collections.values():
         for name, feature in collection.features.items():
@@ -90,11 +90,11 @@ def make_batch(
 
     Args:
         schema: the columns.
-        keys: of `column_keys`.
+        keys: result of `column_keys`.
         size: B.
-        sort: "usual"; "empty": all bags are; "extreme": dense numbers from the smallest to 10^4.
-        seed: of the draws.
-        odd_keys: use keys out of range where no table refuses them.
+        sort: "usual"; "empty": all bags are empty; "extreme": dense values from 10^-4 to 10^4.
+        seed: seed of the batch.
+        odd_keys: use keys out of range if no table refuses them.
     """
     draw = torch.Generator().manual_seed(seed)
     dense = torch.randn(size, schema.num_dense, generator=draw)
@@ -111,7 +111,7 @@ def make_batch(
 
 
 def _keys(column: CategoricalColumn, own: ColumnKeys, count: int, draw: torch.Generator, odd_keys: bool) -> Tensor:
-    """Draw keys: known ones, reserved ones, the last one, absent ones, and those that no table has."""
+    """Draw keys: known, reserved, last, absent and out-of-range ones."""
     if own.num_rows is not None:
         usual = torch.randint(own.num_rows, (count,), generator=draw)
         odd = [key for key in (0, 1, 2, own.num_rows - 1) if key < own.num_rows]
@@ -145,7 +145,7 @@ def _bag(
 
 
 def refused_batches(batch: Batch, limits: Sequence[KeyLimit]) -> list[tuple[KeyLimit, Batch]]:
-    """Return for each table that raises a batch with a key beyond its last."""
+    """Return, for each table that raises, a batch with a key beyond its range."""
     found = []
     for limit in limits:
         if limit.num_rows is None:

@@ -1,6 +1,6 @@
 """The embedding collection of an exported model: read-only, without Python state, traced with any batch size.
 
-Shapes: B rows of the batch, F one-hot features, N entries of bags, L places of a "concat", D the width of a table.
+Shapes: B rows of the batch, F one-hot features, N entries of bags, L slots of a "concat", D the width of a table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _outside: ContextVar[Outside] = ContextVar("viviane_export_outside")
 
 @contextmanager
 def given(tensors: Outside) -> Iterator[None]:
-    """Let frozen parts read tensors that are inputs of the program instead of their own, by full name."""
+    """Make frozen parts read inputs of the program instead of their own tensors, by full name."""
     token = _outside.set(tensors)
     try:
         yield
@@ -50,11 +50,11 @@ def given(tensors: Outside) -> Iterator[None]:
 
 
 class _Part(nn.Module):
-    """Tables that one lookup reads: rows, then two rows of zeros.
+    """Tables of one lookup: rows, then two rows of zeros.
 
     Args:
         name: full name, the prefix of its tensors among inputs.
-        kernels: look up by the operators of `viviane.export.operators`.
+        kernels: look up with the operators of `viviane.export.operators`.
     """
 
     null_row: int
@@ -68,18 +68,18 @@ class _Part(nn.Module):
         self.is_outside = False
 
     def input_name(self, name: str) -> str:
-        """Return the name of the input that a tensor is read from where tables are outside."""
+        """Return the name of the input from which a tensor is read if tables are outside."""
         return f"table/{self.full_name}.{name}"
 
     def tensor(self, name: str) -> Tensor:
-        """Return one of its tensors: its own, or the input of the program."""
+        """Return a tensor: its own, or the input of the program."""
         if self.is_outside:
             return _outside.get()[self.input_name(name)]
         found: Tensor = getattr(self, name)
         return found
 
     def rows(self, keys: Tensor, tables: Sequence[str]) -> Tensor:
-        """Return the rows of keys (N, F), one column for each table name."""
+        """Return the rows of keys (N, F), one column per table name."""
         raise NotImplementedError
 
     def vectors(self, rows: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,10 +101,10 @@ class _Part(nn.Module):
 
 
 class FixedPart(_Part):
-    """Tables of a fixed number of rows, all of one width and type, whose memory is the model's own.
+    """Tables with a fixed number of rows, of one width and type, that share the model's memory.
 
     Args:
-        storage: of the model.
+        storage: storage of the model.
         name, kernels: see `_Part`.
     """
 
@@ -129,12 +129,12 @@ class FixedPart(_Part):
 
 
 class DynamicPart(_Part):
-    """A dynamic table with the keys that it had.
+    """A dynamic table with its current keys.
 
     Args:
-        storage: of the model.
+        storage: storage of the model.
         name, kernels: see `_Part`.
-        frozen: what was frozen already; takes this table's copy.
+        frozen: tables that are already frozen; this table's copy is added.
     """
 
     weight: Tensor
@@ -171,7 +171,7 @@ class DynamicPart(_Part):
         return rows if padding is None else torch.where(torch.eq(keys, padding), self.null_row, rows)
 
     def vectors(self, rows: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return vectors; of absent keys their initial values where the table says so."""
+        """Return vectors; for absent keys initial values if the table is configured so."""
         found = super().vectors(rows, keys, dtype)
         if not self.reads_keys:
             return found
@@ -182,7 +182,7 @@ class DynamicPart(_Part):
 
 
 def _freeze(storage: DynamicStorage) -> tuple[FrozenKeys, Tensor]:
-    """Copy a dynamic table's keys and rows, in order of the keys, with two rows of zeros behind them."""
+    """Copy a dynamic table's keys and rows, in order of the keys, followed by two rows of zeros."""
     table = storage.table
     own = table.index.rows_in_use()
     keys = freeze_keys(table.index.keys[own].cpu())
@@ -193,19 +193,19 @@ def _freeze(storage: DynamicStorage) -> tuple[FrozenKeys, Tensor]:
 
 
 class FrozenCollection(nn.Module):
-    """What stands in an exported model where an `EmbeddingCollection` stood; it gives the same output.
+    """Replaces an `EmbeddingCollection` in an exported model, with the same output.
 
     Args:
-        collection: of the model.
+        collection: a collection of the model.
         name: its name in the model.
-        kernels: look up by the operators of `viviane.export.operators`; False: in torch's own.
-        frozen: copies of dynamic tables that were made already.
+        kernels: look up with the operators of `viviane.export.operators`; False: with torch's operators.
+        frozen: copies of dynamic tables that already exist.
 
     Raises:
-        ConfigError: the collection's tables are spread over several processes.
+        ConfigError: the collection's tables are sharded over several processes.
     """
 
-    margins: Any = None  # a graph may ask for room next to the output; there is none
+    margins: Any = None  # a graph may request margins next to the output; there are none
     gradient_watch: Any = None
 
     def __init__(self, collection: TableCollection, name: str, kernels: bool, frozen: FrozenTables) -> None:
@@ -213,7 +213,7 @@ class FrozenCollection(nn.Module):
         parts = collection.parts()
         if len(parts) != 1 or parts[0] is not collection:
             raise ConfigError(
-                "tables that are spread over processes cannot be exported",
+                "tables that are sharded over processes cannot be exported",
                 where=f"embedding {name!r}",
                 fix="save the model, and export the saved folder in one process",
             )
@@ -227,7 +227,7 @@ class FrozenCollection(nn.Module):
         for i, storage in enumerate(collection.all_storages()):
             if isinstance(storage, CachedStorage):
                 raise ConfigError(
-                    "an exported model needs its tables whole in memory", where=f"embedding {name!r}",
+                    "an exported model needs its tables completely in memory", where=f"embedding {name!r}",
                     fix="save the model, and export the saved folder",
                 )  # fmt: skip
             if isinstance(storage, DynamicStorage):
@@ -238,7 +238,7 @@ class FrozenCollection(nn.Module):
         self._part_of = {t: i for i, storage in enumerate(collection.all_storages()) for t in storage.tables}
 
     def move_outside(self) -> dict[str, Tensor]:
-        """Read the tables from the program's inputs from now on; return them by the names of these."""
+        """Read the tables from the program's inputs from now on; return them by input name."""
         found: dict[str, Tensor] = {}
         for part in self.parts:
             assert isinstance(part, _Part)
@@ -268,7 +268,7 @@ class FrozenCollection(nn.Module):
         return EmbeddingOutput(self._side_by_side(found), self.places, masks)
 
     def _side_by_side(self, found: Mapping[str, Tensor]) -> Tensor:
-        """Join the features' vectors in order; those of one lookup that stand together already are not copied."""
+        """Concatenate the features' vectors in order; adjacent vectors of one lookup are not copied."""
         whole = found.get("")
         if whole is not None:
             return whole
@@ -277,7 +277,7 @@ class FrozenCollection(nn.Module):
     def _one_hot(
         self, part: _Part, features: Sequence[FeatureConfig], columns: Sequence[int], ids: Tensor
     ) -> dict[str, Tensor]:
-        """Look all one-hot features of a part up at once: the vectors of each, or all under "" where that is all."""
+        """Look up all one-hot features of a part together: the vectors of each, or all under ""."""
         if list(columns) != list(range(ids.shape[1])):
             ids = torch.stack([ids[:, i] for i in columns], 1)
         rows = part.rows(ids, [feature.table for feature in features])
@@ -299,7 +299,7 @@ class FrozenCollection(nn.Module):
         return part.pooled(rows, keys, bag.offsets, weights, self.output_dtype)
 
     def _skips(self, feature: FeatureConfig) -> bool:
-        """Whether an entry may stand for "nothing here", which does not count in a mean."""
+        """Return whether entries may be padding, which does not count in a mean."""
         table = self.tables[feature.table]
         return table.padding_id is not None or (isinstance(table, TableConfig) and table.out_of_range == "ignore")
 
@@ -316,7 +316,7 @@ class FrozenCollection(nn.Module):
 
 
 def _read(batch: Any, features: Mapping[str, FeatureConfig]) -> Keys:
-    """Take the features' keys out of what a collection is called with; nothing is read, so that it can be traced."""
+    """Extract the features' keys from the arguments of a collection; no value is read, so that it can be traced."""
     if isinstance(batch, Batch):
         bags = {name: batch.bag(name) for name, f in features.items() if name in batch.bags or f.combiner == "concat"}
         bags = {name: Bag(bag.values, bag.offsets.to(torch.int64), bag.weights) for name, bag in bags.items()}
@@ -324,7 +324,7 @@ def _read(batch: Any, features: Mapping[str, FeatureConfig]) -> Keys:
     if not isinstance(batch, Mapping):
         raise ConfigError(
             "an exported collection reads a Batch, or keys by feature", value=type(batch).__name__,
-            fix="give the collection Bags instead of a KeyedJaggedTensor",
+            fix="pass the collection Bags instead of a KeyedJaggedTensor",
         )  # fmt: skip
     singles: dict[str, Tensor] = {}
     bags = {}
@@ -343,18 +343,18 @@ def _read(batch: Any, features: Mapping[str, FeatureConfig]) -> Keys:
 
 
 class FrozenEmbeddingBag(EmbeddingBag):
-    """An `EmbeddingBag` around a frozen collection: its state is that of any module, not that of torch's own."""
+    """An `EmbeddingBag` around a frozen collection; its state is that of a plain module."""
 
     _save_to_state_dict = nn.Module._save_to_state_dict
     _load_from_state_dict = nn.Module._load_from_state_dict
 
 
 class GivenCollection(nn.Module):
-    """What stands in a dense-only export where an `EmbeddingCollection` stood: vectors are inputs of the program.
+    """Replaces an `EmbeddingCollection` in a dense-only export: vectors are inputs of the program.
 
     Args:
-        collection: of the model.
-        name: its name in the model; the inputs are "vectors/<name>", and "mask/<name>" where it has "concat" features.
+        collection: a collection of the model.
+        name: its name in the model; the inputs are "vectors/<name>", and "mask/<name>" if it has "concat" features.
     """
 
     margins: Any = None
@@ -370,7 +370,7 @@ class GivenCollection(nn.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its vectors, without the batch: (S, D) where all features are of one width, else (W,)."""
+        """Shape of its vectors, without the batch: (S, D) if all features have one width, else (W,)."""
         dims = {place.dim for place in self.places.values()}
         if len(dims) > 1:
             return (self.width,)
@@ -379,11 +379,11 @@ class GivenCollection(nn.Module):
 
     @property
     def num_masked(self) -> int:
-        """Places of all "concat" features together."""
+        """Total number of slots of all "concat" features."""
         return sum(place.num_places for place in self.places.values() if place.is_concat)
 
     def forward(self, batch: Any) -> EmbeddingOutput:
-        """Return the vectors that the program was given."""
+        """Return the input vectors of the program."""
         tensors = _outside.get()
         masks, start = {}, 0
         for name, place in self.places.items():
@@ -394,6 +394,6 @@ class GivenCollection(nn.Module):
 
 
 def flat_vectors(out: EmbeddingOutput, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Return a lookup's output as a dense-only program takes it: vectors (B, *shape), and masks or None."""
+    """Return the output of a lookup as inputs of a dense-only program: vectors (B, *shape), and masks or None."""
     masks = [out.mask(name) for name, place in out.places.items() if place.is_concat]
     return out.flat.view(-1, *shape), torch.cat(masks, 1) if masks else None

@@ -1,4 +1,4 @@
-"""Export a trained model: trace it, write its forms, compare each with the model, and publish the folder as a whole."""
+"""Export of a trained model: trace it, write its forms, compare them with the model, publish the folder atomically."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PIECE: Final = 1 << 22
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is exported, and how; see `export`."""
+    """Options of an export; see `export`."""
 
     precision: PrecisionName
     dense_only: bool
@@ -66,29 +66,30 @@ def export(
     device: str = "cpu",
     module: nn.Module | None = None,
 ) -> Path | AnyPath:
-    """Write a trained model in forms that run without it; each is compared with the model before anything is written.
+    """Export a trained model in forms that run without it; each is compared with the model before anything is written.
 
     Args:
         model: a compiled model, or the folder of a saved one.
         to: "torch-export", "aoti", "onnx", "torchscript", or several of them.
-        output: the folder; an older export there is replaced when the new one is complete.
-        precision: what dense layers compute in; "auto": what the model computes in. Tables keep their type.
-        dense_only: the inputs are the vectors of the embeddings, which a parameter server finds.
-        tables: "inside" the forms; "beside" them in one file, which forms share and loading maps into memory; "model":
-            fixed tables are read from the saved model's folder when the artifact is loaded, dynamic ones lie beside.
-        operators: of lookups in "torch-export": "viviane", our kernels, needs `import viviane.export` to run; "torch",
-            standard operators, does not. Other forms hold standard operators always.
+        output: the output folder; an older export is replaced when the new one is complete.
+        precision: precision of dense layers; "auto": that of the model. Tables keep their type.
+        dense_only: the inputs are the vectors of the embeddings, which a parameter server looks up.
+        tables: "inside" the forms; "beside": in one file next to them, which forms share and loading memory-maps;
+            "model": fixed tables are read from the saved model's folder when the artifact is loaded, and dynamic ones
+            are in the file next to the forms.
+        operators: lookups of "torch-export": "viviane", with this package's kernels, needs `import viviane.export` to
+            run; "torch", with standard operators, does not. Other forms always use standard operators.
         cpu: for "aoti": "native", or a level such as "x86-64-v3", which runs on more processors.
-        device: of a folder's model: "cpu" or "cuda". A model in memory is exported for the device that it is on.
-        module: for a folder whose model was made from a torch module, a module of the same shapes.
+        device: for a folder: "cpu" or "cuda". A model in memory is exported for its device.
+        module: for a folder whose model was built from a torch module, a module of the same shapes.
 
     Returns:
-        the folder.
+        the output folder.
 
     Raises:
-        ConfigError: an option is unknown, or the output folder holds something else.
+        ConfigError: an option is unknown, or the output folder contains something else.
         ExportError: the model cannot be traced, an artifact differs from it, or a compiler is missing.
-        MissingExtraError: a library of a form is absent.
+        MissingExtraError: a library of a form is not installed.
 
     Example:
         >>> import tempfile, viviane as vv
@@ -110,12 +111,12 @@ def export(
         form_module(name).check()
     if isinstance(model, Model):
         if tables == "model":
-            raise ConfigError("tables='model' is for a model that is saved", fix="save it, and export the folder")
+            raise ConfigError("tables='model' needs a saved model", fix="save the model and export the folder")
         loaded = model
     else:
         loaded = Model.load(model, device=device, module=module)
     if tables != "inside" and dense_only:
-        raise ConfigError("a dense-only export has no tables", value=tables, fix="leave tables out")
+        raise ConfigError("a dense-only export has no tables", value=tables, fix="remove tables")
     options = ExportOptions(_precision(loaded, precision), dense_only, tables, operators, cpu)
     with loaded.trainer.averaged():
         return _Export(loaded, options).write(forms, output)
@@ -123,7 +124,7 @@ def export(
 
 def _choose(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"no such {what}", value=value, allowed=", ".join(allowed), fix=suggest(str(value), allowed))
+        raise ConfigError(f"unknown {what}", value=value, allowed=", ".join(allowed), fix=suggest(str(value), allowed))
 
 
 def _forms(to: Sequence[str] | str) -> tuple[FormName, ...]:
@@ -138,7 +139,7 @@ def _forms(to: Sequence[str] | str) -> tuple[FormName, ...]:
 def _precision(model: Model, precision: str) -> PrecisionName:
     own = model.trainer.precision
     name = precision if precision != "auto" else "fp32" if own is None else own.name
-    # TF32 is a mode of the GPU's products, which the caller of the artifact switches on.
+    # TF32 is a mode of GPU matrix products, which the caller of the artifact enables.
     return "fp32" if name == "tf32" else name  # type: ignore[return-value]
 
 
@@ -178,7 +179,7 @@ class _Export:
         )
 
     def freeze(self, *, kernels: bool, whole: bool = False) -> Program:
-        """Return a program; `whole`: with tables inside, whatever is exported."""
+        """Return a program; `whole`: with tables inside, regardless of the options."""
         return freeze(
             self.model.module,
             self.model.trainer.objective,
@@ -193,7 +194,7 @@ class _Export:
     def write(self, forms: Sequence[FormName], output: str | AnyPath) -> Path | AnyPath:
         """Write all forms, compare them, and publish the folder."""
         if self.model.etl is not None and not self.model.etl.exists():
-            raise DataError("the ETL of the model's data is gone", where=str(self.model.etl), fix="restore it")
+            raise DataError("the ETL of the model's data no longer exists", where=str(self.model.etl), fix="restore it")
         traces = self._traces(forms)
         cases = self.reference.cases()
         limits = () if self.options.dense_only else self._limits()
@@ -213,13 +214,13 @@ class _Export:
         return location(output)
 
     def _traces(self, forms: Sequence[FormName]) -> dict[FormName, Trace]:
-        """Trace without and with our operators, as forms need it; inputs that nothing reads are dropped first."""
+        """Trace with and without this package's operators, as forms need it; unused inputs are dropped first."""
         kernels = self.options.operators == "viviane" and not self.options.dense_only
         kinds = {name: form_module(name).KERNELS and kernels for name in forms}
         programs = {kind: self.freeze(kernels=True) if kind else self.program for kind in set(kinds.values())}
         first = next(iter(programs))
         traces = {first: self._trace(programs[first])}
-        if forms != ("torchscript",):  # which may take what torch.export does not
+        if forms != ("torchscript",):  # which may support modules that torch.export does not
             used = traces[first].used_inputs()
             if len(used) < len(self.program.inputs):
                 self.program.drop_unused(used)
@@ -234,7 +235,7 @@ class _Export:
         keys = column_keys(self.model.schema, self.collections)
         for seed in range(1000):
             batch = make_batch(self.model.schema, keys, _EXAMPLE_ROWS, "usual", seed, odd_keys=False)
-            # Sizes of 0 and 1 would be taken for constants.
+            # Sizes of 0 and 1 would be treated as constants.
             if all(len(bag.values) > 1 for bag in batch.bags.values()):
                 break
         tensors = self.reference.case(batch, "usual").tensors
@@ -262,7 +263,7 @@ class _Export:
         )
 
     def _outside(self) -> tuple[OutsideTable, ...]:
-        """Return the inputs that come from the model's folder: fixed tables, where these are not beside the forms."""
+        """Return the inputs that are read from the model's folder: fixed tables, unless they are next to the forms."""
         if self.options.tables != "model":
             return ()
         found = []

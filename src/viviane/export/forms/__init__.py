@@ -1,4 +1,4 @@
-"""The forms that a model is exported to: each writes a program to files, and opens them again."""
+"""The forms that a model is exported to: each writes a program to files and loads them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MODULES: Final[dict[FormName, str]] = {
 
 
 class FormModule(Protocol):
-    """What the module of a form has."""
+    """Interface of a form's module."""
 
     KERNELS: bool
-    """Whether its programs hold operators of `viviane.export.operators`."""
+    """Whether its programs contain operators of `viviane.export.operators`."""
 
     def check(self) -> None:
-        """Say at once what is missing here to write this form."""
+        """Raise an error if something is missing to write this form."""
 
     def write(self, trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
-        """Write files into a folder; return their names and what they need."""
+        """Write files into a folder; return their names and requirements."""
 
     def load(self, folder: Path, files: tuple[str, ...], requires: Requirements, threads: int | None) -> Runner:
-        """Open files that were verified."""
+        """Open verified files."""
 
 
 def form_module(name: FormName) -> FormModule:

@@ -1,4 +1,4 @@
-"""AOTInductor: the program compiled to machine code, for this kind of processor or GPU and this version of torch."""
+"""AOTInductor: the program compiled to machine code for one kind of processor or GPU and one version of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from viviane.ops.dispatch import use_implementation
 
 KERNELS = False
 FILE = "aoti.pt2"
-# Levels of x86-64 (psABI): what compilers may use, and the widest vectors in bits.
+# Levels of x86-64 (psABI): instructions that compilers may use, and the widest vectors in bits.
 LEVELS: Final[dict[str, tuple[tuple[str, ...], int]]] = {
     "x86-64-v3": (("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"), 256),
     "x86-64-v4": (
@@ -42,10 +42,10 @@ LEVELS: Final[dict[str, tuple[tuple[str, ...], int]]] = {
 
 
 def check() -> None:
-    """Look for a C++ compiler.
+    """Check that a C++ compiler exists.
 
     Raises:
-        ExportError: there is none.
+        ExportError: there is no compiler.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -53,7 +53,7 @@ def check() -> None:
         get_cpp_compiler()
     except Exception as error:
         raise ExportError(
-            "AOTInductor compiles C++ and found no compiler",
+            "AOTInductor needs a C++ compiler, and none was found",
             where="form 'aoti'",
             value=str(error).splitlines()[0],
             fix="install g++ (apt-get install g++), or set CXX to a compiler",
@@ -65,10 +65,10 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
 
     Raises:
         ExportError: the compiler failed.
-        ConfigError: an unknown level of instructions, or one that this processor lacks.
+        ConfigError: the instruction level is unknown, or this processor does not support it.
     """
     flags, options = _instructions(trace)
-    # Without it a bias of one number becomes part of the code, and new weights would leave it as it was.
+    # Otherwise a bias with one element becomes part of the code, and new weights would not replace it.
     options["always_keep_tensor_constants"] = True
     try:
         with quiet(), torch.no_grad(), use_implementation("reference"):
@@ -102,12 +102,12 @@ def _instructions(trace: Trace) -> tuple[tuple[str, ...], dict[str, Any]]:
         return cpu_flags(), {}
     allowed = ", ".join(["native", *LEVELS])
     if trace.cpu not in LEVELS or platform.machine() != "x86_64":
-        raise ConfigError("no such level of instructions here", where="cpu", value=trace.cpu, allowed=allowed)
+        raise ConfigError("unknown instruction level", where="cpu", value=trace.cpu, allowed=allowed)
     flags, width = LEVELS[trace.cpu]
     missing = sorted(set(flags) - set(cpu_flags()))
     if missing:
         raise ConfigError(
-            "this processor lacks instructions, so the artifact could not be compared with the model",
+            "this processor lacks instructions of that level, so the artifact could not be compared with the model",
             where="cpu",
             value=", ".join(missing),
             allowed=allowed,
@@ -116,10 +116,10 @@ def _instructions(trace: Trace) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: int | None) -> Runner:
-    """Load the machine code: as trustworthy as any program.
+    """Load the machine code; it must come from a trusted source.
 
     Raises:
-        ExportError: it cannot be loaded.
+        ExportError: the program cannot be loaded.
     """
     from torch._inductor.package.package import load_package
 
@@ -151,5 +151,5 @@ class _Run:
                 value=lost[0],
                 fix="export the model again",
             )
-        # Not all constants are weights: numbers that the program was traced with stay.
+        # Not all constants are weights: constants of the trace are kept.
         self._package.load_constants(dict(weights), check_full_update=False)

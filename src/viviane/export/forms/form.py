@@ -1,4 +1,4 @@
-"""What all forms share: a program with an example of its inputs, traced when it is requested; and what runs a form."""
+"""Common parts of all forms: a program with example inputs, traced on demand; and the interface of an opened form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Runner(Protocol):
         """Return predictions (B, L) for the program's inputs in order."""
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace weights; names and shapes were compared with the manifest.
+        """Replace weights; names and shapes have been compared with the manifest.
 
         Raises:
             ExportError: the form's weights cannot be replaced.
@@ -37,13 +37,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Trace:
-    """A program on its way to a file.
+    """A program to export, with example inputs.
 
     Args:
-        program: of plain operators, or with operators of `viviane.export.operators`.
-        example: inputs for it; no two of its sizes are equal.
+        program: of standard operators, or with operators of `viviane.export.operators`.
+        example: example inputs; no two of its sizes are equal.
         device: "cpu" or "cuda".
-        cpu: "native", or a level of instructions such as "x86-64-v3", for what is compiled.
+        cpu: "native", or an instruction level such as "x86-64-v3", for compiled forms.
     """
 
     program: Program
@@ -53,10 +53,10 @@ class Trace:
 
     @cached_property
     def exported(self) -> torch.export.ExportedProgram:
-        """The program as torch.export traces it.
+        """The program, traced by torch.export.
 
         Raises:
-            ExportError: it cannot be traced for batches of any size; says why.
+            ExportError: it cannot be traced for batches of any size; gives the reason.
         """
         sizes = {size: torch.export.Dim(f"size_{i}") for i, size in enumerate(self.program.sizes())}
         shapes = tuple(
@@ -71,7 +71,7 @@ class Trace:
             raise untraceable(self.program, error) from error
 
     def used_inputs(self) -> set[str]:
-        """Return the names of inputs that the traced program's result depends on."""
+        """Return the names of inputs that affect the result of the traced program."""
         graph = self.exported.graph
         waiting, live = [graph.output_node()], set()
         while waiting:
@@ -85,19 +85,19 @@ class Trace:
 
 
 def untraceable(program: Program, error: Exception) -> ExportError:
-    """Return the error of a module that cannot be traced."""
+    """Return the error for a module that cannot be traced."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return ExportError(
         "the module cannot be traced for a batch of any size",
         where=type(program.module).__name__,
         value=f"{type(error).__name__}: {' '.join(lines[:4])[:600]}",
-        fix="let its forward use tensor operations alone: no .item(), no loop or branch on values of the batch",
+        fix="use only tensor operations in forward: no .item(), no loop or branch on values of the batch",
     )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back warnings that torch's own exporters give about themselves."""
+    """Suppress warnings of torch's exporters about themselves."""
     names = ("torch.export", "torch.onnx", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir")
     loggers = [logging.getLogger(name) for name in names]
     levels = [one.level for one in loggers]
@@ -114,7 +114,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keep back what compiled code writes to the process's error output, such as its stack where it refuses a key."""
+    """Suppress what compiled code writes to stderr, such as its stack if it refuses a key."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""ONNX, run by ONNX Runtime: standard operators alone."""
+"""ONNX with standard operators only, run by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 OPSET: Final = 20
 LARGE_BYTES: Final = 1 << 30
-"""Weights beyond this go into a file of their own: one protobuf message holds 2 GiB at most."""
+"""Weights beyond this go to a separate file: a protobuf message is limited to 2 GiB."""
 _PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 def check() -> None:
-    """Look for the libraries.
+    """Check that the libraries are installed.
 
     Raises:
-        MissingExtraError: names the extra.
+        MissingExtraError: a library is missing; names the extra.
     """
     for library in ("onnx", "onnxscript", "onnxruntime"):
         require(library, extra="onnx", purpose="export to ONNX")
 
 
 def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
-    """Translate the traced program.
+    """Convert the traced program.
 
     Raises:
-        ExportError: an operator has no translation.
+        ExportError: an operator cannot be converted.
     """
     save(trace, folder / FILE)
     files = (FILE, DATA_FILE) if (folder / DATA_FILE).exists() else (FILE,)
@@ -49,10 +49,10 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
 
 
 def save(trace: Trace, file: Path) -> None:
-    """Translate the traced program into one file; weights beyond `LARGE_BYTES` go next to it, into `<file>.data`.
+    """Convert the traced program to one file; weights beyond `LARGE_BYTES` are stored next to it, in `<file>.data`.
 
     Raises:
-        ExportError: an operator has no translation.
+        ExportError: an operator cannot be converted.
     """
     exported = trace.exported
     try:
@@ -78,17 +78,17 @@ def save(trace: Trace, file: Path) -> None:
 
 
 def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: int | None) -> Runner:
-    """Open a session of ONNX Runtime.
+    """Open an ONNX Runtime session.
 
     Raises:
-        ExportError: it refuses the model, or lacks the device.
-        MissingExtraError: the library is absent.
+        ExportError: ONNX Runtime refuses the model, or does not support the device.
+        MissingExtraError: the library is not installed.
     """
     runtime = require("onnxruntime", extra="onnx", purpose="running an ONNX model")
     provider = _PROVIDERS[requires.device]
     if provider not in runtime.get_available_providers():
         raise ExportError(
-            "this ONNX Runtime has no such device",
+            "this ONNX Runtime does not support the device",
             where=str(folder),
             value=provider,
             allowed=", ".join(runtime.get_available_providers()),
@@ -96,7 +96,7 @@ def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: 
         )
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads or torch.get_num_threads()
-    options.log_severity_level = 4  # errors are raised, there is no need to print them too
+    options.log_severity_level = 4  # errors are raised, so they need not be printed
     _check_data(folder, files)
     try:
         return _Run(runtime.InferenceSession(str(folder / files[0]), options, providers=[provider]))
@@ -105,14 +105,14 @@ def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: 
             "ONNX Runtime refuses the model",
             where=str(folder / files[0]),
             value=str(error),
-            fix="its CPU kernels know no bfloat16: export with precision 'fp32' or 'fp16', or another form"
+            fix="its CPU kernels do not support bfloat16: export with precision 'fp32' or 'fp16', or another form"
             if "NOT_IMPLEMENTED" in str(error)
             else None,
         ) from error
 
 
 def _check_data(folder: Path, files: tuple[str, ...]) -> None:
-    """Refuse a model that refers to files which its manifest does not name: they could be anybody's."""
+    """Refuse a model that refers to files outside its manifest."""
     onnx = require("onnx", extra="onnx", purpose="running an ONNX model")
     try:
         model = onnx.load(str(folder / files[0]), load_external_data=False)
@@ -122,14 +122,14 @@ def _check_data(folder: Path, files: tuple[str, ...]) -> None:
         for entry in tensor.external_data:
             if entry.key == "location" and entry.value not in files[1:]:
                 raise ExportError(
-                    "the ONNX model reads a file that the manifest does not name",
+                    "the ONNX model reads a file that is not in the manifest",
                     where=str(folder / files[0]),
                     value=entry.value,
                 )
 
 
 def _tensors(message: Any) -> Iterator[Any]:
-    """Give every tensor inside a protobuf message, at whatever depth."""
+    """Yield every tensor inside a protobuf message, at any depth."""
     if message.DESCRIPTOR.name == "TensorProto":
         yield message
         return

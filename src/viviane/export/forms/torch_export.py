@@ -1,4 +1,4 @@
-"""torch.export's own file; lookups are operators of `viviane.export`, computed by our kernels, or torch's own."""
+"""The format of torch.export; lookups are operators of `viviane.export` with its kernels, or torch's operators."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FILE = "torch-export.pt2"
 
 
 def check() -> None:
-    """Nothing is needed."""
+    """Do nothing: no library is needed."""
 
 
 def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
     """Write the traced program."""
     exported = trace.exported
-    exported.example_inputs = None  # they would be stored, and are of no use
+    exported.example_inputs = None  # they would be stored, but are not used
     with quiet():
         torch.export.save(exported, folder / FILE)
     major, minor = torch_version()
@@ -32,7 +32,7 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
 
 
 def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: int | None) -> Runner:
-    """Read the program; operators of `viviane.export` are known here.
+    """Read the program; operators of `viviane.export` are registered here.
 
     Raises:
         ExportError: torch cannot read it.

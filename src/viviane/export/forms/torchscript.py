@@ -1,4 +1,4 @@
-"""TorchScript, for old servers: torch itself has deprecated it."""
+"""TorchScript, for old servers; deprecated by torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FILE = "torchscript.pt"
 
 
 def check() -> None:
-    """Nothing is needed."""
+    """Do nothing: no library is needed."""
 
 
 def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
     """Trace the program and write it.
 
     Raises:
-        ExportError: it cannot be traced.
+        ExportError: the program cannot be traced.
     """
     try:
         with quiet(), torch.no_grad(), use_implementation("reference"):
