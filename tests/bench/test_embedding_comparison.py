@@ -41,7 +41,7 @@ def test_each_batch_counts_by_its_own_fastest_time() -> None:
 def test_processor_time_leaves_waiting_out() -> None:
     times = measure(lambda _: time.sleep(0.01), 2, CPU, 0.05, time.process_time)
     assert times.best_ms < 5
-    with pytest.raises(ConfigError, match="says nothing of a GPU"):
+    with pytest.raises(ConfigError, match="does not measure a GPU"):
         compare([Tables((3,), 2, "sgd", torch.device("cuda"))], [Draw(4)], ["viviane"], processor_time=True)
 
 

@@ -98,8 +98,8 @@ def test_a_tiny_run_gives_its_file(tmp_path) -> None:
     [
         (["--model", "dlmr"], "did you mean 'dlrm'"),
         (["--precision", "int8"], "no such precision"),
-        (["--peers", "keras"], "no such peer"),
-        (["--optimizer", "lion"], "no such optimizer"),
+        (["--peers", "keras"], "unknown peer"),
+        (["--optimizer", "lion"], "unknown optimizer"),
         (["--processor-time"], "on the wall alone"),
     ],
 )

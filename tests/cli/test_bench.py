@@ -55,7 +55,7 @@ def test_help_says_what_there_is() -> None:
         ([*TINY, "--batch", "0"], "at least 1"),
         ([*TINY, "--rows", "ten"], "not a whole number"),
         (["bench", "embedding", "--tables", "criteo"], "no such tables"),
-        ([*TINY, "--peers", "tensorrec"], "no such peer"),
+        ([*TINY, "--peers", "tensorrec"], "unknown peer"),
         ([*TINY, "--device", "cuda:99"], "does not exist on this machine"),
     ],
 )

@@ -58,9 +58,9 @@ def test_a_blend_of_separated_classes_stays_finite() -> None:
 
 
 def test_refuses_what_is_no_predictions() -> None:
-    with pytest.raises(DataError, match="one entry for each row"):
+    with pytest.raises(DataError, match="one entry per row"):
         PlattScaling.fit([0.5, 0.5], [1])
-    with pytest.raises(DataError, match="one entry for each row"):
+    with pytest.raises(DataError, match="one entry per row"):
         IsotonicCalibration.fit([], [])
-    with pytest.raises(ConfigError, match="share of negatives"):
+    with pytest.raises(ConfigError, match="fraction of negatives"):
         PriorCorrection.of_sampling(0)

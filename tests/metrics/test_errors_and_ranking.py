@@ -154,13 +154,13 @@ def test_nothing_no_positive_and_reset(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("auc:user", "knows no groups[\\s\\S]*gauc"),
+        ("auc:user", "does not support groups[\\s\\S]*gauc"),
         ("ndgc@5:user", "unknown metric by group[\\s\\S]*did you mean 'ndcg'"),
-        ("ndcg@x:user", "not the name of a metric"),
-        ("ndcg@0:user", "not the name of a metric"),
-        ("ndcg:", "not the name of a metric"),
+        ("ndcg@x:user", "not a valid metric name"),
+        ("ndcg@0:user", "not a valid metric name"),
+        ("ndcg:", "not a valid metric name"),
         ("hit_rate:user", "needs a number of rows"),
-        ("gauc@3:user", "counts whole groups"),
+        ("gauc@3:user", "uses complete groups"),
     ],
 )
 def test_names_that_say_too_much_or_too_little(name, words):

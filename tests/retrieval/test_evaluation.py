@@ -88,14 +88,14 @@ def test_vectors_in_batches_of_any_size(monkeypatch):
 
 def test_wrong_input_is_refused():
     metrics = CatalogueMetrics(6, [2])
-    with pytest.raises(SchemaError, match="a score for each row and item"):
+    with pytest.raises(SchemaError, match="one score per row and item"):
         metrics.add_scores(torch.zeros(1, 5), Histories.of([[3]]))
     with pytest.raises(NumericsError, match="NaN"):
         metrics.add_scores(torch.full((1, 6), torch.nan), Histories.of([[3]]))
     for item in (2, 6):
         with pytest.raises(SchemaError, match="not in the catalogue"):
             metrics.add_scores(torch.zeros(1, 6), Histories.of([[item]]))
-    with pytest.raises(SchemaError, match="without a wanted item"):
+    with pytest.raises(SchemaError, match="has no wanted item"):
         metrics.add_scores(torch.zeros(1, 6), Histories.of([[]]))
     with pytest.raises(ConfigError, match="shorter than k"):
         metrics.add_lists(np.array([[3]]), Histories.of([[3]]))
@@ -115,6 +115,6 @@ def test_histories():
     before, item, user = leave_one_out(users, 2)
     assert (before.values.tolist(), item.tolist(), user.tolist()) == ([3], [4], [0])
     for wrong in ([3, 4], [["a"]], [[1.5]], [[[3]]], 7):
-        with pytest.raises(SchemaError, match="a history is a list of item ids"):
+        with pytest.raises(SchemaError, match="a history must be a list of item ids"):
             Histories.of(wrong)
     assert len(Histories.of([])) == 0

@@ -64,9 +64,9 @@ def test_vectors_of_items():
 
 BAD = [
     ({"vectors": np.ones((2, 2)), "ids": [3, 3]}, "occurs twice"),
-    ({"vectors": np.ones((2, 2)), "ids": [3]}, "an id for each vector"),
+    ({"vectors": np.ones((2, 2)), "ids": [3]}, "one id per vector is needed"),
     ({"vectors": np.array([[1.0, np.nan]]), "ids": [3]}, "not finite"),
-    ({"vectors": np.ones((0, 2)), "ids": []}, "made of vectors"),
+    ({"vectors": np.ones((0, 2)), "ids": []}, "needs vectors"),
     ({"vectors": np.ones((1, 2)), "ids": [-3]}, "out of range"),
     ({"vectors": np.ones((1, 2)), "ids": [9], "num_items": 9}, "out of range"),
 ]
@@ -80,7 +80,7 @@ def test_wrong_vectors_are_refused(options, message):
 
 def test_wrong_queries_are_refused():
     index, queries = made("exact")
-    with pytest.raises(SchemaError, match="the items' width"):
+    with pytest.raises(SchemaError, match="the width of the items"):
         index.search(queries[:, :3], 2)
     with pytest.raises(SchemaError, match=r"(?s)not finite.*row 1"):
         index.search(np.array([queries[0], queries[1] * np.inf]), 2)
@@ -94,12 +94,12 @@ def test_files_that_were_altered_are_refused(tmp_path):
     index.save(folder)
     with pytest.raises(CheckpointError, match="another version of the model"):
         ItemIndex.load(folder, model="abd")
-    with pytest.raises(CheckpointError, match="no index here"):
+    with pytest.raises(CheckpointError, match="no index found"):
         ItemIndex.load(tmp_path)
     content = (folder / "index.json").read_text()
     for wrong, message in [
         (content.replace('"exact"', '"sq9"'), "cannot be read"),
-        (content.replace('"exact"', '"ivf"'), "does not fit its kind"),
+        (content.replace('"exact"', '"ivf"'), "does not match its kind"),
         (content.replace('"ids.npy"', '"../ids.npy"'), "lacks ids.npy"),
         ("{", "cannot be read"),
     ]:
@@ -110,7 +110,7 @@ def test_files_that_were_altered_are_refused(tmp_path):
     data = bytearray((folder / "vectors.npy").read_bytes())
     data[-1] ^= 1
     (folder / "vectors.npy").write_bytes(bytes(data))
-    with pytest.raises(CheckpointError, match="check sum differs"):
+    with pytest.raises(CheckpointError, match="checksum differs"):
         ItemIndex.load(folder)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("x")

@@ -108,7 +108,7 @@ def test_any_request_is_answered_or_refused(two_stage) -> None:
     for wrong, kind, message in [
         ({"histories": [[3]], "k": 0}, ConfigError, "positive"),
         ({"histories": [[0.5]]}, SchemaError, "whole numbers"),
-        ({"histories": [[3]], "exclude": [[3], [4]]}, SchemaError, "a list for each history"),
+        ({"histories": [[3]], "exclude": [[3], [4]]}, SchemaError, "one list per history"),
         ({"histories": [[3]], "rows": {"age": [1, 2]}}, SchemaError, "another number of rows"),
     ]:
         with pytest.raises(kind, match=message):
@@ -146,9 +146,9 @@ def test_saved_and_loaded_it_recommends_the_same(two_stage, tmp_path) -> None:
     two_stage.both.save(tmp_path / "altered")
     file = tmp_path / "altered" / "fallback" / "counts.npy"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="check sum differs"):
+    with pytest.raises(CheckpointError, match="checksum differs"):
         Recommender.load(tmp_path / "altered", device="cpu")
-    with pytest.raises(CheckpointError, match="no recommender here"):
+    with pytest.raises(CheckpointError, match="no recommender found"):
         Recommender.load(tmp_path, device="cpu")
 
 
@@ -165,7 +165,7 @@ def test_stages_of_different_catalogues_are_refused(retrieval) -> None:
                                              categorical=[c.to_dict() for c in schema().categorical]))  # fmt: skip
     own.add(DIN(dim=4, attention_mlp=[4], top_mlp=[4], activation="relu"))
     own.compile()
-    with pytest.raises(SchemaError, match=r"(?s)missing.*'age'.*give it beside"):
+    with pytest.raises(SchemaError, match=r"(?s)missing.*'age'.*pass it with"):
         Recommender(VectorSource(retrieval), own).recommend([[3]], 2)
     assert Recommender(VectorSource(retrieval), own).recommend([[3]], 2, rows={"age": [30.0]}).items[0, 0] > 2
 

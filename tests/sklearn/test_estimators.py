@@ -138,7 +138,7 @@ def test_prints_the_columns(clicks: Any, capsys: pytest.CaptureFixture[str]) -> 
         ({"calibration": "plat"}, "unknown calibration"),
         ({"num_folds": 0}, "not a number of folds"),
         ({"validation_fraction": 0.7}, "not a share of rows"),
-        ({"negative_share": 2.0}, "not a share of negatives"),
+        ({"negative_share": 2.0}, "not a valid fraction of negatives"),
         ({"class_weight": {"maybe": 2}}, "not class weights"),
         ({"model": "deepfn"}, "deepfm"),
         ({"categories": ["sight"]}, "site"),

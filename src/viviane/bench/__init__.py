@@ -1,4 +1,4 @@
-"""Measure this machine: our operations beside the libraries that are installed on it.
+"""Benchmarks on this machine: this package and other installed libraries.
 
-`viviane bench` is its command, and the scripts in benchmarks/ take their workloads, peers and clocks from here.
+Used by `viviane bench` and by the scripts in benchmarks/.
 """

@@ -1,7 +1,7 @@
-"""Embedding tables beside those of other libraries: lookup alone, and lookup + backward + update by each rule.
+"""Benchmarks of embedding tables against other libraries: lookup only, and lookup + backward + update per optimizer.
 
-Each library runs in a process of its own. In one process the OpenMP and thread pools that libraries bring along wait
-for one another's cores, and the one that is imported last looks slow.
+Each library runs in a separate process. In one process the OpenMP and thread pools of the libraries compete for cores,
+and the library that is imported last appears slow.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ LOOKUP: Final = "lookup"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One library's figure for one operation.
+    """The result of one library for one operation.
 
     Args:
-        operation: "lookup", or the rule of lookup + backward + update.
+        operation: "lookup", or the optimizer of lookup + backward + update.
         library: its name in `LIBRARIES`.
         batch: B.
-        num_ids, distinct_rows: ids of a batch, and the rows that they touch (mean over the batches).
-        ms, median_ms, high_ms: best, median and 80th percentile of the time of a step.
-        first_ms: the first step, with compilation.
-        ids_per_second: looked up, by `ms`.
-        gb_per_second: compulsory bytes by `ms`; see `lookup_bytes` and `step_bytes`.
+        num_ids, distinct_rows: ids per batch, and distinct rows that they touch (mean over the batches).
+        ms, median_ms, high_ms: best, median and 80th percentile of the step time.
+        first_ms: the first step, including compilation.
+        ids_per_second: rate of lookups, from `ms`.
+        gb_per_second: compulsory bytes divided by `ms`; see `lookup_bytes` and `step_bytes`.
     """
 
     operation: str
@@ -57,7 +57,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A library that is not in the comparison, or not for one operation; `install` is the line that would help."""
+    """A library that is excluded from the comparison, or from one operation; `install` is the command to install it."""
 
     library: str
     operation: str | None
@@ -67,14 +67,14 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured on this machine.
+    """All measurements on this machine.
 
     Args:
         tables: sizes and width of the tables.
         device: "cpu", "cuda:0".
-        copy_gb_per_second: of a large copy, bytes read and written, in the same run.
-        measurements: in the order in which they were made.
-        left_out: with the reasons.
+        copy_gb_per_second: bandwidth of a large copy, bytes read and written, in the same run.
+        measurements: in chronological order.
+        left_out: excluded libraries, with reasons.
     """
 
     tables: Tables
@@ -84,7 +84,7 @@ class Comparison:
     left_out: tuple[LeftOut, ...]
 
     def times_faster(self, one: Measurement) -> float | None:
-        """Return how many times faster than this measurement ours is; None where ours was not measured."""
+        """Return the speedup of this package over this measurement; None if this package was not measured."""
         for own in self.measurements:
             if (own.library, own.operation, own.batch) == (OURS, one.operation, one.batch):
                 return one.ms / own.ms
@@ -114,26 +114,26 @@ class Comparison:
 
 
 def choose_libraries(peers: str, device: torch.device) -> list[str]:
-    """Return the names of ours and the peers: "auto" (all that run on the device), "none", or names with commas."""
+    """Return this package and the peers: "auto" (all that run on the device), "none", or comma-separated names."""
     able = [name for name, library in LIBRARIES.items() if device.type in library.rules]
     if peers == "auto":
         return able
     named = [] if peers == "none" else [name.strip() for name in peers.split(",")]
     for name in named:
         if name not in LIBRARIES:
-            raise ConfigError("no such peer", where="--peers", value=name, fix=suggest(name, LIBRARIES))
+            raise ConfigError("unknown peer", where="--peers", value=name, fix=suggest(name, LIBRARIES))
         if name not in able:
-            raise ConfigError(f"{name} is not compared on {device.type}", where="--peers", allowed=", ".join(able))
+            raise ConfigError(f"{name} is not supported on {device.type}", where="--peers", allowed=", ".join(able))
     return list(dict.fromkeys([OURS, *named]))
 
 
 def why_absent(name: str, library: Library, device: torch.device) -> LeftOut | None:
-    """Import a library; None where that works, else what to say of it."""
+    """Import a library; return None on success, else the reason for excluding it."""
     return not_imported(name, library.modules, library.install.get(device.type))
 
 
 def not_imported(name: str, modules: Sequence[str], install: str | None) -> LeftOut | None:
-    """Import modules; None where that works, else what to say of the library of that name."""
+    """Import modules; return None on success, else the reason for excluding the library."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -142,20 +142,20 @@ def not_imported(name: str, modules: Sequence[str], install: str | None) -> Left
                 return LeftOut(name, None, "not installed", install)
             return LeftOut(name, None, f"cannot be imported: {error}", None)
         except (ImportError, OSError, RuntimeError) as error:
-            # A build for another version of torch shows itself in one of these.
+            # A build for another version of torch raises one of these.
             return LeftOut(name, None, f"cannot be imported: {str(error).splitlines()[0]}", None)
     return None
 
 
 def check_memory(tables: Tables) -> None:
-    """Refuse tables that do not fit into the device's free memory."""
+    """Refuse tables that do not fit in the device's free memory."""
     if tables.device.type == "cuda":
         free: int | None = torch.cuda.mem_get_info(tables.device)[0]
     else:
         free = machine.memory_bytes()[1]
     if free is not None and tables.num_bytes > free:
         raise ConfigError(
-            f"the tables and the state of {tables.rule} do not fit into the memory that is free",
+            f"the tables and the state of {tables.rule} do not fit in the free memory",
             value=f"{tables.num_bytes / machine.GIB:.1f} GiB",
             allowed=f"{free / machine.GIB:.1f} GiB",
             fix="lower --max-rows or --dim",
@@ -171,18 +171,18 @@ def compare(
     processor_time: bool = False,
     heard: Callable[[Measurement | LeftOut], object] = lambda _: None,
 ) -> Comparison:
-    """Measure libraries one after another: tables are recreated for each rule, and serve all batch sizes.
+    """Measure libraries one after another; tables are created once per optimizer and used for all batch sizes.
 
     Args:
-        kinds: the same tables with each rule; the first also serve the lookups.
+        kinds: the same tables for each optimizer; the first is also used for lookups.
         draws: batches for them.
-        names: of `LIBRARIES`.
-        seconds: to spend on each figure.
-        processor_time: count the time of all threads on the CPU instead of the clock on the wall.
-        heard: is told of each figure as it comes.
+        names: names in `LIBRARIES`.
+        seconds: time per measurement.
+        processor_time: measure the CPU time of all threads instead of wall-clock time.
+        heard: called with each result when it is available.
     """
     if processor_time and kinds[0].device.type != "cpu":
-        raise ConfigError("processor time says nothing of a GPU", value=str(kinds[0].device), allowed="cpu")
+        raise ConfigError("processor time does not measure a GPU", value=str(kinds[0].device), allowed="cpu")
     for tables in kinds:
         check_memory(tables)
     found: list[Measurement | LeftOut] = []
@@ -196,7 +196,7 @@ def compare(
                 try:
                     results: list[Measurement | LeftOut] = task.result()
                 except BrokenProcessPool:
-                    results = [LeftOut(name, None, "its process was ended, perhaps for want of memory", None)]
+                    results = [LeftOut(name, None, "its process was killed, perhaps out of memory", None)]
                 for one in results:
                     found.append(one)
                     heard(one)
@@ -214,7 +214,7 @@ def _process() -> ProcessPoolExecutor:
 def measure_library(
     name: str, tables: Tables, draws: Sequence[Draw], seconds: float, lookup: bool, processor_time: bool = False
 ) -> list[Measurement | LeftOut]:
-    """Measure one library with one rule in this process."""
+    """Measure one library with one optimizer in this process."""
     library = LIBRARIES[name]
     absent = why_absent(name, library, tables.device)
     if absent is not None:
@@ -228,7 +228,7 @@ def measure_library(
         for draw in draws:
             load = draw.load(tables)
             steps = bind(load)
-            # Training first: its first step is a process's first, with all that there is to compile.
+            # Training first: its first step is the first of the process and includes all compilation.
             times = measure(steps.train, NUM_BATCHES, tables.device, seconds, clock)
             found.append(_figure(tables.rule, name, load, times, step_bytes(tables, load)))
             if lookup:

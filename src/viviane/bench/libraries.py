@@ -1,7 +1,7 @@
-"""The embedding tables of several libraries behind one pair of functions: look a batch up; train on it.
+"""The embedding tables of several libraries behind one interface: look up a batch; train on it.
 
-A library's function makes its tables once and returns how a load runs on them. Ids are given to each library as it
-wants them, prepared outside the clock.
+A library's function creates its tables once and returns a function that binds a load to them. Ids are prepared in the
+format of each library outside the timed region.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
 
 @dataclass(frozen=True)
 class Steps:
-    """Look batch i up; or look it up, go back, and move the rows."""
+    """Functions of batch i: lookup; and lookup, backward and update."""
 
     forward: Callable[[int], object]
     train: Callable[[int], object]
@@ -36,12 +36,12 @@ class Library:
     """A library that may be measured.
 
     Args:
-        title: what of it is measured.
-        modules: that are imported, besides torch.
-        package: distribution that carries its version.
-        install: the line that installs it, by type of device.
-        rules: optimizers it has, by type of device; a device that is not there is not compared.
-        build: makes the tables.
+        title: description of what is measured.
+        modules: modules to import, besides torch.
+        package: distribution that determines the version.
+        install: install command, by type of device.
+        rules: supported optimizers, by type of device; other devices are not supported.
+        build: creates the tables.
     """
 
     title: str
@@ -105,7 +105,7 @@ def _torch_bags(tables: Tables) -> Bind:
 
 
 def _fused(call: Callable[[Any], Tensor], batches: list[Any], gradient: Tensor) -> Steps:
-    """Return the steps of a library whose backward updates the rows."""
+    """Return the steps of a library with a fused update in backward."""
 
     def forward(i: int) -> Tensor:
         with torch.no_grad():
@@ -230,4 +230,4 @@ LIBRARIES: Final[dict[str, Library]] = {
         {"cpu": "pip install keras tensorflow"}, {"cpu": ("sgd", "adagrad", "rmsprop", "adam", "ftrl")}, _keras,
     ),
 }  # fmt: skip
-"""All libraries, ours first."""
+"""All libraries, this package first."""

@@ -1,6 +1,6 @@
-"""The zoo's models as a PyTorch user writes them by hand: a bag with sparse gradients per table, linear layers.
+"""The zoo's models in plain PyTorch: an EmbeddingBag with sparse gradients per table, linear layers.
 
-Shapes: B rows, F tables of width D, N dense numbers.
+Shapes: B rows, F tables of width D, N dense values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Bags(nn.Module):
         self.bags = nn.ModuleList(bags)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up."""
+        """Return the vectors of ids."""
         offsets = torch.arange(ids.shape[1], device=ids.device)
         return torch.stack([bag(ids[i], offsets) for i, bag in enumerate(self.bags)], 1)
 
@@ -105,7 +105,7 @@ class PlainDeepFM(nn.Module):
 PLAIN: Final[dict[str, Callable[..., nn.Module]]] = {
     "dlrm": PlainDLRM, "dcn": PlainDCN, "dcn_v2": PlainDCN, "deepfm": PlainDeepFM,
 }  # fmt: skip
-"""By the name in the zoo: made from (rows of the tables, N, the zoo's settings)."""
+"""Constructors by the name in the zoo, called with (rows of the tables, N, the zoo's settings)."""
 
 
 def build_plain(name: str, rows: Sequence[int], num_dense: int, zoo: ZooModel) -> nn.Module:

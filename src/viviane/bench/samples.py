@@ -1,4 +1,4 @@
-"""Synthetic rows for any schema, in memory and in files: labels by chance, ids by the power law.
+"""Synthetic rows for any schema, in memory and in files: random labels, power-law ids.
 
 Shapes: B rows, F one-hot columns.
 """
@@ -19,13 +19,13 @@ from viviane.bench.workload import draw_ids
 from viviane.data import Dataset, write_dataset
 from viviane.schema import CategoricalColumn, Schema
 
-_RAW_IDS: Final = 100_000  # distinct ids of a column that has no range
-_HOTNESS: Final = 5  # most ids of a bag, where its column does not say
+_RAW_IDS: Final = 100_000  # distinct ids of a column without num_ids
+_HOTNESS: Final = 5  # maximum ids of a bag without max_length
 _BLOCK_ROWS: Final = 131_072
 
 
 def criteo_schema(rows: tuple[int, ...], num_dense: int = 13) -> Schema:
-    """Return one label, dense columns, and a one-hot column for each table.
+    """Return one label, dense columns, and one one-hot column per table.
 
     Example:
         >>> criteo_schema((10, 20), num_dense=2).num_dense
@@ -39,13 +39,13 @@ def criteo_schema(rows: tuple[int, ...], num_dense: int = 13) -> Schema:
 
 
 class Samples:
-    """Draws rows of a schema: the first ones of a column's ids come most often.
+    """Draws rows of a schema; smaller ids of a column are more frequent.
 
     Args:
         schema: the columns.
         ids: "power-law" or "uniform"; see `draw_ids`.
-        exponent: of the power law.
-        seed: of the rows.
+        exponent: exponent of the power law.
+        seed: seed of the rows.
 
     Example:
         >>> batch = Samples(criteo_schema((10, 20))).batch(4)
@@ -59,7 +59,7 @@ class Samples:
         self._random = np.random.default_rng(seed)
 
     def batch(self, size: int) -> Batch:
-        """Draw a batch of B rows, in the host's memory."""
+        """Draw a batch of B rows, in host memory."""
         schema, random = self.schema, self._random
         labels = [(random.random(size) < 0.25).astype(np.float32) for _ in schema.labels]
         one_hot = [self._column(column, size) for column in schema.one_hot]
@@ -90,7 +90,7 @@ class Samples:
         return Bag(torch.from_numpy(values), torch.from_numpy(offsets), weights)
 
     def write(self, folder: str | Path, rows: int) -> Dataset:
-        """Write rows as a data set in Viviane's format, which is read at the speed of memory."""
+        """Write rows as a data set in Viviane's format, which is read at memory speed."""
         return write_dataset(folder, self.schema, self._tables(rows), format="viviane")
 
     def _tables(self, rows: int) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Clocks: how long a step takes, and how fast this machine copies memory."""
+"""Timing of steps, and the memory bandwidth of this machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Times:
     """Milliseconds of one step.
 
     Args:
-        first_ms: the first of all, with compilation and first touches of memory.
+        first_ms: the first step, including compilation and first touches of memory.
         best_ms: the fastest time of each batch, averaged over the batches.
-        median_ms, high_ms: median and 80th percentile of all steps but the first rounds.
+        median_ms, high_ms: median and 80th percentile of all steps except the first rounds.
     """
 
     first_ms: float
@@ -38,17 +38,17 @@ def measure(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
-    """Time step(0) to step(count - 1) in turn, for about `seconds`, at least one round after one to warm up.
+    """Time step(0) to step(count - 1) in turn, for about `seconds`, at least one round after a warm-up round.
 
-    On a busy machine the fastest times are the fair ones: what is beside them only adds. On a GPU a round is timed
-    as a whole, since its steps follow one another without waiting.
+    On a busy machine the fastest times are the most meaningful: other load can only add time. On a GPU complete
+    rounds are timed, since steps follow one another without waiting.
 
     Args:
         step: runs one batch.
         count: number of batches.
-        device: that is waited for.
-        seconds: to spend; compilation and slow steps may take longer.
-        clock: in seconds; `time.process_time` counts what the process itself takes of a busy CPU, all threads together.
+        device: device to synchronize with.
+        seconds: time to spend; compilation and slow steps may take longer.
+        clock: clock in seconds; `time.process_time` measures the CPU time of all threads of this process.
     """
     laps = [range(i, i + 1) for i in range(count)] if device.type == "cpu" else [range(count)]
     first = _lap(step, range(1), device, clock)
@@ -83,7 +83,7 @@ def _wait(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device, seconds: float = 1.0) -> float:
-    """Return how fast torch copies a large tensor, in GB/s of bytes read and written; the fastest of many.
+    """Return the bandwidth of a large torch copy, in GB/s of bytes read and written; the best of many.
 
     Example:
         >>> copy_bandwidth(torch.device("cpu"), seconds=0.01) > 0

@@ -1,6 +1,6 @@
-"""The training step of a model, with batches in memory and from files, beside the same model in other libraries.
+"""Benchmarks of training steps, with batches in memory and from files, against the same model in other libraries.
 
-Each library runs in a process of its own, as in `viviane.bench.embedding`.
+Each library runs in a separate process, as in `viviane.bench.embedding`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TrainFigure:
         library: its name in `TRAIN_LIBRARIES`.
         batch: B.
         ms, median_ms, high_ms: best, median and 80th percentile.
-        first_ms: the first step, with compilation.
-        samples_per_second: by `ms`.
+        first_ms: the first step, including compilation.
+        samples_per_second: rate, from `ms`.
     """
 
     library: str
@@ -48,12 +48,12 @@ class TrainFigure:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that a step can take on this machine: bytes of the tables, then the products of the dense layers.
+    """The lower bound of a step on this machine: memory traffic of the tables plus matrix products of the dense layers.
 
     Args:
-        copy_gb_per_second, tflops: of a large copy and a large product, measured in the same run.
-        num_bytes: that lookup, backward and update move; see `step_bytes`.
-        flops: of the dense layers' products, forward and backward.
+        copy_gb_per_second, tflops: rates of a large copy and a large product, measured in the same run.
+        num_bytes: bytes of lookup, backward and update; see `step_bytes`.
+        flops: operations of the dense layers' products, forward and backward.
     """
 
     copy_gb_per_second: float
@@ -69,7 +69,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class TrainComparison:
-    """What was measured on this machine."""
+    """All measurements on this machine."""
 
     trainings: tuple[Training, ...]
     floors: tuple[Floor, ...]
@@ -77,14 +77,14 @@ class TrainComparison:
     left_out: tuple[LeftOut, ...]
 
     def times_faster(self, one: TrainFigure) -> float | None:
-        """Return how many times faster than this figure ours is; None where ours was not measured."""
+        """Return the speedup of this package over this result; None if this package was not measured."""
         for own in self.figures:
             if (own.library, own.batch) == (OURS, one.batch):
                 return one.ms / own.ms
         return None
 
     def share_of_floor(self, one: TrainFigure) -> float:
-        """Return the floor's share of the time."""
+        """Return the floor as a fraction of the measured time."""
         at = next(i for i, training in enumerate(self.trainings) if training.batch == one.batch)
         return self.floors[at].ms / one.ms
 
@@ -121,14 +121,14 @@ class TrainComparison:
 
 
 def choose_train_libraries(peers: str, model: str) -> list[str]:
-    """Return ours and the peers: "auto" (torch, and DeepCTR-Torch where it has the model), "none", or names."""
+    """Return this package and the peers: "auto" (torch, and DeepCTR-Torch if it has the model), "none", or names."""
     if peers == "auto":
         named = [name for name in ("torch", "deepctr") if model in TRAIN_LIBRARIES[name].models]
     else:
         named = [] if peers == "none" else [name.strip() for name in peers.split(",")]
     for name in named:
         if name not in TRAIN_LIBRARIES:
-            raise ConfigError("no such peer", where="--peers", value=name, fix=suggest(name, TRAIN_LIBRARIES))
+            raise ConfigError("unknown peer", where="--peers", value=name, fix=suggest(name, TRAIN_LIBRARIES))
     return list(dict.fromkeys([OURS, FROM_FILES, *named]))
 
 
@@ -143,9 +143,9 @@ def compare_training(
 
     Args:
         trainings: one model with several batch sizes.
-        names: of `TRAIN_LIBRARIES`.
-        seconds: to spend on each figure.
-        heard: is told of each figure as it comes.
+        names: names in `TRAIN_LIBRARIES`.
+        seconds: time per measurement.
+        heard: called with each result when it is available.
     """
     check_memory(trainings[0].tables)
     found: list[TrainFigure | LeftOut] = []
@@ -157,7 +157,7 @@ def compare_training(
                 try:
                     one = process.submit(measure_training, name, training, seconds).result()
                 except BrokenProcessPool:
-                    one = LeftOut(name, None, "its process was ended, perhaps for want of memory", None)
+                    one = LeftOut(name, None, "its process was killed, perhaps out of memory", None)
             found.append(one)
             heard(one)
             if isinstance(one, LeftOut):
@@ -179,7 +179,7 @@ def measure_training(name: str, training: Training, seconds: float) -> TrainFigu
         return absent
     for what, known in ((training.model, library.models), (training.tables.rule, library.rules)):
         if what not in known:
-            return LeftOut(name, what, f"has no {what} here", None)
+            return LeftOut(name, what, f"does not support {what} here", None)
     try:
         times = measure(library.build(training), NUM_BATCHES, device, seconds)
     except torch.cuda.OutOfMemoryError:
@@ -191,12 +191,12 @@ def measure_training(name: str, training: Training, seconds: float) -> TrainFigu
 
 
 def measure_floors(trainings: list[Training]) -> list[Floor]:
-    """Return the floor of each training, by this machine's copy and product."""
+    """Return the floor of each training, from this machine's copy bandwidth and product rate."""
     device = trainings[0].tables.device
     copied, product = copy_bandwidth(device), product_tflops(device, trainings[0].precision)
     weights = dense_parameters(trainings[0].build().module).values()
     per_row = 6.0 * sum(one.numel() for one in weights if one.dim() == 2)
-    if trainings[0].model == "dlrm":  # pairs of vectors: half of a product of the vectors with themselves, thrice
+    if trainings[0].model == "dlrm":  # pairs of vectors: half of a product of all vectors, three times
         per_row += 3.0 * (len(trainings[0].tables.rows) + 1) ** 2 * trainings[0].tables.dim
     floors = []
     for training in trainings:
@@ -206,7 +206,7 @@ def measure_floors(trainings: list[Training]) -> list[Floor]:
 
 
 def product_tflops(device: torch.device, precision: str) -> float:
-    """Return how fast torch multiplies large matrices, in TFLOP/s.
+    """Return the rate of large matrix products in torch, in TFLOP/s.
 
     Example:
         >>> product_tflops(torch.device("cpu"), "fp32") > 0

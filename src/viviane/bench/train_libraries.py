@@ -1,6 +1,6 @@
-"""The training step of a model in several libraries behind one function: train on batch i.
+"""The training step of a model in several libraries behind one interface: train on batch i.
 
-Each library gets the batches as it wants them, prepared outside the clock; the one with the reader gets files.
+Batches are prepared in the format of each library outside the timed region; the library with the reader gets files.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _MOST_ROWS: Final = 1 << 21
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """A training workload.
 
     Args:
-        model: name in the zoo, with its own sizes of layers.
-        tables: sizes, width and rule of the tables; the rule moves the dense layers, too.
+        model: name in the zoo, with its default layer sizes.
+        tables: sizes, width and optimizer of the tables; the optimizer also updates the dense layers.
         batch: B.
-        num_dense: dense columns.
-        precision: of the dense layers.
-        ids, exponent: how ids are drawn.
+        num_dense: number of dense columns.
+        precision: precision of the dense layers.
+        ids, exponent: distribution of ids.
     """
 
     model: str
@@ -66,9 +66,9 @@ class Training:
         return [samples.batch(self.batch).to(self.tables.device) for _ in range(NUM_BATCHES)]
 
     def write(self, folder: Path, batches: int = 8 * NUM_BATCHES) -> Dataset:
-        """Write rows for this many batches, or 2 million rows: the same drawn ones again and again.
+        """Write rows for this many batches, or 2 million rows: the drawn batches are repeated.
 
-        The first epoch begins with a wait for its first window of rows, so there should be many batches.
+        The first epoch begins by waiting for its first shuffle window, so there should be many batches.
         """
         samples, drawn = self.samples, self.batch * NUM_BATCHES
         columns = columns_of(samples.schema, samples.batch(drawn))
@@ -76,7 +76,7 @@ class Training:
         return write_dataset(folder, samples.schema, [columns] * times, format="viviane")
 
     def build(self) -> Model:
-        """Return our model, compiled."""
+        """Return this package's model, compiled."""
         tables = self.tables
         settings = {"lr": tables.lr, "batch_size": self.batch, "precision": self.precision}
         solver = Solver.from_dict({**settings, "device": str(tables.device)})
@@ -91,11 +91,11 @@ class TrainLibrary:
     """A library that may be measured.
 
     Args:
-        title: what of it is measured.
-        modules: that are imported, besides torch.
-        install: the line that installs it.
-        models, rules: that it has.
-        build: makes the step.
+        title: description of what is measured.
+        modules: modules to import, besides torch.
+        install: install command.
+        models, rules: supported models and optimizers.
+        build: creates the step.
     """
 
     title: str
@@ -215,4 +215,4 @@ TRAIN_LIBRARIES: Final[Mapping[str, TrainLibrary]] = {
         "pip install deepctr-torch", ("dcn", "dcn_v2", "deepfm"), _TORCH_RULES, _deepctr,
     ),
 }  # fmt: skip
-"""All libraries, ours first."""
+"""All libraries, this package first."""

@@ -1,6 +1,6 @@
-"""What is measured: sizes of tables, and batches of one-hot ids.
+"""Workloads: sizes of tables, and batches of one-hot ids.
 
-Shapes: B rows of a batch, F tables, each with one id a row, D their width.
+Shapes: B rows of a batch, F tables, each with one id per row, D their width.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ TABLE_SIZES: Final[dict[str, tuple[int, ...]]] = {
     ),
     "movielens-20m": (138493, 26744),
 }  # fmt: skip
-"""Rows of each table of public data sets."""
+"""Rows of each table, for public data sets."""
 
 RULES: Final[dict[str, AnyOptimizer]] = {
     **{settings.model_fields["type"].default: settings() for settings in get_args(AnyOptimizer)},
     "row_wise_adagrad": AdaGrad(row_wise=True),
 }
-"""Optimizers that may be measured."""
+"""Optimizers that can be measured."""
 
 LAWS: Final = ("power-law", "uniform")
 NUM_BATCHES: Final = 8
-"""Batches that are served in turn, so that no cache keeps the rows of one."""
+"""Number of batches used in turn, so that no cache keeps the rows of one."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables of one width in float32, and the rule that moves their rows.
+    """Float32 tables of one width, and their optimizer.
 
     Args:
-        rows: of each table.
+        rows: rows of each table.
         dim: D.
-        rule: a name of `RULES`.
-        device: where they are.
+        rule: optimizer, a name in `RULES`.
+        device: device of the tables.
         lr: learning rate.
     """
 
@@ -62,7 +62,7 @@ class Tables:
 
     @property
     def state_bytes_per_row(self) -> int:
-        """Bytes of optimizer state of one row."""
+        """Bytes of optimizer state per row."""
         return state_row_bytes(RULES[self.rule], self.dim)
 
     @property
@@ -95,7 +95,7 @@ class Load:
 
     @cached_property
     def distinct_rows(self) -> float:
-        """Rows that a batch touches, each counted once; the mean over the batches."""
+        """Number of distinct rows of a batch; the mean over the batches."""
         counts = [sum(len(torch.unique(column)) for column in ids.unbind(1)) for ids in self.ids]
         return sum(counts) / len(counts)
 
@@ -103,15 +103,15 @@ class Load:
 def draw_ids(
     rows: Sequence[int], size: int, law: str, exponent: float = 1.1, count: int = NUM_BATCHES, seed: int = 0
 ) -> list[Tensor]:
-    """Draw batches (B, F) of int32 ids: P(id) ~ (id + 1)^-exponent by inverting the continuous law, or uniform ones.
+    """Draw batches (B, F) of int32 ids: P(id) ~ (id + 1)^-exponent by inverting the continuous law, or uniform.
 
     Args:
-        rows: of each table.
+        rows: rows of each table.
         size: B.
         law: "power-law" or "uniform".
-        exponent: of the power law, not 1.
+        exponent: exponent of the power law, not 1.
         count: number of batches.
-        seed: of the ids.
+        seed: seed of the ids.
 
     Example:
         >>> [ids] = draw_ids([1000, 3], 4, "power-law", count=1)
@@ -119,9 +119,9 @@ def draw_ids(
         ((4, 2), True)
     """
     if law not in LAWS:
-        raise ConfigError("no such law of ids", value=law, allowed=", ".join(LAWS))
+        raise ConfigError("unknown distribution of ids", value=law, allowed=", ".join(LAWS))
     if law == "power-law" and (exponent <= 0 or exponent == 1):
-        raise ConfigError("the exponent of a power law is positive, and not 1", value=exponent)
+        raise ConfigError("the exponent of a power law must be positive and not 1", value=exponent)
     rng, limit = np.random.default_rng(seed), np.array(rows, dtype=np.float64)
     batches = []
     for _ in range(count):
@@ -135,12 +135,12 @@ def draw_ids(
 
 @dataclass(frozen=True)
 class Draw:
-    """How batches are drawn.
+    """The distribution of batches.
 
     Args:
         size: B.
         law: "power-law" or "uniform".
-        exponent: of the power law.
+        exponent: exponent of the power law.
     """
 
     size: int
@@ -156,10 +156,10 @@ class Draw:
 
 
 def lookup_bytes(tables: Tables, load: Load) -> float:
-    """Return the bytes that a lookup has to move: U D 4 + N 4 + N D 4.
+    """Return the minimum bytes of a lookup: U D 4 + N 4 + N D 4.
 
-    U distinct rows are read once, N ids are read, N vectors are written. Caches are taken to keep a row within a
-    batch, and none between lookup and update.
+    U distinct rows are read once, N ids are read, N vectors are written. Caches are assumed to keep a row within a
+    batch, and to keep none between lookup and update.
     """
     return 4 * (load.distinct_rows * tables.dim + load.num_ids * (1 + tables.dim))
 
@@ -174,7 +174,7 @@ def step_bytes(tables: Tables, load: Load) -> float:
 
 
 def known_rule(name: str) -> str:
-    """Return the name of a rule, or say which there are."""
+    """Return the name of an optimizer; raise an error with the valid names if it is unknown."""
     if name not in RULES:
-        raise ConfigError("no such optimizer", where="--optimizer", value=name, fix=suggest(name, RULES))
+        raise ConfigError("unknown optimizer", where="--optimizer", value=name, fix=suggest(name, RULES))
     return name

@@ -29,15 +29,15 @@ def roc_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> fl
         AUC = sum over groups g of equal score: P_g (N_below_g + N_g / 2)  /  (P N)
 
     P_g, N_g are the positive and negative weight of a group, N_below_g the negative weight under it. Sums are in
-    float64: exact for up to 2^53 rows without weights.
+    float64: exact up to 2^53 rows without weights.
 
     Args:
-        scores: (n,) any finite numbers.
-        labels: (n,) 0 or 1; a probability counts as that share of a positive row.
+        scores: (n,) finite values.
+        labels: (n,) 0 or 1; a probability counts as that fraction of a positive row.
         weights: (n,) or None.
 
     Returns:
-        The AUC, or NaN where there are no positive or no negative rows.
+        The AUC, or NaN if there are no positive or no negative rows.
 
     Example:
         >>> roc_auc(np.float32([0.1, 0.4, 0.35, 0.8]), np.float32([0, 0, 1, 1]))
@@ -50,7 +50,7 @@ def roc_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> fl
 
 
 def pair_sums(scores: Floats, labels: Floats, weights: Floats | None = None) -> tuple[float, float, float]:
-    """Return P, N, and twice the weight of the pairs that are in order, ties counted one half."""
+    """Return P, N, and twice the weight of correctly ordered pairs, where ties count one half."""
     if not len(scores):
         return 0.0, 0.0, 0.0
     if weights is None and ((labels == 0) | (labels == 1)).all():
@@ -68,32 +68,32 @@ def _area(positives: float, negatives: float, twice: float) -> float:
 
 
 def check_finite(scores: Floats) -> None:
-    """Refuse predictions that have no order: NaN, or infinite.
+    """Refuse predictions that are NaN or infinite.
 
     Raises:
-        NumericsError: naming the first row.
+        NumericsError: a prediction is not finite; names the first row.
     """
     if not np.isfinite(scores).all():
         row = int(np.flatnonzero(~np.isfinite(scores))[0])
-        raise NumericsError("a prediction is not a finite number", where=f"row {row}", value=float(scores[row]))
+        raise NumericsError("a prediction is not finite", where=f"row {row}", value=float(scores[row]))
 
 
 def ordered_bits(scores: Floats) -> NDArray[np.int64]:
-    """Return integers of 32 bits in the order of the scores, equal where scores are equal.
+    """Return 32-bit integers with the same order and equality as the scores.
 
     Example:
         >>> np.argsort(ordered_bits(np.float32([0.5, -1.0, 0.0]))).tolist()
         [1, 2, 0]
     """
     bits = np.ascontiguousarray(scores + np.float32(0), np.float32).view(np.int32)  # + 0 turns -0.0 into 0.0
-    return np.where(bits < 0, ~bits ^ np.int32(-(2**31)), bits).astype(np.int64)  # negative floats sort backwards
+    return np.where(bits < 0, ~bits ^ np.int32(-(2**31)), bits).astype(np.int64)  # negative floats sort in reverse
 
 
 def _group_counts(scores: Floats, labels: Floats) -> tuple[Doubles, Doubles]:
-    """Positives and rows up to the end of each group of equal score, for labels of 0 and 1.
+    """Return positives and rows up to the end of each group of equal score, for labels 0 and 1.
 
-    Score and label are packed into one integer, so that one plain sort does it all: no permutation is made
-    and nothing is gathered, which is several times faster than sorting indices.
+    Score and label are packed into one integer, so that one plain sort is enough. Without a permutation and a
+    gather this is several times faster than sorting indices.
     """
     packed = ordered_bits(scores) << 1
     packed |= labels.astype(np.int64)
@@ -105,7 +105,7 @@ def _group_counts(scores: Floats, labels: Floats) -> tuple[Doubles, Doubles]:
 
 
 def _group_sums(scores: Floats, labels: Floats, weights: Floats | None) -> tuple[Doubles, Doubles]:
-    """Positive and whole weight up to the end of each group of equal score."""
+    """Return positive and total weight up to the end of each group of equal score."""
     order = np.argsort(scores, kind="stable")
     ordered = scores[order]
     ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
@@ -114,7 +114,7 @@ def _group_sums(scores: Floats, labels: Floats, weights: Floats | None) -> tuple
 
 
 def joined_weights(scores: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the weights of all batches' rows, (n,), ones where a batch has none; None where no batch has any.
+    """Return the weights of all batches' rows, (n,), ones for batches without weights; None if no batch has weights.
 
     Example:
         >>> joined_weights([torch.zeros(1), torch.zeros(2)], [torch.tensor([0.5]), None])
@@ -128,7 +128,7 @@ def joined_weights(scores: Sequence[Tensor], weights: Sequence[Tensor | None]) -
 
 @METRICS.register("auc")
 class Auc(Metric):
-    """Exact area under the ROC curve; keeps 8 bytes a row (12 with weights) until it is computed.
+    """Exact area under the ROC curve; stores 8 bytes per row (12 with weights).
 
     Example:
         >>> auc = Auc()
@@ -141,14 +141,14 @@ class Auc(Metric):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Discard all rows."""
         self._scores: list[Tensor] = []
         self._labels: list[Tensor] = []
         self._weights: list[Tensor | None] = []
         self._joined: tuple[float, float, float] | None = None
 
     def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
-        """Keep a batch."""
+        """Add a batch."""
         self._scores.append(predictions.detach().float().flatten().clone())
         self._labels.append(labels.detach().float().flatten().clone())
         self._weights.append(None if weight is None else weight.detach().float().flatten().clone())
@@ -161,9 +161,9 @@ class Auc(Metric):
         return scores, labels, None if weights is None else weights.cpu().numpy()
 
     def join(self, processes: Processes) -> None:
-        """Rank the rows of all processes, a range of scores on each; no process holds all of them.
+        """Rank the rows of all processes; each process ranks one range of scores.
 
-        Let P_r, N_r, A_r be the positives, negatives and ordered pairs of range r. A positive of range r stands above
+        Let P_r, N_r, A_r be the positives, negatives and ordered pairs of range r. A positive of range r ranks above
         the negatives of all lower ranges, so all ordered pairs are the sum over r of A_r + P_r (N_0 + ... + N_{r-1}).
         """
         scores, labels, weights = self._rows()
@@ -171,7 +171,7 @@ class Auc(Metric):
         flags = processes.gather_numbers(numbers)
         bad = [rank for rank, one in enumerate(flags) if not one[0]]
         if bad:
-            raise NumericsError("a prediction is not a finite number", where=f"rows of rank {bad[0]}")
+            raise NumericsError("a prediction is not finite", where=f"rows of rank {bad[0]}")
         if any(one[1] for one in flags) and weights is None:
             weights = np.ones(len(scores), np.float32)
         own = pair_sums(*exchange_rows(processes, scores, labels, weights))

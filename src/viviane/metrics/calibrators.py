@@ -1,4 +1,4 @@
-"""From scores to probabilities: Platt's sigmoid, isotonic regression, and the correction of a changed base rate."""
+"""Calibration of scores to probabilities: Platt scaling, isotonic regression, and correction of a changed base rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST = 1e-7
 
 
 def logit(p: ArrayLike) -> Floats:
-    """Return ln(p / (1 - p)), with p kept 1e-7 away from 0 and 1.
+    """Return ln(p / (1 - p)), with p clipped to [1e-7, 1 - 1e-7].
 
     Example:
         >>> logit([0.5]).tolist()
@@ -39,7 +39,7 @@ def sigmoid(x: ArrayLike) -> Floats:
 
 @dataclass(frozen=True)
 class PlattScaling:
-    """p' = sigmoid(a logit(p) + b), by maximum likelihood with a weak prior of a = 1, b = 0.
+    """p' = sigmoid(a logit(p) + b), fitted by maximum likelihood with a weak prior at a = 1, b = 0.
 
     Source: Platt 1999, "Probabilistic Outputs for Support Vector Machines".
 
@@ -54,11 +54,11 @@ class PlattScaling:
 
     @classmethod
     def fit(cls, p: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None) -> PlattScaling:
-        """Learn from predictions and labels of rows that the model was not trained on.
+        """Fit to predictions and labels of rows that the model was not trained on.
 
         Args:
             p, y: probabilities and labels 0 or 1, (rows,).
-            weight: of the rows.
+            weight: weights of the rows.
 
         Raises:
             DataError: lengths differ, or there are no rows.
@@ -74,7 +74,7 @@ class PlattScaling:
 
 @dataclass(frozen=True)
 class IsotonicCalibration:
-    """The rising step function of p that fits the labels best, linear between its steps.
+    """The increasing step function of p that fits the labels best, linearly interpolated.
 
     Source: Zadrozny and Elkan 2002, "Transforming classifier scores into accurate multiclass probability estimates".
 
@@ -88,7 +88,7 @@ class IsotonicCalibration:
 
     @classmethod
     def fit(cls, p: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None) -> IsotonicCalibration:
-        """Learn from predictions and labels of rows that the model was not trained on; arguments as `PlattScaling`'s.
+        """Fit to predictions and labels of rows that the model was not trained on; arguments as for `PlattScaling`.
 
         Raises:
             DataError: lengths differ, or there are no rows.
@@ -111,9 +111,9 @@ class IsotonicCalibration:
 
 @dataclass(frozen=True)
 class PriorCorrection:
-    """Undoes a changed base rate: odds' = odds c0 / c1, c1 and c0 the factors by which positives and negatives weigh.
+    """Corrects a changed base rate: odds' = odds c0 / c1, with the weight factors c1 of positives and c0 of negatives.
 
-    Class weights (w0, w1) weigh by c0 = w0, c1 = w1; a sample that keeps a share r of the negatives has c0 = r, c1 = 1.
+    For class weights (w0, w1), c0 = w0 and c1 = w1; for a sample with a fraction r of the negatives, c0 = r and c1 = 1.
 
     Source: Elkan 2001, "The Foundations of Cost-Sensitive Learning"; He et al. 2014, "Practical Lessons from Predicting
     Clicks on Ads at Facebook".
@@ -129,22 +129,22 @@ class PriorCorrection:
     def __post_init__(self) -> None:
         if not (0 < self.negatives < np.inf and 0 < self.positives < np.inf):
             value = (self.negatives, self.positives)
-            raise ConfigError("factors of a prior correction are positive numbers", value=value)
+            raise ConfigError("factors of a prior correction must be positive", value=value)
 
     @classmethod
     def of_sampling(cls, kept: float) -> PriorCorrection:
-        """Return the correction for training rows of which a share `kept` of the negatives was kept.
+        """Return the correction for training rows sampled with a fraction `kept` of the negatives.
 
         Raises:
-            ConfigError: the share is not above 0 and at most 1.
+            ConfigError: the fraction is not in (0, 1].
         """
         if not 0 < kept <= 1:
-            raise ConfigError("not a share of negatives", value=kept, allowed="0 < kept <= 1")
+            raise ConfigError("not a valid fraction of negatives", value=kept, allowed="0 < kept <= 1")
         return cls(kept)
 
     @property
     def shift(self) -> float:
-        """What is added to the logit."""
+        """The value added to the logit."""
         return float(np.log(self.negatives / self.positives))
 
     def __call__(self, p: ArrayLike) -> Floats:
@@ -159,15 +159,15 @@ def fit_blend(
 ) -> tuple[Floats, float]:
     """Return weights w >= 0 and a shift b of several models, such that sigmoid(sum_m w_m x_m + b) fits the labels.
 
-        minimise  sum_i -ln p(y_i)  +  prior / 2 sum_m (w_m - 1 / M)^2,    w_m >= 0
+        minimize  sum_i -ln p(y_i)  +  prior / 2 sum_m (w_m - 1 / M)^2,    w_m >= 0
 
-    Newton's method on the models with positive weight; one whose weight would become negative is left out.
+    Newton's method on the models with positive weight; a model whose weight would become negative is removed.
 
     Args:
-        logits: of rows that the models were not trained on, (rows, M).
+        logits: logits of rows that the models were not trained on, (rows, M).
         y: labels 0 or 1.
-        weight: of the rows.
-        prior: how strongly equal weights are preferred.
+        weight: weights of the rows.
+        prior: strength of the prior towards equal weights.
 
     Example:
         >>> weights, shift = fit_blend(np.array([[-2.0, 0.3], [2.0, -0.1]] * 50), [0, 1] * 50)
@@ -216,7 +216,7 @@ def _newton(x: Floats, y: Floats, rows: Floats, start: float, prior: float) -> F
 
 
 def _pool(mean: Floats, weight: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Pool adjacent violators: heights, weights and starts of the blocks of the best rising function."""
+    """Pool adjacent violators: return heights, weights and starts of the blocks of the best increasing function."""
     heights: list[float] = []
     sizes: list[float] = []
     starts: list[int] = []
@@ -237,5 +237,5 @@ def _rows(p: ArrayLike, y: ArrayLike, weight: ArrayLike | None) -> tuple[Floats,
     weights = np.ones(len(labels)) if weight is None else np.asarray(weight, dtype=np.float64)
     if predictions.ndim != 1 or predictions.shape != labels.shape or labels.shape != weights.shape or not len(labels):
         value = [predictions.shape, labels.shape, weights.shape]
-        raise DataError("predictions, labels and weights have one entry for each row", value=value)
+        raise DataError("predictions, labels and weights need one entry per row", value=value)
     return predictions, labels, weights

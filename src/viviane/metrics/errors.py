@@ -1,4 +1,4 @@
-"""Metrics of the distance between prediction and label, for labels of any kind."""
+"""Metrics of the difference between prediction and label, for all kinds of labels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RootMeanSquaredError(MeanSquaredError):
     """
 
     def compute(self) -> float:
-        """Return the root, NaN where nothing was fed."""
+        """Return the root, NaN without rows."""
         return math.sqrt(super().compute())
 
 
@@ -56,7 +56,7 @@ class MeanAbsoluteError(Ratio):
 class Smape(Ratio):
     """Symmetric mean absolute percentage error: mean of |p - y| / ((p + y) / 2), 0 where p = y = 0.
 
-    As HugeCTR has it: a share, not multiplied by 100, between 0 and 2 for numbers that are not negative.
+    As in HugeCTR: a fraction, not multiplied by 100, between 0 and 2 for non-negative values.
 
     Example:
         >>> metric = Smape()

@@ -1,4 +1,4 @@
-"""Rows of all processes brought together by group: each process gets some of the groups, whole.
+"""Redistribution of the rows of all processes by group: each process gets complete groups.
 
 Shapes: N rows of this process, n processes.
 """
@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 
 from viviane.metrics.registry import Processes
 
-_MIX: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio: neighbouring ids fall far apart
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio: neighbouring ids are spread
 _HALF: Final = np.uint64(32)
 
 
 def exchange_groups(
     processes: Processes, groups: NDArray[np.int64], columns: Sequence[NDArray[np.float32]]
 ) -> tuple[NDArray[np.int64], list[NDArray[np.float32]]]:
-    """Send every row to the process that the hash of its group falls on.
+    """Send every row to the process that the hash of its group selects.
 
     Args:
         groups: (N,).
-        columns: (N,) each, as many on every process.
+        columns: (N,) each, the same number on every process.
 
     Returns:
-        groups and columns of the rows that are here now; those of one process keep their order.
+        Groups and columns of the received rows; the rows of one process keep their order.
     """
     target = ((groups.astype(np.uint64) * _MIX) >> _HALF) % np.uint64(processes.size)
     order = np.argsort(target, kind="stable")

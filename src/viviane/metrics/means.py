@@ -1,4 +1,4 @@
-"""Metrics that are ratios of sums: log loss, accuracy, calibration; their memory does not grow with the rows."""
+"""Metrics that are ratios of sums: log loss, accuracy, calibration; with constant memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from viviane.core.errors import NumericsError
 from viviane.metrics.registry import METRICS, Metric, Processes
 
 EPSILON = 1e-7
-"""Probabilities are kept this far from 0 and 1 in the log loss: float32 has no room nearer to 1."""
+"""Distance of clipped probabilities from 0 and 1 in the log loss: float32 has no finer resolution near 1."""
 
 
 class Ratio(Metric):
-    """A ratio of two sums in float64 that stay on the device until they are requested."""
+    """A ratio of two float64 sums that stay on the device until `compute`."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Discard all rows."""
         self._top: Tensor | None = None
         self._bottom: Tensor | None = None
         self._odd: Tensor | None = None
@@ -52,13 +52,13 @@ class Ratio(Metric):
         self._top, self._bottom, self._odd = processes.all_reduce(sums).unbind()
 
     def compute(self) -> float:
-        """Return the ratio, NaN where nothing was fed.
+        """Return the ratio, NaN without rows.
 
         Raises:
-            NumericsError: a prediction or a label is NaN or infinite: a comparison would count it as some number.
+            NumericsError: a prediction or a label is NaN or infinite.
         """
         if self._odd is not None and self._odd.item():
-            what = "a prediction or label is not a finite number"
+            what = "a prediction or label is not finite"
             raise NumericsError(what, where=f"metric {type(self).__name__}", value=f"{int(self._odd.item())} row(s)")
         if self._top is None or self._bottom is None or self._bottom.item() == 0:
             return math.nan
@@ -67,7 +67,7 @@ class Ratio(Metric):
 
 @METRICS.register("log_loss")
 class LogLoss(Ratio):
-    """Mean of -(y log p + (1 - y) log(1 - p)), with p kept inside [1e-7, 1 - 1e-7].
+    """Mean of -(y log p + (1 - y) log(1 - p)), with p clipped to [1e-7, 1 - 1e-7].
 
     Example:
         >>> metric = LogLoss()
@@ -86,16 +86,16 @@ class LogLoss(Ratio):
 
 @METRICS.register("accuracy")
 class Accuracy(Ratio):
-    """Share of rows whose label is 1 exactly where the prediction is at least one half."""
+    """Fraction of rows whose label is 1 if and only if the prediction is at least one half."""
 
     def terms(self, p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return 1 for each right row, and 1."""
+        """Return 1 for each correct row, and 1."""
         return ((p >= 0.5) == (y >= 0.5)).double(), torch.ones_like(p)
 
 
 @METRICS.register("calibration")
 class Calibration(Ratio):
-    """Mean prediction over mean label: 1 is calibrated, 1.1 predicts a tenth too many clicks.
+    """Mean prediction over mean label: 1 is calibrated, 1.1 predicts 10% too many clicks.
 
     Source: He et al. 2014.
     """
@@ -109,9 +109,9 @@ class Calibration(Ratio):
 
 @METRICS.register("hit_rate")
 class HitRate(Ratio):
-    """Share of label 1 among the rows predicted above 0.8: HugeCTR's HitRate, a precision. NaN without such rows.
+    """Fraction of label 1 among rows predicted above 0.8: HugeCTR's HitRate, a precision. NaN without such rows.
 
-    "hit_rate@10:user" is another figure, see `GroupHitRate`.
+    "hit_rate@10:user" is a different metric, see `GroupHitRate`.
 
     Example:
         >>> metric = HitRate()
@@ -135,11 +135,11 @@ class _MeanLabel(Ratio):
 
 @METRICS.register("normalized_entropy")
 class NormalizedEntropy(Metric):
-    """Log loss over that of predicting the mean label for every row: below 1 the model knows more than the base rate.
+    """Log loss over that of predicting the mean label for every row: below 1 the model is better than the base rate.
 
         NE = log loss / -(r log r + (1 - r) log(1 - r)),  r the mean label
 
-    NaN where all labels are equal.
+    NaN if all labels are equal.
 
     Source: He et al. 2014.
 
@@ -156,7 +156,7 @@ class NormalizedEntropy(Metric):
         self._loss, self._rate = LogLoss(), _MeanLabel()
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Discard all rows."""
         self._loss.reset()
         self._rate.reset()
 
@@ -175,9 +175,9 @@ class NormalizedEntropy(Metric):
 
 @METRICS.register("average_loss")
 class AverageLoss(Metric):
-    """Mean of the batches' losses, each batch counted once: HugeCTR's AverageLoss.
+    """Mean of the batches' losses, each batch with weight 1: HugeCTR's AverageLoss.
 
-    The figure "loss" of an evaluation weighs batches by their rows instead.
+    The metric "loss" of an evaluation weights batches by their rows instead.
 
     Example:
         >>> metric = AverageLoss()
@@ -194,15 +194,15 @@ class AverageLoss(Metric):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Discard all batches."""
         self._batches: list[tuple[Tensor, Tensor | float]] = []
 
     def update_loss(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Add the loss of a batch, or of a process's share of it, which weighs so much in the batch's mean."""
+        """Add the loss of a batch, or of a process's share of it with its weight in the batch's mean."""
         self._batches.append((loss.detach().double(), weight))
 
     def join(self, processes: Processes) -> None:
-        """Put the batches together from all processes' shares; all of them have been fed equally many."""
+        """Combine the shares of all processes; all of them must have added the same number of batches."""
         sums = [
             [float(loss) * float(weight) if float(weight) else 0.0, float(weight)] for loss, weight in self._batches
         ]
@@ -210,13 +210,13 @@ class AverageLoss(Metric):
         self._batches = [(total / weight, 1.0) for total, weight in whole if weight > 0]
 
     def compute(self) -> float:
-        """Return the mean, NaN where nothing was fed."""
+        """Return the mean, NaN without batches."""
         return float(torch.stack([loss for loss, _ in self._batches]).mean()) if self._batches else math.nan
 
 
 @dataclass(frozen=True)
 class HistogramBin:
-    """Rows whose prediction fell into one bin."""
+    """The rows whose prediction is in one bin."""
 
     mean_prediction: float
     mean_label: float
@@ -241,7 +241,7 @@ class CalibrationHistogram:
         """Add a batch of probabilities (B,) and labels (B,)."""
         p, y = predictions.detach().flatten().double(), labels.detach().flatten().double()
         if not bool(torch.isfinite(p).all()):
-            raise NumericsError("a prediction is not a finite number", where=type(self).__name__)
+            raise NumericsError("a prediction is not finite", where=type(self).__name__)
         place = (p * self.num_bins).long().clamp(0, self.num_bins - 1)
         rows = torch.stack([p, y, torch.ones_like(p)])
         sums = torch.zeros(3, self.num_bins, dtype=torch.float64, device=p.device)
@@ -252,7 +252,7 @@ class CalibrationHistogram:
         self._sums = processes.all_reduce(self._sums.cpu())
 
     def compute(self) -> list[HistogramBin]:
-        """Return the bins that hold rows, by rising prediction."""
+        """Return the non-empty bins, by ascending prediction."""
         bins = []
         for predictions, labels, count in self._sums.t().tolist():
             if count:

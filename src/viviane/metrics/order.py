@@ -1,4 +1,4 @@
-"""Rows put in order, group by group, and where each group begins."""
+"""Sorting of rows by group, and the starts of groups."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Groups: TypeAlias = NDArray[np.int64]
 def in_order(groups: Groups, scores: Floats, labels: Floats, *, best_first: bool) -> tuple[Groups, Groups, Doubles]:
     """Return group, score (as an integer of the same order) and label of the rows, by group, score, label.
 
-    Where labels are 0 and 1, all three are packed into one integer: a plain sort, with no permutation and nothing
-    to gather.
+    If labels are 0 and 1, all three are packed into one integer: a plain sort, without a permutation and without a
+    gather.
     """
     key = ordered_bits(scores) + 2**31
     key = 2**32 - 1 - key if best_first else key
@@ -31,12 +31,12 @@ def in_order(groups: Groups, scores: Floats, labels: Floats, *, best_first: bool
 
 
 def are_binary(labels: NDArray[np.floating]) -> bool:
-    """Say whether all labels are 0 or 1."""
+    """Return whether all labels are 0 or 1."""
     return bool(((labels == 0) | (labels == 1)).all())
 
 
 def starts_of(*keys: NDArray[np.generic]) -> NDArray[np.intp]:
-    """Return where runs of equal keys begin, in arrays that are sorted by them.
+    """Return the starts of runs of equal keys, in arrays sorted by them.
 
     Example:
         >>> starts_of(np.array([3, 3, 7])).tolist()
@@ -50,7 +50,7 @@ def starts_of(*keys: NDArray[np.generic]) -> NDArray[np.intp]:
 
 
 def places_in(starts: NDArray[np.intp], count: int) -> NDArray[np.int64]:
-    """Return the place of each of `count` rows within its run, from 0.
+    """Return the position of each of `count` rows within its run, from 0.
 
     Example:
         >>> places_in(np.array([0, 2]), 3).tolist()

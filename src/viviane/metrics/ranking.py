@@ -1,7 +1,7 @@
-"""Metrics of order: NDCG over everything, and those that compare the rows of one group, such as a user or a query.
+"""Ranking metrics: NDCG over all rows, and metrics that compare the rows of one group, such as a user or a query.
 
-They keep 8 bytes a row, and 8 more for its group (4 for weights), until they are computed. Groups may come in any
-order and be spread over batches.
+They store 8 bytes per row, and 8 more for its group (4 for weights), until they are computed. Groups may occur in any
+order and span batches.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _log = get_logger("metrics")
 
 
 class _Rows(Metric):
-    """Keeps scores, labels, weights and groups."""
+    """Stores scores, labels, weights and groups."""
 
     def __init__(self, k: int | None = None) -> None:
         self.k = k
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Discard all rows."""
         self._parts: list[tuple[Tensor, ...]] = []
         self._joined: tuple[float, float] | None = None
 
@@ -43,7 +43,7 @@ class _Rows(Metric):
         p = predictions.detach().float().flatten().clone()
         if groups is None and self.by_group:
             raise ConfigError(
-                "the metric compares the rows of a group",
+                "the metric needs the group of each row",
                 where=type(self).__name__,
                 fix="pass groups= to update; in training, name the column, as in 'gauc:user'",
             )
@@ -52,10 +52,10 @@ class _Rows(Metric):
         self._parts.append((p, labels.detach().float().flatten().clone(), w, ids))
 
     def join(self, processes: Processes) -> None:
-        """Give each process whole groups, and make the sums over groups those of all processes.
+        """Redistribute complete groups over the processes, and sum over the groups of all processes.
 
-        Rows go to the process that the hash of their group falls on. One list of all rows, which has no groups, is
-        gathered by every process.
+        Rows are sent to the process that the hash of their group selects. Without groups there is one list of all rows,
+        which every process gathers.
         """
         p, y, w, ids = self._columns()
         weighted, count = (max(one) for one in zip(*processes.gather_numbers([int(len(w) > 0), len(p)]), strict=True))
@@ -70,14 +70,14 @@ class _Rows(Metric):
         kept = exchange_groups(processes, ids, [p, y, w] if weighted else [p, y])
         bad = [rank for rank, one in enumerate(processes.gather_numbers([int(np.isfinite(p).all())])) if not one[0]]
         if bad:
-            raise NumericsError("a prediction is not a finite number", where=f"rows of rank {bad[0]}")
+            raise NumericsError("a prediction is not finite", where=f"rows of rank {bad[0]}")
         groups, (p, y, *rest) = kept
         own = self.sums(groups, p, y, rest[0] if weighted else None) if len(p) else (0.0, 0.0)
         every = torch.cat(processes.gather(torch.tensor(own, dtype=torch.float64))).view(-1, 2).sum(0)
         self._joined = float(every[0]), float(every[1])
 
     def _columns(self) -> tuple[Floats, Floats, Floats, Groups]:
-        """Return scores, labels, weights and groups of all rows that were fed; the last two may be empty."""
+        """Return scores, labels, weights and groups of all rows; the last two may be empty."""
         parts = self._parts or [(torch.zeros(0),) * 3 + (torch.zeros(0, dtype=torch.int64),)]
         scores, labels, weights, groups = zip(*parts, strict=True)
         own = joined_weights(
@@ -87,7 +87,7 @@ class _Rows(Metric):
         return p, y, np.empty(0, np.float32) if own is None else own.cpu().numpy(), ids
 
     def compute(self) -> float:
-        """Return the figure over all rows: the mean over groups."""
+        """Return the mean over groups."""
         if self._joined is None:
             p, y, w, ids = self._columns()
             if not len(p):
@@ -99,22 +99,22 @@ class _Rows(Metric):
         return total / weight if weight else math.nan
 
     def sums(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> tuple[float, float]:
-        """Return the sum of the groups' figures, each times its weight, and the sum of their weights."""
+        """Return the weighted sum of the groups' metrics, and the sum of their weights."""
         raise TypeError(f"{type(self).__name__} does not define sums")
 
 
 def ndcg(groups: Groups, scores: Floats, labels: Floats, k: int | None = None) -> float:
-    """Mean over groups of DCG / ideal DCG, with linear gains; rows of equal score share their discounts evenly.
+    """Mean over groups of DCG / ideal DCG, with linear gains; rows of equal score share their discounts equally.
 
         DCG = sum over rank r = 1 ... k of label_r / log2(r + 1)
 
-    Groups whose labels are all 0 have no ideal and are left out.
+    Groups whose labels are all 0 have no ideal DCG and are ignored.
 
     Args:
-        groups: (n,) ids. scores: (n,). labels: (n,), 0 or more. k: ranks that count; None is all.
+        groups: (n,) ids. scores: (n,). labels: (n,), 0 or more. k: number of ranks that count; None: all.
 
     Returns:
-        a number from 0 to 1, NaN where no group has a label above 0.
+        A value from 0 to 1, NaN if no group has a label above 0.
 
     Example:
         >>> ndcg(np.zeros(2, np.int64), np.float32([0.9, 0.1]), np.float32([1, 0]))
@@ -125,7 +125,7 @@ def ndcg(groups: Groups, scores: Floats, labels: Floats, k: int | None = None) -
 
 
 def _ndcg_sums(groups: Groups, scores: Floats, labels: Floats, k: int | None) -> tuple[float, float]:
-    """Return the sum over groups that have an ideal, and their number."""
+    """Return the sum over groups with an ideal DCG, and their number."""
     group, key, label = in_order(groups, scores, labels, best_first=True)
     starts = starts_of(group)
     dcg = _dcg(group, key, label, starts, k)
@@ -141,7 +141,7 @@ def _ndcg_sums(groups: Groups, scores: Floats, labels: Floats, k: int | None) ->
 
 
 def _dcg(group: Groups, key: Groups, label: Doubles, starts: NDArray[np.intp], k: int | None) -> Doubles:
-    """Return the DCG of each group of rows in order."""
+    """Return the DCG of each group of sorted rows."""
     places = places_in(starts, len(group))
     discount = 1.0 / np.log2(places + 2.0)
     if k is not None:
@@ -154,9 +154,9 @@ def _dcg(group: Groups, key: Groups, label: Doubles, starts: NDArray[np.intp], k
 
 @METRICS.register("ndcg")
 class Ndcg(_Rows):
-    """NDCG of all rows as one list, as HugeCTR has it (see `ndcg`). Sample weights do not enter: a rank has none.
+    """NDCG of all rows as one list, as in HugeCTR (see `ndcg`). Sample weights are ignored.
 
-    "ndcg@10:user" is the field's figure: the mean over users of the NDCG of their ten best rows.
+    "ndcg@10:user" is the usual NDCG: the mean over users of the NDCG of their ten best rows.
 
     Example:
         >>> metric = Ndcg()
@@ -172,7 +172,7 @@ class Ndcg(_Rows):
 
 @GROUPED.register("ndcg")
 class GroupNdcg(Ndcg):
-    """Mean over groups of NDCG@k (see `ndcg`): "ndcg@10:user", or "ndcg:user" for whole lists.
+    """Mean over groups of NDCG@k (see `ndcg`): "ndcg@10:user", or "ndcg:user" for complete lists.
 
     Source: Jarvelin and Kekalainen 2002.
     """
@@ -184,9 +184,9 @@ class _FirstPositive(_Rows):
     by_group: ClassVar[bool] = True
 
     def first_places(self, groups: Groups, scores: Floats, labels: Floats) -> NDArray[np.int64]:
-        """Return the place, from 0, of the best positive row of each group that has one.
+        """Return the rank, from 0, of the best positive row of each group that has one.
 
-        Of equal scores the negative rows stand first, so that equal scores for all earn nothing.
+        Among equal scores negative rows rank first, so that constant scores gain nothing.
         """
         group, _, label = in_order(groups, scores, (labels >= 0.5).astype(np.float32), best_first=True)
         hit = label > 0
@@ -196,9 +196,9 @@ class _FirstPositive(_Rows):
 
 @GROUPED.register("hit_rate")
 class GroupHitRate(_FirstPositive):
-    """Share of groups with a positive row among their k best, of those that have one: "hit_rate@10:user".
+    """Fraction of groups with a positive row among their k best, of those that have one: "hit_rate@10:user".
 
-    Of equal scores the negative rows stand first. Sample weights do not enter.
+    Among equal scores negative rows rank first. Sample weights are ignored.
 
     Example:
         >>> metric = GroupHitRate(k=1)
@@ -209,7 +209,7 @@ class GroupHitRate(_FirstPositive):
 
     def __init__(self, k: int | None = None) -> None:
         if k is None:
-            raise ConfigError("a hit rate by group needs a number of rows", fix="name it as in 'hit_rate@10:user'")
+            raise ConfigError("a hit rate by group needs a number of rows", fix="add one, as in 'hit_rate@10:user'")
         super().__init__(k)
 
     def sums(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> tuple[float, float]:
@@ -224,8 +224,8 @@ class GroupHitRate(_FirstPositive):
 class Mrr(_FirstPositive):
     """Mean reciprocal rank: mean over groups with a positive row of 1 / rank of the best one, "mrr:user".
 
-    "mrr@10:user" counts ranks beyond 10 as 0. Of equal scores the negative rows stand first. Sample weights do not
-    enter.
+    "mrr@10:user" counts ranks beyond 10 as 0. Among equal scores negative rows rank first. Sample weights are
+    ignored.
 
     Source: Voorhees 1999.
 
@@ -246,7 +246,7 @@ class Mrr(_FirstPositive):
 @METRICS.register("gauc")
 @GROUPED.register("gauc")
 class Gauc(_Rows):
-    """AUC within each group, averaged by the groups' weight: "gauc:user".
+    """AUC within each group, averaged with the groups' weights: "gauc:user".
 
         GAUC = sum_g n_g AUC_g / sum_g n_g        n_g the rows (or their sample weight) of group g
 
@@ -266,7 +266,7 @@ class Gauc(_Rows):
 
     def __init__(self, k: int | None = None) -> None:
         if k is not None:
-            raise ConfigError("gauc counts whole groups", value=f"gauc@{k}", fix="leave the number out: 'gauc:user'")
+            raise ConfigError("gauc uses complete groups", value=f"gauc@{k}", fix="remove the number: 'gauc:user'")
         super().__init__()
 
     def sums(self, groups: Groups, scores: Floats, labels: Floats, weights: Floats | None) -> tuple[float, float]:

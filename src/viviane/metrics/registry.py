@@ -1,6 +1,6 @@
-"""Metrics by name: fed batch by batch, computed when asked.
+"""The interface and the registry of metrics: updated per batch, computed on demand.
 
-A name may say more than the metric: "ndcg@10:user" is NDCG over the ten best rows of each user, where user is a
+A name may have parameters: "ndcg@10:user" is NDCG over the ten best rows of each user, where user is a
 one-hot column of the data.
 """
 
@@ -17,7 +17,7 @@ from viviane.core.registry import Registry
 
 
 class Processes(Protocol):
-    """What a metric asks of the processes that evaluate together: see `viviane.parallel.Group`."""
+    """The collectives that a metric needs; implemented by `viviane.parallel.Group`."""
 
     rank: int
     size: int
@@ -29,23 +29,23 @@ class Processes(Protocol):
         """Return every process's tensor (N,), in order of rank."""
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of every process, in order of rank."""
+        """Return the integers of every process, in order of rank."""
 
     def all_to_all(self, given: Tensor, given_splits: Sequence[int], taken_splits: Sequence[int]) -> Tensor:
         """Send each process its part of a flat tensor, and return the parts they sent."""
 
 
 class Metric:
-    """A figure over all the rows it was fed.
+    """A value computed from all rows that were added.
 
     `higher_is_better` is None where neither direction is (calibration: 1 is best).
     """
 
     higher_is_better: ClassVar[bool | None] = True
     any_label: ClassVar[bool] = False
-    """Whether it is defined for regression labels too."""
+    """Whether the metric is also defined for regression labels."""
     of_loss: ClassVar[bool] = False
-    """Whether it is fed the losses of batches (`update_loss`), not predictions."""
+    """Whether the metric uses the losses of batches (`update_loss`), not predictions."""
     by_group: ClassVar[bool] = False
     """Whether `update` needs the group of each row, such as its user or query."""
 
@@ -54,14 +54,14 @@ class Metric:
         raise TypeError(f"{type(self).__name__} does not define update")
 
     def compute(self) -> float:
-        """Return the figure over all rows since `reset`; NaN where it is undefined."""
+        """Return the value for all rows since `reset`; NaN if it is undefined."""
         raise TypeError(f"{type(self).__name__} does not define compute")
 
     def join(self, processes: Processes) -> None:
-        """Make the figure that of all processes' rows; all of them call it together, once, before `compute`.
+        """Combine the rows of all processes; a collective call, once, before `compute`.
 
         Raises:
-            ConfigError: the metric does not say how.
+            ConfigError: the metric does not define `join`.
         """
         raise ConfigError(
             "the metric cannot be joined over processes", value=type(self).__name__,
@@ -69,7 +69,7 @@ class Metric:
         )  # fmt: skip
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Discard all rows."""
         raise TypeError(f"{type(self).__name__} does not define reset")
 
 
@@ -79,7 +79,7 @@ GROUPED: Registry[type[Metric]] = Registry("metric by group")
 
 @dataclass(frozen=True)
 class MetricName:
-    """A metric's name, taken apart: base, the number behind "@" and the column behind ":".
+    """A parsed metric name: base, the number after "@" and the column after ":".
 
     Example:
         >>> MetricName.parse("ndcg@10:user")
@@ -92,7 +92,7 @@ class MetricName:
 
     @classmethod
     def parse(cls, name: str) -> MetricName:
-        """Take a name apart.
+        """Parse a name.
 
         Raises:
             ConfigError: what follows "@" is not a number from 1, or no column follows ":".
@@ -100,19 +100,19 @@ class MetricName:
         front, colon, group = name.partition(":")
         base, at, text = front.partition("@")
         if (at and (not text.isdigit() or int(text) < 1)) or (colon and not group):
-            raise ConfigError("not the name of a metric", value=name, allowed="name, name:column or name@k:column")
+            raise ConfigError("not a valid metric name", value=name, allowed="name, name:column or name@k:column")
         return cls(base, int(text) if at else None, group or None)
 
     @property
     def kind(self) -> type[Metric]:
-        """The metric's class; one that compares the rows of a group where "@" or ":" is in the name.
+        """The metric's class; a grouped metric if the name contains "@" or ":".
 
         Raises:
-            ConfigError: an unknown metric, with the nearest name; one that knows no groups.
+            ConfigError: the metric is unknown, or does not support groups.
         """
         plain = self.k is None and self.group is None
         if not plain and self.base in METRICS and self.base not in GROUPED:
-            raise ConfigError("the metric knows no groups", value=self.base, allowed=", ".join(GROUPED))
+            raise ConfigError("the metric does not support groups", value=self.base, allowed=", ".join(GROUPED))
         return METRICS[self.base] if plain else GROUPED[self.base]
 
 
@@ -120,7 +120,7 @@ def build_metric(name: str) -> Metric:
     """Build a metric by its registered name, such as "auc" or "ndcg@10:user".
 
     Raises:
-        ConfigError: with the nearest name.
+        ConfigError: the metric is unknown; suggests the nearest name.
 
     Example:
         >>> build_metric("auc").higher_is_better

@@ -1,4 +1,4 @@
-"""Rows of all processes put in order of their scores: each process gets a range of scores, ties whole.
+"""Redistribution of the rows of all processes by score: each process gets a range of scores, with all ties.
 
 Shapes: N rows of this process, n processes.
 """
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from viviane.metrics.registry import Processes
 
-_SAMPLES: Final = 256  # quantiles that each process tells: ranges are within about 1/256 of even
+_SAMPLES: Final = 256  # quantiles sent by each process: the sizes of ranges differ by about 1/256
 
 
 def exchange_rows(
     processes: Processes, scores: NDArray[np.float32], labels: NDArray[np.float32], weights: NDArray[np.float32] | None
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32] | None]:
-    """Give every process the rows of one range of scores, ranges rising with the rank.
+    """Send every process the rows of one range of scores, ascending with the rank.
 
     Args:
         scores: (N,), finite.
@@ -27,10 +27,10 @@ def exchange_rows(
         weights: (N,), or None on every process.
 
     Returns:
-        scores, labels and weights of this process's range, in no order.
+        Scores, labels and weights of this process's range, unordered.
     """
     bounds = _bounds(processes, scores)
-    target = np.searchsorted(bounds, scores, side="right")  # equal scores have one target
+    target = np.searchsorted(bounds, scores, side="right")  # equal scores have the same target
     order = np.argsort(target, kind="stable")
     given = np.bincount(target, minlength=processes.size).tolist()
     taken = [one[processes.rank] for one in processes.gather_numbers(given)]
@@ -44,7 +44,7 @@ def exchange_rows(
 
 
 def _bounds(processes: Processes, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return n - 1 rising scores that cut all rows into parts about even."""
+    """Return n - 1 ascending scores that split all rows into parts of about equal size."""
     sample = np.empty((0, 2), np.float64)
     if len(scores):
         places = np.linspace(0, len(scores) - 1, _SAMPLES).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Recommending from a whole catalogue: candidates by nearest neighbours and other sources, ranked by a second model."""
+"""Recommendations from a complete catalogue: candidates of several sources, ranked by a second model."""
 
 from viviane.retrieval.candidates import Candidates, CandidateSource
 from viviane.retrieval.early_stopping import CatalogueEvaluation, catalogue_metrics

@@ -1,4 +1,4 @@
-"""Candidates for users, and what finds them."""
+"""Candidates for users, and the interface of their sources."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Candidates:
     """Items for each row, best first.
 
     Args:
-        items: (B, K), `NO_ITEM` where there are fewer.
-        scores: (B, K), falling, minus infinity there.
+        items: (B, K), `NO_ITEM` if there are fewer.
+        scores: (B, K), descending, minus infinity if there are fewer.
     """
 
     items: Ids
     scores: NDArray[np.float32]
 
     def first(self, count: int) -> Candidates:
-        """Return the best ones, (B, count), filled up where there are fewer.
+        """Return the best candidates, (B, count), padded if there are fewer.
 
         Example:
             >>> Candidates(np.array([[5, 3]]), np.array([[2.0, 1.0]], dtype=np.float32)).first(3).items.tolist()
@@ -43,39 +43,39 @@ class Candidates:
 
 
 class CandidateSource(Protocol):
-    """Finds candidates: nearest neighbours of a user's vector, items bought with his, popular ones."""
+    """Finds candidates: nearest neighbours of a user's vector, co-purchased items, popular items."""
 
     name: str
-    """Part of the names of its features: "<name>_score", "<name>_rank"."""
+    """Prefix of the names of its features: "<name>_score", "<name>_rank"."""
     num_items: int
-    """N: item ids are below it."""
+    """N; item ids are below it."""
 
     def candidates(self, histories: Histories, k: int, rows: Any = None) -> Candidates:
-        """Return the best k items for each row, those of its history taken out.
+        """Return the best k items for each row, without those of its history.
 
         Args:
-            histories: what the users did.
-            k: how many.
+            histories: histories of the users.
+            k: number of candidates.
             rows: more columns of the same rows, by name, for sources that read them.
         """
         ...
 
     def score(self, histories: Histories, items: Ids, rows: Any = None) -> NDArray[np.float32]:
-        """Return this source's scores of given items, (B, K), as `candidates` ranks by; 0 where there is `NO_ITEM`."""
+        """Return this source's scores of given items, (B, K), by which `candidates` ranks; 0 for `NO_ITEM`."""
         ...
 
 
 def best_of_scores(scores: Tensor, k: int, seen: Histories | None, *, first_item: int = RESERVED.first) -> Candidates:
-    """Return the best k of dense scores (B, N), which are changed; minus infinity is no candidate.
+    """Return the best k of dense scores (B, N), which are modified; minus infinity excludes an item.
 
-    Equal scores go by rising id, so that results do not depend on the device or the library.
+    Equal scores are ordered by ascending id, so that results do not depend on the device or the library.
 
     Example:
         >>> best_of_scores(torch.tensor([[9.0, 9.0, 9.0, 1.0, 2.0, 2.0]]), 2, Histories.of([[4]])).items.tolist()
         [[5, 3]]
     """
     if k < 1:
-        raise ConfigError("the number of candidates is positive", where="k", value=k)
+        raise ConfigError("the number of candidates must be positive", where="k", value=k)
     scores[:, :first_item] = -torch.inf
     if seen is not None:
         known = (seen.values >= first_item) & (seen.values < scores.shape[1])
@@ -87,7 +87,7 @@ def best_of_scores(scores: Tensor, k: int, seen: Histories | None, *, first_item
 
 
 def in_order(items: Ids, scores: NDArray[np.float32]) -> Candidates:
-    """Sort candidates by falling score, equal ones by rising id; those with minus infinity are none."""
+    """Sort candidates by descending score, then ascending id; scores of minus infinity become `NO_ITEM`."""
     order = np.lexsort((items, -scores), axis=1)
     items, scores = np.take_along_axis(items, order, 1), np.take_along_axis(scores, order, 1)
     none = np.isneginf(scores) | (items < 0)
@@ -95,7 +95,7 @@ def in_order(items: Ids, scores: NDArray[np.float32]) -> Candidates:
 
 
 def drop_seen(found: Candidates, seen: Histories) -> Candidates:
-    """Return candidates without items that were seen, and without repetitions, in their order.
+    """Return candidates without seen items and duplicates, in the same order.
 
     Example:
         >>> made = Candidates(np.array([[5, 3, 5]]), np.array([[2.0, 1.0, 0.5]], dtype=np.float32))

@@ -1,4 +1,4 @@
-"""Full-catalogue metrics while a model trains, so that the best weights are those that retrieve best."""
+"""Full-catalogue metrics during training, which select the best weights by retrieval quality."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from viviane.training.trainer_base import TrainerBase
 
 
 class CatalogueEvaluation(Callback):
-    """Ranks the whole catalogue at each evaluation of fit; NDCG at the largest k leads the run.
+    """Ranks the complete catalogue at each evaluation of `fit`; NDCG at the largest k is the lead metric.
 
-    With it `Solver.patience` stops when NDCG stops to grow, and `restore_best` brings the best weights back.
+    `Solver.patience` then stops when NDCG stops improving, and `restore_best` restores the best weights.
 
     Args:
         model: with the tensors "user_vector" and "item_vector", such as `viviane.zoo.SASRec` and `TwoTower`.
-        histories: of the validation users.
-        item: what each of them takes next, (B,).
-        seen: items that are taken out of the ranking; None takes the histories.
+        histories: histories of the validation users.
+        item: the next item of each user, (B,).
+        seen: items excluded from the ranking; None: the histories.
         k: list lengths.
-        more: other columns that the user's vector reads, by name.
+        more: other columns for the user's vector, by name.
 
     Example:
         >>> from viviane import Adam, Solver, zoo
@@ -62,7 +62,7 @@ class CatalogueEvaluation(Callback):
         self.measures = tuple(f"{CATALOGUE}/{name}" for name in [lead, *(n for n in names if n != lead), "mrr"])
 
     def measure(self, trainer: TrainerBase) -> dict[str, float]:
-        """Return the metrics of the weights as they are."""
+        """Return the metrics of the current weights."""
         found = catalogue_metrics(
             self.model, self.histories, self.wanted, seen=self.seen, k=self.k, more=self.more, roles=self.roles
         )
@@ -79,7 +79,7 @@ def catalogue_metrics(
     more: Mapping[str, Any] | None = None,
     roles: Roles | None = None,
 ) -> dict[str, float]:
-    """Rank the whole catalogue for each history, on the model's device; see `viviane.retrieval.evaluation`."""
+    """Rank the complete catalogue for each history, on the model's device; see `viviane.retrieval.evaluation`."""
     roles = roles or Roles.of(model.schema)
     users = user_vectors(model, histories, roles, more)
     items = vectors(model, "item_vector", roles.num_items, {roles.item: all_items(roles)})

@@ -1,14 +1,14 @@
-"""Metrics of rankings over a whole catalogue, with the items that a user has seen removed.
+"""Metrics of rankings over a complete catalogue, without the items that a user has seen.
 
-For row b with its wanted items W_b, of which usually there is one, r_w is the rank of w among all items that the user
-has not seen, 0 the best; equal scores count half, so that no order of the items is favoured.
+For row b with wanted items W_b, usually one, r_w is the rank, from 0, of w among all items that the user
+has not seen; equal scores count half, so that the order of items does not matter.
 
-    HR@k       share of rows with some r_w < k
+    HR@k       fraction of rows with some r_w < k
     recall@k   mean over rows of |{w: r_w < k}| / |W_b|
     NDCG@k     mean over rows of DCG / IDCG,  DCG = sum over r_w < k of 1 / log2(r_w + 2),
                IDCG = sum over i < min(k, |W_b|) of 1 / log2(i + 2)
     MRR        mean over rows of 1 / (1 + min r_w)
-    coverage@k share of the catalogue's items that are among the first k of some row
+    coverage@k fraction of the catalogue's items that are among the first k of some row
 
 With one wanted item recall@k is HR@k. Nothing is sampled: metrics over sampled candidates order models differently
 (Krichene and Rendle 2020, "On Sampled Metrics for Item Recommendation").
@@ -28,16 +28,16 @@ from viviane.core.errors import ConfigError, NumericsError, SchemaError
 from viviane.retrieval.histories import Histories, Ids
 from viviane.schema import RESERVED
 
-_MOST_SCORES = 1 << 25  # of one batch
+_MOST_SCORES = 1 << 25  # maximum scores per batch
 
 
 class CatalogueMetrics:
-    """Collects ranks batch by batch.
+    """Accumulates ranks over batches.
 
     Args:
         num_items: N, the ids from 0 to N - 1.
         k: list lengths.
-        first_item: ids below it are reserved and no items.
+        first_item: ids below it are reserved.
 
     Example:
         >>> metrics = CatalogueMetrics(6, k=[1, 2])
@@ -49,7 +49,7 @@ class CatalogueMetrics:
 
     def __init__(self, num_items: int, k: Sequence[int] = (10,), *, first_item: int = RESERVED.first) -> None:
         if not k or min(k) < 1:
-            raise ConfigError("list lengths are positive", where="k", value=list(k))
+            raise ConfigError("list lengths must be positive", where="k", value=list(k))
         if num_items <= first_item:
             raise ConfigError("the catalogue has no items", value=num_items, allowed=f"more than {first_item} ids")
         self.num_items = num_items
@@ -61,19 +61,19 @@ class CatalogueMetrics:
         self._covered = {one: np.zeros(num_items, dtype=bool) for one in self.k}
 
     def add_scores(self, scores: Tensor, wanted: Histories, seen: Histories | None = None) -> None:
-        """Take a batch's scores of all items, (B, N); they are changed.
+        """Add a batch's scores of all items, (B, N); they are modified.
 
         Args:
-            scores: on any device.
+            scores: scores on any device.
             wanted: the items to find.
-            seen: items that are taken out; a wanted item stays in.
+            seen: items to exclude, except wanted ones.
 
         Raises:
             NumericsError: a score is NaN. SchemaError: a wanted item is not in the catalogue.
         """
         if scores.shape != (len(wanted), self.num_items):
             allowed = f"({len(wanted)}, {self.num_items})"
-            raise SchemaError("a score for each row and item", value=tuple(scores.shape), allowed=allowed)
+            raise SchemaError("there must be one score per row and item", value=tuple(scores.shape), allowed=allowed)
         row, item = self._checked(wanted)
         if bool(scores.isnan().any()):
             raise NumericsError("scores are NaN", where=f"rows {self._num_rows} to {self._num_rows + len(wanted)}")
@@ -85,7 +85,7 @@ class CatalogueMetrics:
             at = (torch.from_numpy(one[known]).to(scores.device) for one in (seen.row_of, seen.values))
             scores[tuple(at)] = -torch.inf
             scores[rows, items] = own
-        # -inf stands for "not a candidate"; an item that was scored so is behind all candidates.
+        # -inf marks excluded items; an item with this score ranks after all candidates.
         ranks = torch.empty(len(rows), dtype=torch.float64, device=scores.device)
         step = max(1, _MOST_SCORES // self.num_items)
         for first in range(0, len(rows), step):
@@ -100,14 +100,14 @@ class CatalogueMetrics:
         self._cover(chosen)
 
     def add_lists(self, lists: NDArray[np.integer], wanted: Histories) -> None:
-        """Take recommended items, (B, K), best first, -1 where there is none; items beyond K count as never found.
+        """Add recommended items, (B, K), best first, -1 for none; items beyond K count as not found.
 
         Raises:
             ConfigError: the lists are shorter than the largest k and the catalogue is not exhausted.
         """
         ids = np.asarray(lists, dtype=np.int64)
         if ids.ndim != 2 or len(ids) != len(wanted):
-            raise SchemaError("a list for each row", value=ids.shape, allowed=f"({len(wanted)}, K)")
+            raise SchemaError("there must be one list per row", value=ids.shape, allowed=f"({len(wanted)}, K)")
         if ids.shape[1] < min(self.k[-1], self.num_items - self.first_item):
             raise ConfigError("the lists are shorter than k", value=ids.shape[1], allowed=f"at least {self.k[-1]}")
         row, item = self._checked(wanted)
@@ -128,7 +128,7 @@ class CatalogueMetrics:
             )
         if (wanted.lengths == 0).any():
             where = f"row {self._num_rows + int(np.flatnonzero(wanted.lengths == 0)[0])}"
-            raise SchemaError("a row without a wanted item", where=where, fix="leave the row out")
+            raise SchemaError("a row has no wanted item", where=where, fix="remove the row")
         return row, item
 
     def _keep(self, row: Ids, ranks: NDArray[np.float64], num_rows: int) -> None:
@@ -142,17 +142,17 @@ class CatalogueMetrics:
             self._covered[one][shown[shown >= 0]] = True
 
     def ranks(self) -> NDArray[np.float64]:
-        """Return the rank of each wanted item, in the order that they came; infinite where it was in no list."""
+        """Return the rank of each wanted item, in the order of addition; infinite if it was in no list."""
         return np.concatenate(self._ranks) if self._ranks else np.empty(0)
 
     def compute(self) -> dict[str, float]:
         """Return the metrics by name, such as "hr@10", "recall@10", "ndcg@10", "mrr", "coverage@10".
 
         Raises:
-            ConfigError: no row was added.
+            ConfigError: no rows were added.
         """
         if not self._num_rows:
-            raise ConfigError("there is no row to evaluate")
+            raise ConfigError("there are no rows to evaluate")
         ranks, row = self.ranks(), np.concatenate(self._row_of)
         counts = np.bincount(row, minlength=self._num_rows)
         best = np.full(self._num_rows, np.inf)
@@ -185,11 +185,11 @@ def evaluate_vectors(
 
     Args:
         users: (B, d).
-        items: (N, d), row i of item i.
+        items: (N, d), row i belongs to item i.
         wanted: the items to find.
-        seen: items that each user has seen, which are taken out.
+        seen: items that each user has seen, which are excluded.
         k: list lengths.
-        device: where to compute.
+        device: device for the computation.
         first_item: ids below it are reserved.
 
     Example:

@@ -1,4 +1,4 @@
-"""Settings of an index, and the approximate search that faiss does."""
+"""Settings of an index, and approximate search by faiss."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from viviane.core.errors import CheckpointError, ConfigError
 from viviane.core.optional import require
 
 IndexKind: TypeAlias = Literal["exact", "flat", "ivf", "hnsw", "sq8"]
-_TRAINING_POINTS = 39  # of each list: what faiss asks for
+_TRAINING_POINTS = 39  # per list, required by faiss
 
 
 class IndexSettings(Settings):
-    """How to search.
+    """Settings of the search.
 
     Args:
-        kind: "exact", torch's products on any device; "flat", the same by faiss; "ivf", lists of which some are
-            searched; "hnsw", a graph; "sq8", lists of vectors with 8 bits a number.
-        num_lists: of "ivf" and "sq8"; None takes 4 sqrt(n), and fewer where a list would hold less than 39 vectors.
-        num_probes: of "ivf" and "sq8": lists that are searched; None takes an eighth of them, 8 at least.
-        num_links: of "hnsw": neighbours of a node.
-        build_depth, search_depth: of "hnsw": candidates kept while building, and while searching.
-        seed: of the clustering.
+        kind: "exact", torch's matrix products on any device; "flat", the same in faiss; "ivf", lists of which some are
+            searched; "hnsw", a graph; "sq8", lists of vectors with 8 bits per element.
+        num_lists: for "ivf" and "sq8"; None: 4 sqrt(n), or fewer if a list would have less than 39 vectors.
+        num_probes: for "ivf" and "sq8": number of lists to search; None: an eighth of them, at least 8.
+        num_links: for "hnsw": neighbours per node.
+        build_depth, search_depth: for "hnsw": candidates kept while building, and while searching.
+        seed: seed of the clustering.
     """
 
     kind: IndexKind = "exact"
@@ -41,17 +41,17 @@ class IndexSettings(Settings):
 
 
 class FaissSearch:
-    """An index of faiss over vectors, by inner product; one call at a time.
+    """A faiss index of vectors, by inner product; not thread-safe.
 
     Args:
         vectors: (n, d).
         settings: kind and its settings.
-        device: "cpu", or a GPU where faiss is built for it.
-        content: of an index that `to_bytes` wrote, instead of building one.
+        device: "cpu", or a GPU if faiss supports it.
+        content: serialized index from `to_bytes`, to load instead of building one.
 
     Raises:
         MissingExtraError: faiss is not installed.
-        CheckpointError: `content` is no index of these vectors.
+        CheckpointError: `content` is not an index of these vectors.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class FaissSearch:
                 raise CheckpointError("index.faiss cannot be read", value=str(error)) from error
             if (index.ntotal, index.d) != vectors.shape:
                 value = f"{index.ntotal} x {index.d}, {vectors.shape[0]} x {vectors.shape[1]}"
-                raise CheckpointError("index.faiss has other vectors than vectors.npy", value=value)
+                raise CheckpointError("the vectors of index.faiss differ from vectors.npy", value=value)
         self._set_depth(index, len(vectors))
         self._on_cpu = index
         self._index = index if device.type == "cpu" else self._to_gpu(index, device)
 
     def __call__(self, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return places, -1 for none, and scores, (B, k)."""
+        """Return positions, -1 for none, and scores, (B, k)."""
         scores, places = self._index.search(queries, k)
         return places, scores
 
     def to_bytes(self) -> bytes:
-        """Return the index as faiss writes it."""
+        """Return the index, serialized by faiss."""
         return bytes(self._faiss.serialize_index(self._on_cpu).tobytes())
 
     def _build(self, vectors: NDArray[np.float32]) -> Any:
@@ -99,7 +99,7 @@ class FaissSearch:
                 bits = faiss.ScalarQuantizer.QT_8bit
                 index = faiss.IndexIVFScalarQuantizer(quantizer, dim, lists, bits, inner)
             index.cp.seed = settings.seed + 1234
-            index.cp.min_points_per_centroid = 1  # small catalogues have few; faiss would warn
+            index.cp.min_points_per_centroid = 1  # small catalogues have few points; faiss would warn
             index.train(vectors)
         index.add(vectors)
         return index
@@ -121,8 +121,8 @@ class FaissSearch:
 
     def _to_gpu(self, index: Any, device: torch.device) -> Any:
         if not hasattr(self._faiss, "StandardGpuResources"):
-            fix = "install faiss's GPU build, take kind 'exact', or search on the CPU"
-            raise ConfigError("this faiss is built without GPUs", where="device", value=str(device), fix=fix)
+            fix = "install faiss's GPU build, use kind 'exact', or search on the CPU"
+            raise ConfigError("this faiss is built without GPU support", where="device", value=str(device), fix=fix)
         if self.settings.kind == "hnsw":
             raise ConfigError("faiss has no graph index on a GPU", value="hnsw", allowed="flat, ivf, sq8")
         self._resources = self._faiss.StandardGpuResources()

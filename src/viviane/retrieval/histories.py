@@ -23,7 +23,7 @@ class Histories:
 
     Args:
         values: ids, (nnz,).
-        offsets: (B + 1,), rising from 0 to nnz.
+        offsets: (B + 1,), ascending from 0 to nnz.
 
     Example:
         >>> users = Histories.of([[3, 4, 5], [], [6]])
@@ -36,10 +36,10 @@ class Histories:
 
     @classmethod
     def of(cls, rows: Any) -> Histories:
-        """Return histories as they are, or make them of lists of ids, or of an Arrow column of lists.
+        """Return histories unchanged, or create them from lists of ids or an Arrow column of lists.
 
         Raises:
-            SchemaError: an element is not a list of whole numbers.
+            SchemaError: an element is not a list of integers.
         """
         if isinstance(rows, Histories):
             return rows
@@ -49,11 +49,11 @@ class Histories:
             lists = [np.asarray(row if len(row) else [], dtype=None if len(row) else np.int64) for row in rows]
         except (TypeError, ValueError) as error:
             raise SchemaError(
-                "a history is a list of item ids", value=str(error), fix="pass a list for each row"
+                "a history must be a list of item ids", value=str(error), fix="pass a list for each row"
             ) from None
         for place, row in enumerate(lists):
             if row.ndim != 1 or row.dtype.kind not in "iu":
-                what = "a history is a list of item ids, whole numbers"
+                what = "a history must be a list of integer item ids"
                 raise SchemaError(what, where=f"row {place}", value=str(row.dtype))
         lengths = np.array([0, *map(len, lists)], dtype=np.int64)
         values = np.concatenate(lists).astype(np.int64) if lists else np.empty(0, dtype=np.int64)
@@ -61,14 +61,14 @@ class Histories:
 
     @classmethod
     def of_events(cls, user: Any, item: Any, time: Any = None) -> tuple[Histories, Ids]:
-        """Gather events by user, in the order of time, those of one time as they came.
+        """Group events by user, sorted by time; events of equal time keep their order.
 
         Args:
             user, item: (events,).
-            time: (events,); None takes the events as they came.
+            time: (events,); None keeps the order of the events.
 
         Returns:
-            the histories, and the user of each.
+            The histories, and the user of each.
 
         Raises:
             SchemaError: the columns differ in length.
@@ -82,7 +82,7 @@ class Histories:
         times = np.zeros(len(users)) if time is None else np.asarray(time)
         if not users.shape == items.shape == times.shape or users.ndim != 1:
             value = f"{users.shape}, {items.shape}, {times.shape}"
-            raise SchemaError("a user, an item and a time for each event", value=value)
+            raise SchemaError("there must be one user, item and time per event", value=value)
         order = np.lexsort((times, users))
         who, counts = np.unique(users, return_counts=True)
         return cls(items[order], np.concatenate([[0], counts.cumsum()]).astype(np.int64)), who
@@ -108,14 +108,14 @@ class Histories:
 
     @property
     def age(self) -> Ids:
-        """How many values of its row come after each value, (nnz,)."""
+        """Number of values after each value in its row, (nnz,)."""
         return self.offsets[1:][self.row_of] - 1 - np.arange(len(self.values))
 
     def where(self, keep: NDArray[np.bool_]) -> Histories:
-        """Return the histories with some values alone.
+        """Return the histories with only the selected values.
 
         Args:
-            keep: (nnz,).
+            keep: mask, (nnz,).
         """
         counts = np.bincount(self.row_of[keep], minlength=len(self))
         return Histories(self.values[keep], np.concatenate([[0], counts.cumsum()]).astype(np.int64))
@@ -129,9 +129,9 @@ class Histories:
         return self.where(self.age >= count)
 
     def padded(self, length: int) -> Histories:
-        """Return the newest `length` values of each row, shorter rows filled up with padding behind them.
+        """Return the newest `length` values of each row, with shorter rows padded at the end.
 
-        Equal lengths let a GPU replay recorded steps: such a column has `hotness` in the schema.
+        With equal lengths a GPU can replay captured steps: such a column has `hotness` in the schema.
 
         Example:
             >>> Histories.of([[3, 4, 5], [6]]).padded(2).values.tolist()
@@ -157,23 +157,23 @@ class Histories:
         return Histories(self.values[np.repeat(self.offsets[chosen], lengths) + within], offsets)
 
     def bag(self, dtype: torch.dtype = torch.int64) -> Bag:
-        """Return the ids as a batch holds them."""
+        """Return the ids as a bag column of a batch."""
         return Bag(torch.from_numpy(self.values).to(dtype), torch.from_numpy(self.offsets))
 
     def lists(self) -> list[Ids]:
-        """Return an array for each row."""
+        """Return one array per row."""
         return list(self)
 
 
 def leave_one_out(users: Histories, held_out: int = 1) -> tuple[Histories, Ids, Ids]:
-    """Split each user's events: those before the n-th last, and the n-th last; users with none before it are left out.
+    """Split each user's events into the n-th last and those before it; users with none before it are dropped.
 
     Args:
         users: all events.
         held_out: n: 1 for the test, 2 for the validation of the usual protocol.
 
     Returns:
-        the histories, the item to predict of each, and which users they are.
+        The histories, the item to predict for each, and their user indices.
 
     Example:
         >>> before, item, user = leave_one_out(Histories.of([[3, 4, 5], [6]]))
@@ -186,7 +186,7 @@ def leave_one_out(users: Histories, held_out: int = 1) -> tuple[Histories, Ids, 
 
 
 def together(parts: Iterable[Histories]) -> Histories:
-    """Join the values of several histories, row by row.
+    """Concatenate the values of several histories, row by row.
 
     Example:
         >>> together([Histories.of([[3], [4]]), Histories.of([[5], []])]).values.tolist()

@@ -1,9 +1,9 @@
-"""Nearest neighbours by inner product among the items' vectors: exact, or approximate by faiss.
+"""Nearest neighbours by inner product among the items' vectors: exact, or approximate with faiss.
 
-index.json      kind, settings, number and width of vectors, the model it was built of, measured recall, check sums
-vectors.npy     (n, d), float32; kinds "exact" and "flat" need nothing else
+index.json      kind, settings, number and width of vectors, the model it was built from, measured recall, checksums
+vectors.npy     (n, d), float32; enough for the kinds "exact" and "flat"
 ids.npy         (n,), the item of each vector
-index.faiss     of the approximate kinds
+index.faiss     for the approximate kinds
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from viviane.retrieval.histories import Ids
 
 INDEX_FILE: Final = "index.json"
 _FILES = ("vectors.npy", "ids.npy", "index.faiss")
-_MOST_SCORES = 1 << 24  # of one batch of exact search
+_MOST_SCORES = 1 << 24  # maximum scores per batch of exact search
 
 
 class IndexFile(Settings):
     """The content of index.json.
 
     Args:
-        model: check sum of the model whose vectors these are, see `viviane.retrieval.model_version`; None: unknown.
-        recall: share of the exact nearest neighbours that the index finds, by list length: {"10": 0.98}.
-        sha256: of each file beside this one.
+        model: checksum of the model of the vectors, see `viviane.retrieval.model_version`; None: unknown.
+        recall: fraction of the exact nearest neighbours that the index finds, by list length: {"10": 0.98}.
+        sha256: checksum of each other file.
     """
 
     format: Literal["viviane-index"] = "viviane-index"
@@ -53,15 +53,15 @@ class IndexFile(Settings):
 
 
 class ItemIndex:
-    """Finds the items whose vectors have the largest inner products with a query's.
+    """Finds the items whose vectors have the largest inner products with a query.
 
     Args:
         vectors: (n, d), float32.
-        ids: the item of each vector, distinct; None numbers them from 0.
-        settings: how to search; a kind alone will do.
-        num_items: item ids are below it; None takes the largest plus one.
-        model: check sum of the model, see `IndexFile`.
-        device: where to search: "cpu", or a GPU, which kinds of faiss need faiss's own GPU build for.
+        ids: the item of each vector, distinct; None: numbered from 0.
+        settings: settings of the search, or only its kind.
+        num_items: item ids are below it; None: the largest plus one.
+        model: checksum of the model, see `IndexFile`.
+        device: device of the search: "cpu", or a GPU; the kinds of faiss then need its GPU build.
 
     Example:
         >>> index = ItemIndex(np.eye(3, dtype=np.float32), np.array([5, 7, 9]))
@@ -96,9 +96,9 @@ class ItemIndex:
 
     def _check(self, num_items: int | None) -> None:
         if self.vectors.ndim != 2 or not self.vectors.size:
-            raise SchemaError("an index is made of vectors", value=self.vectors.shape, allowed="(n, d), n and d from 1")
+            raise SchemaError("an index needs vectors", value=self.vectors.shape, allowed="(n, d), n and d from 1")
         if self.ids.shape != self.vectors.shape[:1]:
-            raise SchemaError("an id for each vector", value=self.ids.shape, allowed=str(self.vectors.shape[:1]))
+            raise SchemaError("one id per vector is needed", value=self.ids.shape, allowed=str(self.vectors.shape[:1]))
         distinct, counts = np.unique(self.ids, return_counts=True)
         if (counts > 1).any():
             raise SchemaError("an item occurs twice in the index", value=int(distinct[counts > 1][0]))
@@ -112,21 +112,21 @@ class ItemIndex:
         return len(self.ids)
 
     def search(self, queries: NDArray[np.floating], k: int) -> Candidates:
-        """Return the best k items of each query, fewer where there are not that many; safe to call from threads.
+        """Return the best k items of each query, or fewer if there are not as many; thread-safe.
 
         Raises:
-            SchemaError: queries of another width, or not finite. ConfigError: k below 1.
+            SchemaError: queries have another width, or are not finite. ConfigError: k below 1.
         """
         asked = np.ascontiguousarray(queries, dtype=np.float32)
         if asked.ndim != 2 or asked.shape[1] != self.vectors.shape[1]:
             raise SchemaError(
-                "queries have the items' width", value=asked.shape, allowed=f"(B, {self.vectors.shape[1]})"
+                "queries must have the width of the items", value=asked.shape, allowed=f"(B, {self.vectors.shape[1]})"
             )
         if not np.isfinite(asked).all():
             row = int(np.flatnonzero(~np.isfinite(asked).all(1))[0])
             raise SchemaError("a query is not finite", where=f"row {row}")
         if k < 1:
-            raise ConfigError("the number of neighbours is positive", where="k", value=k)
+            raise ConfigError("the number of neighbours must be positive", where="k", value=k)
         if self._search is None:
             return self.exact(asked, k)
         with self._lock:
@@ -135,7 +135,7 @@ class ItemIndex:
         return in_order(items, np.where(place < 0, -np.inf, scores)).first(k)
 
     def exact(self, queries: NDArray[np.float32], k: int) -> Candidates:
-        """Return what exact search finds, by torch: the reference of all kinds."""
+        """Return the result of exact search with torch, the reference of all kinds."""
         asked = torch.from_numpy(queries).to(self.device)
         count, parts = min(k, len(self.ids)), []
         step = max(1, _MOST_SCORES // len(self.ids))
@@ -148,9 +148,9 @@ class ItemIndex:
         return in_order(items, scores).first(k)
 
     def measure_recall(self, queries: NDArray[np.floating], k: Sequence[int] = (10, 100)) -> dict[str, float]:
-        """Measure which share of the exact k nearest the index finds, and keep it for `save`.
+        """Measure the fraction of the exact k nearest items that the index finds, and store it for `save`.
 
-        An item as near as the k-th, by rounding or because vectors are equal, counts as found.
+        An item at the same distance as the k-th, by rounding or because vectors are equal, counts as found.
         """
         asked = np.ascontiguousarray(queries, dtype=np.float32)
         self.recall = {}
@@ -160,13 +160,13 @@ class ItemIndex:
             own = (found.items[:, :, None] == truth.items[:, None, :]).any(2)
             near = np.abs(truth.scores[:, -1:]) * 1e-5 + 1e-6
             found_as_near = own | (found.scores >= truth.scores[:, -1:] - near)
-            # Quantised scores are not comparable: there the item itself has to be among the nearest.
+            # Quantized scores are not comparable: for them the item itself must be among the nearest.
             hit = own if self.settings.kind == "sq8" else found_as_near
             self.recall[str(one)] = float((hit & (found.items >= 0)).sum(1).mean() / count)
         return self.recall
 
     def vectors_of(self, items: Ids) -> NDArray[np.float32]:
-        """Return the vectors of items, (..., d), zeros for those that the index does not have."""
+        """Return the vectors of items, (..., d), zeros for items that are not in the index."""
         order = np.argsort(self.ids)
         place = np.searchsorted(self.ids, items, sorter=order).clip(0, len(self.ids) - 1)
         at = order[place]
@@ -174,7 +174,7 @@ class ItemIndex:
         return np.asarray(self.vectors[at] * known[..., None], dtype=np.float32)
 
     def save(self, folder: str | AnyPath) -> AnyPath:
-        """Write the index into a folder, whole or not at all; the folder may be a URL."""
+        """Write the index to a folder, atomically; the folder may be a URL."""
         path = location(folder)
         if path.exists() and (
             not path.is_dir() or (any(True for _ in path.iterdir()) and not (path / INDEX_FILE).exists())
@@ -197,20 +197,20 @@ class ItemIndex:
 
     @classmethod
     def load(cls, folder: str | AnyPath, *, model: str | None = None, device: torch.device | str = "cpu") -> Self:
-        """Read an index, verified.
+        """Load and verify an index.
 
         Args:
-            model: check sum of the model that asks; an index of another one is refused.
-            device: where to search.
+            model: checksum of the current model; an index of another model is refused.
+            device: device of the search.
 
         Raises:
-            CheckpointError: there is none, a file is missing or altered, or it belongs to another model.
+            CheckpointError: there is no index, a file is missing or altered, or it belongs to another model.
         """
         path = local_copy(folder)
         content = _read(path, str(folder))
         if model is not None and content.model not in (None, model):
             raise CheckpointError(
-                "the index was built of another version of the model", where=str(folder),
+                "the index was built from another version of the model", where=str(folder),
                 value=f"{content.model}, the model is {model}", fix="rebuild it: viviane index build MODEL",
             )  # fmt: skip
         try:
@@ -219,7 +219,7 @@ class ItemIndex:
             raise CheckpointError("a file of the index cannot be read", where=str(folder), value=str(error)) from error
         if vectors.shape != (content.num_vectors, content.dim) or ids.shape != (content.num_vectors,):
             value = f"{vectors.shape}, {ids.shape}"
-            raise CheckpointError("the index's files do not fit index.json", where=str(folder), value=value)
+            raise CheckpointError("the files of the index do not match index.json", where=str(folder), value=value)
         faiss = (path / "index.faiss").read_bytes() if "index.faiss" in content.sha256 else None
         try:
             index = cls(
@@ -228,7 +228,7 @@ class ItemIndex:
             )  # fmt: skip
         except SchemaError as error:
             raise CheckpointError(
-                "the index's files contradict each other", where=str(folder), value=error.what
+                "the files of the index are inconsistent", where=str(folder), value=error.what
             ) from None
         index.recall = dict(content.recall)
         return index
@@ -237,7 +237,7 @@ class ItemIndex:
 def _read(path: Path, where: str) -> IndexFile:
     if not (path / INDEX_FILE).is_file():
         fix = "build one: viviane index build MODEL"
-        raise CheckpointError("there is no index here", where=where, allowed=f"a folder with {INDEX_FILE}", fix=fix)
+        raise CheckpointError("no index found", where=where, allowed=f"a folder with {INDEX_FILE}", fix=fix)
     try:
         content = IndexFile.from_dict(load_json(path / INDEX_FILE))
     except VivianeError as error:
@@ -246,11 +246,11 @@ def _read(path: Path, where: str) -> IndexFile:
         if name not in content.sha256:
             raise CheckpointError(f"index.json lacks {name}", where=where)
     if (content.settings.kind in ("ivf", "hnsw", "sq8")) != ("index.faiss" in content.sha256):
-        raise CheckpointError("index.json does not fit its kind", where=where, value=content.settings.kind)
+        raise CheckpointError("index.json does not match its kind", where=where, value=content.settings.kind)
     for name, expected in content.sha256.items():
         if name not in _FILES:
-            raise CheckpointError("index.json names a file that no index has", where=where, value=name)
+            raise CheckpointError("index.json names an unexpected file", where=where, value=name)
         if not (path / name).is_file() or file_sha256(path / name) != expected:
-            what = "a file of the index is missing or was altered: its check sum differs"
+            what = "a file of the index is missing or was altered: its checksum differs"
             raise CheckpointError(what, where=str(path / name), fix="load another copy, or rebuild it")
     return content

@@ -1,4 +1,4 @@
-"""Item neighbours: what was taken together with the items of a history, the newer ones counting more."""
+"""Item neighbours: items that co-occur with the items of a history, weighted by recency."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from viviane.retrieval.candidates import Candidates, best_of_scores
 from viviane.retrieval.histories import Histories, Ids
 from viviane.schema import RESERVED
 
-_MOST_SCORES = 1 << 22  # of one batch
-_MOST_DENSE = 1 << 24  # pairs that are counted in one array
+_MOST_SCORES = 1 << 22  # maximum scores per batch
+_MOST_DENSE = 1 << 24  # maximum pairs that are counted in a dense array
 _GAPS = 16
-_USERS = 1024  # at a time
-_MOST_WAITING = 1 << 22  # pairs that are added up at a time
+_USERS = 1024  # users per block
+_MOST_WAITING = 1 << 22  # maximum pairs buffered before they are summed
 
 
 class ItemKNNSettings(Settings):
-    """How neighbours are counted.
+    """Settings of the neighbourhood.
 
     Args:
-        max_gap: pairs with up to this many places between them in a history count; None counts all pairs.
-        gap_decay: weight of a pair, for each place between its items.
+        max_gap: pairs with up to this distance in a history count; None counts all pairs.
+        gap_decay: weight factor of a pair per position between its items.
         backward: weight of the earlier item as a neighbour of the later one; 1 for histories without an order.
-        popularity_power: a pair's weight is divided by (events of both, multiplied, + 1) to this power; 0.5 is the
+        popularity_power: a pair's weight is divided by (product of the items' events + 1) to this power; 0.5 is the
             cosine.
-        age_decay: weight of a history's item, for each newer one; 1 for histories without an order.
-        max_history: newest items of a history that are asked with.
-        num_neighbours: items that may speak for an item, its strongest neighbours; None lets all of them.
+        age_decay: weight factor of a history's item per newer item; 1 for histories without an order.
+        max_history: number of newest items of a history that are used.
+        num_neighbours: number of strongest neighbours per item; None: all.
     """
 
     max_gap: int | None = Field(default=10, ge=1)
@@ -46,14 +46,14 @@ class ItemKNNSettings(Settings):
 
 
 def _count_pairs(users: Histories, num_items: int, settings: ItemKNNSettings) -> tuple[Ids, NDArray[np.float64]]:
-    """Return the pairs i * num_items + j, rising, with w_ij + backward w_ji."""
+    """Return the pairs i * num_items + j, ascending, with w_ij + backward w_ji."""
     orderless = settings.max_gap is None and settings.gap_decay == 1 and settings.backward == 1
     if orderless and num_items**2 <= _MOST_DENSE:
         return _count_together(users, num_items)
     pairs = _PairSums(num_items)
     longest = int(users.lengths.max(initial=0)) - 1
     for gap in range(1, min(longest, settings.max_gap or longest) + 1):
-        if gap % _GAPS == 1:  # short histories have no such pairs any more
+        if gap % _GAPS == 1:  # short histories have no such pairs
             users = users.take(np.flatnonzero(users.lengths > gap))
             row, flat = users.row_of, users.values
         same = row[gap:] == row[:-gap]
@@ -65,7 +65,7 @@ def _count_pairs(users: Histories, num_items: int, settings: ItemKNNSettings) ->
 
 
 def _count_together(users: Histories, num_items: int) -> tuple[Ids, NDArray[np.float64]]:
-    """Count all pairs of all histories alike: a product of the matrix of users and items with itself."""
+    """Count all pairs of all histories equally: the product of the user-item matrix with its transpose."""
     total = torch.zeros(num_items, num_items)
     for first in range(0, len(users), _USERS):
         some = users.take(slice(first, first + _USERS))
@@ -79,7 +79,7 @@ def _count_together(users: Histories, num_items: int) -> tuple[Ids, NDArray[np.f
 
 
 class _PairSums:
-    """Adds weights up by pair, so that memory holds distinct pairs, not all of them."""
+    """Sums weights by pair, so that memory is proportional to distinct pairs."""
 
     def __init__(self, num_items: int) -> None:
         size = num_items * num_items
@@ -96,7 +96,7 @@ class _PairSums:
             self._flush()
 
     def sums(self) -> tuple[Ids, NDArray[np.float64]]:
-        """Return the pairs, rising, and the sums of their weights."""
+        """Return the pairs, ascending, and the sums of their weights."""
         self._flush()
         if self._dense is None:
             return self._keys, self._sums
@@ -118,18 +118,18 @@ class _PairSums:
 
 
 class ItemKNN:
-    """Scores items by their neighbourhood to a history.
+    """Scores items by their similarity to a history.
 
-        w_ij     = sum over pairs of a history, i before j, of gap_decay^(places between)    (and backward times w_ji)
-        n_ij     = (w_ij + backward w_ji) / (events_i events_j + 1)^popularity_power
+        w_ij     = sum over pairs of a history, i before j, of gap_decay^(positions between)    (and backward times
+        w_ji) n_ij     = (w_ij + backward w_ji) / (events_i events_j + 1)^popularity_power
         score_j  = sum over items i of the history of age_decay^(newer items) n_ij
 
-    The neighbours of item i are `item[start[i] : start[i + 1]]`, with their weights. It needs no training and is hard
-    to beat on sparse data (Dacrema, Cremonesi and Jannach 2019, "Are We Really Making Much Progress?").
+    The neighbours of item i are `item[start[i] : start[i + 1]]`, with their weights. It needs no training and is
+    difficult to beat on sparse data (Dacrema, Cremonesi and Jannach 2019, "Are We Really Making Much Progress?").
 
     Args:
         start, item, weight: (N + 1,), (pairs,), (pairs,).
-        settings: how to ask.
+        settings: settings of the neighbourhood.
 
     Example:
         >>> knn = ItemKNN.count(Histories.of([[3, 4], [3, 4], [4, 5]]), num_items=6)
@@ -148,7 +148,7 @@ class ItemKNN:
 
     @classmethod
     def count(cls, users: Histories, num_items: int, settings: ItemKNNSettings | None = None) -> ItemKNN:
-        """Count pairs; ids that are reserved or not in the catalogue have no neighbours.
+        """Count pairs; ids that are reserved or outside the catalogue have no neighbours.
 
         Raises:
             ConfigError: the catalogue is empty.
@@ -172,7 +172,7 @@ class ItemKNN:
         return cls(start, second, weights.astype(np.float32), chosen)
 
     def scores(self, histories: Histories) -> NDArray[np.float32]:
-        """Return (B, N), 0 for items that are no neighbours."""
+        """Return (B, N), 0 for items that are not neighbours."""
         asked = histories.where((histories.values >= RESERVED.first) & (histories.values < self.num_items))
         asked = asked.newest(self.settings.max_history)
         first = self.start[asked.values]
@@ -186,7 +186,7 @@ class ItemKNN:
         return total.reshape(len(histories), self.num_items).astype(np.float32)
 
     def candidates(self, histories: Histories, k: int, rows: Any = None) -> Candidates:
-        """Return the best k neighbours for each row, those of its history taken out."""
+        """Return the best k neighbours for each row, without those of its history."""
         step = max(1, _MOST_SCORES // self.num_items)
         parts = []
         for begin in range(0, len(histories), step):

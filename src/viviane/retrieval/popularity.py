@@ -1,4 +1,4 @@
-"""The most popular items: the least that a recommender has to beat, and what it shows to those it knows nothing of."""
+"""The most popular items: the baseline of a recommender, and the fallback for users without a history."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from viviane.schema import RESERVED
 
 
 class Popularity:
-    """Items by falling number of events, equal ones by rising id.
+    """Items by descending number of events, then ascending id.
 
     Args:
-        counts: events of each item, (N,).
+        counts: number of events of each item, (N,).
 
     Example:
         >>> popular = Popularity.count(Histories.of([[3, 4], [4, 5]]), num_items=6)
@@ -35,7 +35,7 @@ class Popularity:
 
     @classmethod
     def count(cls, users: Histories, num_items: int) -> Popularity:
-        """Count the events; ids that are reserved or not in the catalogue do not count.
+        """Count the events; ids that are reserved or outside the catalogue are ignored.
 
         Raises:
             ConfigError: the catalogue is empty.
@@ -46,7 +46,7 @@ class Popularity:
         return cls(np.bincount(known, minlength=num_items).astype(np.float32))
 
     def candidates(self, histories: Histories, k: int, rows: Any = None) -> Candidates:
-        """Return the best k items for each row, those of its history taken out."""
+        """Return the best k items for each row, without those of its history."""
         longest = int(histories.lengths.max(initial=0))
         shown = self._order[: k + longest]
         items = np.broadcast_to(shown, (len(histories), len(shown)))
@@ -57,6 +57,6 @@ class Popularity:
         return drop_seen(Candidates(items.astype(np.int64), scores.astype(np.float32)), histories).first(k)
 
     def score(self, histories: Histories, items: Ids, rows: Any = None) -> NDArray[np.float32]:
-        """Return the events of given items, (B, K)."""
+        """Return the number of events of given items, (B, K)."""
         known = (items >= 0) & (items < self.num_items)
         return np.where(known, self.counts[np.where(known, items, 0)], 0.0).astype(np.float32)

@@ -1,14 +1,14 @@
-"""The second stage: a model that reads history, candidate and what the sources say of the candidate.
+"""The second stage: a model of the history, the candidate and the sources' scores of the candidate.
 
-Dense columns of the ranking model with these names are computed for each candidate, from the scores s of a source over
+Dense columns of the ranking model with these names are computed for each candidate from the scores s of a source for
 the candidates of a row:
 
-    <source>_score      (s - mean) / deviation over the row's candidates, 0 where all are equal
+    <source>_score      (s - mean) / deviation over the row's candidates, 0 if all are equal
     <source>_level      asinh(s)
     <source>_rank       log(1 + candidates with a higher score)
     history_length      log(1 + items in the history)
 
-All other columns, such as the user's age, come from the rows that are requested.
+All other columns, such as the user's age, come from the rows of the request.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from viviane.retrieval.histories import Histories, Ids
 from viviane.retrieval.rows import Roles, batches
 from viviane.schema import Schema
 
-_ROWS = 16384  # at a time
+_ROWS = 16384  # rows per batch
 HISTORY_LENGTH = "history_length"
 KINDS = ("score", "level", "rank")
 
 
 def feature_names(sources: Sequence[CandidateSource]) -> list[str]:
-    """Return the columns that can be computed.
+    """Return the names of the columns that can be computed.
 
     Example:
         >>> from viviane.retrieval import Popularity
@@ -47,10 +47,10 @@ def feature_names(sources: Sequence[CandidateSource]) -> list[str]:
 def features(
     sources: Sequence[CandidateSource], histories: Histories, items: Ids, rows: Any = None, *, among: int | None = None
 ) -> dict[str, NDArray[np.float32]]:
-    """Compute the columns for candidates, (B, K) each; see above.
+    """Compute the columns for candidates, (B, K) each; see the module docstring.
 
     Args:
-        among: how many of them, from the first on, are a row's candidates; the others are compared with these.
+        among: the first `among` items are a row's candidates; the others are compared with these.
     """
     held = items >= 0
     base = held & (np.arange(items.shape[1]) < (items.shape[1] if among is None else among))
@@ -76,12 +76,12 @@ class Ranker:
     """Orders candidates by a model's probability.
 
     Args:
-        model: reads an item, and as it likes a history, columns of the rows, and the columns above.
-        sources: that the columns are computed of.
-        label: which label to rank by; None takes the first.
+        model: reads an item, and optionally a history, columns of the rows, and the columns above.
+        sources: sources from which the columns are computed.
+        label: label to rank by; None: the first.
 
     Raises:
-        SchemaError: the model has no such label, or no item column.
+        SchemaError: the model has no such label or no item column.
     """
 
     def __init__(self, model: Model, sources: Sequence[CandidateSource], label: str | None = None) -> None:
@@ -90,35 +90,35 @@ class Ranker:
         self.roles = Roles.of(model.schema)
         names = [one.name for one in model.schema.labels]
         if label is not None and label not in names:
-            raise SchemaError("the ranking model has no such label", value=label, allowed=", ".join(names))
+            raise SchemaError("unknown label of the ranking model", value=label, allowed=", ".join(names))
         self.label = 0 if label is None else names.index(label)
         self._lock = threading.Lock()
 
     def scores(self, histories: Histories, items: Ids, rows: Any = None) -> NDArray[np.float32]:
-        """Return the probability of each candidate, (B, K), minus infinity where there is none."""
+        """Return the probability of each candidate, (B, K), minus infinity for none."""
         held = items >= 0
         if not held.any():
             return np.full(items.shape, -np.inf, dtype=np.float32)
         return self.predict(self.columns(histories, items, held, rows), held)
 
     def predict(self, columns: Mapping[str, Any], held: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Return the probabilities for what `columns` returned, (B, K), minus infinity where nothing is held."""
+        """Return the probabilities for the result of `columns`, (B, K), minus infinity where `held` is False."""
         found = np.full(held.shape, -np.inf, dtype=np.float32)
         rows = batches(_features(self.model.schema), int(held.sum()), columns, _ROWS)
-        with self._lock:  # evaluation mode is a switch of the whole module
+        with self._lock:  # eval mode applies to the complete module
             parts = list(predict_rows(self.model.trainer, rows))
         found[held] = np.concatenate(parts)[:, self.label]
         return found
 
     def rank(self, histories: Histories, items: Ids, rows: Any = None) -> Candidates:
-        """Return the candidates by falling probability."""
+        """Return the candidates by descending probability."""
         return in_order(items, self.scores(histories, items, rows))
 
     def columns(self, histories: Histories, items: Ids, held: NDArray[np.bool_], rows: Any = None) -> dict[str, Any]:
-        """Return the model's columns for the candidates that are held, a row each.
+        """Return the model's columns for the candidates where `held` is True, one row each.
 
         Raises:
-            SchemaError: a dense column is neither given nor one that can be computed.
+            SchemaError: a dense column is neither given nor computable.
         """
         wanted = {column.name for column in self.model.schema.dense}
         computed = features(self.sources, histories, items, rows) if wanted else {}
@@ -137,7 +137,7 @@ class Ranker:
         if missing:
             allowed = ", ".join(feature_names(self.sources))
             raise SchemaError("a column of the ranking model is missing", value=missing[0], allowed=allowed,
-                              fix="give it beside the histories, or train the model without it")  # fmt: skip
+                              fix="pass it with the histories, or train the model without it")  # fmt: skip
         return columns
 
 

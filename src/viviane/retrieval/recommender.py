@@ -1,7 +1,7 @@
-"""Recommendations in two stages: sources find candidates, a second model puts them in order.
+"""Recommendations in two stages: sources find candidates, a second model ranks them.
 
 recommender/
-    recommender.json        settings, sources, check sums
+    recommender.json        settings, sources, checksums
     retrieval-<name>/       a model with its index; or the arrays of item neighbours or popularity
     ranking/                the second model
 """
@@ -28,11 +28,11 @@ from viviane.retrieval.vector_source import VectorSource
 
 @dataclass(frozen=True)
 class Recommendations:
-    """What to show to each row, best first.
+    """Recommended items for each row, best first.
 
     Args:
-        items: (B, k), -1 where there are fewer than k.
-        scores: (B, k), NaN there: the second model's probability, or without one the source's score.
+        items: (B, k), -1 if there are fewer than k.
+        scores: (B, k), NaN for -1: the second model's probability, or the source's score without one.
     """
 
     items: Ids
@@ -42,16 +42,16 @@ class Recommendations:
 class Recommender:
     """Finds and ranks items for histories; thread-safe, and one folder on disk.
 
-    A row for which no source finds anything, such as one with an empty history, gets popular items where a fallback is
-    given. Every row gets min(k, items it has not seen) items at most.
+    A row for which no source finds candidates, such as one with an empty history, gets popular items if there is a
+    fallback. Each row gets at most min(k, number of unseen items) items.
 
     Args:
-        retrieval: where candidates come from, in the order of trust; a model takes its nearest items exactly.
-        ranking: the second model, see `viviane.retrieval.ranking`; None leaves the first source's order, followed by
-            what the others find.
-        num_candidates: of each source.
-        fallback: what fills rows that the sources leave empty or short.
-        label: of the ranking model; None takes the first.
+        retrieval: sources of candidates, in order of priority; a model becomes an exact search of its nearest items.
+        ranking: the second model, see `viviane.retrieval.ranking`; None keeps the order of the first source, followed
+            by the candidates of the others.
+        num_candidates: number of candidates per source.
+        fallback: fills rows for which the sources find too few items.
+        label: label of the ranking model; None: the first.
 
     Example:
         >>> from viviane.retrieval import ItemKNN
@@ -74,8 +74,8 @@ class Recommender:
         self.sources: list[CandidateSource] = [VectorSource(one) if isinstance(one, Model) else one for one in given]
         names = [source.name for source in self.sources]
         if not names or len(set(names)) < len(names):
-            fix = "give each a name of its own: VectorSource(model, name='towers')"
-            raise ConfigError("a recommender has sources of different names", value=", ".join(names), fix=fix)
+            fix = "give each a different name: VectorSource(model, name='towers')"
+            raise ConfigError("the sources of a recommender must have different names", value=", ".join(names), fix=fix)
         sizes = {source.num_items for source in self.sources}
         if fallback is not None:
             sizes.add(fallback.num_items)
@@ -83,10 +83,10 @@ class Recommender:
         if self.ranker is not None:
             sizes.add(self.ranker.roles.num_items)
         if len(sizes) > 1:
-            what = "the stages know catalogues of different sizes, so an id may mean two items"
-            raise ConfigError(what, value=", ".join(map(str, sorted(sizes))), fix="train them on data of one ETL")
+            what = "the stages have catalogues of different sizes, so their item ids may differ"
+            raise ConfigError(what, value=", ".join(map(str, sorted(sizes))), fix="train them on data of the same ETL")
         if num_candidates < 1:
-            raise ConfigError("the number of candidates is positive", value=num_candidates)
+            raise ConfigError("the number of candidates must be positive", value=num_candidates)
         self.num_items = sizes.pop()
         self.num_candidates = num_candidates
         self.fallback = fallback
@@ -109,23 +109,23 @@ class Recommender:
         """Return the best k items for each history.
 
         Args:
-            histories: lists of item ids, oldest first; ids that are not in the catalogue say nothing.
-            k: how many.
-            rows: more columns that the models read, by name, such as the user's id.
-            exclude: items that each row does not want besides, such as older ones that the history leaves out.
-            remove_seen: take the history's items out.
+            histories: lists of item ids, oldest first; ids outside the catalogue are ignored.
+            k: number of recommendations.
+            rows: additional columns for the models, by name, such as the user's id.
+            exclude: additional items to exclude per row, such as older ones that the history omits.
+            remove_seen: exclude the history's items.
 
         Raises:
-            ConfigError: k below 1. SchemaError: histories or columns of another form or length.
+            ConfigError: k below 1. SchemaError: histories or columns have a wrong form or length.
         """
         if k < 1:
-            raise ConfigError("the number of recommendations is positive", where="k", value=k)
+            raise ConfigError("the number of recommendations must be positive", where="k", value=k)
         asked = Histories.of(histories)
         known = asked.where((asked.values >= 0) & (asked.values < self.num_items))
         for name, values in (rows or {}).items():
             if len(values) != len(asked):
-                allowed = f"{len(asked)}, one for each history"
-                raise SchemaError("a column has another number of rows", where=name, value=len(values), allowed=allowed)
+                allowed = f"{len(asked)}, one per history"
+                raise SchemaError("a column has a wrong number of rows", where=name, value=len(values), allowed=allowed)
         unwanted = self._unwanted(known, exclude, remove_seen)
         depth = max(self.num_candidates, k)
         found = self.candidates(known, depth, rows)
@@ -140,18 +140,18 @@ class Recommender:
         return Recommendations(best.items, np.where(best.items == NO_ITEM, np.nan, best.scores).astype(np.float32))
 
     def candidates(self, histories: Histories, depth: int, rows: Any = None) -> Candidates:
-        """Return what the sources find, the first one's first, no item twice."""
+        """Return the candidates of all sources, in order of the sources, without duplicates."""
         parts = [source.candidates(histories, depth, rows) for source in self.sources]
         items = np.concatenate([part.items for part in parts], 1)
         scores = np.concatenate([part.scores for part in parts], 1)
-        if len(parts) > 1:  # scores of several sources are not comparable: the order is by source and place
+        if len(parts) > 1:  # scores of several sources are not comparable: order by source and position
             place = -np.arange(scores.shape[1], dtype=np.float32)
             scores = np.where(items == NO_ITEM, -np.inf, place).astype(np.float32)
         nothing = Histories(np.empty(0, dtype=np.int64), np.zeros(len(histories) + 1, dtype=np.int64))
         return drop_seen(Candidates(items, scores), nothing)
 
     def similar(self, items: Sequence[int], k: int = 10) -> Recommendations:
-        """Return the items nearest to given ones, by the first source that has vectors, else by item neighbours.
+        """Return the items nearest to given ones, by the first source that has vectors, otherwise by item neighbours.
 
         Raises:
             SchemaError: an item is not in the catalogue.
@@ -179,13 +179,13 @@ class Recommender:
             more = Histories.of(exclude)
             if len(more) != len(histories):
                 raise SchemaError(
-                    "a list for each history", where="exclude", value=len(more), allowed=str(len(histories))
+                    "there must be one list per history", where="exclude", value=len(more), allowed=str(len(histories))
                 )
             parts.append(more)
         return together(parts)
 
     def _with_seen(self, found: Candidates, histories: Histories) -> Candidates:
-        """Sources leave the history out; here its items, the newest first, are candidates behind the others."""
+        """Sources exclude the history; append its items, newest first, after the other candidates."""
         longest = int(histories.lengths.max(initial=0))
         again = np.full((len(histories), longest), NO_ITEM, dtype=np.int64)
         again[histories.row_of, histories.age] = histories.values
@@ -194,7 +194,7 @@ class Recommender:
         return Candidates(np.concatenate([found.items, again], 1), np.concatenate([found.scores, scores], 1))
 
     def _filled(self, best: Candidates, unwanted: Histories, k: int) -> Candidates:
-        """Put popular items behind those that were found; their scores continue below the last one's."""
+        """Append popular items after the found ones; their scores continue below the last one."""
         assert self.fallback is not None
         short = np.flatnonzero((best.items == NO_ITEM).any(1))
         had = best.items[short]
@@ -210,7 +210,7 @@ class Recommender:
         return in_order(items, values)
 
     def save(self, folder: str | AnyPath) -> AnyPath:
-        """Write models, indexes and settings into one folder, whole or not at all."""
+        """Write models, indexes and settings to one folder, atomically."""
         return save_recommender(
             folder, self.sources, ranking=self.ranking, fallback=self.fallback, num_candidates=self.num_candidates,
             label=self.label,
@@ -218,7 +218,7 @@ class Recommender:
 
     @classmethod
     def load(cls, folder: str | AnyPath, *, device: str = "auto") -> Self:
-        """Read a saved recommender, verified.
+        """Load and verify a saved recommender.
 
         Raises:
             CheckpointError: a file is missing or altered, or an index belongs to another model.

@@ -1,4 +1,4 @@
-"""Rows of a model for users and items of which only some columns are given."""
+"""Input rows of a model for users and items with only some columns given."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class Roles:
-    """The columns of a history and of the item that is compared with it, of one vocabulary.
+    """The history column and the item column of a model, which share a vocabulary.
 
     Args:
-        history: None for a model that reads no history.
+        history: None for a model without a history.
     """
 
     history: str | None
@@ -34,10 +34,10 @@ class Roles:
 
     @classmethod
     def of(cls, schema: Schema, history: str | None = None, item: str | None = None) -> Roles:
-        """Find the columns in a schema, or take those named.
+        """Return the named columns, or detect them in a schema.
 
         Raises:
-            SchemaError: there is no such column, or a choice of several.
+            SchemaError: a column does not exist, or is ambiguous.
         """
         if history is None:
             known = [column for column in schema.categorical if column.kind == "sequence"]
@@ -48,40 +48,40 @@ class Roles:
             known = [schema.categorical_column(history)]
         if len(known) > 1:
             value = ", ".join(column.name for column in known)
-            raise SchemaError("which column is the history?", value=value, fix="name it: history='clicked_items'")
+            raise SchemaError("the history column is ambiguous", value=value, fix="specify it: history='clicked_items'")
         of = known[0] if known else None
         if of is not None and of.kind == "one_hot":
-            raise SchemaError("a history is a column of several ids", value=of.name, fix="name a sequence column")
+            raise SchemaError("the history must be a bag column", value=of.name, fix="choose a sequence column")
         items = [schema.categorical_column(item)] if item is not None else [
             column for column in schema.one_hot if of is not None and column.table == of.table
         ]  # fmt: skip
         if len(items) != 1:
             value = ", ".join(column.name for column in items) or "no one-hot column shares the history's vocabulary"
-            raise SchemaError("which column is the item?", value=value, fix="name it: item='item_id'")
+            raise SchemaError("the item column is ambiguous", value=value, fix="specify it: item='item_id'")
         (found,) = items
         if found.num_ids is None:
-            fix = "clean the data with `viviane etl`, which numbers the items"
-            raise SchemaError("retrieval needs items that are numbered", value=found.name, fix=fix)
+            fix = "process the data with `viviane etl`, which encodes the items"
+            raise SchemaError("retrieval needs encoded item ids", value=found.name, fix=fix)
         if of is not None and of.table != found.table:
-            raise SchemaError("history and item share a vocabulary", value=f"{of.name}, {found.name}")
+            raise SchemaError("history and item must share a vocabulary", value=f"{of.name}, {found.name}")
         if of is None:
             return cls(None, found.name, found.num_ids)
         return cls(of.name, found.name, found.num_ids, of.max_length)
 
 
 def vectors(model: Model, tensor: str, num_rows: int, given: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Return a tensor of a model's graph for rows of which some columns are given, (rows, ...).
+    """Return a tensor of a model's graph for rows with some columns given, (rows, ...).
 
-    What is not given is empty: bags without ids, padding in columns of one id. That is right for columns that the
-    tensor does not depend on but that are looked up together with those that it does, such as the item beside the
-    history; a column of numbers has no such value.
+    Missing columns are empty: bags without ids, padding in one-hot columns. This is correct for columns that do not
+    affect the tensor but are looked up together with columns that do, such as the item with the history. Dense
+    columns have no such value.
 
     Args:
-        given: columns by name: arrays, or `Histories` for bags, which are cut to the newest max_length ids.
+        given: columns by name: arrays, or `Histories` for bags, which are truncated to the newest max_length ids.
 
     Raises:
-        SchemaError: a column of numbers is missing, or an unknown one is given.
-        ConfigError: the model is no graph, or has no such tensor.
+        SchemaError: a dense column is missing, or an unknown column is given.
+        ConfigError: the model is not a graph, or has no such tensor.
     """
     module = model.module
     if not isinstance(module, GraphModule):
@@ -92,7 +92,7 @@ def vectors(model: Model, tensor: str, num_rows: int, given: Mapping[str, Any]) 
 
 
 def batches(schema: Schema, num_rows: int, given: Mapping[str, Any], size: int = _ROWS) -> Iterator[Batch]:
-    """Yield batches of rows of which some columns are given; see `vectors`."""
+    """Yield batches of rows with some columns given; see `vectors`."""
     bags = {
         column.name: Histories.of(given[column.name]).newest(column.max_length or 2**62)
         for column in schema.bags
@@ -100,7 +100,7 @@ def batches(schema: Schema, num_rows: int, given: Mapping[str, Any], size: int =
     }
     for name, one in [*bags.items(), *((n, v) for n, v in given.items() if n not in bags)]:
         if len(one) != num_rows:
-            raise SchemaError("a column has another number of rows", where=name, value=len(one), allowed=str(num_rows))
+            raise SchemaError("a column has a wrong number of rows", where=name, value=len(one), allowed=str(num_rows))
     for first in range(0, num_rows, size):
         yield _batch(schema, first, min(first + size, num_rows), given, bags)
 
@@ -116,7 +116,7 @@ def _batch(schema: Schema, first: int, stop: int, given: Mapping[str, Any], bags
     dense = []
     for number in schema.dense:
         if number.name not in given:
-            raise SchemaError("a column is missing", value=number.name, fix="give it beside the history")
+            raise SchemaError("a column is missing", value=number.name, fix="pass it with the history")
         values = np.asarray(given[number.name][rows], dtype=np.float32)
         dense.append(torch.from_numpy(values.reshape(count, number.dim)))
     return Batch(
@@ -140,5 +140,5 @@ def _bag(column: CategoricalColumn, histories: Histories | None, rows: slice, co
 
 
 def all_items(roles: Roles) -> Ids:
-    """Return every id of the catalogue, the reserved ones, too: row i of the vectors is item i."""
+    """Return every id of the catalogue including reserved ones, so that row i of the vectors is item i."""
     return np.arange(roles.num_items, dtype=np.int64)

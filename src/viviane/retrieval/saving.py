@@ -1,4 +1,4 @@
-"""A recommender on disk; see `viviane.retrieval.recommender`."""
+"""Saving and loading a recommender; see `viviane.retrieval.recommender`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RecommenderFile(Settings):
     """The content of recommender.json.
 
     Args:
-        sha256: of each file that is not a model's or an index's, which have lists of their own.
+        sha256: checksums of all files except those of models and indexes, which have their own lists.
     """
 
     format: Literal["viviane-recommender"] = "viviane-recommender"
@@ -59,10 +59,10 @@ def save_recommender(
     num_candidates: int,
     label: str | None,
 ) -> AnyPath:
-    """Write a recommender's parts into a folder, whole or not at all; arguments as for `Recommender`.
+    """Write the parts of a recommender to a folder, atomically; arguments as for `Recommender`.
 
     Raises:
-        ConfigError: a source is of a kind of your own, or the folder holds something else.
+        ConfigError: a source is of a custom type, or the folder contains something else.
     """
     path = location(folder)
     taken = path.exists() and (not path.is_dir() or any(True for _ in path.iterdir()))
@@ -100,7 +100,7 @@ def _save_source(source: CandidateSource, work: Path, place: str, sums: dict[str
         _save_arrays(source, "popularity", work, place, sums)
         return SourceEntry(kind="popularity", name=source.name)
     allowed = "VectorSource, ItemKNN, Popularity"
-    raise ConfigError("a source of your own cannot be saved", value=type(source).__name__, allowed=allowed)
+    raise ConfigError("a custom source cannot be saved", value=type(source).__name__, allowed=allowed)
 
 
 def _save_arrays(source: Any, kind: str, work: Path, place: str, sums: dict[str, str]) -> None:
@@ -112,11 +112,11 @@ def _save_arrays(source: Any, kind: str, work: Path, place: str, sums: dict[str,
 
 
 def load_parts(folder: str | AnyPath, device: str) -> dict[str, Any]:
-    """Read a recommender's parts, verified, as its constructor takes them."""
+    """Load and verify the parts of a recommender, as arguments of its constructor."""
     path = local_copy(folder)
     if not (path / RECOMMENDER_FILE).is_file():
         allowed = f"a folder with {RECOMMENDER_FILE}"
-        raise CheckpointError("there is no recommender here", where=str(folder), allowed=allowed)
+        raise CheckpointError("no recommender found", where=str(folder), allowed=allowed)
     try:
         content = RecommenderFile.from_dict(load_json(path / RECOMMENDER_FILE))
     except VivianeError as error:
@@ -141,7 +141,7 @@ def _load_source(entry: SourceEntry, path: Path, content: RecommenderFile, devic
     start, item, weight = (arrays[name] for name in _ARRAYS["item_knn"])
     fits = start.ndim == 1 and len(start) > 1 and start[0] == 0 and (np.diff(start) >= 0).all()
     if not fits or start[-1] != len(item) or item.shape != weight.shape:
-        raise CheckpointError("the arrays of item neighbours contradict each other", where=str(path / place))
+        raise CheckpointError("the arrays of item neighbours are inconsistent", where=str(path / place))
     if len(item) and not 0 <= item.min() <= item.max() < len(start) - 1:
         raise CheckpointError("a neighbour is not in the catalogue", where=str(path / place))
     return ItemKNN(start, item, weight, entry.settings)
@@ -152,7 +152,7 @@ def _load_arrays(kind: str, path: Path, place: str, content: RecommenderFile) ->
     for name in _ARRAYS[kind]:
         file, expected = path / place / f"{name}.npy", content.sha256.get(f"{place}/{name}.npy")
         if expected is None or not file.is_file() or file_sha256(file) != expected:
-            what = "a file of the recommender is missing or was altered: its check sum differs"
+            what = "a file of the recommender is missing or was altered: its checksum differs"
             raise CheckpointError(what, where=str(file), fix="load another copy")
         try:
             found[name] = np.load(file, allow_pickle=False)

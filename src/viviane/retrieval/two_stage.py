@@ -1,11 +1,12 @@
-"""The recipe of two stages: a ranker trained on what the sources find, and a choice that validation makes.
+"""Training of two stages: a ranker on the sources' candidates, and model selection on validation users.
 
-The sources know each user's events before his last one. That last one is what the ranker learns from, for most users,
-and what decides, for the rest: the ranker stops when NDCG over the whole catalogue stops to grow there, and the result
-is whichever way is best there, a source alone or both stages. The test events are never looked at.
+The sources are built from each user's events except the last one. For most users the ranker learns from that last
+event;
+for the others it is used for validation: the ranker stops when NDCG over the complete catalogue stops improving there,
+and the result is the best variant there, a single source or both stages. Test events are never used.
 
-The ranker's negatives are the candidates that the sources put highest, which it will have to tell apart later, and some
-drawn from the whole catalogue, so that it keeps a sense of what is far off (mixed negatives).
+Negatives of the ranker are the highest candidates of the sources, which it will have to distinguish later, and some
+drawn from the complete catalogue, so that it also learns from easy negatives (mixed negatives).
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from viviane.training.trainer_base import TrainerBase
 
 
 class TwoStageSettings(Settings):
-    """How the second stage is trained.
+    """Settings of training the second stage.
 
     Args:
-        num_candidates: of each source.
-        k: length of the lists that validation compares, by NDCG.
-        ranking_share: of the users, whose last event the ranker learns from; the others' decides.
-        hard_negatives, random_negatives: for each user, of the candidates and of the catalogue.
-        max_history: newest items that the ranker reads.
-        seed: of the split and the negatives.
+        num_candidates: number of candidates per source.
+        k: length of the lists that validation compares by NDCG.
+        ranking_share: fraction of users whose last event trains the ranker; the others validate.
+        hard_negatives, random_negatives: per user, from the candidates and from the catalogue.
+        max_history: number of newest items that the ranker reads.
+        seed: seed of the split and the negatives.
     """
 
     num_candidates: int = Field(default=50, ge=1)
@@ -61,13 +62,13 @@ class TwoStageSettings(Settings):
 
 @dataclass(frozen=True)
 class TwoStage:
-    """What came out.
+    """Result of the training.
 
     Args:
-        recommender: the best way on validation.
+        recommender: the best variant on validation.
         chosen: its name: a source's, or "two stages".
-        validation: NDCG at k of every way, for the users that decide.
-        both: both stages, whichever was chosen.
+        validation: NDCG at k of every variant, for the validation users.
+        both: both stages, whichever variant was chosen.
     """
 
     recommender: Recommender
@@ -80,7 +81,7 @@ TWO_STAGES = "two stages"
 
 
 def ranking_schema(sources: Sequence[CandidateSource], num_items: int, max_history: int) -> Schema:
-    """Return the columns of a ranker: history, candidate, what the sources say of it, and whether it was taken.
+    """Return the columns of a ranker: history, candidate, the sources' scores, and whether it was taken.
 
     Example:
         >>> [one.name for one in ranking_schema([], 9, 4).categorical]
@@ -106,17 +107,17 @@ def fit_two_stage(
     solver: Solver,
     settings: TwoStageSettings | None = None,
 ) -> TwoStage:
-    """Train a ranker on the sources' candidates, and choose the best way on validation.
+    """Train a ranker on the sources' candidates, and choose the best variant on validation.
 
     Args:
-        users: all events but those of the test; the sources were made without each user's last one.
-        sources: where candidates come from; two or more names may not be equal.
-        recipe: of the ranker, such as `viviane.zoo.DIN()`; it reads the columns of `ranking_schema`.
-        solver: how to train it; its patience counts evaluations of an epoch each.
-        settings: see there.
+        users: all events except the test events; the sources must have been built without each user's last one.
+        sources: sources of candidates, with distinct names.
+        recipe: recipe of the ranker, such as `viviane.zoo.DIN()`; it reads the columns of `ranking_schema`.
+        solver: training settings; patience counts evaluations, one per epoch.
+        settings: see `TwoStageSettings`.
 
     Raises:
-        ConfigError: there are no users to learn from or to decide, or the sources find none of the last items.
+        ConfigError: there are too few users to train or validate, or the sources find none of the last items.
     """
     chosen = settings or TwoStageSettings()
     before, item, _ = leave_one_out(users)
@@ -125,7 +126,7 @@ def fit_two_stage(
     cut = round(chosen.ranking_share * len(order))
     learn, decide = np.sort(order[:cut]), np.sort(order[cut:])
     if not len(learn) or not len(decide):
-        raise ConfigError("too few users with two events to train a ranker and to choose", value=len(order))
+        raise ConfigError("too few users with two events to train and validate a ranker", value=len(order))
     popular = Popularity.count(before, num_items)
     search = Recommender(list(sources), num_candidates=chosen.num_candidates, fallback=popular)
     model = Model(solver, ranking_schema(sources, num_items, chosen.max_history), name="ranking")
@@ -148,12 +149,12 @@ def fit_two_stage(
 def _examples(
     search: Recommender, histories: Histories, item: Ids, settings: TwoStageSettings
 ) -> dict[str, NDArray[Any]]:
-    """Return the ranker's rows: each user's item where the sources found it, and negatives, in random order."""
+    """Return the ranker's rows: each user's item if the sources found it, and negatives, in random order."""
     rng = np.random.default_rng(settings.seed)
     found = search.candidates(histories, settings.num_candidates)
     hit = (found.items == item[:, None]).any(1)
     if not hit.any():
-        fix = "take more candidates, or better sources"
+        fix = "use more candidates, or better sources"
         raise ConfigError("the sources find none of the items that users took next", value=len(item), fix=fix)
     kept = np.flatnonzero(hit)
     found = Candidates(found.items[kept], found.scores[kept])
@@ -166,7 +167,7 @@ def _examples(
     values = features(search.sources, histories, items, among=count)
     takes = items == item[:, None]
     chance = np.where(takes, -1.0, np.where(items < 0, np.inf, rng.random(items.shape)))
-    hard = np.argsort(np.argsort(chance[:, :count], 1), 1) <= settings.hard_negatives  # and the item itself
+    hard = np.argsort(np.argsort(chance[:, :count], 1), 1) <= settings.hard_negatives  # including the item itself
     kept_places = np.concatenate([hard, np.ones(strange.shape, dtype=bool)], 1) & (items >= 0)
     row, place = np.nonzero(kept_places)
     order = rng.permutation(len(row))
@@ -181,7 +182,7 @@ def _examples(
 
 
 class _ListEvaluation(Callback):
-    """NDCG of a recommender's lists over the whole catalogue, which leads the ranker's training."""
+    """NDCG of a recommender's lists over the complete catalogue, the lead metric of the ranker's training."""
 
     def __init__(self, recommender: Recommender, histories: Histories, item: Ids, k: int) -> None:
         self.recommender, self.histories, self.k = recommender, histories, k
@@ -190,7 +191,7 @@ class _ListEvaluation(Callback):
         assert recommender.ranker is not None
         self._items = recommender.candidates(histories, recommender.num_candidates).items
         self._held = self._items >= 0
-        self._columns = recommender.ranker.columns(histories, self._items, self._held)  # the same at each evaluation
+        self._columns = recommender.ranker.columns(histories, self._items, self._held)  # equal at each evaluation
 
     def measure(self, trainer: TrainerBase) -> dict[str, float]:
         """Rank the same candidates again."""
@@ -200,7 +201,7 @@ class _ListEvaluation(Callback):
         return {self.measures[0]: self._of(ranked.first(self.k).items)}
 
     def ndcg(self, way: Recommender) -> float:
-        """Return the figure of any recommender."""
+        """Return the NDCG of a recommender."""
         return self._of(way.recommend(self.histories, self.k).items)
 
     def _of(self, lists: Ids) -> float:

@@ -1,4 +1,4 @@
-"""Candidates by the vectors of a model: the items nearest to a user's vector."""
+"""Candidates from the vectors of a model: the items nearest to a user's vector."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from viviane.retrieval.index import ItemIndex
 from viviane.retrieval.rows import Roles, vectors
 from viviane.schema import RESERVED
 
-_STEP = 4096  # rows at a time
+_STEP = 4096  # rows per batch
 
 
 def model_version(folder: str | AnyPath) -> str:
-    """Return what tells one version of a saved model from another: the check sum of its list of files."""
+    """Return an identifier of a version of a saved model: the checksum of its list of files."""
     return file_sha256(find_model(folder) / FILES_FILE)
 
 
@@ -36,11 +36,11 @@ class VectorSource:
 
     Args:
         model: with the tensors "user_vector" and "item_vector": `viviane.zoo.SASRec`, `HSTU`, `TwoTower`.
-        index: of the items' vectors; a kind or settings build one.
-        items: columns of the items by name, a row for each, where "item_vector" reads more than the item's id; the
-            item's own column names them. None takes all ids.
+        index: index of the items' vectors; if a kind or settings, it is built.
+        items: columns of the items by name, one row per item, if "item_vector" reads more than the item's id; includes
+            the item column. None: all ids.
         name: see `CandidateSource`.
-        version: of the model, see `model_version`; kept in the index.
+        version: version of the model, see `model_version`; stored in the index.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class VectorSource:
         self.index = index if isinstance(index, ItemIndex) else build_index(model, index, items=items, version=version)
 
     def candidates(self, histories: Histories, k: int, rows: Any = None) -> Candidates:
-        """Return the best k items for each row, those of its history taken out.
+        """Return the best k items for each row, without those of its history.
 
-        A row without a history has no vector to ask with, where the model reads nothing else: it gets no candidates.
+        A row without a history has no query vector if the model reads nothing else, so it gets no candidates.
         """
         parts = []
         for first in range(0, len(histories), _STEP):
@@ -89,7 +89,7 @@ class VectorSource:
 
     def _users(self, histories: Histories, rows: Any, some: slice) -> NDArray[np.float32]:
         more = {name: values[some] for name, values in (rows or {}).items() if name != self.roles.history}
-        with self._lock:  # evaluation mode is a switch of the whole module
+        with self._lock:  # eval mode applies to the complete module
             return np.asarray(user_vectors(self.model, histories, self.roles, more), dtype=np.float32)
 
 
@@ -109,7 +109,7 @@ def build_index(
     else:
         columns = dict(items)
         ids = np.asarray(columns[roles.item], dtype=np.int64)
-        ids, first = np.unique(ids, return_index=True)  # a data set names an item in every row that it stands in
+        ids, first = np.unique(ids, return_index=True)  # a data set repeats an item in every row in which it occurs
         kept = first[ids >= RESERVED.first]
         ids = ids[ids >= RESERVED.first]
         columns = {name: np.asarray(values)[kept] for name, values in columns.items()}
@@ -120,5 +120,5 @@ def build_index(
 
 
 def index_folder(model: str | AnyPath) -> Path:
-    """Return where the index of a saved model is: beside its files, so that a new version of the model drops it."""
+    """Return the folder of a saved model's index: inside the model folder, so that a new version replaces it."""
     return find_model(model) / "index"
