@@ -51,7 +51,7 @@ def test_help_says_what_there_is() -> None:
     [
         (["bench", "embeding"], "did you mean 'embedding'"),
         ([*TINY, "--optimizer", "adagard"], "did you mean 'adagrad'"),
-        ([*TINY, "--ids", "zipf"], "no such law"),
+        ([*TINY, "--ids", "zipf"], "unknown distribution"),
         ([*TINY, "--batch", "0"], "at least 1"),
         ([*TINY, "--rows", "ten"], "not a whole number"),
         (["bench", "embedding", "--tables", "criteo"], "no such tables"),

@@ -107,7 +107,7 @@ def test_mixed_values_become_text_as_a_file_would_hold_them() -> None:
         ("clicks.csv", ConfigError, "read the file first"),
         ([], DataError, "no rows"),
         ({"a": [1], "b": [1, 2]}, SchemaError, "differ in length"),
-        ({"a": 5}, SchemaError, "an array or a list"),
+        ({"a": 5}, SchemaError, "array or list"),
         ([{"a": 1}, 5], DataError, "row 1"),
         (np.zeros(3), DataError, "two dimensions"),
         ([1, 2], ConfigError, "no named columns"),

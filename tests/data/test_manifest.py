@@ -53,7 +53,7 @@ def test_every_bit_of_every_file_is_covered(kind: str, tmp_path: Path) -> None:
             bad[at] ^= 1 << int(rng.integers(8))
             file.write_bytes(bad)
             with pytest.raises(
-                DataError, match=r"altered since it was written|damaged|truncated|Norm|not a whole|check sum"
+                DataError, match=r"altered since it was written|damaged|truncated|Norm|not a complete|checksum"
             ):
                 Dataset(tmp_path / "set").verify()
         file.write_bytes(good)

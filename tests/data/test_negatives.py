@@ -189,7 +189,7 @@ def test_settings_that_cannot_be(tmp_path: Path) -> None:
     data = written(tmp_path / "train")
     for negatives, message in (
         (Negatives(item="tags", num=1), "one-hot columns"),
-        (Negatives(item="item", num=1, column="x"), "is there already"),
+        (Negatives(item="item", num=1, column="x"), "already exists"),
         (Negatives(item="nothing", num=1), "no such column"),
     ):
         with pytest.raises(SchemaError, match=message):

@@ -154,10 +154,10 @@ def test_another_gpu_is_refused(monkeypatch, tmp_path) -> None:
 
 WRONG = [
     ({"one_hot": np.zeros((2, 3), dtype="int64")}, "input's shape differs"),
-    ({"one_hot": np.zeros((2, 2), dtype="float32")}, "whole numbers"),
+    ({"one_hot": np.zeros((2, 2), dtype="float32")}, "must be integers"),
     ({"one_hot": np.zeros(2, dtype="int64")}, "input's shape differs"),
     ({}, "missing"),
-    ({"one_hot": np.zeros((1, 2), dtype="int64"), "ids": np.zeros(1)}, "no such input"),
+    ({"one_hot": np.zeros((1, 2), dtype="int64"), "ids": np.zeros(1)}, "unknown input"),
 ]
 
 

@@ -83,5 +83,5 @@ def test_onnx_with_weights_in_a_file_of_their_own(monkeypatch, tmp_path) -> None
             if entry.key == "location":
                 entry.value = "../secret"
     onnx.save(crafted, tmp_path / "e" / "model.onnx")
-    with pytest.raises(ExportError, match="does not name"):
+    with pytest.raises(ExportError, match="not in the manifest"):
         form.load(tmp_path / "e", ("model.onnx", "model.onnx.data"), artifact.manifest.forms["onnx"].requires, 1)

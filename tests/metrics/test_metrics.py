@@ -64,7 +64,7 @@ def test_auc_of_nothing_is_nan():
 
 
 def test_a_prediction_that_is_not_finite_names_its_row():
-    with pytest.raises(NumericsError, match=r"not a finite number[\s\S]*row 1"):
+    with pytest.raises(NumericsError, match=r"is not finite[\s\S]*row 1"):
         roc_auc(np.float32([0.1, np.nan]), np.float32([0, 1]))
 
 

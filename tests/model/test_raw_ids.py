@@ -101,7 +101,7 @@ def test_options_of_a_node_and_of_one_table():
 def test_what_cannot_be_done_is_refused(dataset):
     model = _model()
     model.solver = vv.Solver(**{**model.solver.model_dump(), "ema_decay": 0.9})
-    with pytest.raises(ConfigError, match=r"come and go[\s\S]*'user'"):
+    with pytest.raises(ConfigError, match=r"evict rows[\s\S]*'user'"):
         model.fit(dataset)
 
 

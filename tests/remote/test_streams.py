@@ -153,7 +153,7 @@ def test_a_bad_message_is_named_or_left_out(broker: Broker, topic: str, bad: byt
 
 
 def test_a_topic_that_is_not_there_or_was_made_anew(broker: Broker, topic: str) -> None:
-    with pytest.raises(DataError, match="no such topic"):
+    with pytest.raises(DataError, match="topic does not exist"):
         KafkaStream(broker.servers, "none", SCHEMA).reader(4)
     broker.write(topic, [row(n) for n in range(20)])
     stream = KafkaStream(broker.servers, topic, SCHEMA, end="now")
@@ -163,7 +163,7 @@ def test_a_topic_that_is_not_there_or_was_made_anew(broker: Broker, topic: str) 
     with pytest.raises(CheckpointError, match="another topic"):
         KafkaStream(broker.servers, _made(broker), SCHEMA).reader(4).restore(state)
     broker.delete(topic)
-    with pytest.raises(DataError, match="no such topic"):
+    with pytest.raises(DataError, match="topic does not exist"):
         stream.reader(4)
     broker.make(topic)
     broker.write(topic, [row(n) for n in range(2)])

@@ -107,9 +107,9 @@ def test_any_request_is_answered_or_refused(two_stage) -> None:
     assert both.recommend([], k=3).items.shape == (0, 3)
     for wrong, kind, message in [
         ({"histories": [[3]], "k": 0}, ConfigError, "positive"),
-        ({"histories": [[0.5]]}, SchemaError, "whole numbers"),
+        ({"histories": [[0.5]]}, SchemaError, "integer item ids"),
         ({"histories": [[3]], "exclude": [[3], [4]]}, SchemaError, "one list per history"),
-        ({"histories": [[3]], "rows": {"age": [1, 2]}}, SchemaError, "another number of rows"),
+        ({"histories": [[3]], "rows": {"age": [1, 2]}}, SchemaError, "a wrong number of rows"),
     ]:
         with pytest.raises(kind, match=message):
             both.recommend(**wrong)

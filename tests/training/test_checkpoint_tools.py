@@ -94,9 +94,9 @@ def test_reshard_from_the_command_line_and_its_refusals(saved, tmp_path):
     verify_checkpoint(tmp_path / "three")
     bad = {"kind": "column", "ranks": [0, 1]}
     for error, way in (
-        (r"whole rows[\s\S]*half", {"plan": plan({"kind": "table", "ranks": [0]}, bad)}),
+        (r"complete rows[\s\S]*half", {"plan": plan({"kind": "table", "ranks": [0]}, bad)}),
         ("either a number", {}),
-        ("lacks a table", {"plan": ShardingPlan(world_size=1, tables=[TablePlan(table="x", kind="replicated")])}),
+        ("misses a table", {"plan": ShardingPlan(world_size=1, tables=[TablePlan(table="x", kind="replicated")])}),
     ):
         with pytest.raises(ConfigError, match=error):
             reshard(path, tmp_path / "none", **way)

@@ -273,7 +273,7 @@ def test_the_metrics_of_several_labels_and_regression(tmp_path):
 
 def test_metrics_that_do_not_fit_are_refused():
     numbers = Schema(labels=[{"name": "y", "task": "regression"}], dense=[{"name": "x"}])
-    with pytest.raises(ConfigError, match="for binary labels"):
+    with pytest.raises(ConfigError, match="needs a binary label"):
         Trainer(nn.Linear(1, 1), numbers, solver(), SGD(), metrics=["auc"])
     assert Trainer(nn.Linear(1, 1), numbers, solver(), SGD()).metrics == ("mean_squared_error",)
     with pytest.raises(ConfigError, match="unknown metric"):

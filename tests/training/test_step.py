@@ -111,7 +111,7 @@ def test_a_loss_of_ones_own():
         Product(), ONE, SOLVER, SGD(), loss=lambda z, batch: (z[:, 0] - batch.label("y")).abs().sum(), progress=False
     )
     assert float(trainer.train_step(BATCH)) == 1.0
-    with pytest.raises(ConfigError, match="a loss of your own"):
+    with pytest.raises(ConfigError, match="a custom loss"):
         Trainer(Product(), ONE, SOLVER.model_copy(update={"label_smoothing": 0.1}), SGD(), loss=lambda z, b: z.sum())
 
 
