@@ -231,7 +231,7 @@ def test_what_stands_in_the_way_is_said(data: Dataset, tmp_path: Path) -> None:
         reader.cuts(CPU)
     assert data.reader(64, shuffle=True).why_not_mixed_on(CPU) is None
     loose = write_rows(tmp_path / "loose", make_rows(20))
-    wanted = "bags of column 'tags' may have any number of ids: it has no hotness"
+    wanted = "bags of column 'tags' have no fixed hotness"
     assert loose.reader(8, shuffle=True).why_not_mixed_on(CPU) == wanted
     negatives = NegativeDataset(data, Negatives(item="a", num=1, column=None))
     reason = negatives.reader(64, shuffle=True).why_not_mixed_on(CPU)

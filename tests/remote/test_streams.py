@@ -234,7 +234,7 @@ def test_two_ranks_share_the_partitions_and_agree_on_every_batch(broker: Broker)
     (later, _), (rest, _) = both(states[1])
     assert flat(first[:2] + later) == list(range(20))
     assert flat(second[:2] + rest) == list(range(100, 105))
-    with pytest.raises(ConfigError, match="agree"):
+    with pytest.raises(ConfigError, match="must synchronize"):
         stream.reader(8, rank=0, num_ranks=2)
 
 

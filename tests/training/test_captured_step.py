@@ -202,7 +202,7 @@ def test_bad_gradients_are_found_in_the_graph():
     for seed in range(4):
         trainer.train_step(fixed_batch(32, seed, **good))
     before = bits(trainer)
-    with pytest.raises(NumericsError, match="gradients are NaN or infinite: of feature 'user'"):
+    with pytest.raises(NumericsError, match="gradients are NaN or infinite: those of feature 'user'"):
         train_and_settle(trainer, [fixed_batch(32, 5, price=[0.0] * 32)])
     after = bits(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -152,7 +152,7 @@ def bad_gradients_are_named(group):
         before = tensors_of(trainer)
         batch = Batch.from_columns(SCHEMA, columns(8, group.rank))
         if is_bad:
-            with pytest.raises(NumericsError, match=r"gradients are NaN or infinite: of parameter[\s\S]*'net.4.bias'"):
+            with pytest.raises(NumericsError, match=r"gradients are NaN or infinite: those of parameter[\s\S]*'net.4.bias'"):
                 trainer.train_step(batch)
             handle.remove()
             assert all(torch.equal(one, before[name]) for name, one in tensors_of(trainer).items())

@@ -291,10 +291,10 @@ def test_batches_whose_rows_are_put_in_order_there_are_the_same(as_for_a_gpu, un
 
 
 def test_where_rows_are_put_in_order_is_refused_by_its_reason(train: Dataset) -> None:
-    with pytest.raises(ConfigError, match="shuffled on the device: it is no GPU"):
+    with pytest.raises(ConfigError, match="shuffled on the device: the device is not a GPU"):
         DeviceFeed.open(train, 64, CPU, shuffle=True, shuffle_on="device")
     solver = Solver(batch_size=64, device="cpu", shuffle_on="device")
-    with pytest.raises(ConfigError, match="it is no GPU"):
+    with pytest.raises(ConfigError, match="the device is not a GPU"):
         make_trainer(solver).fit(train)
     for where in ("auto", "host"):
         assert DeviceFeed.open(train, 64, CPU, shuffle=True, shuffle_on=where)._mixed_on is None

@@ -71,7 +71,7 @@ def test_nothing_bad_reaches_a_weight():
     with pytest.raises(KeyRangeError, match="user"):
         trainer.train_step(make_batch(16, 3, user=[77] * 16))
     trainer.module.on = True
-    with pytest.raises(NumericsError, match="gradients are NaN or infinite: of feature 'user'"):
+    with pytest.raises(NumericsError, match="gradients are NaN or infinite: those of feature 'user'"):
         trainer.train_step(make_batch(16, 2))
     assert same(before, host_tensors(trainer))
     trainer.module.on = False

@@ -38,7 +38,7 @@ def with_bad(name, row, value):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("price", np.nan, "dense column 'price', row 5 of the batch: [nan] (1 row(s) in all)"),
+        ("price", np.nan, "dense column 'price', row 5 of the batch: [nan] (1 row(s) in total)"),
         ("place", np.inf, "dense column 'place', row 5 of the batch: [inf, inf]"),
         ("click", np.nan, "label 'click', row 5 of the batch: nan"),
     ],
@@ -97,7 +97,7 @@ def test_weights_that_are_bad_already_are_named():
     content = trainer.module.tables.export_table("user")
     content.weight[:] = float("nan")
     trainer.module.tables.import_table("user", content)
-    with pytest.raises(NumericsError, match="weights that are NaN or infinite already: table 'user'"):
+    with pytest.raises(NumericsError, match="weights that were already NaN or infinite: table 'user'"):
         trainer.train_step(make_batch())
 
 
@@ -127,7 +127,7 @@ def test_a_bad_gradient_names_feature_or_parameter(clip):
     trainer.train_step(make_batch(16, 1))
     before = tensors_of(trainer)
     trainer.module.bad = "user"
-    with pytest.raises(NumericsError, match=r"gradients are NaN or infinite: of feature 'user'\n"):
+    with pytest.raises(NumericsError, match=r"gradients are NaN or infinite: those of feature 'user'\n"):
         trainer.train_step(make_batch(16, 2))
     trainer.module.bad = "net"
     with pytest.raises(NumericsError, match=r"feature 'user', feature 'item', .*parameter 'net\.0\.weight'"):

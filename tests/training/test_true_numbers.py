@@ -120,7 +120,7 @@ def test_class_weights_are_told_and_can_be_taken_out_of_predictions(skewed, capl
     corrected.fit(skewed)
     assert "class_weights" not in caplog.text
     weighted.fit(skewed)
-    assert "the odds of all predictions become 50 times those of the data" in caplog.text
+    assert "multiply the odds of all predictions by 50" in caplog.text
     assert weighted.evaluate(skewed)["calibration"] > 10
     found = corrected.evaluate(skewed)
     assert 0.9 < found["calibration"] < 1.1

@@ -233,7 +233,7 @@ def test_rows_that_fixed_records_cannot_hold(tmp_path: Path) -> None:
             write_dataset(tmp_path / "set", bags, [{"t": rows}], format=options)
     real = Schema.from_dict({"labels": [{"name": "y", "task": "regression"}], "dense": [{"name": "x"}]})
     for options, row, message in (
-        (RawAsyncFormat(), {"y": [0.5], "x": [1.0]}, "labels are kept as whole numbers"),
+        (RawAsyncFormat(), {"y": [0.5], "x": [1.0]}, "labels are stored as integers"),
         (RawFormat(float_label_dense=False), {"y": [1.0], "x": [1.0]}, r"ln\(k \+ 1\)"),
         (RawFormat(float_label_dense=False), {"y": [1.0], "x": [-1.0]}, r"ln\(k \+ 1\)"),
         (RawFormat(num_samples=2), {"y": [1.0], "x": [1.0]}, "num_samples"),
