@@ -150,7 +150,7 @@ def test_one_column_in_two_tables_and_a_subset_of_a_dump(tmp_path: Path) -> None
         "key1", "meta_data", "weight1",
     ]  # fmt: skip
     model.embedding_load(str(tmp_path / "part"), ["deep"])
-    with pytest.raises(CheckpointError, match="no such table"):
+    with pytest.raises(CheckpointError, match="the dump does not contain the table"):
         model.embedding_load(str(tmp_path / "part"), ["wide"])
 
 
@@ -163,7 +163,7 @@ def test_plans_are_checked() -> None:
         ([["a"], ["b"]], [("dp", ["a"])], "every GPU"),
         ([["a"]], [("mp", ["b"])], "no GPU"),
         ([["a", "b"]], [("mp", [("a", 3)])], "ev_size"),
-        ([["a", "c"]], [], "no table of this name"),
+        ([["a", "c"]], [], "no lookup uses a table of this name"),
         ([["a", "b"]], [("rp", ["a"])], "unknown strategy"),
     ):
         with pytest.raises(ConfigError, match=named):

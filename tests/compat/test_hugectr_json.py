@@ -82,7 +82,7 @@ def test_a_graph_alone_without_data_is_described(tmp_path: Path, capsys: pytest.
     content = {"model_name": "m", "layers": [one, embedding("DistributedSlotSparseEmbeddingHash"), *FC]}
     (tmp_path / "g.json").write_text(json.dumps(content))
     assert train_from_json(tmp_path / "g.json").solver.model_name == "m"
-    assert "names no source" in capsys.readouterr().out
+    assert "has no source" in capsys.readouterr().out
 
 
 def test_json_that_is_no_graph_is_named(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_keys_that_are_not_known_or_stand_twice_are_warned_of(
     train_from_json(tmp_path / "c.json")
     printed = capsys.readouterr().out
     for key in ("preload", "rows_on_disk", "colour", "iteration_strategy"):
-        assert f"the key {key!r} is not known and has no effect" in printed
-    assert "'max_itr' is not known and has no effect; did you mean 'max_iter'?" in printed
+        assert f"the key {key!r} is unknown and has no effect" in printed
+    assert "'max_itr' is unknown and has no effect; did you mean 'max_iter'?" in printed
     assert "'seed' occurs twice in one object; the last one counts" in printed
     assert "Finish 4 iterations" in printed
 
@@ -185,4 +185,4 @@ def test_an_inference_graph_of_3_0_names_no_label(tmp_path: Path, capsys: pytest
         content = {"inference": {"max_batchsize": 8}, "layers": [{**one, **label}, embedding("SparseEmbeddingHash")]}
         (tmp_path / "i.json").write_text(json.dumps(content))
         train_from_json(tmp_path / "i.json")
-        assert "names no source" in capsys.readouterr().out
+        assert "has no source" in capsys.readouterr().out

@@ -134,7 +134,7 @@ def test_keys_of_any_size_and_pretrained_vectors(tmp_path: Path, monkeypatch: py
     expected = 1 / (1 + np.exp(-logits(table, weight, bias, keys)))
     np.testing.assert_allclose(found, expected, atol=1e-6)  # float32 sums of 8 numbers
     vectors[1:].tofile(folder / "emb_vector")
-    with pytest.raises(CheckpointError, match="do not fit together"):
+    with pytest.raises(CheckpointError, match="do not match"):
         model.load_sparse_weights([str(folder)])
 
 

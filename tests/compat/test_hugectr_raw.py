@@ -95,7 +95,7 @@ def test_remote_paths_are_read_where_they_are_mounted_and_not_written() -> None:
     source = f"hdfs://localhost:9000{Path(raw_file(COUNTS.astype('<i4'))).resolve()}"
     model = build(source, 5, 5, [3, 4])
     np.testing.assert_allclose(dense_of(model), np.log1p(COUNTS), rtol=1e-6)  # one rounding to float32
-    with pytest.raises(ConfigError, match="remote files are not written"):
+    with pytest.raises(ConfigError, match="remote files cannot be written"):
         model.save_params_to_files("hdfs://localhost:9000/model")
     with pytest.raises(DataError, match="mount the file system"):
         build("s3://bucket/not/there", 5, 5, [3, 4])

@@ -169,7 +169,7 @@ def test_set_source_without_argument_takes_the_first_source_of_the_parameters() 
     assert model.train(False)
     assert not model.train(False)
     model.reader_params.eval_source = ""
-    with pytest.raises(ConfigError, match="no source was set"):
+    with pytest.raises(ConfigError, match="no source has been set"):
         model.get_data_reader_eval().set_source()
 
 
@@ -340,7 +340,7 @@ def test_sparse_files_whose_keys_count_from_0_in_each_slot(capsys: pytest.Captur
     model = build(parquet(rows), [("keys", 2)], [3, 2])
     vectors = save("unshifted", [0, 1, 2, 0, 1], [0, 0, 0, 1, 1])
     model.load_sparse_weights(["unshifted"])
-    assert "slot_id says which slot is meant" in capsys.readouterr().out
+    assert "slot_id determines the slot" in capsys.readouterr().out
     expected = np.stack([vectors[[first, 3 + second]] for first, second in rows])
     np.testing.assert_array_equal(vectors_of(model, "keys_table"), expected)
     save("shifted", [0, 1, 2, 3, 4], [0, 0, 0, 1, 1])
@@ -379,7 +379,7 @@ def test_the_planner_of_4_1_takes_its_plan_from_python() -> None:
         planner.embedding_lookup(table, f"k{i}", f"v{i}", "sum")
     with pytest.raises(ConfigError, match="unknown strategy"):
         planner.create_embedding_collection(shard_matrix=[[0], [1]], emb_table_placement_strategy=["pm"])
-    with pytest.raises(ConfigError, match="a plan is a list"):
+    with pytest.raises(ConfigError, match="a plan must be a list"):
         planner.create_embedding_collection()
     collection = planner.create_embedding_collection(
         shard_matrix=[[0], [1]], emb_table_group_strategy=[[0], [1]], emb_table_placement_strategy=["mp", "dp"]

@@ -1,4 +1,4 @@
-"""Calls with HugeCTR's arguments: defaults, positions, what has no effect here, what is refused."""
+"""Calls with HugeCTR's arguments: defaults, positions, arguments without effect, refused arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _unused: dict[str, list[str]] = {}
 
 
 def say(line: str) -> None:
-    """Print a line of HugeCTR's console, from the first process."""
+    """Print a line to the console, from rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
     sys.stdout.write(f"[HUGECTR] {line}\n")
@@ -26,14 +26,14 @@ def say(line: str) -> None:
 
 
 def note(owner: str, what: str) -> None:
-    """Remember that an argument was accepted and has no effect."""
+    """Record that an argument was accepted but has no effect."""
     listed = _unused.setdefault(owner, [])
     if what not in listed:
         listed.append(what)
 
 
 def print_notes() -> None:
-    """Say once what was accepted without effect."""
+    """Print once which arguments were accepted without effect."""
     for owner, listed in _unused.items():
         say(f"Note: {owner}: accepted, without effect here: {', '.join(listed)}")
     _unused.clear()
@@ -41,13 +41,13 @@ def print_notes() -> None:
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of one of HugeCTR's calls; those of other versions go by the names of `versions`, too.
+    """The arguments of one of HugeCTR's calls; other versions use the names in `versions`.
 
     Args:
-        name: of the call.
-        defaults: by argument, in HugeCTR's order; REQUIRED where there is none.
-        speed: arguments that change how fast and where it runs, not what is computed: accepted and noted.
-        refused: arguments that must keep their default, and what to do instead.
+        name: name of the call.
+        defaults: default value by argument, in HugeCTR's order; REQUIRED if there is none.
+        speed: arguments that affect speed and placement, but not results: accepted and noted.
+        refused: arguments that must keep their default, with a suggestion for each.
 
     Example:
         >>> Signature("F", {"a": REQUIRED, "b": 2}).bind((1,), {})
@@ -60,7 +60,7 @@ class Signature:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a value for each argument; tuples and arrays of NumPy's as lists where HugeCTR has a list.
+        """Return a value for each argument; tuples and NumPy arrays become lists if HugeCTR expects a list.
 
         Raises:
             ConfigError: an argument is unknown, missing, given twice, or refused.
@@ -72,7 +72,7 @@ class Signature:
             name = older.get(word, word)
             if name not in self.defaults:
                 fix = suggest(name, self.defaults)
-                raise ConfigError("HugeCTR's call has no such argument", where=self.name, value=name, fix=fix)
+                raise ConfigError("unknown argument of HugeCTR's call", where=self.name, value=name, fix=fix)
             if name in values:
                 raise ConfigError("an argument is given twice", where=self.name, value=name)
             values[name] = value
@@ -84,7 +84,7 @@ class Signature:
                 continue
             if name in self.refused and _differs(values[name], default):
                 fix = self.refused[name]
-                raise ConfigError("an argument cannot be honoured", where=f"{self.name}, {name}", value=values[name],
+                raise ConfigError("an argument is not supported", where=f"{self.name}, {name}", value=values[name],
                                   fix=fix)  # fmt: skip
             if name in self.speed and _differs(values[name], default):
                 note(self.name, name)
@@ -93,7 +93,7 @@ class Signature:
 
 
 def _plain(value: Any, default: Any) -> Any:
-    """Return numbers and arrays of NumPy's as Python's, and a tuple as a list where a list is the default."""
+    """Convert NumPy numbers and arrays to Python's, and a tuple to a list if the default is a list."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return list(value) if isinstance(value, tuple) and isinstance(default, list) else value
@@ -104,7 +104,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 class Arguments:
-    """An object of HugeCTR's that holds the arguments it was made with, to be read and changed."""
+    """A HugeCTR object with its constructor arguments as attributes."""
 
     signature: ClassVar[Signature]
 

@@ -1,4 +1,4 @@
-"""Packages that stand beside HugeCTR in its scripts: answered where they are not installed, or refused by name."""
+"""Packages that scripts import with HugeCTR: replacements if they are not installed, or errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from viviane.compat.hugectr.processes import group, is_first, wait_for_all
 from viviane.core.errors import ConfigError
 
 _ABSENT: Final[dict[str, str]] = {
-    "hierarchical_parameter_server": "look keys up with hugectr.inference.HPS",
+    "hierarchical_parameter_server": "look up keys with hugectr.inference.HPS",
 }
-"""Packages that are not mapped, and what to do instead."""
+"""Packages without a replacement, with a suggestion for each."""
 
 
 class AbsentPackageError(ConfigError, ImportError):
-    """A script used a package that is not mapped; scripts that can do without it catch ImportError."""
+    """A script used a package without a replacement; scripts that do not need it catch ImportError."""
 
 
 class AbsentModule(ModuleType):
-    """A package that is not mapped: whatever is asked of it is refused with what to do instead."""
+    """A package without a replacement: every attribute raises an error with a suggestion."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         fix = _ABSENT[self.__name__.partition(".")[0]]
-        raise AbsentPackageError("a package beside HugeCTR is not mapped", where=f"{self.__name__}.{name}", fix=fix)
+        raise AbsentPackageError("the package has no replacement here", where=f"{self.__name__}.{name}", fix=fix)
 
 
 class LookupLayer(torch.nn.Module):
@@ -43,8 +43,8 @@ class LookupLayer(torch.nn.Module):
 
     Args:
         ps_config_file: the parameter server's JSON.
-        model_name: in it.
-        table_id: of the model's tables, from 0.
+        model_name: name of the model in the JSON.
+        table_id: index of the model's table, from 0.
         emb_vec_size: D.
     """
 
@@ -57,17 +57,17 @@ class LookupLayer(torch.nn.Module):
         """Return the vectors of keys, on the device of the keys.
 
         Raises:
-            ConfigError: the table has another width.
+            ConfigError: the width of the table differs.
         """
         found = torch.from_numpy(self._server.lookup(keys.cpu().numpy(), *self._place))
         if found.shape[1] != self._width:
-            raise ConfigError("the table has another width", where="hps_torch.LookupLayer, emb_vec_size",
+            raise ConfigError("the width of the table differs", where="hps_torch.LookupLayer, emb_vec_size",
                               value=self._width, allowed=str(found.shape[1]))  # fmt: skip
         return found.view(*keys.shape, self._width).to(keys.device)
 
 
 class _Logger:
-    """MLPerf's logger: a line of JSON for each event, from the first process."""
+    """MLPerf's logger: a line of JSON for each event, from rank 0."""
 
     def _log(self, kind: str, key: Any = None, value: Any = None, metadata: Any = None, **more: Any) -> None:
         if is_first():
@@ -75,66 +75,66 @@ class _Logger:
             say(f":::MLLOG {json.dumps({**entry, 'metadata': {**(metadata or {}), **more}}, default=str)}")
 
     def event(self, *args: Any, **given: Any) -> None:
-        """Log a moment."""
+        """Log a point in time."""
         self._log("POINT_IN_TIME", *args, **given)
 
     def start(self, *args: Any, **given: Any) -> None:
-        """Log the beginning of a time."""
+        """Log the start of an interval."""
         self._log("INTERVAL_START", *args, **given)
 
     def end(self, *args: Any, **given: Any) -> None:
-        """Log the end of a time."""
+        """Log the end of an interval."""
         self._log("INTERVAL_END", *args, **given)
 
 
 class CommunicationHandler:
-    """Which process this is, as MLPerf's loggers ask it: one, or those that torchrun started."""
+    """Rank and world size for MLPerf's loggers: one process, or those that torchrun started."""
 
     def global_rank(self) -> int:
-        """Return the number of this process."""
+        """Return the rank of this process."""
         return group().rank
 
     def local_rank(self) -> int:
-        """Return the number of this process on its machine."""
+        """Return the rank of this process on its machine."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def num_nodes(self) -> int:
-        """Return how many machines there are."""
+        """Return the number of machines."""
         return max(1, group().size // int(os.environ.get("LOCAL_WORLD_SIZE", str(group().size))))
 
     def world_size(self) -> int:
-        """Return how many processes there are."""
+        """Return the number of processes."""
         return group().size
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait for all processes."""
         wait_for_all()
 
 
 class LoggerWrapper(_Logger):
-    """MLPerf's logger with the lines that a submission begins and ends with.
+    """MLPerf's logger with the first and last lines of a submission.
 
     Args:
-        comm_handler: says which process this is.
-        given: written with every line.
+        comm_handler: supplies the rank.
+        given: values written with every line.
     """
 
     def __init__(self, comm_handler: Any = None, **given: Any) -> None:
         self.comm_handler, self.given = comm_handler or CommunicationHandler(), given
 
     def log_init_stop_run_start(self) -> None:
-        """Say that preparation is over and the run begins."""
+        """Log the end of initialization and the start of the run."""
         self.end(key="init_stop")
         self.start(key="run_start")
 
     def log_run_stop(self, status: str = "success", **more: Any) -> None:
-        """Say that the run is over, and how it ended."""
+        """Log the end of the run and its status."""
         self.end(key="run_stop", metadata={"status": status, **more})
 
     def mlperf_submission_log(
         self, benchmark: str, num_nodes: int | None = None, org: str | None = None, platform: str | None = None
     ) -> None:
-        """Say what is submitted."""
+        """Log the submission's metadata."""
         facts = {"submission_benchmark": benchmark, "submission_org": org or "reference", "submission_division":
                  "closed", "submission_status": "onprem",
                  "submission_platform": platform or f"{num_nodes or self.comm_handler.num_nodes()} nodes"}  # fmt: skip
@@ -143,7 +143,7 @@ class LoggerWrapper(_Logger):
 
 
 class _Constants(ModuleType):
-    """MLPerf's words: each is its own name in small letters."""
+    """MLPerf's constants: the value of each is its name in lower case."""
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("__"):
@@ -188,7 +188,7 @@ _HANDLERS: Final = {
     "mxnet": ("MPICommunicationHandler",),
     "pyt": ("PyTCommunicationHandler",),
 }
-"""The modules of MLPerf's frameworks, and what asks which process this is in each."""
+"""The modules of MLPerf's frameworks, and the class that supplies the rank in each."""
 
 
 def _hugectr2onnx() -> dict[str, ModuleType]:
@@ -209,7 +209,7 @@ def _is_installed(name: str) -> bool:
 
 
 def packages() -> dict[str, ModuleType]:
-    """Return the packages that are not installed, by name: those that are answered, and those that are refused."""
+    """Return packages that are not installed, by name: replacements, and modules that raise errors."""
     made: dict[str, ModuleType] = {}
     for name, make in _ANSWERED.items():
         if not _is_installed(name):

@@ -1,9 +1,10 @@
-"""Tables whose sizes a script gives, and that are made as their keys are met anyway.
+"""Tables with sizes in the script whose rows are nevertheless allocated on demand.
 
-HugeCTR makes every row of a slot with a size at once. Where these rows need more than half of the free memory, they
-are made as their keys are met, so that a script of a terabyte's tables runs on a sample of its data. And the sizes of
-a hash table are a capacity to HugeCTR: its keys may be any. Tables that are indexed by their keys take those below
-their size alone, there and here.
+HugeCTR allocates every row of a slot with a size at once. If these rows need more than half of the free memory, they
+are allocated when their keys first occur, so that a script with terabytes of tables runs on a sample of its data. For a
+hash
+table HugeCTR treats sizes as a capacity: its keys may be any. Tables that are indexed by their keys accept only keys
+below their size, in HugeCTR and here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def free_bytes(device: str) -> int:
-    """Return the free memory of a GPU, or the memory of the machine that this process may still use."""
+    """Return the free memory of a GPU, or the memory of the machine that this process may still allocate."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     _, free = memory_bytes()
@@ -54,7 +55,7 @@ def fitting_slots(
     optimizer: OptParams,
     free: int | None,
 ) -> tuple[Slot, ...]:
-    """Return the slots, without sizes where the tables of all of them need more than half of the free memory."""
+    """Return the slots, without sizes if their tables need more than half of the free memory."""
     by_group = {slot.group: sum(one.size or 0 for one in slots if one.group == slot.group) for slot in slots}
     need = sum(
         by_group.get(one.bottom_name, 0) * _row_bytes(one.embedding_vec_size, one.optimizer or optimizer)
@@ -65,16 +66,16 @@ def fitting_slots(
     if free is None or need <= free // 2:
         return tuple(slots)
     say(f"Warning: the tables and their optimizer state need {need / GIB:.1f} GiB, and {free / GIB:.1f} GiB of memory "
-        "are free: rows are made as their keys are met, and a key beyond its slot's size goes unnoticed")  # fmt: skip
+        "are free: rows are allocated on demand, and keys beyond their slot's size are not detected")  # fmt: skip
     return tuple(replace(slot, size=None) for slot in slots)
 
 
 def slots_with_keys(
     columns: Columns, embeddings: Sequence[SparseEmbedding], reader: DataReaderParams
 ) -> tuple[Slot, ...]:
-    """Return the slots, without sizes in groups of hash tables that have keys beyond them.
+    """Return the slots, without sizes for groups of hash tables with keys beyond them.
 
-    Of Parquet the statistics of all files are read, of the other formats the first rows.
+    For Parquet the statistics of all files are read, for other formats the first rows.
     """
     hashed = {one.bottom_name: one for one in embeddings if one.embedding_type in _HASHED}
     first = next(iter(reader.sources), "")
@@ -82,7 +83,7 @@ def slots_with_keys(
     if not sized or not first:
         return columns.slots
     path = mounted(first) if "://" in first else Path(first)
-    if not path.exists():  # a script that reads its sources once may name them later
+    if not path.exists():  # a script that reads its sources once may set them later
         return columns.slots
     found = _ranges_of_parquet(path, sized) if reader.data_reader_type is DataReaderType_t.Parquet else {}
     missing = [slot for slot in sized if slot.column not in found]
@@ -95,8 +96,8 @@ def slots_with_keys(
         if slot.group not in free and low <= high and not begin <= low <= high < begin + (slot.size or 0):
             free.add(slot.group)
             say(f"Warning: SparseEmbedding {hashed[slot.group].sparse_embedding_name!r}: keys of {slot.column} are not "
-                f"those that slot_size_array counts, {begin} to {begin + (slot.size or 0) - 1}, but {low} to {high}: "
-                "the table takes any key, and its rows are made as keys are met")  # fmt: skip
+                f"in the range of slot_size_array, {begin} to {begin + (slot.size or 0) - 1}, but {low} to {high}: "
+                "the table accepts any key, and allocates rows on demand")  # fmt: skip
     return tuple(replace(slot, size=None) if slot.group in free else slot for slot in columns.slots)
 
 
@@ -115,9 +116,9 @@ def _ranges_of_first_rows(
 
 
 def _ranges_of_parquet(path: Path, slots: Sequence[Slot]) -> dict[str, tuple[int, int]]:
-    """Return the smallest and the largest key of slots, as the statistics of the files say; those without are left out.
+    """Return the smallest and the largest key of slots, from the file statistics; others are skipped.
 
-    Files that are missing or broken are left to the reader, which names them.
+    Missing or damaged files are skipped; the reader reports them.
     """
     wanted = {slot.column for slot in slots}
     found: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""HugeCTR's embedding collection: tables by name, their lookups, and how they are spread over GPUs."""
+"""HugeCTR's embedding collection: tables by name, their lookups, and how they are sharded over GPUs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from viviane.core.errors import ConfigError, suggest
 
 _PLACEMENTS: Final = ("mp", "dp", "localized", "column")
 COMBINERS: Final = {"sum": "sum", "average": "mean", "mean": "mean", "concat": "concat"}
-"""HugeCTR's word for a combiner, and Viviane's."""
+"""HugeCTR's name of a combiner, and Viviane's."""
 
 
 class EmbeddingTableConfig(Arguments):
-    """One table: its name, its rows (-1: rows come with their keys), its width, an optimizer of its own."""
+    """One table: name, number of rows (-1: dynamic), width, optionally its own optimizer."""
 
     signature: ClassVar[Signature] = Signature(
         "EmbeddingTableConfig",
@@ -28,7 +28,7 @@ class EmbeddingTableConfig(Arguments):
             "init_param_or_empty": None, "table_id": None, "min_key": 0, "max_key": 0, "opt_params": None,
         },
         speed=frozenset({"min_key", "max_key"}),
-        refused={"init_param_or_empty": "leave it out: HugeCTR takes it from C++ alone"},
+        refused={"init_param_or_empty": "remove it: HugeCTR accepts it only from C++"},
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:
@@ -39,14 +39,14 @@ class EmbeddingTableConfig(Arguments):
         self.name: str = str(self.table_id) if vars(self)["name"] is None else str(vars(self)["name"])
         where = f"EmbeddingTableConfig {self.name!r}"
         if self.max_vocabulary_size != -1 and self.max_vocabulary_size < 1:
-            raise ConfigError("max_vocabulary_size is a number of rows, or -1", where=where,
+            raise ConfigError("max_vocabulary_size must be a number of rows, or -1", where=where,
                               value=self.max_vocabulary_size)  # fmt: skip
         if self.ev_size < 1:
-            raise ConfigError("ev_size is at least 1", where=where, value=self.ev_size)
+            raise ConfigError("ev_size must be at least 1", where=where, value=self.ev_size)
 
     @property
     def size(self) -> int | None:
-        """Rows, or None where they come with their keys."""
+        """Number of rows, or None for a dynamic table."""
         return None if self.max_vocabulary_size == -1 else int(self.max_vocabulary_size)
 
     @property
@@ -56,12 +56,12 @@ class EmbeddingTableConfig(Arguments):
 
 
 class EmbeddingTablePlaceHolder(EmbeddingTableConfig):
-    """The name that an early form of the collection had for a table."""
+    """The name of a table's config in early versions."""
 
 
 @dataclass(frozen=True)
 class TableLookup:
-    """One feature's lookup: the table, the sparse parameter that has the keys, "sum", "mean" or "concat"."""
+    """One feature's lookup: the table, the sparse parameter with the keys, "sum", "mean" or "concat"."""
 
     table: EmbeddingTableConfig
     bottom: str
@@ -70,7 +70,7 @@ class TableLookup:
 
 @dataclass(frozen=True)
 class LookupCall:
-    """One call of embedding_lookup: a list gives one tensor (B, sum of widths), a single one (B, 1, ev_size)."""
+    """One call of embedding_lookup: a list yields one tensor (B, sum of widths), a single lookup (B, 1, ev_size)."""
 
     lookups: tuple[TableLookup, ...]
     top: str
@@ -78,7 +78,7 @@ class LookupCall:
 
 
 class EmbeddingCollectionConfig(Arguments):
-    """Tables, what looks them up, and where they lie."""
+    """Tables, their lookups, and their sharding."""
 
     signature: ClassVar[Signature] = Signature(
         "EmbeddingCollectionConfig",
@@ -105,10 +105,10 @@ class EmbeddingCollectionConfig(Arguments):
         top_name: str,
         combiner: str | Sequence[str],
     ) -> None:
-        """Look one feature up, or several side by side.
+        """Add the lookup of one feature, or of several that are concatenated.
 
         Raises:
-            ConfigError: lists of unequal length, an unknown combiner, two tables of one name.
+            ConfigError: lists differ in length, a combiner is unknown, or two tables have one name.
         """
         is_list = not isinstance(table_config, EmbeddingTableConfig)
         tables = [table_config] if isinstance(table_config, EmbeddingTableConfig) else list(table_config)
@@ -117,7 +117,7 @@ class EmbeddingCollectionConfig(Arguments):
         combiners = [combiner] * len(tables) if isinstance(combiner, str) else list(combiner)
         where = f"embedding_lookup {top_name!r}"
         if not len(tables) == len(bottoms) == len(combiners):
-            raise ConfigError("one table, one bottom and one combiner for each lookup", where=where,
+            raise ConfigError("each lookup needs one table, one bottom and one combiner", where=where,
                               value=f"{len(tables)}, {len(bottoms)}, {len(combiners)}")  # fmt: skip
         for one in combiners:
             if one not in COMBINERS:
@@ -125,7 +125,7 @@ class EmbeddingCollectionConfig(Arguments):
         known = self.tables
         for table in tables:
             if known.setdefault(table.name, table) is not table:
-                raise ConfigError("two tables of one name", where=where, value=table.name)
+                raise ConfigError("two tables have the same name", where=where, value=table.name)
         found = (TableLookup(*one) for one in zip(tables, bottoms, (COMBINERS[c] for c in combiners), strict=True))
         self.calls.append(LookupCall(tuple(found), top_name, is_list))
 
@@ -135,12 +135,12 @@ class EmbeddingCollectionConfig(Arguments):
         shard_strategy: Sequence[Any],
         compression_strategy: Mapping[Any, Sequence[str]] | None = None,
     ) -> None:
-        """Say which GPU has which table; the plan holds where as many processes train, see `sharding`.
+        """Set which GPU has which table; the plan is used if as many processes train, see `sharding`.
 
-        Tables may be named before they are looked up: then the plan is checked by `Model.compile`.
+        Tables may be named before their lookups are added; `Model.compile` then checks the plan.
 
         Raises:
-            ConfigError: an unknown table or strategy, or a plan that contradicts itself.
+            ConfigError: a table or strategy is unknown, or the plan is inconsistent.
         """
         self.shard_matrix = [[_name(one) for one in names] for names in shard_matrix]
         self.shard_strategy = [(kind, list(entries)) for kind, entries in shard_strategy]
@@ -151,7 +151,7 @@ class EmbeddingCollectionConfig(Arguments):
             self.check_plan()
 
     def strategy_of(self, table: str) -> tuple[str, int]:
-        """Return "mp" or "dp" and the parts into which a table's columns are cut; "mp" and 1 where nothing is said."""
+        """Return "mp" or "dp" and the number of column shards of a table; by default "mp" and 1."""
         for kind, entries in self.shard_strategy:
             for entry in entries:
                 given, parts = entry if isinstance(entry, tuple | list) else (entry, 1)
@@ -160,10 +160,10 @@ class EmbeddingCollectionConfig(Arguments):
         return "mp", 1
 
     def check_plan(self) -> None:
-        """Check what `shard` was told, against the tables that are looked up.
+        """Check the arguments of `shard` against the tables of the lookups.
 
         Raises:
-            ConfigError: an unknown table or strategy, or a plan that contradicts itself.
+            ConfigError: a table or strategy is unknown, or the plan is inconsistent.
         """
         matrix = self.shard_matrix or []
         for row in matrix:
@@ -180,7 +180,7 @@ class EmbeddingCollectionConfig(Arguments):
         known = self.tables
         for name in names:
             if str(name) not in known:
-                raise ConfigError("no table of this name is looked up", where=f"shard, {where}", value=name,
+                raise ConfigError("no lookup uses a table of this name", where=f"shard, {where}", value=name,
                                   fix=suggest(str(name), known))  # fmt: skip
 
     def _check_strategy(self, kind: str, entries: Sequence[Any], matrix: Sequence[Sequence[str]]) -> None:
@@ -196,7 +196,7 @@ class EmbeddingCollectionConfig(Arguments):
                                   value=parts)  # fmt: skip
             on = sum(name in row for row in matrix)
             if not on or (kind == "dp" and on != len(matrix)):
-                what = "a dp table lies on every GPU" if on else "the table lies on no GPU"
+                what = "a dp table must be on every GPU" if on else "the table is not on any GPU"
                 raise ConfigError(what, where=f"{where}, table {name!r}", fix="correct shard_matrix")
 
 
@@ -205,7 +205,7 @@ def _name(table: Any) -> str:
 
 
 class EmbeddingPlanner:
-    """The collection's form of HugeCTR 3.7 to 4.1, whose plan stands in a JSON file."""
+    """The collection API of HugeCTR 3.7 to 4.1, with the plan in a JSON file."""
 
     def __init__(self) -> None:
         self._collection = EmbeddingCollectionConfig()
@@ -213,7 +213,7 @@ class EmbeddingPlanner:
     def embedding_lookup(
         self, table_config: EmbeddingTableConfig, bottom_name: str, top_name: str, combiner: str
     ) -> None:
-        """Look one feature up."""
+        """Add the lookup of one feature."""
         self._collection.embedding_lookup(table_config, bottom_name, top_name, combiner)
 
     def create_embedding_collection(
@@ -224,22 +224,22 @@ class EmbeddingPlanner:
         *,
         shard_matrix: Sequence[Sequence[int]] | None = None,
     ) -> EmbeddingCollectionConfig:
-        """Return the collection; where its tables lie is planned again.
+        """Return the collection; the sharding of its tables is planned again.
 
         Args:
-            plan_file: the plan's JSON, to 4.0; by place also 4.1's shard_matrix.
-            emb_table_group_strategy: tables of each group, of 4.1.
-            emb_table_placement_strategy: "mp" or "dp" of each group.
+            plan_file: JSON file of the plan, up to 4.0; positionally also 4.1's shard_matrix.
+            emb_table_group_strategy: tables of each group, in 4.1.
+            emb_table_placement_strategy: "mp" or "dp" for each group.
             shard_matrix: tables of each GPU.
 
         Raises:
-            ConfigError: the file is not a list with an entry for each GPU, or an unknown strategy.
+            ConfigError: the file is not a list with one entry per GPU, or a strategy is unknown.
         """
         plan: Any = shard_matrix if plan_file is None else plan_file
         if isinstance(plan, str | Path):
             plan = load_json(Path(plan))
         if not isinstance(plan, list | tuple):
-            raise ConfigError("a plan is a list with an entry for each GPU", where=str(plan_file or "shard_matrix"))
+            raise ConfigError("a plan must be a list with one entry per GPU", where=str(plan_file or "shard_matrix"))
         for kind in emb_table_placement_strategy:
             if kind not in _PLACEMENTS:
                 raise ConfigError("unknown strategy", where="emb_table_placement_strategy", value=kind,

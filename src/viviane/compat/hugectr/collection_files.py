@@ -4,8 +4,8 @@
                                             largest width | int32 x tables: id | uint64 x tables: keys | int32 x
                                             tables: width
                                 key<i>      128 bytes, int32: 1, id, zeros; then keys
-                                weight<i>   128 bytes, int32: 2, id, zeros; then float32, a row for each key
-Files are numbered by table id, the table's place in the collection; HugeCTR numbers those of a subset by position.
+                                weight<i>   128 bytes, int32: 2, id, zeros; then float32, one row per key
+Files are numbered by table id, the table's index in the collection; HugeCTR numbers files of a subset by position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADER = 128
 def dump(
     model: Model, columns: Columns, collections: Sequence[EmbeddingCollectionConfig], path: str, names: Sequence[str]
 ) -> None:
-    """Write tables of all collections, or those that are named."""
+    """Write tables of all collections, or the named ones."""
     _check_names(collections, names)
     for number, one in enumerate(collections):
         chosen = [(i, name) for i, name in enumerate(one.tables) if not names or name in names]
@@ -53,10 +53,10 @@ def dump(
 def load(
     model: Model, columns: Columns, collections: Sequence[EmbeddingCollectionConfig], path: str, names: Sequence[str]
 ) -> None:
-    """Replace tables of all collections, or those that are named, by what a dump holds.
+    """Replace tables of all collections, or the named ones, by the content of a dump.
 
     Raises:
-        CheckpointError: a file is missing, or its sizes are not those of the collection.
+        CheckpointError: a file is missing, or its sizes differ from the collection.
     """
     _check_names(collections, names)
     for number, one in enumerate(collections):
@@ -65,11 +65,11 @@ def load(
         stored = _read_metadata(folder / "meta_data") if chosen else {}
         for place, name in chosen:
             if place not in stored:
-                raise CheckpointError("the dump has no such table", where=str(folder), value=name,
+                raise CheckpointError("the dump does not contain the table", where=str(folder), value=name,
                                       allowed=", ".join(map(str, stored)))  # fmt: skip
             kind, count, width, file = stored[place]
             if width != one.tables[name].ev_size:
-                raise CheckpointError("the table has another width", where=f"{folder}, table {name!r}", value=width,
+                raise CheckpointError("the width of the table differs", where=f"{folder}, table {name!r}", value=width,
                                       allowed=str(one.tables[name].ev_size))  # fmt: skip
             keys = _read(folder / f"key{file}", kind, count).astype(np.int64)
             vectors = _read(folder / f"weight{file}", "<f4", count * width).astype(np.float32).reshape(-1, width)
@@ -83,7 +83,7 @@ def _check_names(collections: Sequence[EmbeddingCollectionConfig], names: Sequen
         raise ConfigError("the model has no embedding collection", fix="use save_params_to_files")
     for name in names:
         if name not in known:
-            raise ConfigError("no such table", where="table_names", value=name, fix=suggest(name, known))
+            raise ConfigError("unknown table", where="table_names", value=name, fix=suggest(name, known))
 
 
 def _table(model: Model, columns: Columns, number: int, name: str) -> tuple[AnyTables, list[Slot]]:
@@ -92,7 +92,7 @@ def _table(model: Model, columns: Columns, number: int, name: str) -> tuple[AnyT
         collection = collection_of(model, node)
         if node.name.startswith(f"embedding_collection{number}_") and name in collection.tables:
             return collection, [slot]
-    raise ConfigError("no such table", value=name)
+    raise ConfigError("unknown table", value=name)
 
 
 def _header(kind: int, table: int) -> bytes:
@@ -102,14 +102,14 @@ def _header(kind: int, table: int) -> bytes:
 
 
 def _read_metadata(file: Path) -> dict[int, tuple[str, int, int, int]]:
-    """Return for each table id the type of its keys, their number, the width, and the number of its files."""
+    """Return, for each table id, key type, number of keys, width, and file number."""
     if not file.is_file():
         raise CheckpointError("the dump has no meta_data", where=str(file))
     data = file.read_bytes()
     tables, key_type, value_type = (int(one) for one in np.frombuffer(data, "<i4", 3))
     if len(data) != 20 + 16 * tables or key_type not in (0, 1) or value_type != 0:
         raise CheckpointError(
-            "meta_data is not that of float32 tables",
+            "meta_data does not describe float32 tables",
             where=str(file),
             value=f"{tables} tables, key type {key_type}, value type {value_type}, {len(data)} bytes",
         )
@@ -125,7 +125,7 @@ def _read_metadata(file: Path) -> dict[int, tuple[str, int, int, int]]:
 
 
 def _names_table(file: Path, table: int) -> bool:
-    """Say whether a file is that of a table, by its header."""
+    """Return whether a file belongs to a table, by its header."""
     return file.is_file() and np.fromfile(file, "<i4", 2).tolist() == [1, table]
 
 
@@ -134,7 +134,7 @@ def _read(file: Path, kind: str, count: int) -> Any:
         raise CheckpointError("a file of the dump is missing", where=str(file))
     if file.stat().st_size != _HEADER + count * np.dtype(kind).itemsize:
         raise CheckpointError(
-            "the file has another size than meta_data says",
+            "the size of the file differs from meta_data",
             where=str(file),
             value=file.stat().st_size,
             allowed=str(_HEADER + count * np.dtype(kind).itemsize),

@@ -1,7 +1,7 @@
-"""An embedding collection of HugeCTR's as columns and nodes.
+"""Conversion of HugeCTR's embedding collections to columns and nodes.
 
-Tables of one width and combiner lie in one node, whose output (B, S, ev_size) has a place for each lookup. A table that
-is both pooled and concatenated lies in a node that concatenates; its sums are taken afterwards.
+Tables of one width and combiner share one node, whose output (B, S, ev_size) has a slot for each lookup. A table that
+is both pooled and concatenated is in a concatenating node; its sums are computed afterwards.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from viviane.model import DenseLayer, SparseEmbedding, TableOptions
 
 
 def collection_slots(slots: Sequence[Slot], collections: Sequence[EmbeddingCollectionConfig]) -> list[Slot]:
-    """Return the slots with the tables that collections look them up in; a second table of a slot adds a column.
+    """Return the slots with the tables of their lookups; a second table of a slot adds a column.
 
     Raises:
-        ConfigError: a lookup of a group that is not there, or that has several slots.
+        ConfigError: a lookup refers to an unknown group, or to one with several slots.
     """
     result = list(slots)
     taken: set[str] = set()
@@ -34,10 +34,10 @@ def collection_slots(slots: Sequence[Slot], collections: Sequence[EmbeddingColle
             places = [i for i, slot in enumerate(slots) if slot.group == lookup.bottom]
             if not places:
                 fix = suggest(lookup.bottom, {slot.group for slot in slots})
-                raise ConfigError("a lookup reads a DataReaderSparseParam", where=where, value=lookup.bottom, fix=fix)
+                raise ConfigError("a lookup needs a DataReaderSparseParam", where=where, value=lookup.bottom, fix=fix)
             if len(places) > 1:
                 raise ConfigError(
-                    "a lookup reads a DataReaderSparseParam of one slot",
+                    "a lookup needs a DataReaderSparseParam with one slot",
                     where=where,
                     value=lookup.bottom,
                     allowed="slot_num 1",
@@ -62,7 +62,7 @@ def _find(slots: Sequence[Slot], lookup: TableLookup) -> Slot | None:
 
 @dataclass
 class _Group:
-    """A node in the making: tables of one width and combiner."""
+    """A node under construction: tables of one width and combiner."""
 
     node: str
     combiner: str
@@ -71,7 +71,7 @@ class _Group:
     tables: dict[str, EmbeddingTableConfig]
 
     def places(self, slot: Slot) -> range:
-        """Return where the vectors of a slot stand among those of the node's output."""
+        """Return the positions of a slot's vectors in the node's output."""
         start = sum(self._width(one) for one in self.slots[: self.slots.index(slot)])
         return range(start, start + self._width(slot))
 
@@ -83,13 +83,13 @@ class CollectionNodes:
     """The nodes of one collection.
 
     Args:
-        collection: what the script added.
-        number: of the collection in its model, from 0.
-        slots: what `collection_slots` returned.
-        optimizer: of tables that have none of their own.
+        collection: the collection of the script.
+        number: index of the collection in its model, from 0.
+        slots: result of `collection_slots`.
+        optimizer: optimizer of tables without their own.
 
     Raises:
-        ConfigError: a table that is both averaged and looked up with another combiner.
+        ConfigError: a table is both averaged and looked up with another combiner.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class CollectionNodes:
             found = self._combiners[one.table.name]
             if len(found) > 1 and "mean" in found:
                 raise ConfigError(
-                    "a table that is averaged has no second combiner",
+                    "a table with combiner mean cannot have a second combiner",
                     where=f"table {one.table.name!r}",
                     value=", ".join(sorted(found)),
-                    fix="give the other lookup a table of its own",
+                    fix="use a separate table for the other lookup",
                 )
             combiner = one.combiner if len(found) == 1 else "concat"
             key = (one.table.ev_size, combiner)
@@ -133,7 +133,7 @@ class CollectionNodes:
         return {f"{one.node}_keys": tuple(slot.column for slot in one.slots) for one in self._groups.values()}
 
     def nodes(self) -> list[SparseEmbedding | DenseLayer]:
-        """Return the embedding nodes, and the layers that make the lookups' tensors of their outputs."""
+        """Return the embedding nodes, and the layers that compute the lookups' tensors from their outputs."""
         result: list[SparseEmbedding | DenseLayer] = [self._embedding(one) for one in self._groups.values()]
         for call in self.collection.calls:
             if not call.is_list:
@@ -151,7 +151,7 @@ class CollectionNodes:
         return result
 
     def _is_summed(self, lookup: TableLookup) -> bool:
-        """Whether a node that concatenates has the vectors of a lookup that sums."""
+        """Return whether a concatenating node has the vectors of a lookup that sums."""
         return self._group(lookup).combiner == "concat" and lookup.combiner == "sum"
 
     def _single(self, lookup: TableLookup, top: str) -> list[DenseLayer]:

@@ -1,7 +1,7 @@
-"""From HugeCTR's reader and Input to schemas: how rows are read, and how the model sees them.
+"""Conversion of HugeCTR's reader and Input to schemas: one for reading rows, one for the model.
 
-Two schemas name the same columns. The reader's takes any number for a label and any key; the model's says which
-slots have tables of known size. Between them keys are shifted, so that key 0 is as ordinary as in HugeCTR.
+Two schemas have the same columns. The reader's accepts any number as a label and any key; the model's specifies which
+slots have tables of known size. In between keys are shifted, so that key 0 is an ordinary key as in HugeCTR.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from viviane.core.json_files import expected_form
 from viviane.data.formats.file_list import METADATA_FILE, read_file_list
 from viviane.schema import Schema
 
-_LARGEST: Final = 2**63 - 1  # HugeCTR's hash tables keep this key for themselves
+_LARGEST: Final = 2**63 - 1  # HugeCTR's hash tables reserve this key
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One slot: its column, the most keys of a row, and the table that it has.
+    """One slot: its column, maximum keys per row, and table.
 
     Args:
-        column: its name in the schemas.
-        group: the DataReaderSparseParam that it is of.
-        nnz: the most keys of a row.
+        column: name of its column in the schemas.
+        group: its DataReaderSparseParam.
+        nnz: maximum keys per row.
         one_hot: every row has exactly one key.
-        offset: what its keys in HugeCTR's sense are larger than those of the file, or of its table.
-        size: rows of its own table, or None where all slots of the group share one whose keys come as they are met.
-        from_zero: keys in the file begin at 0 in this slot.
-        table: its table where the script names tables; "" where the slot or the group has one of its own.
-        source: the column of the file, where the model sees one column of it more than once; "": of the same name.
+        offset: difference between its keys in HugeCTR and those of the file or its table.
+        size: rows of its own table; None: all slots of the group share a dynamic table.
+        from_zero: keys of this slot in the file start at 0.
+        table: name of its table in the script; "": the slot or the group has its own table.
+        source: column of the file, if the model has several columns from it; "": the column of the same name.
     """
 
     column: str
@@ -58,17 +58,17 @@ class Slot:
 
     @property
     def read_as(self) -> str:
-        """The column of the file that it is."""
+        """Its column of the file."""
         return self.source or self.column
 
     @property
     def table_name(self) -> str:
-        """The table that it looks up."""
+        """The table of its lookup."""
         return self.table or (self.group if self.size is None else self.column)
 
     @property
     def shift(self) -> int:
-        """What is added to a key of the file before the lookup; a table of known size keeps its row 0 empty."""
+        """Value added to a key of the file before the lookup; row 0 of a table with known size is not used."""
         if self.size is None:
             return self.offset if self.from_zero else 0
         return 1 if self.from_zero else 1 - self.offset
@@ -81,7 +81,7 @@ class Columns:
     Args:
         labels: columns of each label tensor.
         dense: columns of the dense tensor, with their widths.
-        slots: in the data's order, then columns that the model sees once more.
+        slots: slots in the data's order, then additional columns of the model.
         key_bytes: 4 (unsigned) or 8.
     """
 
@@ -92,13 +92,13 @@ class Columns:
     _shifts: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def reader_schema(self) -> Schema:
-        """Return the schema that rows are read by."""
+        """Return the schema for reading rows."""
         limit = 2**32 if self.key_bytes == 4 else _LARGEST
         slots = [slot for slot in self.slots if not slot.source]
         return self._schema("regression", slots, [limit] * len(slots))
 
     def model_schema(self) -> Schema:
-        """Return the schema that the model is built for; keys of an unknown range are raw."""
+        """Return the schema of the model; keys without a known range are raw."""
         ranges = [None if slot.size is None else slot.size + 1 for slot in self.slots]
         return self._schema("binary", self.slots, ranges)
 
@@ -118,7 +118,7 @@ class Columns:
         )
 
     def shifted(self, batch: Batch) -> Batch:
-        """Return a batch of the reader with the columns and keys that the model looks up."""
+        """Convert a batch of the reader to the columns and keys of the model."""
         if not any(slot.shift or slot.source for slot in self.slots):
             return batch
         if not self._shifts:
@@ -147,7 +147,7 @@ def columns_of(
     """Return the columns of HugeCTR's data.
 
     Raises:
-        ConfigError: dimensions that contradict each other or the files.
+        ConfigError: dimensions are inconsistent or differ from the files.
     """
     if reader.data_reader_type is DataReaderType_t.Parquet:
         labels, dense, slots = _parquet(reader, given)
@@ -161,7 +161,7 @@ def columns_of(
         ]
     widths = iter(labels)
     by_label = {name: tuple(next(widths) for _ in range(dim)) for name, dim in given.labels.items()}
-    wide = i64_input_key and reader.data_reader_type is not DataReaderType_t.Raw  # whose keys have 4 bytes always
+    wide = i64_input_key and reader.data_reader_type is not DataReaderType_t.Raw  # its keys always have 4 bytes
     return Columns(by_label, dense, tuple(_with_tables(reader, slots, embeddings)), 8 if wide else 4)
 
 
@@ -170,15 +170,15 @@ def _is_fixed(reader: DataReaderParams, group: Any) -> bool:
 
 
 def _keys_of(reader: DataReaderParams, nnz: int) -> int:
-    """Return the keys that a row of the file has for a slot: Raw has one, whatever nnz_per_slot allows."""
+    """Return the number of keys per row of a slot in the file: Raw has one, regardless of nnz_per_slot."""
     return 1 if reader.data_reader_type is DataReaderType_t.Raw else nnz
 
 
 def _with_tables(reader: DataReaderParams, slots: Sequence[Slot], embeddings: Sequence[SparseEmbedding]) -> list[Slot]:
-    """Return the slots with the sizes that reader or embeddings give.
+    """Return the slots with the sizes from the reader or the embeddings.
 
-    HugeCTR adds to the keys of a slot the sizes of the slots before it. A slot of size 0 begins where the next one
-    does, so that both have the same keys: its whole group looks up one table, whose rows are made as keys are met.
+    HugeCTR adds the sizes of the preceding slots to the keys of a slot. A slot of size 0 starts at the same key as the
+    next one, so both have the same keys: then its group looks up one dynamic table.
     """
     sizes: list[int | None] = [None] * len(slots)
     offsets = [0] * len(slots)
@@ -191,7 +191,7 @@ def _with_tables(reader: DataReaderParams, slots: Sequence[Slot], embeddings: Se
     for embedding in embeddings:
         places = [i for i, slot in enumerate(slots) if slot.group == embedding.bottom_name]
         where = f"SparseEmbedding {embedding.sparse_embedding_name!r}, slot_size_array"
-        if not embedding.slot_size_array:  # sizes are those of the slots, for every embedding that reads them
+        if not embedding.slot_size_array:  # sizes apply to the slots, for every embedding that uses them
             continue
         own = list(embedding.slot_size_array)
         _check_count(own, len(places), where)
@@ -200,8 +200,8 @@ def _with_tables(reader: DataReaderParams, slots: Sequence[Slot], embeddings: Se
             if known is None:
                 sizes[place], offsets[place], from_zero[place] = size, offset, raw
             elif known != size:
-                say(f"Warning: {where}: slot {slots[place].column} has {size} keys here and {known} in another place: "
-                    "the larger number counts")  # fmt: skip
+                say(f"Warning: {where}: slot {slots[place].column} has {size} keys here and {known} elsewhere: "
+                    "the larger number is used")  # fmt: skip
                 sizes[place] = max(known, size)
     shared = {slot.group for slot, size in zip(slots, sizes, strict=True) if size == 0}
     found = zip(slots, offsets, sizes, from_zero, strict=True)
@@ -212,7 +212,7 @@ def _with_tables(reader: DataReaderParams, slots: Sequence[Slot], embeddings: Se
 
 
 def _sizes_of_slots(reader: DataReaderParams, slots: Sequence[Slot]) -> list[int]:
-    """Return the reader's slot_size_array, one size a slot, or none; Norm keys carry their offsets already."""
+    """Return the reader's slot_size_array, one size per slot, or none; keys of Norm already include their offsets."""
     given = list(reader.slot_size_array)
     if not given or reader.data_reader_type is DataReaderType_t.Norm:
         return []
@@ -222,15 +222,15 @@ def _sizes_of_slots(reader: DataReaderParams, slots: Sequence[Slot]) -> list[int
 
 def _check_count(sizes: Sequence[int], count: int, where: str) -> None:
     if len(sizes) != count or min(sizes, default=1) < 0:
-        raise ConfigError("one size for each slot", where=where, value=sizes, allowed=f"{count} numbers from 0")
+        raise ConfigError("one size per slot is needed", where=where, value=sizes, allowed=f"{count} numbers from 0")
 
 
 def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[tuple[str, int], ...], list[Slot]]:
-    """Return label columns, dense columns and slots as _metadata.json and the first file name them."""
+    """Return label columns, dense columns and slots from _metadata.json and the first file."""
     file = read_file_list(source_path(reader.sources[0], reader.data_reader_type, training=True))[0]
     path = file.parent / METADATA_FILE
     if not path.is_file():
-        raise DataError(f"{METADATA_FILE} is missing", where=str(path), fix="HugeCTR's Parquet needs it there")
+        raise DataError(f"{METADATA_FILE} is missing", where=str(path), fix="HugeCTR's Parquet needs it")
     content = load_json(path)
     with expected_form(str(path), DataError):
         named = {
@@ -253,7 +253,7 @@ def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[t
     )  # fmt: skip
     for name, wanted, there in counts:
         if wanted != there:
-            raise ConfigError(f"Input's {name} is not that of the files", where=str(path), value=wanted,
+            raise ConfigError(f"Input's {name} differs from the files", where=str(path), value=wanted,
                               allowed=str(there), fix=f"correct Input, or {METADATA_FILE}")  # fmt: skip
     return named["labels"], dense, slots
 
@@ -270,5 +270,5 @@ def _width(file: Path, name: str, kind: pa.DataType) -> int:
     with pq.ParquetFile(file) as opened:
         first = next(opened.iter_batches(1, columns=[name]), None)
     if first is None or not len(first):
-        raise DataError("the width of a list column is known from its rows, and there are none", where=str(file))
+        raise DataError("the width of a list column is unknown because the file has no rows", where=str(file))
     return len(first.column(0)[0])

@@ -1,4 +1,4 @@
-"""HugeCTR's enumerations, by its names."""
+"""HugeCTR's enumerations."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ ENUMS: Final[tuple[type[Enum], ...]] = (
 
 
 def exported_members() -> dict[str, Any]:
-    """Return the members that HugeCTR's module shows beside their enumerations.
+    """Return the enumeration members that HugeCTR's module exports.
 
-    Of a name in several enumerations the first is shown; `Non` and `Uniform`, which have no first, are left out.
+    For a name in several enumerations the first is exported, except `Non` and `Uniform`, which are ambiguous.
 
     Example:
         >>> exported_members()["Adam"] is Optimizer_t.Adam, "Non" in exported_members()
@@ -86,7 +86,7 @@ def exported_members() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return members as their names, in lists too: what JSON and layer parameters hold.
+    """Convert members to their names, also in lists, as in JSON and layer parameters.
 
     Example:
         >>> plain([Activation_t.Relu, 3])

@@ -2,9 +2,9 @@
 
 <prefix>_dense_<iter>.model             float32, layer after layer in the order of the graph
 <prefix>_dense_<iter>.model.ntp.json    running statistics of BatchNorm, in the same order
-<prefix><i>_sparse_<iter>.model/        key: int64; emb_vector: float32, a row for each key;
-                                        slot_id: uint64, where the embedding has slot_size_array
-Before 3.1 a table was one file of rows: key of 4 or 8 bytes, slot_id where it is localized, vector; it is read too.
+<prefix><i>_sparse_<iter>.model/        key: int64; emb_vector: float32, one row per key;
+                                        slot_id: uint64, if the embedding has slot_size_array
+Before 3.1 a table was one file of rows: key of 4 or 8 bytes, slot_id if it is localized, vector; it can be read too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def save(model: Model, columns: Columns, prefix: str, iteration: int, *, with_ta
     """Write all weights of a model.
 
     Raises:
-        ConfigError: a layer's weights have no known place in HugeCTR's file.
+        ConfigError: the order of a layer's weights in HugeCTR's file is unknown.
     """
     dense = Path(f"{prefix}_dense_{iteration}.model")
     parts = [as_stored(kind, weight).detach().cpu().numpy().tobytes() for kind, weight in dense_weights(model)]
@@ -55,7 +55,7 @@ def save(model: Model, columns: Columns, prefix: str, iteration: int, *, with_ta
 
 
 def write_folder(folder: Path, rows: TableRows) -> None:
-    """Write a table as a folder: key, emb_vector, and slot_id where slots are known."""
+    """Write a table as a folder: key, emb_vector, and slot_id if slots are known."""
     write(folder / "key", rows.keys.astype("<i8").tobytes())
     write(folder / "emb_vector", rows.vectors.astype("<f4").tobytes())
     if rows.slots is not None:
@@ -63,19 +63,19 @@ def write_folder(folder: Path, rows: TableRows) -> None:
 
 
 def load_dense(model: Model, file: str | Path, statistics: str | Path = "") -> None:
-    """Read dense weights, and running statistics where they stand beside them.
+    """Load dense weights, and running statistics if there is a file of them.
 
     Raises:
-        CheckpointError: the file is missing, or of another graph.
+        CheckpointError: the file is missing or belongs to another graph.
     """
     path = Path(file)
     if not path.is_file():
-        raise CheckpointError("no such file of dense weights", where=str(path))
+        raise CheckpointError("file of dense weights not found", where=str(path))
     values = torch.from_numpy(np.fromfile(path, "<f4").astype(np.float32))
     weights = list(dense_weights(model))
     wanted = sum(weight.numel() for _, weight in weights)
     if path.stat().st_size != 4 * wanted:
-        raise CheckpointError("the file holds another number of weights than the graph", where=str(path),
+        raise CheckpointError("the number of weights in the file differs from the graph", where=str(path),
                               value=path.stat().st_size // 4, allowed=str(wanted))  # fmt: skip
     start = 0
     with torch.no_grad():
@@ -94,29 +94,29 @@ def load_dense(model: Model, file: str | Path, statistics: str | Path = "") -> N
 def by_embedding(
     model: Model, columns: Columns, given: Sequence[str] | Mapping[str, str], where: str
 ) -> Iterator[tuple[SparseEmbedding, Path]]:
-    """Yield each embedding with its file: one for each in order, or by name.
+    """Yield each embedding with its file, in order or by name.
 
     Raises:
-        ConfigError: another number of files, or an unknown name.
+        ConfigError: the number of files is wrong, or a name is unknown.
     """
     nodes = {node.name: node for node in sparse_embeddings(model, columns)}
     if not isinstance(given, Mapping):
         names = [given] if isinstance(given, str) else list(given)
         if len(names) != len(nodes):
-            raise ConfigError("one file or folder for each embedding", where=where, value=names,
+            raise ConfigError("there must be one file or folder per embedding", where=where, value=names,
                               allowed=f"{len(nodes)}: {', '.join(nodes)}")  # fmt: skip
         given = dict(zip(nodes, names, strict=True))
     for name, file in ((graph_name(name), file) for name, file in given.items()):
         if name not in nodes:
-            raise ConfigError("no such embedding", where=where, value=name, fix=suggest(name, nodes))
+            raise ConfigError("unknown embedding", where=where, value=name, fix=suggest(name, nodes))
         yield nodes[name], Path(file)
 
 
 def load_sparse(model: Model, columns: Columns, given: Sequence[str] | Mapping[str, str]) -> dict[str, Keys]:
-    """Replace tables by what folders hold: one for each embedding in order, or by name; return their keys.
+    """Replace tables by the content of folders, one per embedding in order or by name; return their keys.
 
     Raises:
-        ConfigError: another number of folders, or an unknown name. CheckpointError: a folder is not right.
+        ConfigError: the number of folders is wrong, or a name is unknown. CheckpointError: a folder is invalid.
     """
     orders = {}
     for node, folder in by_embedding(model, columns, given, "load_sparse_weights"):
@@ -128,7 +128,7 @@ def load_sparse(model: Model, columns: Columns, given: Sequence[str] | Mapping[s
 
 
 def sparse_embeddings(model: Model, columns: Columns) -> list[SparseEmbedding]:
-    """Return the nodes of hugectr.SparseEmbedding; those of embedding collections have files of their own."""
+    """Return the nodes of hugectr.SparseEmbedding; embedding collections have their own files."""
     return [node for node in embeddings_of(model) if slots_of(node, columns)]
 
 
@@ -143,9 +143,9 @@ def dense_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     for kind, layer in _layers(model):
         found = dict(layer.named_parameters())
         if kind == "GRU":
-            raise ConfigError("GRU's weights are packed by cuDNN, in an order that is not mapped", where=kind,
+            raise ConfigError("GRU's weights are packed by cuDNN, in an order that is not supported", where=kind,
                               fix="save with viviane.Model.save")  # fmt: skip
-        if kind == "MultiCross":  # layer after layer, each weight before its bias
+        if kind == "MultiCross":  # layer by layer, each weight before its bias
             count = sum(name.startswith("biases.") for name in found)
             names = [f"{part}.{i}" for i in range(count) for part in ("weights", "projections", "biases")]
             found = {name: found[name] for name in names if name in found}
@@ -153,7 +153,7 @@ def dense_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_stored(kind: str, weight: Tensor) -> Tensor:
-    """Return a weight as HugeCTR lays it out: those of fully connected layers are (inputs, outputs)."""
+    """Return a weight in HugeCTR's layout: fully connected layers have (inputs, outputs)."""
     return weight.T.contiguous() if kind in _TRANSPOSED and weight.dim() == 2 else weight
 
 
@@ -172,7 +172,7 @@ def _statistics(model: Model) -> list[dict[str, Any]]:
 def _load_statistics(model: Model, given: list[dict[str, Any]], path: Path) -> None:
     norms = _norms(model)
     if len(norms) != len(given):
-        raise CheckpointError("statistics of another number of BatchNorm layers", where=str(path), value=len(given),
+        raise CheckpointError("wrong number of BatchNorm statistics", where=str(path), value=len(given),
                               allowed=str(len(norms)))  # fmt: skip
     for norm, values in zip(norms, given, strict=True):
         norm.running_mean.copy_(torch.tensor(values["mean"]))
@@ -180,7 +180,7 @@ def _load_statistics(model: Model, given: list[dict[str, Any]], path: Path) -> N
 
 
 def _read_folder(folder: Path, dim: int, slots: Sequence[Slot], key_bytes: int) -> TableRows:
-    """Return what a folder holds, or the one file that HugeCTR wrote before 3.1."""
+    """Return the content of a folder, or of the single file that HugeCTR wrote before 3.1."""
     if folder.is_file():
         return _read_flat_file(folder, dim, slots, key_bytes)
     for name in ("key", "emb_vector"):
@@ -188,18 +188,18 @@ def _read_folder(folder: Path, dim: int, slots: Sequence[Slot], key_bytes: int) 
             raise CheckpointError("a file of the table is missing", where=str(folder / name))
     keys, vectors = np.fromfile(folder / "key", "<i8"), np.fromfile(folder / "emb_vector", "<f4")
     if vectors.size != keys.size * dim:
-        raise CheckpointError("keys and vectors do not fit together", where=str(folder), value=f"{keys.size} keys, "
-                              f"{vectors.size} numbers", allowed=f"{dim} numbers a key")  # fmt: skip
+        raise CheckpointError("keys and vectors do not match", where=str(folder), value=f"{keys.size} keys, "
+                              f"{vectors.size} values", allowed=f"{dim} values per key")  # fmt: skip
     beside = folder / "slot_id"
     owners = np.fromfile(beside, "<u8").astype(np.int64) if beside.is_file() else None
     if owners is not None and len(owners) not in (0, len(keys)):
-        raise CheckpointError("one slot for each key", where=str(beside), value=len(owners), allowed=str(len(keys)))
+        raise CheckpointError("one slot per key needed", where=str(beside), value=len(owners), allowed=str(len(keys)))
     owners = None if owners is None or not len(owners) else owners
     return TableRows(keys.astype(np.int64), vectors.astype(np.float32).reshape(-1, dim), owners)
 
 
 def _read_flat_file(file: Path, dim: int, slots: Sequence[Slot], key_bytes: int) -> TableRows:
-    """Return rows of key | slot, where the embedding is localized | vector; the size of the file says which."""
+    """Return rows of key | slot, if the embedding is localized | vector; the file size determines the layout."""
     size = file.stat().st_size
     vector = ("vector", "<f4", (dim,))
     forms = []
@@ -217,5 +217,5 @@ def _read_flat_file(file: Path, dim: int, slots: Sequence[Slot], key_bytes: int)
         pairs = keys if owners is None else np.stack([owners, keys], 1)
         if len(np.unique(pairs, axis=0)) == len(keys):
             return TableRows(keys, np.ascontiguousarray(rows["vector"], dtype=np.float32), owners)
-    raise CheckpointError("the file is no table of this width", where=str(file), value=f"{size} bytes",
-                          allowed=f"rows of a key of {key_bytes} bytes, perhaps a slot, and {dim} numbers")  # fmt: skip
+    raise CheckpointError("the file is not a table of this width", where=str(file), value=f"{size} bytes",
+                          allowed=f"rows of a key of {key_bytes} bytes, a slot or none, {dim} values")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The loops of HugeCTR's fit, and the lines they print."""
+"""The loops of HugeCTR's fit, and their console output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIT_DEFAULTS: Final = {
 
 
 class FittedModel(Protocol):
-    """What the loops of fit use of HugeCTR's Model."""
+    """The interface of HugeCTR's Model that the loops of fit use."""
 
     solver: Solver
     lr: float
@@ -78,20 +78,20 @@ class FittedModel(Protocol):
 
 
 class TrainingCallback:
-    """Is told of the beginning and the end of a fit and of its evaluations, where the data repeats; a base class."""
+    """Base class of callbacks: called at the start and end of fit and of its evaluations, if the data repeats."""
 
     def on_training_start(self) -> None:
-        """Training begins."""
+        """Called when training starts."""
 
     def on_training_end(self, current_iter: int) -> None:
-        """Training is over."""
+        """Called when training ends."""
 
     def on_eval_start(self, current_iter: int) -> bool:
-        """Begin an evaluation."""
+        """Called before an evaluation."""
         return False
 
     def on_eval_end(self, current_iter: int, eval_results: dict[str, float]) -> bool:
-        """Say whether to stop, after an evaluation."""
+        """Called after an evaluation; return True to stop."""
         return False
 
 
@@ -108,14 +108,14 @@ class FitSettings:
 
 
 class _Course:
-    """Counts the iterations of one fit, and does what falls due after each."""
+    """Counts the iterations of one fit, and runs the work that is due after each."""
 
     def __init__(self, model: FittedModel, given: FitSettings) -> None:
         self.model, self.given = model, given
         self.done = 0
         self.started = self.shown = perf_counter()
         self.hit = self.stopped = False
-        """Whether the AUC was reached, and whether a callback wants to stop."""
+        """Whether the AUC was reached, and whether a callback requests a stop."""
         solver = model.solver
         self.callbacks: list[Any] = list(solver.training_callbacks) if solver.repeat_dataset else []
         say(f"Training batchsize: {solver.batchsize}, evaluation batchsize: {solver.batchsize_eval}")
@@ -145,7 +145,7 @@ class _Course:
         return True
 
     def seconds(self) -> float:
-        """Return the time since the beginning."""
+        """Return the seconds since the start."""
         return perf_counter() - self.started
 
     def _evaluate(self) -> None:
@@ -162,7 +162,7 @@ class _Course:
             limit = model.solver.metrics_spec.get(MetricsType.AUC, math.inf)
             self.hit = self.hit or (name == "AUC" and value >= limit)
         say(f"Eval Time for {count} iters: {perf_counter() - start:.6f}s")
-        for callback in self.callbacks:  # each is told, whatever another one answered
+        for callback in self.callbacks:  # all are called, regardless of the others' results
             self.stopped = bool(callback.on_eval_end(self.done, dict(found))) or self.stopped
         if self.hit:
             rate = self.done * model.solver.batchsize / max(self.seconds(), 1e-9)
@@ -174,9 +174,9 @@ class _Course:
 
 
 def fit_iterations(model: FittedModel, given: FitSettings) -> None:
-    """Train max_iter iterations over data that repeats."""
+    """Train for max_iter iterations on repeated data."""
     if given.max_iter < 1:
-        raise ConfigError("max_iter is at least 1 where the data repeats", where="fit", value=given.max_iter)
+        raise ConfigError("max_iter must be at least 1 if the data repeats", where="fit", value=given.max_iter)
     say(f"Use non-epoch mode with number of iterations: {given.max_iter}")
     course = _Course(model, given)
     for callback in course.callbacks:
@@ -190,9 +190,9 @@ def fit_iterations(model: FittedModel, given: FitSettings) -> None:
 
 
 def fit_epochs(model: FittedModel, given: FitSettings, sources: Sequence[str], keysets: Sequence[str] = ()) -> None:
-    """Train num_epochs times over the sources, each read to its end; with passes, each after its keyset."""
+    """Train for num_epochs over the sources, each read to its end; with passes, load its keyset first."""
     if model.has_passes and len(sources) != len(keysets):
-        raise ConfigError("one keyset for each source", where="fit", value=f"{len(sources)} sources, {len(keysets)} "
+        raise ConfigError("one keyset per source needed", where="fit", value=f"{len(sources)} sources, {len(keysets)} "
                           "keysets", fix="DataReaderParams(source=[...], keyset=[...])")  # fmt: skip
     epochs = max(1, given.num_epochs)
     say(f"Use epoch mode with number of epochs: {epochs}")

@@ -1,4 +1,4 @@
-"""HugeCTR's graph as a model of Viviane."""
+"""Conversion of HugeCTR's graph to a Viviane model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from viviane.model import SparseEmbedding as EmbeddingNode
 
 @dataclass(frozen=True)
 class Graph:
-    """What a script added: an Input, embeddings and layers in their order."""
+    """The objects that a script added: an Input, embeddings and layers, in order."""
 
     given: Input
     embeddings: tuple[SparseEmbedding, ...]
@@ -38,15 +38,15 @@ class Graph:
 
     @classmethod
     def of(cls, added: Sequence[Any]) -> Graph:
-        """Sort what was added.
+        """Sort the added objects.
 
         Raises:
-            ConfigError: it does not begin with an Input, or has two.
+            ConfigError: the graph does not begin with an Input, or has two.
         """
         if not added or not isinstance(added[0], Input):
-            raise ConfigError("a graph begins with an Input", fix="model.add(hugectr.Input(...)) first")
+            raise ConfigError("a graph must begin with an Input", fix="model.add(hugectr.Input(...)) first")
         if any(isinstance(one, Input) for one in added[1:]):
-            raise ConfigError("a graph has one Input", fix="put several labels and sparse parameters into it")
+            raise ConfigError("a graph must have one Input", fix="put several labels and sparse parameters into it")
         embeddings = tuple(one for one in added if isinstance(one, SparseEmbedding))
         layers = tuple(one for one in added if isinstance(one, DenseLayer))
         collections = tuple(one for one in added if isinstance(one, EmbeddingCollectionConfig))
@@ -64,7 +64,7 @@ def build_model(
     """Return the compiled model, and the columns of its data.
 
     Raises:
-        ConfigError, SchemaError: the graph is not right; the layer or tensor is named.
+        ConfigError, SchemaError: the graph is invalid; names the layer or tensor.
     """
     for one in graph.collections:
         one.check_plan()
@@ -76,10 +76,10 @@ def build_model(
 def describe_graph(
     graph: Graph, solver: Solver, reader: DataReaderParams, optimizer: OptParams, trainer: settings.Solver
 ) -> Model:
-    """Return the model of a graph, not compiled: its summary has layers and shapes.
+    """Return the uncompiled model of a graph, whose summary has layers and shapes.
 
     Raises:
-        ConfigError, SchemaError, DataError: as `build_model`.
+        ConfigError, SchemaError, DataError: see `build_model`.
     """
     return _assembled(graph, solver, reader, optimizer, trainer)[0]
 
@@ -108,11 +108,11 @@ def assemble(
     trainer: settings.Solver,
     change: Callable[[EmbeddingNode], EmbeddingNode] | None = None,
 ) -> Model:
-    """Return the model of a graph whose columns are known, to be compiled.
+    """Return the uncompiled model of a graph with known columns.
 
     Args:
-        name: HugeCTR's name of the model, any text; a model here is named by letters, digits, "_" and "-".
-        change: may give embeddings other settings.
+        name: HugeCTR's name of the model, any text; a model here has a name of letters, digits, "_" and "-".
+        change: returns embeddings with changed settings.
     """
     made = {
         id(one): CollectionNodes(one, number, columns.slots, optimizer) for number, one in enumerate(graph.collections)
@@ -134,7 +134,7 @@ def assemble(
 
 
 def _groups(graph: Graph, columns: Columns, made: Sequence[CollectionNodes]) -> dict[str, tuple[str, ...]]:
-    """Return the groups of slots that are read, and those of collections."""
+    """Return the used groups of slots, including those of collections."""
     read = {one.bottom_name for one in graph.embeddings} | {name for one in graph.layers for name in one.bottom_names}
     groups: dict[str, list[str]] = {}
     for slot in columns.slots:
@@ -151,7 +151,7 @@ def _embedding(given: SparseEmbedding, columns: Columns, optimizer: OptParams) -
     slots = [slot for slot in columns.slots if slot.group == given.bottom_name]
     if not slots:
         known = {slot.group for slot in columns.slots}
-        raise ConfigError("an embedding reads a DataReaderSparseParam", where=where, value=given.bottom_name,
+        raise ConfigError("an embedding needs a DataReaderSparseParam", where=where, value=given.bottom_name,
                           fix=suggest(given.bottom_name, known))  # fmt: skip
     static = slots[0].size is not None
     rule = (given.optimizer or optimizer).to_sparse(static=static, where=where)

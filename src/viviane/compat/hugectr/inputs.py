@@ -1,4 +1,4 @@
-"""HugeCTR's Input, its sparse parameters, its reader and its embeddings: arguments only."""
+"""HugeCTR's Input, its sparse parameters, its reader and its embeddings, as arguments only."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from viviane.core.errors import ConfigError
 
 
 class AsyncParam(Arguments):
-    """How RawAsync reads; `is_dense_float` says the type of its dense numbers, the rest is speed.
+    """Settings of the RawAsync reader; `is_dense_float` sets the type of dense values, the rest only affects speed.
 
-    With `shuffle` HugeCTR takes batches in another order; here they come in the order of the file.
+    With `shuffle` HugeCTR reads batches in another order; here they keep the order of the file.
     """
 
     signature: ClassVar[Signature] = Signature(
@@ -39,15 +39,15 @@ class AsyncParam(Arguments):
 
     @property
     def has_float_dense(self) -> bool | None:
-        """Whether dense numbers are float32; None before 4.3, where the file alone knows.
+        """Whether dense values are float32; None before 4.3, where the file determines it.
 
-        The reader of one-hot data, the only one before 4.3, takes int32 alone.
+        The reader of one-hot data, the only one before 4.3, supports only int32.
         """
         return bool(self.multi_hot_reader and self.is_dense_float) if self._says_type else None
 
 
 class DataReaderParams(Arguments):
-    """Where the data is, and in which format."""
+    """Paths and format of the data."""
 
     eval_source: str
 
@@ -69,14 +69,14 @@ class DataReaderParams(Arguments):
 
     @property
     def keysets(self) -> list[str]:
-        """The keyset of each training source, or none."""
+        """The keyset of each training source, or an empty list."""
         return ([self.keyset] if self.keyset else []) if isinstance(self.keyset, str) else list(self.keyset)
 
 
 class DataReaderSparseParam(Arguments):
-    """A group of slots: its name, its keys per slot, and how many slots it has.
+    """A group of slots: name, keys per slot, and number of slots.
 
-    Until 3.0 it was (DataReaderSparse_t, max_feature_num, max_nnz, slot_num), and Input had the names.
+    Up to 3.0 the arguments were (DataReaderSparse_t, max_feature_num, max_nnz, slot_num), and Input had the names.
     """
 
     top_name: str
@@ -94,7 +94,7 @@ class DataReaderSparseParam(Arguments):
             super().__init__(*args, **given)
             self.top_name = graph_name(self.top_name)
             return
-        if len(args) == 3 and "slot_num" not in given:  # max_nnz could be left out
+        if len(args) == 3 and "slot_num" not in given:  # max_nnz was optional
             args = (*args[:2], args[1], args[2])
         old = self._old.bind(args, given)
         nnz = old["max_nnz"] if old["max_nnz"] > 0 else old["max_feature_num"]
@@ -102,15 +102,15 @@ class DataReaderSparseParam(Arguments):
 
     @property
     def nnz(self) -> list[int]:
-        """The most keys of each slot.
+        """Maximum keys of each slot.
 
         Raises:
-            ConfigError: not one number, nor one for each slot.
+            ConfigError: neither one number, nor one per slot.
         """
         given = self.nnz_per_slot
         values = list(given) if isinstance(given, list | tuple) else [given] * self.slot_num
         if len(values) != self.slot_num or min(values, default=1) < 1:
-            raise ConfigError("nnz_per_slot is one number, or one for each slot", where=f"sparse {self.top_name!r}",
+            raise ConfigError("nnz_per_slot must be one number, or one per slot", where=f"sparse {self.top_name!r}",
                               value=given, allowed=f"{self.slot_num} numbers of at least 1")  # fmt: skip
         return values
 
@@ -121,7 +121,7 @@ _READER_OF_3_0 = {
 
 
 class Input(Arguments):
-    """The tensors of the data; `label_dim` with `label_name`, or several labels. In 3.0 it had the reader, too."""
+    """The tensors of the data; `label_dim` with `label_name`, or several labels. In 3.0 also the reader."""
 
     signature: ClassVar[Signature] = Signature(
         "Input",
@@ -139,7 +139,7 @@ class Input(Arguments):
         one = self.label_dim is not None and self.label_name is not None
         many = self.label_dims is not None and self.label_names is not None
         if one == many or (many and len(self.label_dims) != len(self.label_names)):
-            raise ConfigError("give label_dim and label_name, or label_dims and label_names of equal length",
+            raise ConfigError("set label_dim and label_name, or label_dims and label_names of equal length",
                               where="Input", value=self.label_name or self.label_names)  # fmt: skip
         for group, name in zip(self.sparse, self.sparse_names, strict=False):
             group.top_name = graph_name(name)
@@ -148,14 +148,14 @@ class Input(Arguments):
                 vars(self)[name] = graph_names(vars(self)[name])
 
     def reader(self) -> DataReaderParams | None:
-        """Return the reader that 3.0 described here, or None."""
+        """The reader described here in 3.0, or None."""
         if self.source is None:
             return None
         return DataReaderParams(**{name: getattr(self, name) for name in _READER_OF_3_0})
 
     @property
     def labels(self) -> dict[str, int]:
-        """Width of each label, in the order of the columns in the data: by name, as HugeCTR sorts them."""
+        """Width of each label, in the order of the data's columns, which HugeCTR sorts by name."""
         if self.label_names is None:
             return {self.label_name: self.label_dim}
         return dict(sorted(zip(self.label_names, self.label_dims, strict=True)))
@@ -198,19 +198,19 @@ class SparseEmbedding(Arguments):
 
 
 class DenseLayerComputeConfig(Arguments):
-    """How gradients of weights are computed: speed alone."""
+    """Computation of weight gradients; affects only speed."""
 
     signature: ClassVar[Signature] = Signature("DenseLayerComputeConfig", {"async_wgrad": False, "fuse_wb": False})
 
 
 class DenseLayerSwitchs(Arguments):
-    """The older form of DenseLayerComputeConfig: speed alone."""
+    """The older form of DenseLayerComputeConfig; affects only speed."""
 
     signature: ClassVar[Signature] = Signature("DenseLayerSwitchs", {"fuse_wb": False})
 
 
 class HybridEmbeddingParam(Arguments):
-    """How HybridSparseEmbedding divides its keys among GPUs: speed alone."""
+    """Distribution of HybridSparseEmbedding's keys over GPUs; affects only speed."""
 
     signature: ClassVar[Signature] = Signature(
         "HybridEmbeddingParam",

@@ -1,4 +1,4 @@
-"""JSON as HugeCTR reads it: of a key that occurs twice in one object the last one counts."""
+"""JSON files with HugeCTR's rule for repeated keys: the last one is used."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from viviane.core.json_files import read_json
 
 
 def load(file: str | Path) -> Any:
-    """Read a JSON file; a key that occurs twice is warned of.
+    """Read a JSON file, with a warning for repeated keys.
 
     Raises:
-        ConfigError: there is no such file, or it is not JSON; line and column are named.
+        ConfigError: the file does not exist, or is not JSON; names line and column.
     """
 
     def last_one_counts(key: str, before: Any, value: Any) -> None:
         if before != value:
-            say(f"Warning: {file}: {key!r} occurs twice in one object; the last one counts")
+            say(f"Warning: {file}: {key!r} occurs twice in one object; the last one is used")
 
     path = Path(file)
     if not path.is_file():
-        raise ConfigNotFoundError("no such JSON file", where=str(path), value=str(path.resolve()),
-                          fix="correct the path, which counts from the working directory")  # fmt: skip
+        raise ConfigNotFoundError("JSON file not found", where=str(path), value=str(path.resolve()),
+                          fix="correct the path, which is relative to the working directory")  # fmt: skip
     return read_json(path, encoding="utf-8-sig", repeated_key=last_one_counts)
 
 
 def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Warn of keys that are not known; HugeCTR leaves them out too, and says nothing."""
+    """Warn about unknown keys, which HugeCTR silently ignores."""
     names = set(known)
     for key in given:
         if key not in names:
             near = suggest(key, names)
             hint = f"; {near}" if near.startswith("did") else ""
-            say(f"Warning: {where}: the key {key!r} is not known and has no effect{hint}")
+            say(f"Warning: {where}: the key {key!r} is unknown and has no effect{hint}")

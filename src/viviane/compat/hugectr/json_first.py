@@ -1,9 +1,9 @@
-"""HugeCTR 2.0's JSON, turned into that of 2.1.
+"""Conversion of HugeCTR 2.0's JSON to that of 2.1.
 
 2.0                                         2.1
 data {source, label_dim, slot_num, ...}     layers[0] of type Data
 embedding without bottom                    its bottom is the data's sparse parameter
-Concat of an embedding alone, slot_mask     Reshape, whose `selected` are the slots of the mask
+Concat of one embedding, slot_mask          Reshape, whose `selected` are the slots of the mask
 loss of one bottom                          loss of the bottom and the label
 """
 
@@ -21,10 +21,10 @@ def layers_of_2_0(data: Any, layers: Any, where: str) -> list[dict[str, Any]]:
     """Return the layers of a JSON of 2.0 as those of 2.1, the Data layer first.
 
     Raises:
-        ConfigError: the data's clause lacks a key, or something is no object.
+        ConfigError: a key is missing in the data clause, or a value is not an object.
     """
     if not isinstance(data, dict) or not isinstance(layers, list) or not all(isinstance(one, dict) for one in layers):
-        raise ConfigError("data is an object, and layers are a list of objects", where=where)
+        raise ConfigError("data must be an object, and layers a list of objects", where=where)
     for key in ("label_dim", "slot_num"):
         if key not in data:
             raise ConfigError("a key is missing", where=f"{where}, data", value=key)
@@ -52,7 +52,7 @@ def layers_of_2_0(data: Any, layers: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _reshaped(layer: dict[str, Any], widths: dict[str, int], slots: int) -> dict[str, Any]:
-    """Return a Concat of one embedding as the Reshape that lays its slots side by side; another Concat as it is."""
+    """Return a Concat of one embedding as the Reshape that concatenates its slots; any other Concat unchanged."""
     bottom = layer.get("bottom", [])
     names = [bottom] if isinstance(bottom, str) else list(bottom)
     if len(names) != 1 or names[0] not in widths:

@@ -1,4 +1,4 @@
-"""HugeCTR's JSON of a graph: what graph_to_json writes and construct_from_json reads."""
+"""HugeCTR's JSON of a graph, as graph_to_json writes and construct_from_json reads it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _READER: Final = ("slot_size_array", "num_samples", "eval_num_samples", "cache_e
                   "keyset", "num_workers", "read_file_sequentially")  # fmt: skip
 _DATA: Final = (*_READER, "name", "type", "top", "format", "source", "eval_source", "check", "label", "dense", "sparse",
                 "async_param", "label_dim", "slot_num", "max_feature_num_per_sample")  # fmt: skip
-"""Keys of a Data layer; the last three are 2.0's."""
+"""Keys of a Data layer; the last three are from 2.0."""
 _EMBEDDINGS: Final = tuple(member.name for member in Embedding_t)
 
 
@@ -57,16 +57,16 @@ def write_graph(file: str | Path, graph: Graph, solver: Solver, reader: DataRead
 
 
 def read_graph(file: str | Path, include_dense_network: bool) -> list[Any]:
-    """Return the Input, the embeddings, and the dense layers if asked for.
+    """Return the Input, the embeddings, and the dense layers if requested.
 
     Raises:
-        ConfigError: the file is not such JSON.
+        ConfigError: the file is not JSON of a graph.
     """
     return graph_layers(load_json(file), include_dense_network, str(file))
 
 
 def graph_layers(content: Any, include_dense_network: bool, where: str) -> list[Any]:
-    """Return the layers of a graph that was read."""
+    """Return the layers of a parsed graph."""
     with expected_form(where):
         layers = with_data_layer(content, where)
     result: list[Any] = []
@@ -79,7 +79,7 @@ def graph_layers(content: Any, include_dense_network: bool, where: str) -> list[
 
 
 def _read_layer(one: dict[str, Any], data: dict[str, Any], include_dense_network: bool) -> Any:
-    """Return the Input, the embedding or the layer of an object, None for a dense layer that is not asked for."""
+    """Return the Input, the embedding or the layer of an object, None for a dense layer that is not requested."""
     if one is data:
         return input_from_json(one)
     kind = _EMBEDDING_SPELLINGS.get(one["type"], one["type"])
@@ -91,21 +91,21 @@ def _read_layer(one: dict[str, Any], data: dict[str, Any], include_dense_network
 
 
 def with_data_layer(content: Any, where: str) -> list[dict[str, Any]]:
-    """Return the layers, the Data layer first; 2.0 had a clause of its own for it.
+    """Return the layers, the Data layer first; in 2.0 it was a separate clause.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no Data layer.
     """
     layers = content.get("layers") if isinstance(content, dict) else None
     if layers and "data" in content:
         layers = layers_of_2_0(content["data"], layers, where)
     if not layers or layers[0].get("type", "Data") != "Data":
-        raise ConfigError("the graph's first layer is its Data", where=where)
+        raise ConfigError("the first layer of a graph must be Data", where=where)
     return [_with_sizes(one) if isinstance(one, dict) else one for one in layers]
 
 
 def _with_sizes(one: dict[str, Any]) -> dict[str, Any]:
-    """Return a layer with slot_size_array in place of slot_size, its name before 2.2.1."""
+    """Return a layer with slot_size_array instead of slot_size, the name before 2.2.1."""
     return {"slot_size_array" if key == "slot_size" else key: value for key, value in one.items()}
 
 
@@ -128,7 +128,7 @@ def input_from_json(data: dict[str, Any]) -> Input:
 
 
 def _nnz(one: dict[str, Any], raw: bool) -> Any:
-    """Return the most keys of a slot; before 3.1 a row's most keys bound those of each slot."""
+    """Return the maximum keys of a slot; before 3.1 that of a row limits each slot."""
     for name in ("nnz_per_slot", "max_nnz"):
         if name in one:
             return one[name]
@@ -139,7 +139,7 @@ def reader_from_json(data: dict[str, Any]) -> DataReaderParams:
     """Return the reader's parameters of a Data layer.
 
     Raises:
-        ConfigError: there is no source.
+        ConfigError: the layer has no source.
     """
     check = {"Sum": Check_t.Sum}.get(data.get("check", "None"), Check_t.Non)
     kind = DataReaderType_t[data.get("format", "Norm")]
@@ -147,7 +147,7 @@ def reader_from_json(data: dict[str, Any]) -> DataReaderParams:
     if "async_param" in data:
         given["async_param"] = _async_param(data["async_param"])
     if "source" not in data:
-        raise ConfigError("the Data layer names no source", fix='write "source" and "eval_source" into it')
+        raise ConfigError("the Data layer has no source", fix='add "source" and "eval_source" to it')
     return DataReaderParams(
         data_reader_type=kind, source=data["source"], eval_source=data.get("eval_source", ""), check_type=check,
         **given,
@@ -226,7 +226,7 @@ def _embedding_from_json(one: dict[str, Any], data: dict[str, Any]) -> SparseEmb
 
 
 def collection_to_json(given: EmbeddingCollectionConfig) -> dict[str, Any]:
-    """Return an embedding collection as JSON, which HugeCTR itself never wrote."""
+    """Return an embedding collection as JSON; HugeCTR has no such JSON."""
     tables = [
         {
             "name": one.name, "max_vocabulary_size": one.max_vocabulary_size, "ev_size": one.ev_size,

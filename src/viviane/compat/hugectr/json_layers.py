@@ -1,4 +1,4 @@
-"""Dense layers between HugeCTR's arguments and its JSON."""
+"""Conversion of dense layers between HugeCTR's arguments and its JSON."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _SECTIONS: Final[dict[str, tuple[str, dict[str, str]]]] = {
     "PReLU_Dice": ("prelu_dice_param", {"elu_alpha": "alpha", "eps": "eps"}),
     "Scale": ("scale_param", {"axis": "axis", "factor": "factor"}),
 }  # fmt: skip
-"""Layers whose parameters stand in a section of their own."""
+"""Layers whose parameters are in a separate section."""
 _PLAIN: Final = {
     "dropout_rate": "rate", "pos_type": "position", "act_type": "activation", "last_act_type": "activation",
     "target_weight_vec": "target_weight", "regularizer_type": "regularizer",
 }  # fmt: skip
-"""Other words of the JSON for arguments; those not named here keep theirs."""
+"""Names of arguments that differ in JSON."""
 _OTHER_WORDS: Final = {"elu_alpha": "alpha"}
-"""What some versions write for a key of a section."""
+"""Alternative keys of a section in some versions."""
 _WITHOUT_EFFECT: Final = frozenset(
     {"is_training", "compute_config", "dense_layer_switches", "activation", "position", "weight_init", "bias_init",
      "num_output", "leading_dim"}
 )  # fmt: skip
-"""Keys that stand beside layers which do not read them."""
+"""Keys that occur in layers that do not use them."""
 
 
 def _split(kind: str) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Return the name of the layer's section, the content of it, and what stands next to it."""
+    """Return the name of the layer's section, the keys inside it, and the keys next to it."""
     section, inside = _SECTIONS.get(kind, ("", {}))
     beside = {name: _PLAIN.get(name, name) for name in PARAMETERS.get(kind, ()) if name not in inside}
     return section, inside, beside

@@ -18,7 +18,7 @@ _HPARAMS: Final = {
     "SGD": ("sgd_hparam", ("atomic_update",)),
     "Ftrl": ("ftrl_hparam", ("beta", "lambda1", "lambda2")),
 }
-"""The section of each optimizer, and what of CreateOptimizer's stands in it."""
+"""The section of each optimizer, and the arguments of CreateOptimizer in it."""
 _SPELLINGS: Final = {"Adagrad": "AdaGrad", "MomentumSgd": "MomentumSGD", "Sgd": "SGD", "FTRL": "Ftrl",
                      "initial_accumulator_value": "initial_accu_value"}  # fmt: skip
 _SCHEDULE: Final = ("warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr")
@@ -39,10 +39,10 @@ def optimizer_to_json(given: OptParams) -> dict[str, Any]:
 
 
 def optimizer_from_json(clause: dict[str, Any]) -> OptParams:
-    """Return the optimizer of a clause; a learning rate in it belongs to the solver.
+    """Return the optimizer of a clause; its learning rate belongs to the solver.
 
     Raises:
-        ConfigError: an unknown optimizer.
+        ConfigError: the optimizer is unknown.
     """
     kind = _SPELLINGS.get(str(clause.get("type")), clause.get("type"))
     if kind not in _HPARAMS:

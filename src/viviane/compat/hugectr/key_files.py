@@ -14,14 +14,14 @@ from viviane.store.tier import SCAN_ROWS
 
 
 class KeyFilesTier:
-    """Rows of a folder with `key` (int64) and `emb_vector` (float32), mapped into memory, never written.
+    """Rows of a folder with `key` (int64) and `emb_vector` (float32), memory-mapped and read-only.
 
     Args:
-        folder: of the table.
-        dim: numbers a vector; None: as the sizes of the files say.
+        folder: folder of the table.
+        dim: width of a vector; None: derived from the file sizes.
 
     Raises:
-        CheckpointError: a file is missing, or they do not fit together.
+        CheckpointError: a file is missing, or the files do not match.
     """
 
     def __init__(self, folder: Path, dim: int | None) -> None:
@@ -33,8 +33,8 @@ class KeyFilesTier:
         width = dim or (num_bytes // 4 // len(keys) if len(keys) else 1)
         if num_bytes != 4 * width * len(keys):
             raise CheckpointError(
-                "keys and vectors do not fit together", where=str(folder),
-                value=f"{len(keys)} keys, {num_bytes // 4} numbers", allowed=f"{width} a key",
+                "keys and vectors do not match", where=str(folder),
+                value=f"{len(keys)} keys, {num_bytes // 4} values", allowed=f"{width} per key",
             )  # fmt: skip
         self.name, self._where = "files", str(folder)
         self.layout = RowLayout([Column("weight", "float32", width)])
@@ -54,7 +54,7 @@ class KeyFilesTier:
                 places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
                 found = self._keys[places] == keys
                 rows, targets = self._order[places[found]], np.flatnonzero(found)
-                order = np.argsort(rows, kind="stable")  # in order of address: pages are read once
+                order = np.argsort(rows, kind="stable")  # in address order, so that pages are read once
                 width = self._data.shape[1]
                 out[targets[order], :width] = self._data[rows[order]]
                 out[targets, width:] = 0
@@ -63,12 +63,12 @@ class KeyFilesTier:
         return found
 
     def put(self, keys: Keys, rows: Rows) -> None:
-        """Refuse: files of a trained model are not changed."""
-        raise StoreError("files of a trained model are not written to", where=self._where)
+        """Raise an error: files of a trained model are read-only."""
+        raise StoreError("files of a trained model are read-only", where=self._where)
 
     def erase(self, keys: Keys) -> int:
-        """Refuse: files of a trained model are not changed."""
-        raise StoreError("files of a trained model are not written to", where=self._where)
+        """Raise an error: files of a trained model are read-only."""
+        raise StoreError("files of a trained model are read-only", where=self._where)
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows, in order of the keys."""
@@ -83,13 +83,13 @@ class KeyFilesTier:
         return len(self._keys)
 
     def stats(self) -> TierStats:
-        """Return what was counted."""
+        """Return the counters."""
         return self._counter.snapshot()
 
     def flush(self) -> None:
-        """Nothing is ever written."""
+        """Do nothing: the files are read-only."""
 
     def close(self) -> None:
-        """Let go of the mapped file."""
+        """Release the mapped files."""
         self._data = np.empty((0, self._data.shape[1]), np.uint8)
         self._keys = self._keys[:0]

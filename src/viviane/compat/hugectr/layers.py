@@ -1,4 +1,4 @@
-"""HugeCTR's dense layers as nodes of a graph."""
+"""Conversion of HugeCTR's dense layers to nodes of a graph."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "CrossEntropyLoss": ("use_regularizer", "regularizer_type", "lambda"),
     "MultiCrossEntropyLoss": ("target_weight_vec", "use_regularizer", "regularizer_type", "lambda"),
 }
-"""Which arguments of DenseLayer each layer reads; the others have no parameters."""
+"""The arguments of DenseLayer that each layer uses; other layers have no parameters."""
 _SEVERAL_TOPS: Final = ("Slice", "FusedReshapeConcat")
 _OMITTED_AT: Final[dict[str, Any]] = {
     "time_step": 0, "selected": False, "selected_slots": [], "shape": [], "activations": [], "biases": [],
     "target_weight_vec": [], "projection_dim": 0, "lambda": 0, "max_sequence_len": 0,
 }  # fmt: skip
-"""Values that mean "not given" to HugeCTR."""
+"""Values that mean "not set" in HugeCTR."""
 _OUR_WORDS: Final = {"Relu": "relu", "Head": "head", "Body": "body", "Tail": "tail", "Isolated": "isolated"}
 
 
@@ -81,23 +81,23 @@ class DenseLayer(Arguments):
         self.top_names: list[str] = graph_names(_listed(vars(self)["top_names"]))
         self.given = tuple(name for name in given if name not in ("layer_type", "bottom_names", "top_names"))
         if self.kind not in LAYERS:
-            raise ConfigError("no such layer", where="DenseLayer", value=self.kind, fix=suggest(self.kind, LAYERS))
+            raise ConfigError("unknown layer", where="DenseLayer", value=self.kind, fix=suggest(self.kind, LAYERS))
 
     @property
     def is_loss(self) -> bool:
-        """Whether it ends the graph."""
+        """Whether this is a loss."""
         return issubclass(LAYERS[self.kind], Loss)
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters of this kind of layer by HugeCTR's names, plain values."""
+        """Return the parameters of this kind of layer by HugeCTR's names, as plain values."""
         return {name: plain(getattr(self, name)) for name in PARAMETERS.get(self.kind, ())}
 
     def to_node(self, left_out: set[str]) -> Node:
         """Return the node, named after its first top.
 
         Args:
-            left_out: tops that exist in HugeCTR alone (masks, gradients); bottoms of these names are dropped, and
-                those of this layer added.
+            left_out: tops that exist only in HugeCTR (masks, gradients); bottoms with these names are dropped, and
+                such tops of this layer are added.
         """
         where = f"DenseLayer {self.top_names[0]!r} ({self.kind})"
         for name in self.given:
@@ -112,7 +112,7 @@ class DenseLayer(Arguments):
 
     @property
     def _gives_scores(self) -> bool:
-        """Whether it is 4.2's attention, which returns bare scores and the values by head."""
+        """Whether this is the attention of 4.2, which returns raw scores and the values by head."""
         return self.kind == "MultiHeadAttention" and len(self.bottom_names) == 3 and len(self.top_names) == 2
 
     def _viviane_parameters(self) -> dict[str, Any]:
@@ -151,9 +151,9 @@ def _listed(names: Any) -> list[str]:
 
 
 def _merge_leading_dimensions(values: dict[str, Any]) -> None:
-    """Turn HugeCTR's shape, which counts the batch, into leading_dim and time_step where its first entry is -1.
+    """Convert HugeCTR's shape, which includes the batch, to leading_dim and time_step if its first entry is -1.
 
-    The first dimension of the result is then whatever the others leave: (B, 26, 11) with [-1, 11] is (26 B, 11).
+    The first dimension of the result is then inferred: (B, 26, 11) with [-1, 11] is (26 B, 11).
     """
     shape = list(values.get("shape", ()))
     if len(shape) < 2 or shape[0] != -1:
@@ -168,7 +168,7 @@ def _merge_leading_dimensions(values: dict[str, Any]) -> None:
 
 
 def _mask_length(values: dict[str, Any], bottoms: int) -> None:
-    """Give a mask of one length, the form up to 4.3.0, its one maximum, and a mask of two lengths both."""
+    """Set one maximum length for a mask with one length, the form up to 4.3.0, and two otherwise."""
     length = values.pop("max_sequence_len", None)
     if bottoms == 1:
         both = (values.pop("max_sequence_len_from"), values.pop("max_sequence_len_to"))
@@ -189,15 +189,15 @@ class GroupDenseLayer(Arguments):
     )  # fmt: skip
 
     def to_layer(self) -> DenseLayer:
-        """Return it as one layer, named after its last top.
+        """Return the chain as one layer, named after its last top.
 
         Raises:
-            ConfigError: another kind of group, or a number of outputs without a top.
+            ConfigError: the group type is unknown, or the numbers of outputs and tops differ.
         """
         if self.group_layer_type is not GroupLayer_t.GroupFusedInnerProduct:
-            raise ConfigError("no such group of layers", where="GroupDenseLayer", value=self.group_layer_type)
+            raise ConfigError("unknown group of layers", where="GroupDenseLayer", value=self.group_layer_type)
         if len(self.top_name_list) != len(self.num_outputs):
-            raise ConfigError("one top for each number of outputs", where="GroupDenseLayer", value=self.top_name_list)
+            raise ConfigError("one top per output size is needed", where="GroupDenseLayer", value=self.top_name_list)
         return DenseLayer(
             layer_type="GroupFusedInnerProduct", bottom_names=_listed(self.bottom_name_list)[:1],
             top_names=self.top_name_list[-1:], num_outputs=self.num_outputs, last_act_type=self.last_act_type,

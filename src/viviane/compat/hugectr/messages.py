@@ -1,8 +1,8 @@
 """HugeCTR's Kafka messages: rows of a table in the topic "hps_et.<model>.<table>".
 
-A message is the four bytes "HCTR" as a little-endian number, the bytes of a value as uint32, then key (8 bytes) and
-value, as often as there are rows. Messages have no numbers: what a broker loses, nobody notices. Publish with
-`Model.publish` where both ends are Viviane.
+A message consists of the four bytes "HCTR" as a little-endian integer, the size of a value in bytes as uint32, then
+repeated keys (8 bytes) and values. Messages are not numbered, so lost messages are not detected. Use `Model.publish` if
+both ends are Viviane.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def topic_of(model: str, table: str) -> str:
     """Return the topic of a table.
 
     Raises:
-        ConfigError: a name holds something else than letters, digits, "_" and "-".
+        ConfigError: a name contains other characters than letters, digits, "_" and "-".
     """
     for name in (model, table):
         if not _NAME.fullmatch(name):
-            raise ConfigError("a name that no topic can have", value=name[:130], allowed="A-Z a-z 0-9 _ -, up to 120")
+            raise ConfigError("not a valid name in a topic", value=name[:130], allowed="A-Z a-z 0-9 _ -, up to 120")
     return f"hps_et.{model}.{table}"
 
 
@@ -65,7 +65,7 @@ def decode(data: bytes | None, width: int, where: str) -> tuple[NDArray[np.int64
     """Return the keys and vectors of a message.
 
     Raises:
-        DataError: it is truncated, of another kind, or of another table.
+        DataError: the message is truncated, has another format, or belongs to another table.
     """
     content = data or b""
     if len(content) < _HEADER.size or content[:4] != _MAGIC:
@@ -73,21 +73,21 @@ def decode(data: bytes | None, width: int, where: str) -> tuple[NDArray[np.int64
     size = _HEADER.unpack_from(content)[1]
     row = np.dtype([("key", "<i8"), ("value", "<f4", (width,))])
     if size != 4 * width or (len(content) - _HEADER.size) % row.itemsize:
-        value = f"{size} bytes a vector, {len(content)} in all"
-        raise DataError("rows of a message do not fit the table", where=where, value=value,
-                        allowed=f"{4 * width} bytes a vector")  # fmt: skip
+        value = f"{size} bytes per vector, {len(content)} in total"
+        raise DataError("rows of a message do not match the table", where=where, value=value,
+                        allowed=f"{4 * width} bytes per vector")  # fmt: skip
     rows = np.frombuffer(content, row, offset=_HEADER.size)
     return rows["key"].astype(np.int64), rows["value"].astype(np.float32)
 
 
 class MessageSink:
-    """Sends rows of tables to Kafka; brokers have to answer, and confirm every message.
+    """Sends rows of tables to Kafka; brokers must acknowledge every message.
 
     Args:
-        brokers: host:port, several with commas.
+        brokers: host:port, separated by commas.
 
     Raises:
-        RemoteError: no broker answers within 3 seconds, or a topic is missing.
+        RemoteError: no broker responds within 3 seconds, or a topic is missing.
     """
 
     def __init__(self, brokers: str, topics: list[str]) -> None:
@@ -98,10 +98,10 @@ class MessageSink:
         self._producer = self._kafka.Producer(client_settings(brokers, own))
 
     def send(self, topic: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Send rows, by key to the topic's partitions, and return when brokers have confirmed them.
+        """Send rows to the topic's partitions by key, and return when brokers have acknowledged them.
 
         Raises:
-            RemoteError: one is not confirmed.
+            RemoteError: a message was not acknowledged.
         """
         problems: list[str] = []
 
@@ -118,11 +118,11 @@ class MessageSink:
                     try:
                         self._producer.produce(topic, data, partition=partition, on_delivery=delivered)
                         break
-                    except BufferError:  # the queue is full: as fast as brokers take it
+                    except BufferError:  # the queue is full: wait for the brokers
                         self._producer.poll(0.1)
         left = self._producer.flush(35)
         if left or problems:
-            raise RemoteError("brokers did not confirm all rows", where=f"{self.brokers}, topic {topic}",
+            raise RemoteError("brokers did not acknowledge all rows", where=f"{self.brokers}, topic {topic}",
                               value=problems[0] if problems else f"{left} messages left")  # fmt: skip
 
 
@@ -130,11 +130,11 @@ class MessageSource:
     """Applies messages to tables, in a thread.
 
     Args:
-        brokers: host:port, several with commas.
-        tables: by topic, and the numbers of a vector there.
+        brokers: host:port, separated by commas.
+        tables: tables by topic, and the width of their vectors.
 
     Raises:
-        RemoteError: no broker answers within 3 seconds, or a topic is missing.
+        RemoteError: no broker responds within 3 seconds, or a topic is missing.
     """
 
     def __init__(self, brokers: str, tables: Mapping[str, tuple[TableHierarchy, int]]) -> None:
@@ -148,7 +148,7 @@ class MessageSource:
             one.start()
 
     def wait_for(self, rows: int, timeout_s: float) -> bool:
-        """Wait until so many rows have been applied; False where time runs out."""
+        """Wait until this many rows have been applied; return False on timeout."""
         end = time.monotonic() + timeout_s
         while self.num_rows < rows and time.monotonic() < end:
             time.sleep(0.01)
@@ -172,7 +172,7 @@ class MessageSource:
             try:
                 self._follow(topic, places)
             except (RemoteError, DataError, StoreError) as error:
-                _log.warning("topic %s: %s; asked again", topic, error.what)
+                _log.warning("topic %s: %s; retrying", topic, error.what)
                 self._stopping.wait(_RETRY_S)
 
     def _follow(self, name: str, places: dict[int, int]) -> None:
@@ -200,10 +200,10 @@ class MessageSource:
             keys, vectors = decode(message.value, width, where)
         except DataError as error:
             self.num_refused += 1
-            _log.warning("a message was left out: %s", str(error).replace("\n", ";"))
+            _log.warning("skipped a message: %s", str(error).replace("\n", ";"))
             return
         _, first = np.unique(keys[::-1], return_index=True)
-        last = np.sort(len(keys) - 1 - first)  # of equal keys the last one counts
+        last = np.sort(len(keys) - 1 - first)  # the last one of equal keys is used
         rows = table.layout.zeros(len(last))
         table.layout.column(rows, "weight")[:] = np.ascontiguousarray(vectors[last]).view(np.uint8)
         offset = {f"offset {message.partition}": str(message.offset + 1).encode()}

@@ -1,4 +1,4 @@
-"""HugeCTR's Model: graph, data and optimizer of a script, trained by Viviane."""
+"""HugeCTR's Model: the graph, data and optimizer of a script, trained by Viviane."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Model(ModelFiles):
     """HugeCTR's Model.
 
     Args:
-        solver: what CreateSolver returned.
+        solver: result of CreateSolver.
         reader_params: DataReaderParams; in the form of 3.0 the optimizer, and Input has the reader.
-        opt_params: what CreateOptimizer returned.
-        etc_params: what CreateETC or CreateMOS returned, see `passes`.
-        etc, mos, optimizer: what some versions call the last two.
+        opt_params: result of CreateOptimizer.
+        etc_params: result of CreateETC or CreateMOS, see `passes`.
+        etc, mos, optimizer: names of the last two arguments in some versions.
     """
 
     def __init__(
@@ -89,18 +89,18 @@ class Model(ModelFiles):
 
     @property
     def reader_params(self) -> DataReaderParams:
-        """What the reader was described by.
+        """The parameters of the reader.
 
         Raises:
-            ConfigError: nothing described it.
+            ConfigError: there are none.
         """
         if self._reader_params is None:
-            raise ConfigError("the model has no data", fix="give DataReaderParams to hugectr.Model")
+            raise ConfigError("the model has no data", fix="pass DataReaderParams to hugectr.Model")
         return self._reader_params
 
     @property
     def sources(self) -> list[str]:
-        """What is trained on: the reader's sources, or those of the last `set_source`."""
+        """The training sources: the reader's, or those of the last `set_source`."""
         return list(self._sources)
 
     # Building ---------------------------------------------------------------------------------------------
@@ -109,30 +109,30 @@ class Model(ModelFiles):
         """Append an Input, an embedding, a collection of them, or a layer.
 
         Raises:
-            ConfigError: something else, or the model is compiled.
+            ConfigError: the object has another type, or the model is already compiled.
         """
         if self._model is not None:
-            raise ConfigError("the model is compiled; nothing can be added any more")
+            raise ConfigError("the model is already compiled, so nothing can be added")
         layer = layer.to_layer() if isinstance(layer, GroupDenseLayer) else layer
         if isinstance(layer, Input) and self._reader_params is None and (reader := layer.reader()) is not None:
             self._take_reader(reader)
         if not isinstance(layer, Input | SparseEmbedding | EmbeddingCollectionConfig | DenseLayer):
             raise ConfigError(
-                "this cannot be added to a model",
+                "this object cannot be added to a model",
                 value=type(layer).__name__,
                 allowed="Input, SparseEmbedding, EmbeddingCollectionConfig, DenseLayer, GroupDenseLayer",
             )
         self.added.append(layer)
 
     def compile(self, loss_names: Sequence[str] | None = None, loss_weights: Sequence[float] | None = None) -> None:
-        """Check the graph, make the weights, open the data.
+        """Check the graph, create the weights, open the data.
 
         Args:
-            loss_names: labels whose losses are weighed.
-            loss_weights: one for each; they scale gradients too, which HugeCTR leaves unscaled.
+            loss_names: labels whose losses are weighted.
+            loss_weights: one weight each; they also scale gradients, unlike in HugeCTR.
         """
         if self._model is not None:
-            raise ConfigError("the model is compiled already")
+            raise ConfigError("the model is already compiled")
         graph = Graph.of(self.added)
         weights = dict(zip(graph_names(loss_names or ()), loss_weights or (), strict=True))
         if not weights and graph.given.label_weights and graph.given.label_names:
@@ -160,17 +160,17 @@ class Model(ModelFiles):
 
     @property
     def viviane(self) -> VivianeModel:
-        """The model of Viviane behind this one.
+        """The Viviane model of this model.
 
         Raises:
-            ConfigError: before `compile`.
+            ConfigError: the model is not compiled.
         """
         if self._model is None:
             raise ConfigError("the model is not compiled", fix="call model.compile() first")
         return self._model
 
     def summary(self) -> None:
-        """Print layers, shapes and tables; before `compile`, of what was added so far."""
+        """Print layers, shapes and tables; before `compile`, those added so far."""
         if self._model is not None:
             self._model.summary()
             return
@@ -183,7 +183,7 @@ class Model(ModelFiles):
         json_graph.write_graph(graph_config_file, Graph.of(self.added), self.solver, self.reader_params)
 
     def construct_from_json(self, graph_config_file: str, include_dense_network: bool = True) -> None:
-        """Add what a JSON graph holds: its data and embeddings, and its dense layers if asked for."""
+        """Add the content of a JSON graph: its data and embeddings, and its dense layers if requested."""
         for layer in json_graph.read_graph(graph_config_file, include_dense_network):
             self.add(layer)
 
@@ -199,10 +199,11 @@ class Model(ModelFiles):
         snapshot_prefix: str | None = None,
         data_source_params: Any = None,
     ) -> None:
-        """Train, with HugeCTR's lines on the console: by iterations, or by epochs where repeat_dataset is False.
+        """Train, with HugeCTR's console output: by iterations, or by epochs if repeat_dataset is False.
 
-        What is not given is as in HugeCTR: 0 epochs, 2000 iterations, 200, 1000, 10000, ""; in the form of 3.0 the
-        solver has it.
+        Defaults are those of HugeCTR: 0 epochs, 2000 iterations, 200, 1000, 10000, ""; in the form of 3.0 they come
+            from
+        the solver.
         """
         note_remote(data_source_params, "fit")
         self.viviane  # noqa: B018 - says that compile is missing
@@ -218,7 +219,7 @@ class Model(ModelFiles):
             fit_epochs(self, given, self._sources, self._keysets)
 
     def train(self, is_first_batch: bool = True) -> bool:
-        """Train on one batch with the learning rate that was set; False at the end of the data."""
+        """Train on one batch with the current learning rate; return False at the end of the data."""
         batch = self._train.next_batch()
         if batch is None:
             return False
@@ -228,7 +229,7 @@ class Model(ModelFiles):
         return True
 
     def eval(self, eval_batch: int = -1) -> bool:
-        """Evaluate one batch; False at the end of the data."""
+        """Evaluate one batch; return False at the end of the data."""
         batch = self._eval.next_batch()
         if batch is None:
             return False
@@ -252,10 +253,10 @@ class Model(ModelFiles):
         return self._scores.take()
 
     def start_data_reading(self) -> None:
-        """Stand at the beginning of the data.
+        """Start reading at the beginning of the data.
 
         Raises:
-            ConfigError: sources are read once; there set_source begins.
+            ConfigError: sources are read once; use set_source.
         """
         if not self.solver.repeat_dataset:
             raise ConfigError("start_data_reading is for repeat_dataset=True", fix="call set_source on the readers")
@@ -264,7 +265,7 @@ class Model(ModelFiles):
         self._eval.set_source()
 
     def set_source(self, *given: Any, **named: Any) -> None:
-        """Choose what the next fit reads, where sources are read once: (source, eval_source), or with keysets between.
+        """Set the sources of the next fit, if sources are read once: (source, eval_source), or with keysets in between.
 
         Raises:
             ConfigError: repeat_dataset is True, or there is no source.
@@ -283,31 +284,31 @@ class Model(ModelFiles):
         self.reader_params.eval_source = values.get("eval_source", self.reader_params.eval_source)
 
     def check_out_tensor(self, tensor_name: str, tensor_type: Tensor_t) -> NDArray[np.float32]:
-        """Return a tensor of the last evaluation batch, or its gradient at the last training step.
+        """Return a tensor of the last evaluation batch, or its gradient in the last training step.
 
-        Evaluated, what a loss reads is a probability already. Gradients are those of the mean loss, without a scaler.
+        In evaluation the input of a loss is already a probability. Gradients are those of the mean loss, unscaled.
 
         Raises:
-            ConfigError: nothing was evaluated or trained yet, or gradients were not kept.
+            ConfigError: nothing has been evaluated or trained, or gradients were not kept.
         """
         tensor_name = graph_name(tensor_name)
         if tensor_type is Tensor_t.Train:
             self.viviane  # noqa: B018 - says that compile is missing
             if self._gradients is None:
                 raise ConfigError("gradients were not kept", where="check_out_tensor", value=tensor_name,
-                                  fix="name hugectr.Tensor_t.Train in the script that `viviane hugectr` runs: that "
-                                      "has them kept")  # fmt: skip
+                                  fix="mention hugectr.Tensor_t.Train in the script that `viviane hugectr` runs: "
+                                      "then gradients are kept")  # fmt: skip
             return self._gradients.of(tensor_name)
         if self._last_eval is None:
-            raise ConfigError("nothing was evaluated yet", where="check_out_tensor", fix="call model.eval() first")
+            raise ConfigError("nothing has been evaluated", where="check_out_tensor", fix="call model.eval() first")
         return tensor_of(self.viviane, tensor_name, self._last_eval)
 
     def get_data_reader_train(self) -> DataReader | EarlyReader:
-        """Return the reader of training data; before `compile`, what becomes it."""
+        """Return the reader of training data; before `compile`, a placeholder."""
         return self._early[True] if self._model is None else self._train
 
     def get_data_reader_eval(self) -> DataReader | EarlyReader:
-        """Return the reader of evaluation data; before `compile`, what becomes it."""
+        """Return the reader of evaluation data; before `compile`, a placeholder."""
         return self._early[False] if self._model is None else self._eval
 
     def get_learning_rate_scheduler(self) -> LearningRateScheduler:
@@ -315,7 +316,7 @@ class Model(ModelFiles):
         return self._scheduler
 
     def reset_learning_rate_scheduler(self, base_lr: float, *args: Any, **given: Any) -> None:
-        """Begin another schedule."""
+        """Start another schedule."""
         self._scheduler = LearningRateScheduler(base_lr, *args, **given)
 
     def set_learning_rate(self, lr: float) -> None:
@@ -325,19 +326,19 @@ class Model(ModelFiles):
     # Weights ----------------------------------------------------------------------------------------------
 
     def freeze_embedding(self, embedding_name: str | None = None) -> None:
-        """Keep one embedding as it is, or all."""
+        """Freeze one embedding, or all."""
         self.viviane.freeze_embedding(None if embedding_name is None else graph_name(embedding_name))
 
     def unfreeze_embedding(self, embedding_name: str | None = None) -> None:
-        """Let embeddings move again."""
+        """Unfreeze one embedding, or all."""
         self.viviane.unfreeze_embedding(None if embedding_name is None else graph_name(embedding_name))
 
     def freeze_dense(self) -> None:
-        """Keep all dense weights as they are."""
+        """Freeze all dense weights."""
         self.viviane.freeze_dense()
 
     def unfreeze_dense(self) -> None:
-        """Let dense weights move again."""
+        """Unfreeze all dense weights."""
         self.viviane.unfreeze_dense()
 
     def __getattr__(self, name: str) -> Any:
@@ -345,7 +346,7 @@ class Model(ModelFiles):
 
 
 class ModelPerfExt(Model):
-    """HugeCTR 3.3's faster Model: the same here."""
+    """HugeCTR 3.3's faster Model; here the same as Model."""
 
 
 def _listed(value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The methods of HugeCTR's Model that read and write files, and those of its embedding training cache."""
+"""Methods of HugeCTR's Model for files and for its embedding training cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ModelFiles:
-    """Files of a compiled model."""
+    """File methods of a compiled model."""
 
     added: list[Any]
     solver: Any
@@ -36,14 +36,14 @@ class ModelFiles:
 
     @property
     def viviane(self) -> VivianeModel:
-        """The model of Viviane behind this one."""
+        """The Viviane model of this model."""
         raise NotImplementedError
 
     @property
     def _collections(self) -> list[EmbeddingCollectionConfig]:
         return [one for one in self.added if isinstance(one, EmbeddingCollectionConfig)]
 
-    def save_params_to_files(  # iter, and the source of data, are HugeCTR's words
+    def save_params_to_files(  # iter and data_source_params are HugeCTR's names
         self,
         prefix: str,
         iter: int = 0,  # noqa: A002
@@ -52,7 +52,7 @@ class ModelFiles:
     ) -> None:
         """Write dense weights, tables and optimizer state in HugeCTR's layout.
 
-        With an embedding training cache the tables go into its folders instead, and their optimizer state stays.
+        With an embedding training cache the tables are written to its folders instead, without optimizer state.
         """
         _check((*more, data_source_params), "save_params_to_files")
         check_writable(prefix, "save_params_to_files")
@@ -65,7 +65,7 @@ class ModelFiles:
         wait_for_all()
 
     def load_dense_weights(self, dense_model_file: str, *more: Any, data_source_params: Any = None) -> None:
-        """Read dense weights that save_params_to_files, or HugeCTR, wrote."""
+        """Load dense weights that save_params_to_files or HugeCTR wrote."""
         _check((*more, data_source_params), "load_dense_weights")
         files.load_dense(self.viviane, dense_model_file)
 
@@ -76,7 +76,7 @@ class ModelFiles:
         sparse_embedding_files_map: Mapping[str, str] | None = None,
         data_source_params: Any = None,
     ) -> None:
-        """Read tables: a folder for each embedding, in order or by name."""
+        """Load tables: one folder per embedding, in order or by name."""
         _check((*more, data_source_params), "load_sparse_weights")
         given = sparse_embedding_files_map or sparse_embedding_files
         self.remember_orders(files.load_sparse(self.viviane, self.columns, given))
@@ -84,7 +84,7 @@ class ModelFiles:
     def load_dense_optimizer_states(
         self, dense_opt_states_file: str, *more: Any, data_source_params: Any = None
     ) -> None:
-        """Read the optimizer state of dense weights."""
+        """Load the optimizer state of dense weights."""
         _check((*more, data_source_params), "load_dense_optimizer_states")
         states.load_dense_states(self.viviane, dense_opt_states_file)
 
@@ -95,32 +95,32 @@ class ModelFiles:
         sparse_opt_states_files_map: Mapping[str, str] | None = None,
         data_source_params: Any = None,
     ) -> None:
-        """Read the optimizer state of tables, in the order of the keys that load_sparse_weights read."""
+        """Load the optimizer state of tables, in the key order of load_sparse_weights."""
         _check((*more, data_source_params), "load_sparse_optimizer_states")
         given = sparse_opt_states_files_map or sparse_opt_states_files
         embeddings = [one for one in self.added if isinstance(one, SparseEmbedding)]
         states.load_sparse_states(self.viviane, self.columns, given, self._orders, embeddings)
 
     def remember_orders(self, orders: Mapping[str, Keys]) -> None:
-        """Keep the order of keys in files: files of optimizer state have the same."""
+        """Store the order of keys in files: files of optimizer state use the same order."""
         self._orders.update(orders)
 
     def embedding_dump(self, path: str, table_names: Sequence[str] = ()) -> None:
-        """Write the tables of embedding collections, or those that are named, in HugeCTR's layout."""
+        """Write the tables of embedding collections, or the named ones, in HugeCTR's layout."""
         collection_files.dump(self.viviane, self.columns, self._collections, path, table_names)
 
     def embedding_load(self, path: str, table_names: Sequence[str] = ()) -> None:
-        """Read the tables of embedding collections, or those that are named."""
+        """Load the tables of embedding collections, or the named ones."""
         collection_files.load(self.viviane, self.columns, self._collections, path, table_names)
 
     def export_predictions(self, output_prediction_file_name: str, output_label_file_name: str) -> None:
-        """Append predictions and labels of the last evaluation batch to text files, one number a line.
+        """Append predictions and labels of the last evaluation batch to text files, one value per line.
 
         Raises:
-            ConfigError: nothing was evaluated yet.
+            ConfigError: nothing has been evaluated.
         """
         if self._scores.last is None:
-            raise ConfigError("nothing was evaluated yet", where="export_predictions", fix="call model.eval() first")
+            raise ConfigError("nothing has been evaluated", where="export_predictions", fix="call model.eval() first")
         names = (output_prediction_file_name, output_label_file_name)
         for file, values in zip(names, self._scores.last if is_first() else (), strict=False):
             with Path(file).open("a", encoding="utf-8") as out:
@@ -134,10 +134,10 @@ class ModelFiles:
     # Passes -----------------------------------------------------------------------------------------------
 
     def get_embedding_training_cache(self) -> EmbeddingTrainingCache:
-        """Return what passes are announced to.
+        """Return the embedding training cache.
 
         Raises:
-            ConfigError: the model was made without one.
+            ConfigError: the model has none.
         """
         self.viviane  # noqa: B018 - says that compile is missing
         if self._cache is None:
@@ -148,19 +148,19 @@ class ModelFiles:
     get_model_oversubscriber = get_embedding_training_cache
 
     def get_incremental_model(self) -> Updates:
-        """Return for each embedding the keys of all keysets since the last call, and their vectors."""
+        """Return, for each embedding, the keys of all keysets since the last call, and their vectors."""
         return self.get_embedding_training_cache().incremental()
 
     def dump_incremental_model_2kafka(self) -> None:
         """Send the rows of `get_incremental_model` to the solver's brokers, topic "hps_et.<model>.<table>".
 
         Raises:
-            ConfigError: the solver has no brokers. RemoteError: no broker answers, a topic is missing, or a row is not
-                confirmed; the rows are lost to this call then, and are in the files that `save_params_to_files` writes.
+            ConfigError: the solver has no brokers. RemoteError: no broker responds, a topic is missing, or a row is not
+                acknowledged; later calls do not send the rows again, but `save_params_to_files` writes them.
         """
         brokers = str(self.solver.kafka_brockers).replace(";", ",")
         if not brokers:
-            raise ConfigError("the solver names no brokers of Kafka", where="dump_incremental_model_2kafka",
+            raise ConfigError("the solver has no Kafka brokers", where="dump_incremental_model_2kafka",
                               fix='hugectr.CreateSolver(..., model_name="m", kafka_brockers="host:9092")')  # fmt: skip
         names = [one.sparse_embedding_name for one in self.added if isinstance(one, SparseEmbedding)]
         topics = {name: topic_of(str(self.solver.model_name), name) for name in names}

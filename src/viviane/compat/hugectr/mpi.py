@@ -1,4 +1,4 @@
-"""A stand-in for mpi4py where it is not installed: one process, or those that torchrun started."""
+"""A replacement for mpi4py if it is not installed: one process, or those that torchrun started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPERATIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 
 
 class World:
-    """The communicator of all processes. Values that they exchange are numbers, words, lists and dictionaries."""
+    """The communicator of all processes. Exchanged values may be numbers, strings, lists and dicts."""
 
     def __init__(self) -> None:
         self.rank, self.size = (
@@ -36,7 +36,7 @@ class World:
         )
 
     def Get_rank(self) -> int:  # noqa: N802 - mpi4py's name
-        """Return the number of this process."""
+        """Return the rank of this process."""
         return self.rank
 
     def Get_size(self) -> int:  # noqa: N802 - mpi4py's name
@@ -44,7 +44,7 @@ class World:
         return self.size
 
     def Barrier(self) -> None:  # noqa: N802 - mpi4py's name
-        """Wait until every process is here."""
+        """Wait for all processes."""
         self.allgather(0)
 
     barrier = Barrier
@@ -54,29 +54,29 @@ class World:
         return [value] if self.size == 1 else group().gather_data(value)
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Return the value of every process to one of them, None to the others."""
+        """Return the values of all processes on one rank, None on the others."""
         found = self.allgather(value)
         return found if self.rank == root else None
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return the value of one process."""
+        """Return the value of one rank."""
         return self.allgather(value)[root]
 
     def scatter(self, values: Sequence[Any] | None, root: int = 0) -> Any:
-        """Return this process's value of those that one process gives."""
+        """Return this rank's element of the sequence that one rank supplies."""
         return self.allgather(values)[root][self.rank]
 
     def allreduce(self, value: Any, op: Callable[[Any, Any], Any] = operator.add) -> Any:
-        """Return the values of all processes, taken together."""
+        """Return the reduction of the values of all processes."""
         return functools.reduce(op, self.allgather(value))
 
     def reduce(self, value: Any, op: Callable[[Any, Any], Any] = operator.add, root: int = 0) -> Any:
-        """Return the values of all processes, taken together, to one of them, None to the others."""
+        """Return the reduction of the values of all processes on one rank, None on the others."""
         found = self.allreduce(value, op)
         return found if self.rank == root else None
 
     def Bcast(self, array: Any, root: int = 0) -> None:  # noqa: N802 - mpi4py's name
-        """Fill an array with that of one process."""
+        """Fill an array with that of one rank."""
         if self.size > 1:
             array[...] = np.asarray(self.allgather(array.tolist())[root], array.dtype)
 
@@ -85,37 +85,37 @@ class World:
         return self
 
     def Split(self, color: int = 0, key: int = 0) -> World:  # noqa: N802 - mpi4py's name
-        """Return the communicator of the processes of a colour, which is this one where there is one process.
+        """Return the communicator of the processes of a colour; only supported for one process.
 
         Raises:
-            ConfigError: there are several.
+            ConfigError: there are several processes.
         """
         if self.size > 1:
             _refuse("Split")
         return self
 
     def Split_type(self, split_type: int, key: int = 0) -> World:  # noqa: N802 - mpi4py's name
-        """Return the processes of this machine: all of them, where torchrun started them on one machine.
+        """Return the communicator of this machine: that of all processes if they run on one machine.
 
         Raises:
-            ConfigError: they run on several machines.
+            ConfigError: the processes run on several machines.
         """
         if os.environ.get("LOCAL_WORLD_SIZE", str(self.size)) != str(self.size):
             _refuse("Split_type")
         return self
 
     def Allgather(self, sent: Any, received: Any) -> None:  # noqa: N802 - mpi4py's name
-        """Fill an array with the arrays of all processes, one after the other."""
+        """Fill an array with the concatenated arrays of all processes."""
         parts = [np.asarray(part) for part in self.allgather(np.asarray(sent).tolist())]
         received[...] = (
             np.concatenate([part.reshape(-1) for part in parts]).astype(received.dtype).reshape(received.shape)
         )
 
     def Allreduce(self, sent: Any, received: Any, op: Callable[[Any, Any], Any] = operator.add) -> None:  # noqa: N802
-        """Fill an array with the arrays of all processes, taken together number by number.
+        """Fill an array with the elementwise reduction of the arrays of all processes.
 
         Args:
-            sent: this process's array, or IN_PLACE: then it is the one that is filled.
+            sent: this process's array, or IN_PLACE to use `received`.
             received: the array to fill.
             op: one of MPI's operations.
         """
@@ -129,7 +129,7 @@ class World:
         return "MPI_COMM_WORLD"
 
     def Free(self) -> None:  # noqa: N802 - mpi4py's name
-        """Give the communicator up, which keeps nothing."""
+        """Free the communicator, which has no resources."""
 
     def Abort(self, errorcode: int = 0) -> None:  # noqa: N802 - mpi4py's name
         """End the script."""
@@ -142,12 +142,12 @@ class World:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ConfigError("the stand-in for mpi4py does not have this", where=f"MPI.COMM_WORLD.{name}",
+    raise ConfigError("the replacement for mpi4py does not support this", where=f"MPI.COMM_WORLD.{name}",
                       fix="install mpi4py")  # fmt: skip
 
 
 def stand_in() -> dict[str, ModuleType]:
-    """Return modules that answer for mpi4py, none where it is installed."""
+    """Return modules that replace mpi4py; none if it is installed."""
     if importlib.util.find_spec("mpi4py") is not None:
         return {}
     package, mpi = ModuleType("mpi4py"), ModuleType("mpi4py.MPI")
@@ -165,6 +165,6 @@ def stand_in() -> dict[str, ModuleType]:
     )  # fmt: skip
     rc = SimpleNamespace(initialize=True, finalize=True, threads=True, thread_level="multiple")
     vars(package).update(MPI=mpi, rc=rc, __path__=[], __version__="4.0.0")
-    who = "one process stands in" if world.size == 1 else f"the {world.size} processes of torchrun stand in"
+    who = "one process is used" if world.size == 1 else f"the {world.size} processes of torchrun are used"
     say(f"Note: mpi4py is not installed; {who}")
     return {"mpi4py": package, "mpi4py.MPI": mpi}

@@ -1,6 +1,6 @@
-"""HugeCTR's names of tensors, which may be any text, as names of a graph here: letters, digits, "_" and "-".
+"""Conversion of HugeCTR's tensor names, which may be any text, to graph names of letters, digits, "_" and "-".
 
-A letter that no name here has is written as its code: "fc.1" is "fc_x2e_1". Scripts and JSON see their own names.
+Other characters are replaced by their code: "fc.1" is "fc_x2e_1". Scripts and JSON use the original names.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, Final
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_\-]+")
 _given: dict[str, str] = {}
-"""The script's name of each name that was changed."""
+"""The script's name of each changed name."""
 
 
 def graph_name(name: str) -> str:
-    """Return the name of a tensor in a graph; a name that a graph takes stays as it is.
+    """Return the name of a tensor in a graph; valid names are not changed.
 
     Example:
         >>> graph_name("fc.1"), graph_name("fc_1")
@@ -29,12 +29,12 @@ def graph_name(name: str) -> str:
 
 
 def graph_names(names: Any) -> Any:
-    """Return one name, or each of a list."""
+    """Return the graph name of one name, or of each in a list."""
     return graph_name(names) if isinstance(names, str) else [graph_name(name) for name in names]
 
 
 def script_name(name: Any) -> Any:
-    """Return the script's name of a tensor, or those of a list.
+    """Return the script's name of a tensor, or of each in a list.
 
     Example:
         >>> script_name([graph_name("a b"), "c"])

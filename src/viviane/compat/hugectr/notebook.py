@@ -1,7 +1,7 @@
-"""Notebooks as steps: files that cells write, programs that shell lines run, and plain cells.
+"""Parsing of notebooks into steps: files that cells write, programs that shell lines run, and plain cells.
 
-A cell is Python with IPython's lines among it: `!command` and `%magic`. A cell whose first line is a magic of the cell
-(`%%writefile`, `%%bash`) is that alone.
+A cell is Python with IPython's lines in it: `!command` and `%magic`. A cell whose first line is a cell magic
+(`%%writefile`, `%%bash`) contains only that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from viviane.core.json_files import expected_form
 
 @dataclass(frozen=True)
 class Written:
-    """What one cell writes: a file, its text, and whether it is added to what is there."""
+    """The file that a cell writes, its text, and whether it is appended."""
 
     name: str
     text: str
@@ -30,14 +30,14 @@ class Written:
 
 @dataclass(frozen=True)
 class Line:
-    """A shell line, as it stands in the cell."""
+    """A shell line of a cell."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Magic:
-    """A line magic: its name and what follows."""
+    """A line magic: its name and arguments."""
 
     name: str
     rest: str
@@ -45,7 +45,7 @@ class Magic:
 
 @dataclass(frozen=True)
 class Source:
-    """Python of a cell, with the number of the cell."""
+    """Python code of a cell, with the number of the cell."""
 
     cell: int
     text: str
@@ -54,7 +54,7 @@ class Source:
 Step: TypeAlias = Written | Line | Magic | Source
 _SHELLS: Final = ("%%bash", "%%sh", "%%script")
 _IGNORED: Final = ("%%time", "%%timeit", "%%capture", "%%prun")
-"""Magics of a cell that change nothing of what it does."""
+"""Cell magics that do not affect what the cell does."""
 _SHELL_LINE: Final = re.compile(r"^\s*(?:\w+\s*=\s*)?!(.*)$")
 _MAGIC_LINE: Final = re.compile(r"^\s*%(\w+)\s*(.*)$")
 
@@ -65,14 +65,14 @@ class Command:
 
     Args:
         words: the command and its arguments, without redirections.
-        variables: of the environment, that stand before it.
+        variables: environment variables that precede it.
     """
 
     words: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def program(self) -> tuple[str, list[str]] | None:
-        """Return the Python file that it runs, and the file's arguments; None where it runs something else.
+        """Return the Python file that it runs, and its arguments; None if it runs something else.
 
         Example:
             >>> Command(("mpirun", "-np", "2", "python3", "-u", "train.py", "--lr", "3")).program()
@@ -94,15 +94,15 @@ _SEPARATORS: Final = (";", "&&", "||", "|", "&", "|&")
 
 
 def steps_of(notebook: str | Path) -> list[Step]:
-    """Return what the code cells of a notebook do, in order.
+    """Return the steps of a notebook's code cells, in order.
 
     Raises:
-        ConfigError: the file is no notebook.
+        ConfigError: the file is not a notebook.
     """
     content = load_json(notebook)
     cells = content.get("cells") if isinstance(content, dict) else None
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
-        raise ConfigError("the file is no notebook", where=str(notebook))
+        raise ConfigError("the file is not a notebook", where=str(notebook))
     found: list[Step] = []
     for number, cell in enumerate(cells):
         if cell.get("cell_type") == "code":
@@ -140,9 +140,9 @@ def _steps_of_cell(number: int, text: str) -> Iterator[Step]:
 
 
 def commands_of(line: str, names: Mapping[str, Any]) -> list[Command]:
-    """Return the commands of a shell line; `{name}` and `$name` are Python's or the environment's variables.
+    """Return the commands of a shell line; `{name}` and `$name` refer to Python's or the environment's variables.
 
-    What the shell would do itself (pipes, redirections, loops) is left out.
+    Shell syntax (pipes, redirections, loops) is ignored.
 
     Example:
         >>> [one.words for one in commands_of("cd {d} && python3 a.py --x $n > log 2>&1", {"d": "x", "n": 3})]
@@ -159,7 +159,7 @@ def commands_of(line: str, names: Mapping[str, Any]) -> list[Command]:
     lexer.commenters = "#"
     try:
         tokens = list(lexer)
-    except ValueError:  # a quotation mark without its end
+    except ValueError:  # an unterminated quotation
         return []
     result, words, skip = [], list[str](), False
     for token in [*tokens, ";"]:
@@ -187,7 +187,7 @@ def _command(words: Sequence[str]) -> Command:
 
 
 def write(one: Written, folder: Path) -> Path:
-    """Write the file of a cell into a folder."""
+    """Write the file of a cell to a folder."""
     path = folder / one.name
     path.parent.mkdir(parents=True, exist_ok=True)
     text = (path.read_text(encoding="utf-8") if one.append and path.exists() else "") + one.text
@@ -196,7 +196,7 @@ def write(one: Written, folder: Path) -> Path:
 
 
 def programs_of(steps: Sequence[Step]) -> dict[str, str]:
-    """Return the programs that import hugectr, and that cells write: their text by name, in order."""
+    """Return the programs written by cells that import hugectr: their text by name, in order."""
     texts: dict[str, str] = {}
     for one in steps:
         if isinstance(one, Written) and one.name.endswith(".py"):
@@ -205,7 +205,7 @@ def programs_of(steps: Sequence[Step]) -> dict[str, str]:
 
 
 def chosen_program(steps: Sequence[Step], program: str, notebook: str | Path) -> str:
-    """Return the name of one program that a notebook writes.
+    """Return the name of a program that a notebook writes.
 
     Raises:
         ConfigError: no cell writes it.
@@ -219,7 +219,7 @@ def chosen_program(steps: Sequence[Step], program: str, notebook: str | Path) ->
 
 
 def imports_hugectr(text: str) -> bool:
-    """Say whether Python imports hugectr or one of its modules; text that is no Python does not."""
+    """Return whether Python code imports hugectr or one of its modules; False for other text."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):

@@ -1,7 +1,7 @@
 """Run a notebook: its programs, the shell lines that run Python, and its plain cells.
 
-A notebook runs as a whole where a shell line runs a program, or a plain cell imports hugectr: plain cells and shell
-lines in their order, as "Run All" would. Otherwise the programs that its cells write run, one after the other.
+A notebook runs completely if a shell line runs a program or a plain cell imports hugectr: plain cells and shell lines
+in order, as "Run All" would. Otherwise the programs that its cells write run, one after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from viviane.core.errors import ConfigError
 RunFile: TypeAlias = Callable[[Path, Sequence[str]], None]
 RunCell: TypeAlias = Callable[[str, str, dict[str, Any]], None]
 _QUIET: Final = ("ls", "cat", "head", "tail", "echo", "pwd", "nvidia-smi", "wc", "tree", "which", "sleep", "date")
-"""Commands that only show something: left out without a note."""
+"""Commands that only print something: skipped without a note."""
 
 
 def run_notebook(
@@ -44,13 +44,13 @@ def run_notebook(
 
     Args:
         notebook: the file.
-        args: of programs that no shell line runs.
-        program: run this one alone; its cells and those of other files are written.
+        args: arguments of programs that no shell line runs.
+        program: run only this program; its cells and those of other files are written.
         run_file: runs a program with its arguments.
         run_cell: runs Python, as (text, name, variables).
 
     Raises:
-        ConfigError: the notebook has nothing to run, or not the program that is requested.
+        ConfigError: the notebook has nothing to run, or does not write the requested program.
     """
     steps = steps_of(notebook)
     if program is not None:
@@ -71,7 +71,7 @@ def run_notebook(
 
 
 class _Run:
-    """One run of a notebook: the variables of its plain cells, and where it is."""
+    """One run of a notebook: the variables of its plain cells, and its position."""
 
     def __init__(
         self, notebook: Path, steps: Sequence[Step], args: Sequence[str], run_file: RunFile, run_cell: RunCell
@@ -80,7 +80,7 @@ class _Run:
         self.run_file, self.run_cell = run_file, run_cell
         self.variables: dict[str, Any] = {"__name__": "__main__"}
         self.missing: set[str] = set()
-        """Packages that plain cells wanted and that are not installed."""
+        """Packages of plain cells that are not installed."""
         run_by_lines = {
             Path(found[0]).name
             for one in steps if isinstance(one, Line)
@@ -92,7 +92,7 @@ class _Run:
             for name in programs_of(steps)
             if Path(name).name not in run_by_lines
         }
-        """Programs that no line runs, by their last cell."""
+        """Programs that no shell line runs, by their last cell."""
 
     def all(self, *, as_a_whole: bool) -> None:
         for place, one in enumerate(self.steps):
@@ -121,18 +121,18 @@ class _Run:
         except ImportError as error:
             what = error.name or str(error).partition("\n  do:")[0].replace("\n  where:", ":")
             self.missing.add(what)
-            say(f"Warning: {name} is left out: it needs {what}, which is not installed")
+            say(f"Warning: {name} is skipped: it needs {what}, which is not installed")
         except NameError as error:
             if not self.missing:
                 raise
-            say(f"Warning: {name} is left out: {error}, after cells without {', '.join(sorted(self.missing))}")
+            say(f"Warning: {name} is skipped: {error}, after cells without {', '.join(sorted(self.missing))}")
 
     def _command(self, command: Command) -> None:
         words, found = command.words, command.program()
         if found is not None:
             path, args = Path(os.path.expandvars(found[0])), found[1]
             if not path.is_file():
-                say(f"Warning: {self.notebook.name}: {path} is not there and was not run")
+                say(f"Warning: {self.notebook.name}: {path} does not exist and was not run")
                 return
             say(f"{self.notebook.name}: {' '.join([str(path), *args])}")
             with _variables(command):
@@ -170,7 +170,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _same_folder() -> Iterator[None]:
-    """Come back to the working directory: a shell line changes its own alone."""
+    """Restore the working directory: a shell line changes only its own."""
     before = Path.cwd()
     try:
         yield
@@ -180,7 +180,7 @@ def _same_folder() -> Iterator[None]:
 
 @contextmanager
 def _variables(command: Command) -> Iterator[None]:
-    """Set the variables that stand before a command, for a block."""
+    """Set the variables that precede a command, for a block."""
     before = {name: os.environ.get(name) for name in command.variables}
     os.environ.update(command.variables)
     try:

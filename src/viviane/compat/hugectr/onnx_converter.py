@@ -1,6 +1,6 @@
-"""`hugectr2onnx.converter`: the files of a trained model as one ONNX file, compared with the model while it is written.
+"""`hugectr2onnx.converter`: conversion of a trained model's files to one ONNX file, compared with the model.
 
-Shapes: B rows, D dense numbers, S slots of a sparse input, N the most keys of a slot.
+Shapes: B rows, D dense values, S slots of a sparse input, N the maximum keys of a slot.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ def convert(
     """Write a trained model as ONNX.
 
     Inputs are those of HugeCTR: dense, (B, D), float32; with `convert_embedding` the keys of each sparse input,
-    (B, S, N), int64, else the vectors of each embedding, (B, S, width), float32. Keys that no table has read zeros. The
-    outputs are the labels, (B, label_dim). A mean divides by N, as that of HugeCTR's converter does.
+    (B, S, N), int64, else the vectors of each embedding, (B, S, width), float32. Unknown keys yield zeros. The
+    outputs are the labels, (B, label_dim). A mean divides by N, as in HugeCTR's converter.
 
     Args:
         onnx_model_path: the file to write.
-        graph_config: the graph, as graph_to_json wrote it.
-        dense_model: the dense weights.
-        convert_embedding: put the tables into the file, too.
-        sparse_models: their folders, in order.
-        ntp_file: running statistics of batch normalisation.
-        graph_name: the model's name.
+        graph_config: JSON of the graph, from graph_to_json.
+        dense_model: file of the dense weights.
+        convert_embedding: also store the tables in the file.
+        sparse_models: folders of the tables, in order.
+        ntp_file: running statistics of batch normalization.
+        graph_name: name of the model.
 
     Raises:
-        ConfigError: the tables are requested and not given.
-        ExportError: an operator has no translation, or the file differs from the model.
+        ConfigError: the tables are requested but not given.
+        ExportError: an operator cannot be converted, or the file differs from the model.
         MissingExtraError: onnx is not installed.
     """
     form_module("onnx").check()
     if convert_embedding and not sparse_models:
-        raise ConfigError("convert_embedding needs the tables", where="convert", fix="give sparse_models")
+        raise ConfigError("convert_embedding needs the tables", where="convert", fix="pass sparse_models")
     params = InferenceParams(
         graph_name, 64, dense_model_file=dense_model, i64_input_key=True, non_trainable_params_file=ntp_file or "",
         sparse_model_files=list(sparse_models or []) if convert_embedding else [],
@@ -77,14 +77,14 @@ def convert(
         save(Trace(program, tuple(cases[-1].tensors), "cpu"), file)
         files = tuple(one.name for one in sorted(Path(work).iterdir()))
         parity = compare("onnx", load(Path(work), files, Requirements(), None), cases, (), "fp32")
-        for name in reversed(files):  # the weights first: who opens the model finds them
+        for name in reversed(files):  # the weights first, so that they exist when the model is opened
             os.replace(Path(work) / name, path.parent / name)  # noqa: PTH105
     far = f"at most {parity.max_difference:.3g} from the model"
     say(f"[HUGECTR2ONNX][INFO]: The model is saved at {onnx_model_path}, {far}")
 
 
 class _Converted(Program):
-    """A program with the inputs and outputs that HugeCTR's converter gives a model."""
+    """A program with the inputs and outputs of HugeCTR's converter."""
 
     def __init__(self, model: InferenceModel, *, with_tables: bool) -> None:
         whole, given = model.viviane, model.graph.given
@@ -128,14 +128,14 @@ class _Converted(Program):
                 known[f"values/{slot.column}"] = keys[:, i].reshape(-1)
                 known[f"lengths/{slot.column}"] = torch.full((size,), keys.shape[2], dtype=torch.int64)
         missing = [one for one in self.inner.inputs if one.name not in known]
-        for one in missing:  # keys, where vectors are the inputs: only their number of rows matters
+        for one in missing:  # keys, if the inputs are vectors: only their number of rows is used
             known[one.name] = torch.zeros(0 if one.kind == "values" else size, dtype=torch.int64)
         predictions: Tensor = self.inner(*(known[one.name] for one in self.inner.inputs))
         return predictions if len(self._widths) == 1 else torch.split(predictions, self._widths, 1)
 
 
 def _case(model: InferenceModel, program: _Converted, rows: int) -> Case:
-    """Return inputs of keys that tables have and that none has, and what the model makes of them."""
+    """Return inputs with known and unknown keys, and the model's results."""
     draw = torch.Generator().manual_seed(rows)
     given, columns, whole = model.graph.given, model.columns, model.viviane
     dense = torch.randn(rows, given.dense_dim, generator=draw)

@@ -1,7 +1,7 @@
 """HugeCTR's embedding training cache: passes over sources with their keysets.
 
-In HugeCTR a pass holds the rows of its keyset alone, because GPUs are small. Here tables hold all rows at once, so a
-pass only remembers its keys, which `get_incremental_model` asks for; optimizer state is kept from pass to pass.
+In HugeCTR a pass keeps only the rows of its keyset in memory, because GPUs are small. Here tables keep all rows, so a
+pass only records its keys for `get_incremental_model`; optimizer state is kept between passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Updates: TypeAlias = list[tuple[Keys, NDArray[np.float32]]]
 
 
 class HMemCacheConfig(Arguments):
-    """How much of a Cached parameter server is in memory: without meaning where all of it is."""
+    """The memory of a Cached parameter server; ignored, because all rows are in memory."""
 
     signature: ClassVar[Signature] = Signature(
         "CreateHMemCache", {"num_blocks": 1, "target_hit_rate": 1.0, "max_num_evict": 0}
@@ -32,7 +32,7 @@ class HMemCacheConfig(Arguments):
 
 
 class EtcParams(Arguments):
-    """Where the tables of passes are read from and written to."""
+    """Folders from which the tables of passes are read and to which they are written."""
 
     signature: ClassVar[Signature] = Signature(
         "CreateETC",
@@ -42,12 +42,12 @@ class EtcParams(Arguments):
 
     @property
     def folders(self) -> list[str]:
-        """A folder for each embedding, or none."""
+        """The folder of each embedding, or an empty list."""
         return list(self.sparse_models)
 
 
 class MosParams(Arguments):
-    """The model oversubscriber's form, before 3.3."""
+    """The arguments of the model oversubscriber, before 3.3."""
 
     signature: ClassVar[Signature] = Signature(
         "CreateMOS",
@@ -66,27 +66,27 @@ class MosParams(Arguments):
 
     @property
     def folders(self) -> list[str]:
-        """A folder for each embedding, or none."""
+        """The folder of each embedding, or an empty list."""
         return list(self.sparse_models or self.trained_sparse_models or self.dest_sparse_models)
 
 
 class EmbeddingTrainingCache:
-    """What get_embedding_training_cache and get_model_oversubscriber return.
+    """The result of get_embedding_training_cache and get_model_oversubscriber.
 
     Args:
-        model: the compiled model of Viviane.
-        columns: of its data.
-        params: what CreateETC or CreateMOS returned.
+        model: the compiled Viviane model.
+        columns: columns of its data.
+        params: result of CreateETC or CreateMOS.
     """
 
     def __init__(self, model: VivianeModel, columns: Columns, params: EtcParams | MosParams) -> None:
         self._model, self._columns, self.folders = model, columns, [Path(one) for one in params.folders]
         self._keys: list[Keys] = []
         self.orders: Mapping[str, Keys] = {}
-        """The order of keys in each file that was read."""
+        """The order of keys in each loaded file."""
         node_names = [node.name for node in sparse_embeddings(model, self._columns)]
         if self.folders and len(self.folders) != len(node_names):
-            raise ConfigError("one sparse model for each embedding", where=params.signature.name,
+            raise ConfigError("there must be one sparse model per embedding", where=params.signature.name,
                               value=params.folders, allowed=f"{len(node_names)}: {', '.join(node_names)}")  # fmt: skip
         trained = isinstance(params, MosParams) and not params.train_from_scratch
         there = {
@@ -99,35 +99,35 @@ class EmbeddingTrainingCache:
         note(params.signature.name, "passes: all rows stay in memory, optimizer state is kept between passes")
 
     def update(self, keyset_file: str | Sequence[str]) -> None:
-        """Begin a pass.
+        """Start a pass.
 
         Raises:
-            DataError: a keyset is missing, or holds no whole number of keys.
+            DataError: a keyset is missing, or its size is not a multiple of the key size.
         """
         files = [keyset_file] if isinstance(keyset_file, str) else list(keyset_file)
         width = self._columns.key_bytes
         for file in files:
             path = Path(file)
             if not path.is_file():
-                raise DataNotFoundError("no such keyset", where=str(path))
+                raise DataNotFoundError("keyset not found", where=str(path))
             if path.stat().st_size % width:
-                raise DataError("a keyset is keys alone", where=str(path), value=f"{path.stat().st_size} bytes",
-                                allowed=f"{width} bytes a key")  # fmt: skip
+                raise DataError("a keyset contains only keys", where=str(path), value=f"{path.stat().st_size} bytes",
+                                allowed=f"{width} bytes per key")  # fmt: skip
             self._keys.append(np.fromfile(path, "<u4" if width == 4 else "<i8").astype(np.int64))
 
     def dump(self) -> None:
-        """Write the tables into their folders."""
+        """Write the tables to their folders."""
         self.write()
 
     def write(self) -> None:
-        """Write each table into its folder, where CreateETC named folders."""
+        """Write each table to its folder, if CreateETC set folders."""
         model = self._model
         for node, folder in zip(sparse_embeddings(model, self._columns), self.folders, strict=False):
             rows = read_rows(collection_of(model, node), slots_of(node, self._columns))
             write_folder(folder, rows)
 
     def incremental(self) -> Updates:
-        """Return for each embedding keys and vectors of all passes since the last call."""
+        """Return, for each embedding, keys and vectors of all passes since the last call."""
         model, result = self._model, []
         wanted: Any = np.unique(np.concatenate([*self._keys, np.empty(0, np.int64)]))
         for node in sparse_embeddings(model, self._columns):

@@ -1,4 +1,4 @@
-"""What HugeCTR's data files say about themselves where a script says less, or something else."""
+"""Properties of HugeCTR's data files that a script does not specify, or specifies differently."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from viviane.schema import Schema
 
 _ROWS: Final = 4096
 _SMALLEST: Final = 1 << 23
-"""The bits of the smallest normal float32; what is below, and not 0, is a whole number."""
+"""The bits of the smallest normal float32; a smaller non-zero value is an integer."""
 
 
 def has_float_dense(file: str | Path, schema: Schema, *, wide: bool) -> bool:
-    """Say whether a RawAsync file's dense numbers are float32, by its first rows: counts have bits no float32 has.
+    """Return whether a RawAsync file's dense values are float32, by its first rows: counts are not normal floats.
 
     Args:
-        file: RawAsync.
-        schema: of its rows.
+        file: a RawAsync file.
+        schema: schema of its rows.
         wide: keys have 8 bytes.
     """
     path, width = Path(file), sum(column.dim for column in schema.dense)
@@ -37,14 +37,14 @@ def has_float_dense(file: str | Path, schema: Schema, *, wide: bool) -> bool:
     first = len(schema.labels)
     dense = rows[:, first : first + width]
     result = not bool(((dense > 0) & (dense < _SMALLEST)).any())
-    note("AsyncParam", f"is_dense_float is not given, and {path.name} holds {'float32' if result else 'int32'}")
+    note("AsyncParam", f"is_dense_float is not set, and {path.name} contains {'float32' if result else 'int32'}")
     return result
 
 
 def is_of_2_0(source: str | Path) -> bool:
-    """Say whether a source's first Norm file has the header of HugeCTR 2.0, which begins with the number of records.
+    """Return whether a source's first Norm file has the header of HugeCTR 2.0, which starts with the number of records.
 
-    Later headers begin with error_check 0, or with their own length and error_check 1.
+    Later headers start with error_check 0, or with their own length and error_check 1.
     """
     path = Path(source)
     if path.is_file() and is_file_list(path):
@@ -61,9 +61,9 @@ def is_of_2_0(source: str | Path) -> bool:
 
 
 def rows_to_read(file: str | Path, row_bytes: int, num_samples: int, where: str) -> int | None:
-    """Return the rows that num_samples leaves of a longer file, None where the whole file is read.
+    """Return the number of rows to read of a file longer than num_samples, None to read the complete file.
 
-    A file that is shorter is read as it is, with a warning; one that is none of these rows is refused elsewhere.
+    A shorter file is read completely, with a warning; a file with other rows is refused elsewhere.
     """
     path = Path(file)
     if not path.is_file() or not num_samples:

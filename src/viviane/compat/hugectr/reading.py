@@ -1,4 +1,4 @@
-"""HugeCTR's readers: batches of a source, in the order of its files, once or again and again."""
+"""HugeCTR's readers: batches of a source, in the order of its files, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _made: weakref.WeakSet[DataReader] = weakref.WeakSet()
 
 
 class DataReader:
-    """Delivers batches of one source after the other.
+    """Yields batches of one source after the other.
 
     Args:
         params: type and options of the reader.
-        columns: of the rows.
+        columns: columns of the rows.
         batch_size: rows of a batch.
-        repeat: begin again at the end of the source.
-        training: rows for training; else for evaluation.
-        drop_last: leave out a last batch that is shorter.
+        repeat: restart at the end of the source.
+        training: whether the rows are for training or evaluation.
+        drop_last: skip a last batch that is shorter.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class DataReader:
             self.set_source(params.sources[0] if training else params.eval_source)
 
     def set_source(self, file_name: str | list[str] | None = None) -> None:
-        """Go to the beginning of a source; without one, or with "", of the same source, first that of the parameters.
+        """Start reading a source; without one, or with "", restart the current one, initially the parameters'.
 
         Raises:
-            ConfigError: no source is known, or several are given.
-            DataError, SchemaError: the files are not what the reader's parameters say.
+            ConfigError: there is no source, or several are given.
+            DataError, SchemaError: the files do not match the reader's parameters.
         """
         source = file_name or None
         if isinstance(source, list):
@@ -65,7 +65,7 @@ class DataReader:
         if source is None and self.source is None:  # HugeCTR's readers have the sources of DataReaderParams
             source = next(iter(self.params.sources), "") if self.training else self.params.eval_source
             if not source:
-                raise ConfigError("no source was set yet", where="set_source", fix="give the path of a file list")
+                raise ConfigError("no source has been set", where="set_source", fix="pass the path of a file list")
         if source is not None and source != self.source:
             path = source_path(source, self.params.data_reader_type, training=self.training)
             self.source, self._path = source, path
@@ -79,15 +79,15 @@ class DataReader:
     """HugeCTR 2.3's name."""
 
     def start(self) -> None:
-        """Stand at the beginning of the source."""
+        """Restart at the beginning of the source."""
         self.set_source()
 
     def is_started(self) -> bool:
-        """Say whether a source is set."""
+        """Return whether a source is set."""
         return self._batches is not None
 
     def is_eof(self) -> bool:
-        """Say whether a source that is read once is at its end."""
+        """Return whether a source that is read once is at its end."""
         return self._at_end
 
     def next_batch(self) -> Batch | None:
@@ -120,13 +120,13 @@ class DataReader:
         self._at_end = False
 
     def close(self) -> None:
-        """Stop the threads that read ahead; the reader has no source until the next `set_source`."""
+        """Stop the prefetching threads; the reader has no source until the next `set_source`."""
         if self._reader is not None:
             self._reader.close()
         self._reader = self._batches = None
 
     def _limit(self, given: Format) -> int | None:
-        """Return how many whole batches of a Raw file num_samples leaves, None where all of it is read."""
+        """Return the number of full batches in num_samples rows of a Raw file, None to read it completely."""
         if not isinstance(given, RawFormat | RawAsyncFormat):
             return None
         name = "num_samples" if self.training else "eval_num_samples"
@@ -136,14 +136,14 @@ class DataReader:
 
 
 class EarlyReader:
-    """A reader before `Model.compile`: it keeps the source that it is given, and is the model's reader afterwards."""
+    """A reader before `Model.compile`: stores its source, and forwards to the model's reader afterwards."""
 
     def __init__(self) -> None:
         self._made: DataReader | None = None
         self._calls: list[str | list[str] | None] = []
 
     def set_source(self, file_name: str | list[str] | None = None) -> None:
-        """Choose the source, see `DataReader.set_source`."""
+        """Set the source, see `DataReader.set_source`."""
         if self._made is None:
             self._calls.append(file_name)
         else:
@@ -152,15 +152,15 @@ class EarlyReader:
     set_file_list_source = set_source
 
     def start(self) -> None:
-        """Go to the beginning of the source, see `DataReader.start`."""
+        """Restart at the beginning of the source, see `DataReader.start`."""
         self.set_source()
 
     def is_started(self) -> bool:
-        """Say whether a source is set."""
+        """Return whether a source is set."""
         return bool(self._calls) if self._made is None else self._made.is_started()
 
     def become(self, reader: DataReader) -> None:
-        """Stand for the reader of the compiled model from now on."""
+        """Forward to the reader of the compiled model from now on."""
         self._made = reader
         for file_name in self._calls[-1:]:
             reader.set_source(file_name)
@@ -177,8 +177,8 @@ def format_of(params: DataReaderParams, columns: Columns, path: Path) -> Format:
 
     Args:
         params: type and options of the reader.
-        columns: of the rows.
-        path: of the source; a RawAsync file says whether its dense numbers are float32 where the script does not.
+        columns: columns of the rows.
+        path: path of the source; a RawAsync file determines the type of dense values if the script does not.
     """
     wide = columns.key_bytes == 8
     match params.data_reader_type:
@@ -199,6 +199,6 @@ def format_of(params: DataReaderParams, columns: Columns, path: Path) -> Format:
 
 
 def close_readers() -> None:
-    """Stop the threads of all readers that were made, when a script has ended."""
+    """Stop the threads of all readers when a script has ended."""
     for reader in list(_made):
         reader.close()

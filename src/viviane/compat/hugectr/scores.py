@@ -18,9 +18,9 @@ Array: TypeAlias = NDArray[np.float64]
 
 
 def auc(scores: Array, labels: Array) -> float:
-    """Area under the ROC curve, ties counted half: sum of y_i (1 - y_j) [s_i > s_j] / (sum y * sum (1 - y)).
+    """Area under the ROC curve, ties counting half: sum of y_i (1 - y_j) [s_i > s_j] / (sum y * sum (1 - y)).
 
-    A label between 0 and 1 counts as that share of a positive row. Without both kinds of rows it is NaN.
+    A label between 0 and 1 counts as that fraction of a positive row. NaN without positive or negative rows.
 
     Example:
         >>> auc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0.0, 0.0, 1.0, 1.0]))
@@ -35,7 +35,7 @@ def auc(scores: Array, labels: Array) -> float:
 
 
 def hit_rate(scores: Array, labels: Array) -> float:
-    """Share of ones among the rows that are predicted above 0.8; NaN where there are none.
+    """Fraction of label 1 among the rows predicted above 0.8; NaN if there are none.
 
     Example:
         >>> hit_rate(np.array([0.9, 0.85, 0.2]), np.array([1.0, 0.0, 1.0]))
@@ -46,7 +46,7 @@ def hit_rate(scores: Array, labels: Array) -> float:
 
 
 def ndcg(scores: Array, labels: Array) -> float:
-    """Discounted gain of all rows by score, over the best order's: sum y / log2(rank + 1), rank from 1.
+    """Discounted gain of all rows by score, divided by that of the ideal order: sum y / log2(rank + 1), rank from 1.
 
     Example:
         >>> ndcg(np.array([0.9, 0.1]), np.array([1.0, 0.0]))
@@ -77,10 +77,10 @@ _OF_ROWS: Final[dict[MetricsType, Callable[[Array, Array], float]]] = {
 
 
 class Scores:
-    """Gathers predictions, labels and losses of evaluation batches.
+    """Accumulates predictions, labels and losses of evaluation batches.
 
     Args:
-        metrics: what to compute.
+        metrics: metrics to compute.
         labels: columns of each label, by name.
     """
 
@@ -98,7 +98,7 @@ class Scores:
         self._losses.append(loss)
 
     def take(self) -> list[tuple[str, float]]:
-        """Return each metric, and start over; with several labels AUC is the mean, and follows for each label."""
+        """Return and reset each metric; with several labels AUC is the mean, followed by that of each label."""
         if not self._parts:
             return [(metric.name, 0.0) for metric in self.metrics]
         scores, labels = (np.concatenate([part[i] for part in self._parts]) for i in range(2))

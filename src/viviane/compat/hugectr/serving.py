@@ -1,4 +1,4 @@
-"""HugeCTR's inference sessions: a trained model from its files, keys looked up as they are."""
+"""HugeCTR's inference sessions: a trained model from its files, with raw keys."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from viviane.model import Model, SparseEmbedding
 from viviane.training.evaluation import evaluating
 
 _ENDS: Final = {"Sigmoid": "BinaryCrossEntropyLoss", "Softmax": "CrossEntropyLoss"}
-"""What ends the graph of an inference JSON of 3.0, and the loss whose prediction it is."""
+"""Last layers of an inference JSON of 3.0, and the losses whose predictions they compute."""
 
 
 class InferenceModel:
     """Predicts from the files of a trained model.
 
     Args:
-        model_config_path: the graph, as graph_to_json wrote it, or a JSON with an inference clause of 3.0.
-        inference_params: the files of weights.
+        model_config_path: JSON of the graph, from graph_to_json, or a JSON with an inference clause of 3.0.
+        inference_params: files of the weights.
     """
 
     def __init__(self, model_config_path: str, inference_params: InferenceParams) -> None:
@@ -63,17 +63,17 @@ class InferenceModel:
 
     @property
     def viviane(self) -> Model:
-        """The model of Viviane behind this one."""
+        """The Viviane model of this model."""
         return self._model
 
     @property
     def graph(self) -> Graph:
-        """The graph as HugeCTR has it."""
+        """HugeCTR's graph."""
         return self._graph
 
     @property
     def columns(self) -> Columns:
-        """The columns of the model: a bag of raw keys for each slot."""
+        """The columns of the model: a bag of raw keys per slot."""
         return self._columns
 
     def _assemble(self) -> Model:
@@ -95,9 +95,9 @@ class InferenceModel:
         slot_size_array: Sequence[int] = (),
         data_source_params: Any = None,
     ) -> NDArray[np.float32]:
-        """Return the predictions of the first batches of a source: (rows,), or (rows, labels) of several labels.
+        """Return the predictions of the first batches of a source: (rows,), or (rows, labels) for several labels.
 
-        After the last row of a shorter source come those of its beginning, until all batches are full.
+        A shorter source is repeated from its beginning until all batches are full.
         """
         parts = [found for found, _ in self._over(num_batches, source, data_reader_type, check_type, slot_size_array)]
         result = np.concatenate(parts)
@@ -120,28 +120,28 @@ class InferenceModel:
         return float(np.mean([auc(found[:, i], labels[:, i]) for i in range(found.shape[1])]))
 
     def check_out_tensor(self, tensor_name: str) -> NDArray[np.float32]:
-        """Return a tensor of the last batch; what the last layer predicts is a probability."""
+        """Return a tensor of the last batch; the output of the last layer is a probability."""
         if self._last is None:
-            raise ConfigError("nothing was predicted yet", where="check_out_tensor", fix="call predict first")
+            raise ConfigError("nothing has been predicted", where="check_out_tensor", fix="call predict first")
         return tensor_of(self._model, graph_name(tensor_name), self._last)
 
     def refresh_embedding_cache(self) -> None:
-        """There is no cache to refresh: lookups read the tables."""
+        """Do nothing: lookups read the tables, without a cache."""
 
     def predict_lists(
         self, dense: Sequence[float], keys: Sequence[int], row_ptrs: Sequence[int]
     ) -> NDArray[np.float32]:
-        """Return predictions (rows, labels) of rows in memory; keys and offsets of table after table."""
+        """Return predictions (rows, labels) of rows in memory; keys and offsets are concatenated by table."""
         given, groups = self._graph.given, self._columns.slots
         pointers = whole_numbers(row_ptrs, np.int64, "predict, row_ptrs")
         slots = [len([one for one in groups if one.group == node.bottom_name]) for node in self._graph.embeddings]
         rows, rest = divmod(len(pointers) - len(slots), sum(slots))
         if rest or rows < 1:
-            raise DataError("row_ptrs has rows x slots + 1 offsets for each table", where="predict",
+            raise DataError("row_ptrs needs rows x slots + 1 offsets per table", where="predict",
                             value=len(pointers), allowed=f"rows x {sum(slots)} + {len(slots)}")  # fmt: skip
         numbers = np.asarray(dense, np.float32)
         if numbers.size != rows * given.dense_dim:
-            raise DataError("dense has dense_dim numbers a row", where="predict", value=numbers.size,
+            raise DataError("dense needs dense_dim values per row", where="predict", value=numbers.size,
                             allowed=f"{rows} x {given.dense_dim}")  # fmt: skip
         bags = self._bags(whole_numbers(keys, np.int64, "predict, keys"), pointers, rows, slots)
         batch = Batch(
@@ -158,7 +158,7 @@ class InferenceModel:
             begin += rows * count + 1
             own = keys[first : first + int(offsets[-1])]
             if offsets[0] or len(own) != offsets[-1] or (np.diff(offsets) < 0).any():
-                raise DataError("offsets rise from 0 to the number of the table's keys", where="predict, row_ptrs",
+                raise DataError("offsets must ascend from 0 to the number of keys", where="predict, row_ptrs",
                                 value=f"{offsets[0]} to {offsets[-1]}, {len(own)} keys")  # fmt: skip
             first += len(own)
             lengths = np.diff(offsets).reshape(rows, count)
@@ -193,7 +193,7 @@ class InferenceModel:
         reader.close()
 
     def _as_served(self, batch: Batch, columns: Columns) -> Batch:
-        """Return a batch whose columns have the model's names and are bags all."""
+        """Return a batch whose columns are bags with the model's names."""
         names = zip(self._columns.slots, columns.slots, strict=True)
         bags = {mine.column: batch.bag(theirs.column) for mine, theirs in names}
         layout = Layout.of(self._columns.model_schema())
@@ -201,12 +201,12 @@ class InferenceModel:
 
 
 class InferenceSession(InferenceModel):
-    """The form of one device: rows in memory or from a source.
+    """Inference on one device, for rows in memory or from a source.
 
     Args:
-        model_config_path: the graph.
-        inference_params: the files of weights; in 3.0 the device's number.
-        embedding_cache: in 3.0 what CreateEmbeddingCache returned.
+        model_config_path: JSON of the graph.
+        inference_params: files of the weights; in 3.0 the device index.
+        embedding_cache: in 3.0 the result of CreateEmbeddingCache.
     """
 
     def __init__(self, model_config_path: str, inference_params: Any, embedding_cache: Any = None) -> None:
@@ -228,7 +228,7 @@ class InferenceSession(InferenceModel):
 
 
 class EmbeddingCache:
-    """What CreateEmbeddingCache of 3.0 returns: it says which keys are read."""
+    """The result of 3.0's CreateEmbeddingCache: holds the type of keys."""
 
     def __init__(self, parameter_server: Any, *args: Any) -> None:
         self.arguments = args
@@ -236,7 +236,7 @@ class EmbeddingCache:
 
 
 class ParameterServer:
-    """What CreateParameterServer of 3.0 returns: models read their own files."""
+    """The result of 3.0's CreateParameterServer: models read their own files."""
 
     def __init__(self, model_config_paths: Sequence[str], model_names: Sequence[str], i64_input_key: bool) -> None:
         self.models = dict(zip(model_names, model_config_paths, strict=True))
@@ -256,7 +256,7 @@ def _params_of_3_0(config: str, cache: EmbeddingCache) -> InferenceParams:
 
 
 def _with_loss(content: Any) -> Any:
-    """Return a graph whose last layer is a loss, where it was the loss's prediction."""
+    """Return a graph whose last layer is the loss instead of its prediction."""
     last = content["layers"][-1]
     if last["type"] not in _ENDS:
         return content
@@ -268,7 +268,7 @@ def _with_loss(content: Any) -> Any:
 
 
 def _raw_columns(given: Input, wide: bool) -> Columns:
-    """Return columns whose keys are HugeCTR's own: bags of any key, one table a group."""
+    """Return columns with HugeCTR's keys: bags of any key, one table per group."""
     labels = {name: tuple(f"{name}_{i}" if dim > 1 else name for i in range(dim)) for name, dim in given.labels.items()}
     slots = tuple(
         Slot(f"{group.top_name}_{i}", group.top_name, nnz, one_hot=False)
@@ -288,7 +288,7 @@ def _unsized(one: Any) -> Any:
 
 
 def _with_default(node: Any, graph: Graph, defaults: Sequence[float]) -> Any:
-    """Return an embedding node whose absent keys read the table's default value."""
+    """Return an embedding node that uses the table's default value for absent keys."""
     names = [one.sparse_embedding_name for one in graph.embeddings]
     if not isinstance(node, SparseEmbedding) or node.name not in names:
         return node

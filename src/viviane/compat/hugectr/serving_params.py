@@ -1,4 +1,4 @@
-"""HugeCTR's arguments of inference: what a model is made of, and its parameter server."""
+"""HugeCTR's arguments of inference: the files of a model, and its parameter server."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PersistentDatabaseParams(Arguments):
 
 
 class UpdateSourceParams(Arguments):
-    """Where updates of a running model come from: Kafka topics "hps_et.<model>.<table>"."""
+    """The source of updates of a running model: Kafka topics "hps_et.<model>.<table>"."""
 
     signature: ClassVar[Signature] = Signature(
         "UpdateSourceParams",
@@ -73,11 +73,11 @@ _SPEED: Final = frozenset({
     "enable_pagelock", "fp8_quant", "cache_refresh_percentage_per_iteration", "number_of_worker_buffers_in_pool",
     "number_of_refresh_buffers_in_pool", "deployed_devices", "redis_ip", "rocksdb_path", "db_type",
 })  # fmt: skip
-"""Arguments of a model in a JSON that change how fast it answers: caches take part in updates, so none is refreshed."""
+"""Arguments of a model in JSON that affect only speed: caches receive updates, so they need no refresh."""
 
 
 class InferenceParams(Arguments):
-    """The files of a trained model, and how it is served."""
+    """The files of a trained model, and its serving settings."""
 
     signature: ClassVar[Signature] = Signature(
         "InferenceParams",
@@ -101,10 +101,10 @@ class InferenceParams(Arguments):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        note("InferenceParams", "what says how a GPU computes; sizes of buffers and pools")
+        note("InferenceParams", "GPU execution settings; sizes of buffers and pools")
 
     def default_of(self, table: int) -> float:
-        """Return what a key that is not there reads."""
+        """Return the value of absent keys."""
         values = self.default_value_for_each_table or [0.0]
         return float(values[min(table, len(values) - 1)])
 
@@ -130,10 +130,10 @@ _OF_JSON: Final = {
 
 
 def server_from_json(file: str | Path) -> ParameterServerConfig:
-    """Return what a parameter server's JSON says.
+    """Return the arguments in a parameter server's JSON.
 
     Raises:
-        ConfigError: a key is missing, or a word is unknown.
+        ConfigError: a key is missing, or a value is unknown.
     """
     with expected_form(str(file)):
         return _server_of(load_json(file), file)
@@ -165,7 +165,7 @@ _WORDS: Final[dict[str, dict[str, Any]]] = {
 
 
 def _clause(content: Any, name: str, kind: Any, file: str | Path) -> Any:
-    """Return the arguments of a clause; without its type there is none."""
+    """Return the arguments of a clause; a clause without a type is absent."""
     given = content.get(name)
     if not isinstance(given, dict) or "type" not in given:
         return None
@@ -174,7 +174,7 @@ def _clause(content: Any, name: str, kind: Any, file: str | Path) -> Any:
         if field in values:
             known = [one.name for one in words]
             if values[field] not in known:
-                raise ConfigError("an unknown word", where=f"{file}, {name}, {field}", value=str(values[field])[:80],
+                raise ConfigError("unknown value", where=f"{file}, {name}, {field}", value=str(values[field])[:80],
                                   allowed=", ".join(known))  # fmt: skip
             values[field] = words[values[field]]
     return kind(**values)

@@ -23,11 +23,11 @@ _OLD: Final[dict[str, Any]] = {
     "max_iter": 0, "num_epochs": 0, "display": 200, "snapshot": 10000, "snapshot_prefix": "", "eval_interval": 1000,
     "use_model_oversubscriber": False, "temp_embedding_dir": "",
 }  # fmt: skip
-"""Arguments of solver_parser_helper that CreateSolver has no more."""
+"""Arguments of solver_parser_helper that CreateSolver no longer has."""
 
 
 class SessionSolver(Solver):
-    """What solver_parser_helper returns."""
+    """The result of solver_parser_helper."""
 
     signature: ClassVar[Signature] = Signature(
         "solver_parser_helper", {**Solver.signature.defaults, **_OLD}, Solver.signature.speed
@@ -35,19 +35,19 @@ class SessionSolver(Solver):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        if self.eval_batches is not None:  # 2.3, which read data once unless told otherwise
+        if self.eval_batches is not None:  # 2.3, which reads data once by default
             self.max_eval_batches = self.eval_batches
             self.repeat_dataset = given.get("repeat_dataset", False)
 
 
 def solver_of_file(config_file: str | Path) -> SessionSolver:
-    """Return the solver that the clause of a JSON file describes: SolverParser, before solver_parser_helper."""
+    """Return the solver of a JSON file's clause: SolverParser, before solver_parser_helper."""
     with expected_form(str(config_file)):
         return solver_from_json(load_json(config_file), SessionSolver)
 
 
 class SessionOptParams(OptParams):
-    """What hugectr.optimizer.CreateOptimizer of 3.0 returns: with the learning rate, and the precision."""
+    """The result of 3.0's hugectr.optimizer.CreateOptimizer, with learning rate and precision."""
 
     signature: ClassVar[Signature] = Signature(
         "optimizer.CreateOptimizer",
@@ -60,27 +60,27 @@ class SessionOptParams(OptParams):
     )  # fmt: skip
 
     def schedule(self) -> dict[str, float]:
-        """Return the schedule of the learning rate that stands beside the rule."""
+        """Return the learning rate schedule in these arguments."""
         names = ("warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr")
         changed = {n: getattr(self, n) for n in names if getattr(self, n) != self.signature.defaults[n]}
         return {"lr": self.lr or self.learning_rate, **changed}
 
 
 def get_learning_rate_scheduler(config_file: str | Path) -> LearningRateScheduler:
-    """Return the schedule that the optimizer clause of a JSON file describes."""
+    """Return the learning rate schedule of a JSON file's optimizer clause."""
     with expected_form(str(config_file)):
         schedule = schedule_from_json(load_json(config_file)["optimizer"])
     return LearningRateScheduler(schedule.pop("lr"), **schedule)
 
 
 class Session:
-    """Trains what a JSON file describes, step by step.
+    """Trains the model of a JSON file step by step.
 
     Args:
-        solver_config: what solver_parser_helper returned.
-        config_file: the JSON; its solver clause is not read.
+        solver_config: result of solver_parser_helper.
+        config_file: the JSON file; its solver clause is not used.
         use_model_oversubscriber: train in passes, see `passes`.
-        temp_embedding_dir: where HugeCTR put rows that did not fit.
+        temp_embedding_dir: HugeCTR's folder for rows that do not fit in memory.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Session:
 
     @classmethod
     def Create(cls, *args: Any, **given: Any) -> Session:  # noqa: N802 - HugeCTR's word
-        """Return a session: what the class itself does, in HugeCTR's first Python API."""
+        """Return a session; the constructor in HugeCTR's first Python API."""
         return cls(*args, **given)
 
     def _load(self, solver: Solver) -> None:
@@ -129,7 +129,7 @@ class Session:
             self.model.load_sparse_optimizer_states(states)
 
     def start_data_reading(self) -> None:
-        """Stand at the beginning of the data."""
+        """Start reading at the beginning of the data."""
         if self.model.solver.repeat_dataset:
             self.model.start_data_reading()
             return
@@ -141,11 +141,11 @@ class Session:
         self.model.set_learning_rate(lr)
 
     def train(self, is_first_batch: bool = True) -> bool:
-        """Train on one batch; False at the end of the data."""
+        """Train on one batch; return False at the end of the data."""
         return self.model.train(is_first_batch)
 
     def eval(self, eval_batch: int = -1) -> bool:
-        """Evaluate one batch; False at the end of the data."""
+        """Evaluate one batch; return False at the end of the data."""
         return self.model.eval(eval_batch)
 
     def get_current_loss(self) -> float:
@@ -172,17 +172,17 @@ class Session:
         return self.model.get_eval_metrics()
 
     def check_overflow(self) -> None:
-        """Tables grow with their keys: nothing overflows."""
+        """Do nothing: tables grow with their keys."""
 
     def copy_weights_for_evaluation(self) -> None:
-        """Evaluation reads the weights that are trained: nothing is copied."""
+        """Do nothing: evaluation uses the trained weights directly."""
 
     def download_params_to_files(self, prefix: str, iter: int = 0) -> None:  # noqa: A002 - HugeCTR's word
         """Write weights and optimizer state."""
         self.model.save_params_to_files(prefix, iter)
 
     def get_params_num(self) -> int:
-        """Return how many dense weights there are."""
+        """Return the number of dense weights."""
         return sum(weight.numel() for weight in self.model.viviane.trainer.stepper.parameters.values())
 
     def get_data_reader_train(self) -> DataReader | EarlyReader:
@@ -194,7 +194,7 @@ class Session:
         return self.model.get_data_reader_eval()
 
     def get_model_oversubscriber(self) -> EmbeddingTrainingCache:
-        """Return what passes are announced to."""
+        """Return the embedding training cache."""
         return self.model.get_model_oversubscriber()
 
     get_model_prefetcher = get_model_oversubscriber

@@ -1,4 +1,4 @@
-"""HugeCTR's plan of an embedding collection as a plan of Viviane's: which process holds which part of which table."""
+"""Conversion of HugeCTR's plan of an embedding collection to a Viviane sharding plan."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from viviane.parallel.plan import ShardingPlan, TablePlan
 def plan_of(
     collections: Sequence[EmbeddingCollectionConfig], slots: Sequence[Slot], processes: int, *, has_others: bool
 ) -> dict[str, Any] | None:
-    """Return the plan that `shard` described, or None where the processes are not the GPUs that it speaks of.
+    """Return the plan of `shard`, or None if the number of processes differs from its GPUs.
 
         "dp"                on every process            replicated
         "mp"                on one process              whole
-                            on several                  key k on the process k mod n of them
-        "mp", (name, k)     on several                  columns, one part for each of them
-        max_vocabulary_size=-1                          whole, on the first process that is named
+                            on several                  key k on process k mod n of them
+        "mp", (name, k)     on several                  columns, one part per process
+        max_vocabulary_size=-1                          whole, on the first named process
 
     Args:
-        collections: of a model.
-        slots: with tables; those without sizes are dynamic.
-        processes: that train together.
-        has_others: the model has embeddings of the older kind, which no plan names: then none is made.
+        collections: collections of a model.
+        slots: slots with tables; slots without sizes are dynamic.
+        processes: number of processes that train together.
+        has_others: the model has embeddings of the older kind, which no plan contains: then there is no plan.
     """
     matrices = [one.shard_matrix for one in collections]
     if processes == 1 or has_others or not matrices or any(one is None or len(one) != processes for one in matrices):
@@ -37,9 +37,9 @@ def plan_of(
     tables = [_place(one, name, dynamic) for one in collections for name in one.tables]
     found = [table for table in tables if table is not None]
     if len(found) < len(tables):
-        note("EmbeddingCollectionConfig", "shard: it leaves out tables, so that none is placed by it")
+        note("EmbeddingCollectionConfig", "shard: it does not contain all tables, so it is ignored")
         return None
-    say(f"Tables lie on {processes} processes as shard says: "
+    say(f"Tables are sharded over {processes} processes by shard: "
         + ", ".join(f"{one.table} {one.kind} {list(one.ranks) or 'everywhere'}" for one in found))  # fmt: skip
     return ShardingPlan(world_size=processes, tables=tuple(found)).to_dict()
 

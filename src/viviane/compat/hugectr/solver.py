@@ -23,7 +23,7 @@ _OVERLAPS = (
 
 
 class Solver(Arguments):
-    """What CreateSolver returns: its arguments as attributes."""
+    """The result of CreateSolver, with its arguments as attributes."""
 
     signature: ClassVar[Signature] = Signature(
         "CreateSolver",
@@ -52,25 +52,25 @@ class Solver(Arguments):
         self.metrics_spec: dict[Any, float] = {MetricsType.__members__.get(k, k): v for k, v in given_metrics.items()}
         for metric in self.metrics_spec:
             if not isinstance(metric, MetricsType):
-                raise ConfigError("metrics_spec maps metrics to thresholds", where="CreateSolver", value=metric,
+                raise ConfigError("metrics_spec must map metrics to thresholds", where="CreateSolver", value=metric,
                                   fix="write {hugectr.MetricsType.AUC: 0.8}")  # fmt: skip
 
     def to_viviane(self) -> settings.Solver:
-        """Return the settings of Viviane's trainer; learning rates come step by step from the scheduler."""
+        """Return the settings of Viviane's trainer; the scheduler supplies the learning rate of each step."""
         precision: Any = "bf16" if self.use_mixed_precision else "fp32"
         if self.use_mixed_precision:
-            say("Note: CreateSolver: use_mixed_precision computes dense layers in bfloat16, which needs no scaler")
+            say("Note: CreateSolver: use_mixed_precision computes dense layers in bfloat16, which needs no loss scale")
         return settings.Solver(
             batch_size=self.batchsize, eval_batch_size=self.batchsize_eval, lr=self.lr, precision=precision,
             seed=self.seed or group().from_first(lambda: random.SystemRandom().randrange(1, 2**31)),
-            device=self.device(), init_output_bias=False,  # HugeCTR leaves it at its initial value
+            device=self.device(), init_output_bias=False,  # HugeCTR does not initialize it from the data
         )  # fmt: skip
 
     def device(self) -> str:
-        """Return where one process trains: the first device of vvgpu, or the CPU where there is no GPU."""
+        """Return the device of a single process: the first device of vvgpu, or the CPU if there is no GPU."""
         wanted = [device for node in self.vvgpu for device in node]
         if not wanted:
-            raise ConfigError("vvgpu names no device", where="CreateSolver", value=self.vvgpu, fix="write [[0]]")
+            raise ConfigError("vvgpu has no device", where="CreateSolver", value=self.vvgpu, fix="write [[0]]")
         there, processes = torch.cuda.device_count(), num_processes()
         if processes > 1:
             if len(wanted) != processes:
@@ -78,20 +78,20 @@ class Solver(Arguments):
             return shared_device()
         if len(wanted) > 1 or wanted[0] >= max(there, 1):
             place = "GPU" if there else "CPU"
-            say(f"Warning: vvgpu {self.vvgpu}: one process on one {place} stands in, with the whole batch")
+            say(f"Warning: vvgpu {self.vvgpu}: one process on one {place} trains on the complete batch")
         if not there:
             return "cpu"
         return f"cuda:{wanted[0]}" if wanted[0] < there else "cuda:0"
 
     def scheduler(self) -> LearningRateScheduler:
-        """Return the schedule of the learning rate, at its beginning."""
+        """Return the schedule of the learning rate, at its start."""
         return LearningRateScheduler(
             self.lr, self.warmup_steps, self.decay_start, self.decay_steps, self.decay_power, self.end_lr
         )
 
 
 class LearningRateScheduler:
-    """HugeCTR's schedule, one step at a time.
+    """HugeCTR's learning rate schedule, one step at a time.
 
     Example:
         >>> schedule = LearningRateScheduler(1.0, warmup_steps=4)
@@ -118,22 +118,22 @@ class LearningRateScheduler:
         self._lr = base_lr
 
     def get_next(self) -> float:
-        """Go to the next step and return its learning rate."""
+        """Advance to the next step and return its learning rate."""
         self._step += 1
         self._lr = self._schedule.lr(self._step)
         return self._lr
 
     def get_lr(self) -> float:
-        """Return the learning rate of the step."""
+        """Return the learning rate of the current step."""
         return self._lr
 
     def get_step(self) -> int:
-        """Return the step, 0 before the first."""
+        """Return the current step, 0 before the first."""
         return self._step
 
 
 class OptParams(Arguments):
-    """What CreateOptimizer returns."""
+    """The result of CreateOptimizer."""
 
     signature: ClassVar[Signature] = Signature(
         "CreateOptimizer",
@@ -146,19 +146,19 @@ class OptParams(Arguments):
     )  # fmt: skip
 
     def to_dense(self) -> settings.AnyOptimizer:
-        """Return the rule of dense weights."""
+        """Return the optimizer of dense weights."""
         return self._rule("local")
 
     def to_table(self) -> settings.AnyOptimizer:
-        """Return the rule of a table of an embedding collection, where rows of the batch alone move."""
+        """Return the optimizer of an embedding collection's table, which updates only rows of the batch."""
         return self._rule("local")
 
     def to_sparse(self, *, static: bool, where: str) -> settings.AnyOptimizer:
-        """Return the rule of a table.
+        """Return the optimizer of a table.
 
         Args:
-            static: the table has all its rows from the beginning, so that "Global" can move every one of them.
-            where: for messages.
+            static: the table has all its rows from the start, so that "Global" can update every one of them.
+            where: location for messages.
         """
         update = {Update_t.Local: "local", Update_t.Global: "global"}.get(self.update_type, "lazy_global")
         if update == "global" and not static:
@@ -168,8 +168,8 @@ class OptParams(Arguments):
             elif self.optimizer_type in (Optimizer_t.MomentumSGD, Optimizer_t.Nesterov) and self.momentum_factor:
                 update = "local"
                 say(
-                    f"Warning: {where}: Update_t.Global of {self.optimizer_type.name} moves every row, and the rows of "
-                    "this table are not known in advance: rows of the batch move; give slot_size_array to move all"
+                    f"Warning: {where}: Update_t.Global of {self.optimizer_type.name} updates every row, but its "
+                    "rows are not known in advance: rows of the batch are updated; set slot_size_array to update all"
                 )
         return self._rule(update)
 

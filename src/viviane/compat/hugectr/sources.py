@@ -1,4 +1,4 @@
-"""HugeCTR's module `hugectr.data`: where files lie. Files are read where they are mounted."""
+"""HugeCTR's module `hugectr.data`: the locations of files. Remote files are read from their mount points."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LISTS: Final = ("sparse_model", "sparse_opt_states")
 
 
 class DataSourceParams(Arguments):
-    """Which file system, and in the form of 3.4 which files."""
+    """The file system, and in 3.4 also the files."""
 
     signature: ClassVar[Signature] = Signature(
         "DataSourceParams",
@@ -30,25 +30,25 @@ class DataSourceParams(Arguments):
 
     @property
     def is_local(self) -> bool:
-        """Whether the files are reached by their paths alone."""
+        """Whether the files are local."""
         return not self.use_hdfs and self.source in (FileSystemType_t.Local, DataSourceType_t.Local)
 
 
 class DataSource:
-    """Brings files to local paths.
+    """Copies files to local paths.
 
     Args:
-        params: in the form of 3.4: pairs of hdfs_ and local_ paths.
+        params: in 3.4: pairs of hdfs_ and local_ paths.
     """
 
     def __init__(self, params: DataSourceParams) -> None:
         self.params = params
 
     def move_to_local(self) -> None:
-        """Copy what is named under hdfs_ to the local_ paths.
+        """Copy the hdfs_ paths to the local_ paths.
 
         Raises:
-            DataError: a file is not mounted here.
+            DataError: a file is not mounted.
         """
         for name in _FILES if self.params.use_hdfs else ():
             remote, local = (_listed(getattr(self.params, f"{side}_{name}")) for side in ("hdfs", "local"))
@@ -57,10 +57,10 @@ class DataSource:
 
 
 def mounted(path: str) -> Path:
-    """Return where a remote path is mounted: the path without its scheme and server.
+    """Return the mount path of a remote path: the path without its scheme and server.
 
     Raises:
-        DataError: it is not.
+        DataError: it is not mounted.
 
     Example:
         >>> mounted("hdfs://localhost:9000/").as_posix()
@@ -68,46 +68,46 @@ def mounted(path: str) -> Path:
     """
     local = Path(re.sub(r"^(hdfs|s3|gs|https?)://[^/]*", "", path))
     if not local.exists():
-        raise DataError("a remote file is read where it is mounted, and nothing is there", where=path,
+        raise DataError("a remote file must be mounted, but its local path does not exist", where=path,
                         value=str(local), fix="mount the file system, or copy the file")  # fmt: skip
     return local
 
 
 def source_path(source: str, kind: DataReaderType_t, *, training: bool) -> Path:
-    """Return where a source of data is; that of a remote file system is where it is mounted.
+    """Return the path of a data source; for a remote file system its mount path.
 
     Raises:
-        DataError: there is no such file; how it comes to be is said.
+        DataError: the file does not exist; suggests how to create it.
     """
     path = mounted(source) if "://" in source else Path(source)
     if path.exists():
         return path
     what = "file" if kind in (DataReaderType_t.Raw, DataReaderType_t.RawAsync) else "file list"
     raise DataError(
-        f"no such {what} of {'training' if training else 'evaluation'} data",
+        f"{what} of {'training' if training else 'evaluation'} data not found",
         where=f"DataReaderParams, {'source' if training else 'eval_source'} ({kind.name})",
         value=source,
-        fix="make it first, by the preprocessing that comes with the script, by `viviane convert`, or by "
-        f"hugectr.tools.DataGenerator; the path counts from {Path.cwd()}",
+        fix="create it with the script's preprocessing, `viviane convert` or "
+        f"hugectr.tools.DataGenerator; the path is relative to {Path.cwd()}",
     )
 
 
 def check_writable(prefix: str, where: str) -> None:
-    """Refuse to write to a remote file system.
+    """Raise an error for writes to a remote file system.
 
     Raises:
         ConfigError: the prefix is a URL.
     """
     if "://" in prefix:
-        raise ConfigError("remote files are not written", where=where, value=prefix,
-                          fix="mount the file system and give the path, or copy what was written")  # fmt: skip
+        raise ConfigError("remote files cannot be written", where=where, value=prefix,
+                          fix="mount the file system and pass the local path, or copy the written files")  # fmt: skip
 
 
 def note_remote(params: Any, where: str) -> None:
-    """Note a remote file system: its files are read where it is mounted, under the paths that the script has."""
+    """Print a note about a remote file system: its files are read from their mount paths."""
     if isinstance(params, DataSourceParams) and not params.is_local and not params.use_hdfs:
-        note(where, f"data_source_params: files of {getattr(params.source, 'name', params.source)} are read where they "
-                    "are mounted")  # fmt: skip
+        note(where, f"data_source_params: files of {getattr(params.source, 'name', params.source)} are read from "
+                    "their mount paths")  # fmt: skip
 
 
 def _listed(value: Any) -> list[str]:

@@ -1,11 +1,11 @@
 """HugeCTR's files of optimizer state.
 
-<prefix>_opt_dense_<iter>.model         float32: all of one state (Adam: m), then all of the next (v), in the order of
+<prefix>_opt_dense_<iter>.model         float32: one complete state (Adam: m), then the next (v), in the order of
                                         the dense weights; empty for SGD
-<prefix><i>_opt_sparse_<iter>.model     float32: for each state the whole buffer of the table, whose first rows are
+<prefix><i>_opt_sparse_<iter>.model     float32: for each state the complete buffer of the table, whose first rows are
                                         those of the table's file `key`; the buffer has as many rows as
-                                        workspace_size_per_gpu_in_mb holds, or as slot_size_array counts
-HugeCTR wrote float16 where it trained with use_mixed_precision; the size of a file tells which, and both are read.
+                                        fit in workspace_size_per_gpu_in_mb, or as slot_size_array has
+HugeCTR writes float16 with use_mixed_precision; the file size determines the type, and both can be read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from viviane.core.errors import CheckpointError
 from viviane.model import Model
 
 _ORDER: Final = ("m", "v", "accumulator", "momentum", "n", "z")
-"""States in HugeCTR's order; clocks of LazyGlobal are not among them, they start over."""
+"""States in HugeCTR's order; without the step counts of LazyGlobal, which restart."""
 
 
 def save_states(model: Model, columns: Columns, prefix: str, iteration: int, given: Sequence[SparseEmbedding]) -> None:
@@ -57,16 +57,16 @@ def _write_buffers(file: Path, states: Sequence[Any], capacity: int) -> None:
     with file.open("wb") as out:
         for number, values in enumerate(states):
             size = 4 * values.shape[1] * max(capacity, len(values))
-            out.seek(number * size)  # what lies between takes no room on the disk
+            out.seek(number * size)  # the gap takes no disk space
             out.write(values.astype("<f4").tobytes())
             out.truncate((number + 1) * size)
 
 
 def load_dense_states(model: Model, file: str | Path) -> None:
-    """Read the optimizer state of dense weights.
+    """Load the optimizer state of dense weights.
 
     Raises:
-        CheckpointError: the file is missing, or of another optimizer or graph.
+        CheckpointError: the file is missing, or belongs to another optimizer or graph.
     """
     path = _there(file)
     optimizer = model.trainer.stepper.optimizer
@@ -75,9 +75,9 @@ def load_dense_states(model: Model, file: str | Path) -> None:
     count = sum(weight.numel() for _, weight in weights)
     size = path.stat().st_size
     if size not in (2 * count * len(names), 4 * count * len(names)):
-        allowed = f"{len(names)} x {count} numbers of 4 bytes, or of 2"
+        allowed = f"{len(names)} x {count} values of 4 or 2 bytes"
         raise CheckpointError(
-            "the file holds another number of states", where=str(path), value=f"{size} bytes", allowed=allowed
+            "the file has a wrong number of states", where=str(path), value=f"{size} bytes", allowed=allowed
         )
     kind_of_numbers = "<f4" if size == 4 * count * len(names) else "<f2"
     values = torch.from_numpy(np.fromfile(path, kind_of_numbers).astype(np.float32))
@@ -87,7 +87,7 @@ def load_dense_states(model: Model, file: str | Path) -> None:
             shape = as_stored(kind, weight).shape
             part = values[start : start + weight.numel()].view(shape)
             assert optimizer is not None
-            turned = as_stored(kind, part)  # a transposition undoes itself
+            turned = as_stored(kind, part)  # a transposition is its own inverse
             optimizer.state[weight][name] = turned.to(weight).clone(memory_format=torch.contiguous_format)
             start += weight.numel()
 
@@ -99,15 +99,15 @@ def load_sparse_states(
     orders: Mapping[str, Keys],
     embeddings: Sequence[SparseEmbedding],
 ) -> None:
-    """Read the optimizer state of tables, whose weights were loaded before.
+    """Load the optimizer state of tables, after their weights.
 
     Args:
-        given: a file for each embedding in order, or by name.
+        given: one file per embedding, in order or by name.
         orders: keys of each embedding in the order of its file `key`; without it, the order of the table.
-        embeddings: as the script made them: a file of float16 is known by the buffers that they ask for.
+        embeddings: the script's embeddings; their buffer sizes identify a file of float16.
 
     Raises:
-        CheckpointError: a file is missing, or of another optimizer or size.
+        CheckpointError: a file is missing, or belongs to another optimizer or size.
     """
     for node, file in by_embedding(model, columns, given, "load_sparse_optimizer_states"):
         path = _there(file)
@@ -120,7 +120,7 @@ def load_sparse_states(
         width = 2 if half and path.stat().st_size == half else 4
         rows, rest = divmod(path.stat().st_size, width * node.dim * max(len(names), 1))
         if rest or rows < len(keys) or (rows and not names):
-            raise CheckpointError("the file holds another number of states", where=str(path),
+            raise CheckpointError("the file has a wrong number of states", where=str(path),
                                   value=path.stat().st_size // width,
                                   allowed=f"{len(names)} x at least {len(keys)} rows of {node.dim}")  # fmt: skip
         if not names or not len(keys):
@@ -128,7 +128,7 @@ def load_sparse_states(
         stored = np.memmap(path, f"<f{width}", "r", shape=(len(names), rows, node.dim))
         states = {name: np.array(stored[i, : len(keys)], np.float32) for i, name in enumerate(names)}
         place = {int(key): i for i, key in enumerate(now.keys)}
-        there = np.array([int(key) in place for key in keys], bool)  # the others lie in no slot and were left out
+        there = np.array([int(key) in place for key in keys], bool)  # the others are in no slot and were skipped
         keys, states = keys[there], {name: values[there] for name, values in states.items()}
         order = np.array([place[int(key)] for key in keys], np.int64)
         merge_rows(collection, slots, TableRows(keys, now.vectors[order], None, states), str(path))
@@ -137,5 +137,5 @@ def load_sparse_states(
 def _there(file: str | Path) -> Path:
     path = Path(file)
     if not path.is_file():
-        raise CheckpointError("no such file of optimizer state", where=str(path))
+        raise CheckpointError("file of optimizer state not found", where=str(path))
     return path

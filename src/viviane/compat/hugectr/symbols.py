@@ -26,10 +26,10 @@ from viviane.compat.hugectr.sources import DataSource, DataSourceParams
 from viviane.core.errors import ConfigError, suggest
 
 REFUSED: Final[dict[str, str]] = {
-    "hugectr_tf_ops": "use viviane.EmbeddingCollection in a torch module; TensorFlow's layers are not mapped",
-    "InitParams": "leave it out: HugeCTR takes initial values from C++ alone",
+    "hugectr_tf_ops": "use viviane.EmbeddingCollection in a torch module; TensorFlow's layers are not supported",
+    "InitParams": "remove it: HugeCTR accepts initial values only from C++",
 }
-"""Names of HugeCTR's that are not mapped, and what to do instead."""
+"""Unsupported names of HugeCTR, with a suggestion for each."""
 _ARGUMENTS: Final[tuple[type[Arguments], ...]] = (
     inputs.DataReaderParams, inputs.AsyncParam, inputs.DataReaderSparseParam, inputs.Input, inputs.SparseEmbedding,
     inputs.DenseLayerComputeConfig, inputs.DenseLayerSwitchs, inputs.HybridEmbeddingParam, DenseLayer,
@@ -39,11 +39,11 @@ _ARGUMENTS: Final[tuple[type[Arguments], ...]] = (
 
 
 class HugectrModule(ModuleType):
-    """A module of HugeCTR's; names that are not mapped are refused with what to do instead."""
+    """A HugeCTR module; unsupported names raise an error with a suggestion."""
 
     def __getattr__(self, name: str) -> Any:
         if name in REFUSED:
-            raise ConfigError("HugeCTR's name is not mapped", where=f"{self.__name__}.{name}", fix=REFUSED[name])
+            raise ConfigError("HugeCTR's name is unsupported", where=f"{self.__name__}.{name}", fix=REFUSED[name])
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(f"{self.__name__} has no {name!r} here; {suggest(name, vars(self))}")

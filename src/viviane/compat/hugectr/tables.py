@@ -1,6 +1,6 @@
-"""Rows of an embedding's tables by HugeCTR's keys, with their optimizer state.
+"""Rows of an embedding's tables, with HugeCTR's keys and optimizer state.
 
-Shapes: K keys, D numbers a row.
+Shapes: K keys, D elements per row.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Rows: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TableRows:
-    """What tables hold.
+    """The content of tables.
 
     Args:
-        keys: (K,), as HugeCTR counts them: with slot offsets.
+        keys: (K,), in HugeCTR's numbering, with slot offsets.
         vectors: (K, D).
-        slots: the slot of each key, or None where slots share a table.
+        slots: the slot of each key, or None if slots share a table.
         states: optimizer state by Viviane's name, each (K, D).
     """
 
@@ -49,7 +49,7 @@ def embeddings_of(model: Model) -> list[SparseEmbedding]:
 
 
 def collection_of(model: Model, node: SparseEmbedding) -> AnyTables:
-    """Return the tables of a node, which may be spread over processes."""
+    """Return the tables of a node, which may be sharded over processes."""
     found = model.module._modules[node.name]
     assert isinstance(found, EmbeddingCollection | ShardedCollection)
     return found
@@ -77,7 +77,7 @@ def read_rows(collection: AnyTables, slots: Sequence[Slot]) -> TableRows:
 
 
 def _read_dynamic(collection: AnyTables, name: str) -> TableRows:
-    """Return the rows of a dynamic table; where it is spread over processes, those of all, on every process."""
+    """Return the rows of a dynamic table; if it is sharded, the rows of all processes on every process."""
     part = _part_of(collection, name)
     if isinstance(collection, EmbeddingCollection):
         content = collection.dynamic_table(name).export()
@@ -88,7 +88,7 @@ def _read_dynamic(collection: AnyTables, name: str) -> TableRows:
     if part is not None:
         content = part.dynamic_table(name).export()
         found = {"keys": content.keys, "weight": content.weight.float(), **content.state}
-    wide = [key for key, (is_wide, _) in collection.state_shapes(name).items() if is_wide]  # the weight among them
+    wide = [key for key, (is_wide, _) in collection.state_shapes(name).items() if is_wide]  # including the weight
     none = torch.empty(0, collection.tables[name].dim, device=collection.device)
     parts = {"keys": found.get("keys", none[:, 0].long()), **{key: found.get(key, none) for key in wide}}
     whole = {key: values if replicated else rows_of_all(values) for key, values in parts.items()}
@@ -101,9 +101,9 @@ def _array(part: torch.Tensor) -> Rows:
 
 
 def replace_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, where: str) -> None:
-    """Replace the rows of the tables of some slots; keys that are not given keep their initial values.
+    """Replace the rows of the tables of some slots; missing keys keep their initial values.
 
-    Rows whose keys lie in no slot are left out, with a warning, see `merge_rows`.
+    Rows with keys outside all slots are skipped with a warning, see `merge_rows`.
     """
     if slots[0].size is None:
         name = slots[0].table_name
@@ -114,9 +114,9 @@ def replace_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, 
 
 
 def merge_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, where: str) -> None:
-    """Put rows into the tables of some slots; other rows stay.
+    """Insert rows into the tables of some slots; other rows are kept.
 
-    Rows whose keys lie in no slot are left out, with a warning: HugeCTR's tables take them, and no key of the data
+    Rows with keys outside all slots are skipped with a warning: HugeCTR's tables accept them, but no key of the data
     ever reads them.
     """
     if slots[0].size is None:
@@ -138,15 +138,15 @@ def merge_rows(collection: AnyTables, slots: Sequence[Slot], rows: TableRows, wh
     if left.any():
         last = slots[-1].offset + (slots[-1].size or 0) - 1
         say(
-            f"Warning: {where}: {int(left.sum())} of {len(left)} keys lie in no slot, such as "
-            f"{int(rows.keys[left][0])}; slot_size_array counts {slots[0].offset} to {last}: their rows are left out"
+            f"Warning: {where}: {int(left.sum())} of {len(left)} keys are in no slot, such as "
+            f"{int(rows.keys[left][0])}; slot_size_array covers {slots[0].offset} to {last}: their rows are skipped"
         )
 
 
 def with_offsets(slots: Sequence[Slot], rows: TableRows, where: str) -> TableRows:
-    """Return rows whose keys carry the offsets of their slots; of keys that count from 0 in each slot, slot_id says it.
+    """Return rows whose keys include the offsets of their slots; keys that start at 0 in each slot need slot_id.
 
-    Keys carry offsets already where each lies in its own slot. Without slots they are taken as they are.
+    Keys already include offsets if each is in its own slot. Without slots they are not changed.
     """
     if rows.slots is None or not len(rows.keys) or int(rows.slots.max()) >= len(slots) or int(rows.slots.min()) < 0:
         return rows
@@ -157,12 +157,12 @@ def with_offsets(slots: Sequence[Slot], rows: TableRows, where: str) -> TableRow
         return rows
     if not bool(((rows.keys >= 0) & (rows.keys < size)).all()):
         return rows
-    say(f"Note: {where}: keys count from 0 in each slot; slot_id says which slot is meant")
+    say(f"Note: {where}: keys start at 0 in each slot; slot_id determines the slot")
     return replace(rows, keys=rows.keys + begin)
 
 
 def _part_of(collection: AnyTables, name: str) -> EmbeddingCollection | None:
-    """Return the part of this process that has a dynamic table, whole; None where another process has it."""
+    """Return the part of this process that holds a dynamic table; None if another process holds it."""
     return next((one for one in collection.parts() if name in one.tables), None)
 
 
@@ -172,6 +172,6 @@ def _merge_dynamic(collection: EmbeddingCollection, name: str, rows: TableRows) 
     state: dict[str, Any] = {}
     if rows.states:
         state = {name: torch.from_numpy(values) for name, values in rows.states.items()}
-        for key, part in table.state.items():  # clocks and the like start over
+        for key, part in table.state.items():  # step counts restart
             state.setdefault(key, torch.zeros((len(keys), *part.shape[1:]), dtype=part.dtype))
     table.import_(DynamicContent(keys, torch.from_numpy(rows.vectors), none, none, state))

@@ -1,4 +1,4 @@
-"""Tensors of a graph and their gradients, as HugeCTR shows them."""
+"""Tensors of a graph and their gradients, as HugeCTR returns them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from viviane.training.step.precision import Precision
 
 
 def tensor_of(model: Model, name: str, batch: Batch) -> NDArray[np.float32]:
-    """Return a tensor of a graph for a batch, (B, ...); where a loss reads it, its prediction."""
+    """Return a tensor of a graph for a batch, (B, ...); if it is the input of a loss, its prediction."""
     trainer, module = model.trainer, model.module
     assert isinstance(module, GraphModule)
     with evaluating(module), (trainer.precision or Precision("fp32")).context(trainer.device):
@@ -35,31 +35,31 @@ _wanted = False
 
 
 def want_gradients(wanted: bool) -> None:
-    """Say whether the models that are compiled from now on keep the gradients of their tensors.
+    """Set whether models compiled from now on keep the gradients of their tensors.
 
-    They cost memory, and layers are no longer fused, so that only scripts which ask for them pay for them.
+    Gradients need memory and disable fusion of layers, so they are kept only for scripts that request them.
     """
     global _wanted  # noqa: PLW0603 - one script runs at a time, and models are made by it
     _wanted = wanted
 
 
 def are_gradients_wanted() -> bool:
-    """Say whether models keep the gradients of their tensors."""
+    """Return whether models keep the gradients of their tensors."""
     return _wanted
 
 
 class Gradients:
-    """Keeps the gradient of every tensor of a graph at the last training step: that of the loss of the global batch.
+    """Keeps the gradient of every tensor of a graph in the last training step, for the loss of the global batch.
 
     Args:
-        model: compiled.
+        model: a compiled model.
     """
 
     def __init__(self, model: Model) -> None:
         self._kept: dict[str, torch.Tensor] = {}
         for node in model.nodes:
             if isinstance(node, DenseLayer | SparseEmbedding):
-                part = model.module._modules.get(node.name)  # None: a loss, or nothing depends on it
+                part = model.module._modules.get(node.name)  # None: a loss, or an unused node
                 if part is not None:
                     part.register_forward_hook(partial(self._listen, node))
 
@@ -82,7 +82,7 @@ class Gradients:
         """Return the gradient of a tensor, (B, ...).
 
         Raises:
-            ConfigError: no step was made yet, or no gradient reached a tensor of this name.
+            ConfigError: no step has run, or the tensor has no gradient.
         """
         if name not in self._kept:
             fix = suggest(name, self._kept) if self._kept else "call model.train() or model.fit() first"

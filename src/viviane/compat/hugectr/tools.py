@@ -15,7 +15,7 @@ _FORMATS = {"Norm": "norm", "Parquet": "parquet", "Raw": "raw", "RawAsync": "raw
 
 
 class DataGeneratorParams(Arguments):
-    """What to generate."""
+    """Parameters of the generated data."""
 
     signature: ClassVar[Signature] = Signature(
         "DataGeneratorParams",
@@ -35,14 +35,14 @@ class DataGenerator:
     """Writes training and evaluation data.
 
     Args:
-        params: what to generate.
+        params: parameters of the data.
     """
 
     def __init__(self, params: DataGeneratorParams) -> None:
         self.params = params
 
     def generate(self) -> None:
-        """Write the files; file lists that exist stay as they are, as in HugeCTR."""
+        """Write the files; existing file lists are kept, as in HugeCTR."""
         values: dict[str, Any] = dict(vars(self.params))
         values.pop("num_threads")
         values["format"] = _FORMATS[values["format"].name]

@@ -1,4 +1,4 @@
-"""Training from HugeCTR's JSON alone: clauses solver, optimizer and layers, or a graph alone."""
+"""Training from HugeCTR's JSON: clauses solver, optimizer and layers, or only a graph."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ _UNUSED: Final = ("algorithm_search", "cuda_graph", "all_reduce_algo", "device_l
 _OTHERS: Final = ("lr_policy", "gpu", "eval_batches", "max_eval_samples", "mixed_precision", "eval_metrics",
                   "input_key_type", "auc_threshold", "export_predictions_prefix")  # fmt: skip
 _ELSE: Final = {
-    "models": "it is a parameter server's; give it to hugectr.inference.HPS in a script",
-    "plan": "it is a plan of what lies where; train the file that names it as its plan_file",
+    "models": "it is for a parameter server; pass it to hugectr.inference.HPS in a script",
+    "plan": "it is a sharding plan; train the file that refers to it as plan_file",
     "slot_size_array": "it describes data; generate them with `viviane data generate`, or hugectr.tools.DataGenerator",
 }
-"""Keys of JSON that is no graph, and what to do with it."""
+"""Keys of other JSON files, with suggestions."""
 
 
 def train_from_json(file: str | Path) -> Model:
     """Train as HugeCTR's command line did, and return the model.
 
-    A graph alone, as graph_to_json writes it, is trained with the defaults of CreateSolver, CreateOptimizer and fit;
-    without a source in its Data layer it is only described.
+    A graph without other clauses, as from graph_to_json, is trained with the defaults of CreateSolver, CreateOptimizer
+    and fit; without a source in its Data layer it is only described.
 
     Raises:
-        ConfigError: there are no layers.
+        ConfigError: the file has no layers.
     """
     content = load_json(file)
     if not isinstance(content, dict) or "layers" not in content:
-        keys: Any = content if isinstance(content, dict) else {"plan": None}  # a list: a place for each GPU
+        keys: Any = content if isinstance(content, dict) else {"plan": None}  # a list: one entry per GPU
         fix = next(
-            (text for key, text in _ELSE.items() if key in keys), "give a file with solver, optimizer and layers"
+            (text for key, text in _ELSE.items() if key in keys), "pass a file with solver, optimizer and layers"
         )
         raise ConfigError("the file has no layers to train", where=str(file), fix=fix)
     with expected_form(str(file)):
@@ -97,11 +97,11 @@ def train_from_json(file: str | Path) -> Model:
 
 
 def _describe(solver: Solver, rule: OptParams, layers: list[Any], file: str | Path) -> Model:
-    """Return the model of a graph that names no data, not compiled; its graph is checked."""
+    """Return the uncompiled model of a graph without data, after checking the graph."""
     model = Model(solver, None, rule)
     for layer in layers:
         model.add(layer)
-    say(f"{file}: the Data layer names no source, so there is nothing to train; the graph has {len(layers)} layers")
+    say(f"{file}: the Data layer has no source, so there is nothing to train; the graph has {len(layers)} layers")
     return model
 
 
@@ -122,7 +122,7 @@ def _solver_clause(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def solver_from_json(content: dict[str, Any], kind: type[AnySolver]) -> AnySolver:
-    """Return the solver that the clauses solver and optimizer of a JSON describe."""
+    """Return the solver of the clauses solver and optimizer of a JSON file."""
     clause, optimizer = _solver_clause(content), content.get("optimizer", {"type": "Adam"})
     given: dict[str, Any] = {name: clause[name] for name in _SAME_NAMES if name in clause}
     given |= schedule_from_json(optimizer)

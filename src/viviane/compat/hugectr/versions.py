@@ -1,7 +1,7 @@
-"""How HugeCTR's versions differ: names of arguments and methods that one version has and the last one has not.
+"""Differences between HugeCTR's versions: names of arguments and methods that the last version does not have.
 
-`RENAMED` holds, version by version, the arguments that a call had under another name, and `METHODS` the methods. The
-name on the right is the one that this package uses.
+`RENAMED` contains, by version, the arguments that a call had under another name, and `METHODS` the methods. The name on
+the right is the one that this package uses.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ METHODS: Final = MappingProxyType(
         "3.1 and 3.2": {"Model.get_model_oversubscriber": "get_embedding_training_cache"},
     }
 )
-"""By version: its name of a method or function, and the name of the one that it is here."""
+"""By version: its name of a method or function, and the name here."""
 
 
 def older_names(call: str) -> dict[str, str]:
-    """Return the names that versions gave the arguments of a call, and their names here.
+    """Return the names of a call's arguments in other versions, and their names here.
 
     Example:
         >>> older_names("CreateMOS")

@@ -1,1 +1,1 @@
-"""A folder on the path of programs that a script starts: their `import hugectr` finds the installed module, too."""
+"""A folder on the module path of subprocesses of a script, so that their `import hugectr` works, too."""

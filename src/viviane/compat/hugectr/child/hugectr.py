@@ -1,6 +1,6 @@
-"""What `import hugectr` finds in a program that a script under `viviane hugectr` has started."""
+"""The module that `import hugectr` finds in subprocesses of a script under `viviane hugectr`."""
 
 from viviane.compat.hugectr.module_install import install
 
-if __name__ == "hugectr":  # and not where a tool imports all modules of the package
-    install()  # puts HugeCTR's module in place of this one
+if __name__ == "hugectr":  # not if a tool imports all modules of the package
+    install()  # replaces this module by HugeCTR's
