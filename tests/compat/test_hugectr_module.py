@@ -219,10 +219,10 @@ def test_a_notebook_whose_lines_run_programs_runs_as_a_whole(
     for line in (
         "train ['--lr', '3'] 3 5", "train ['--again'] 3 7", "cells ran to the end True True",
         "[HUGECTR] Note: n.ipynb: not run: rm -rf made", "[HUGECTR] Note: n.ipynb: not run: pip install x",
-        "[HUGECTR] Warning: n.ipynb, cell 7 is left out: it needs not_installed_anywhere, which is not installed",
-        "[HUGECTR] Warning: n.ipynb, cell 8 is left out: name 'frame' is not defined, after cells without "
+        "[HUGECTR] Warning: n.ipynb, cell 7 is skipped: it needs not_installed_anywhere, which is not installed",
+        "[HUGECTR] Warning: n.ipynb, cell 8 is skipped: name 'frame' is not defined, after cells without "
         "not_installed_anywhere",
-        "[HUGECTR] Warning: n.ipynb: absent.py is not there and was not run",
+        "[HUGECTR] Warning: n.ipynb: absent.py does not exist and was not run",
     ):  # fmt: skip
         assert line in printed.splitlines(), line
     assert Path("made").is_dir()
