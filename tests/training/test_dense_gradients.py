@@ -45,7 +45,7 @@ def cast_first(trainer):
     move = step.optimizer.step
 
     def scaled(*, scale):
-        assert not step.gradients.beside
+        assert not step.gradients.wire_gradients
         gradients.extend(one.dtype for one in step.gradients.all())
         torch._foreach_mul_(step.gradients.all(), scale)
         move()
@@ -86,7 +86,10 @@ def given_beside(group):
         used, unused = torch.nn.Linear(5, 3), torch.nn.Linear(2, 2)
         parameters = [*used.parameters(), *unused.parameters()]
         gradients = DenseGradients({str(i): one for i, one in enumerate(parameters)})
-        exchanges = [DenseExchange(parameters, group, dtype, gradients.beside), DenseExchange(parameters, group, dtype)]
+        exchanges = [
+            DenseExchange(parameters, group, dtype, gradients.wire_gradients),
+            DenseExchange(parameters, group, dtype),
+        ]
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(group.rank))
         for _ in range(2):
             sums = []
@@ -100,7 +103,7 @@ def given_beside(group):
                     assert all(one.grad is None for one in parameters)
                     assert {one.dtype for one in sums[0]} == {dtype}
                     exchange.begin(used(x).sum())
-                    assert not gradients.beside  # of a pass that nobody ended
+                    assert not gradients.wire_gradients  # of a pass that nobody ended
                     exchange.drop()
                 gradients.drop()
             assert len(sums[0]) == 2
@@ -112,12 +115,12 @@ def given_beside(group):
 def layers_that_come_and_go(group):
     """A layer that only some processes use in a step, or none, adds nothing of an earlier step, or of a failed one."""
     for dtype in (None, torch.bfloat16):
-        for has_beside in (False, True):
+        for has_wire_gradients in (False, True):
             torch.manual_seed(0)
             layers = [torch.nn.Linear(3, 2) for _ in range(2)]
             parameters = [one for layer in layers for one in layer.parameters()]
             gradients = DenseGradients({str(i): one for i, one in enumerate(parameters)})
-            exchange = DenseExchange(parameters, group, dtype, gradients.beside if has_beside else None)
+            exchange = DenseExchange(parameters, group, dtype, gradients.wire_gradients if has_wire_gradients else None)
             for step, users in enumerate([(0, 1), (1,), (), (0,), "failed", (1,), (), (0, 1)]):
                 is_used = users != "failed" and group.rank in users
                 x = torch.full((1, 3), float(1 + step + 10 * group.rank))
@@ -133,7 +136,7 @@ def layers_that_come_and_go(group):
                 exchange.finish()
                 for layer, by in zip(layers, (range(group.size), users), strict=True):
                     weight, bias = layer.weight, layer.bias
-                    given = [gradients.beside.get(one, one.grad) for one in (weight, bias)]
+                    given = [gradients.wire_gradients.get(one, one.grad) for one in (weight, bias)]
                     if not by:
                         assert given == [None, None], (dtype, step)
                         continue
@@ -152,7 +155,9 @@ def bad_gradients_are_named(group):
         before = tensors_of(trainer)
         batch = Batch.from_columns(SCHEMA, columns(8, group.rank))
         if is_bad:
-            with pytest.raises(NumericsError, match=r"gradients are NaN or infinite: those of parameter[\s\S]*'net.4.bias'"):
+            with pytest.raises(
+                NumericsError, match=r"gradients are NaN or infinite: those of parameter[\s\S]*'net.4.bias'"
+            ):
                 trainer.train_step(batch)
             handle.remove()
             assert all(torch.equal(one, before[name]) for name, one in tensors_of(trainer).items())

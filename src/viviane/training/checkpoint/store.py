@@ -56,7 +56,7 @@ class CheckpointStore:
         self.higher_is_better = higher_is_better
         self.group = group or Group()
         self._writer = BackgroundWriter()
-        self._beside: Group | None = None
+        self._thread_group: Group | None = None
         self.mirror: RunMirror | None = None
         """URL to which each complete checkpoint is also published."""
 
@@ -86,7 +86,7 @@ class CheckpointStore:
         optimizer: DenseOptimizer | None,
         progress: Progress,
         *,
-        beside: bool | Literal["auto"] = False,
+        in_thread: bool | Literal["auto"] = False,
     ) -> Path:
         """Write a checkpoint, then the index, then remove expired ones.
 
@@ -94,17 +94,17 @@ class CheckpointStore:
 
         Args:
             module, optimizer, progress: the state to write, as of this call.
-            beside: write in a thread while training continues; "auto" does so if a process has more than
+            in_thread: write in a thread while training continues; "auto" does so if a process has more than
                 `SMALL_BYTES` to write. At most one save is active: the next one waits for it, and raises its error.
 
         Raises:
             CheckpointError: this save or the one before it failed.
         """
         self.finish()
-        path, hold = self.path(progress.step), beside if isinstance(beside, bool) else self._is_large(module)
+        path, hold = self.path(progress.step), in_thread if isinstance(in_thread, bool) else self._is_large(module)
         content = on_all_ranks(self.group, lambda: collect(module, optimizer, progress, self.group, hold=hold))
         if hold:
-            group = self._group_beside()
+            group = self._group_of_thread()
             self._writer.start(str(path), lambda: self._write(path, content, progress.step, group))
         else:
             self._write(path, content, progress.step, self.group)
@@ -127,11 +127,11 @@ class CheckpointStore:
             return False  # rows in tiers can be read only while no step updates them
         return max(one[0] for one in told) > SMALL_BYTES
 
-    def _group_beside(self) -> Group:
+    def _group_of_thread(self) -> Group:
         """Return a separate group of the same processes: the thread's collectives are not ordered with training's."""
-        if self._beside is None:
-            self._beside = self.group.for_thread()
-        return self._beside
+        if self._thread_group is None:
+            self._thread_group = self.group.for_thread()
+        return self._thread_group
 
     @property
     def has_failed(self) -> bool:

@@ -33,7 +33,7 @@ class _Bucket:
         dtype: of the flat tensor, which is the type on the wire.
         device: its device.
         extra: number of further values at the end that are summed as well.
-        beside: see `DenseExchange`.
+        wire_gradients: see `DenseExchange`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class _Bucket:
         dtype: torch.dtype,
         device: torch.device,
         extra: int,
-        beside: dict[Tensor, Tensor] | None,
+        wire_gradients: dict[Tensor, Tensor] | None,
     ) -> None:
         self.parameters = list(parameters)
         sizes = [-(-one.numel() // _ALIGNED) * _ALIGNED for one in parameters]  # padded with zeros
@@ -52,8 +52,8 @@ class _Bucket:
         self.numbers = self.flat[: sum(sizes)]
         self.present, self.extra = parts[-2], parts[-1]
         own = parameters[0].dtype if parameters else dtype
-        self.beside = None if own == dtype else beside
-        fits = own == dtype or beside is not None
+        self.wire_gradients = None if own == dtype else wire_gradients
+        fits = own == dtype or wire_gradients is not None
         self.wide = None if fits else torch.zeros(sum(sizes), dtype=own, device=device)
         self.sums = self.views
         if self.wide is not None:
@@ -83,10 +83,10 @@ class _Bucket:
         for parameter, view, is_there in zip(self.parameters, self.sums, present, strict=True):
             if not is_there:
                 continue
-            if self.beside is None:
+            if self.wire_gradients is None:
                 parameter.grad = view
             else:  # in the wire type: a cast back would be one more pass over memory and one more copy
-                self.beside[parameter], parameter.grad = view, None
+                self.wire_gradients[parameter], parameter.grad = view, None
         self.filled.clear()
 
 
@@ -100,7 +100,7 @@ class DenseExchange:
         parameters: dense parameters.
         group: the ranks.
         wire_dtype: type of the gradients sent; None: the type of each parameter.
-        beside: receives, by parameter, sums whose type differs from the parameter's; None: they are cast to its type
+        wire_gradients: receives, by parameter, sums whose type differs from the parameter's; None: they are cast
             and become its `grad`.
 
     Attributes:
@@ -116,11 +116,11 @@ class DenseExchange:
         parameters: Sequence[nn.Parameter],
         group: Group,
         wire_dtype: torch.dtype | None = None,
-        beside: dict[Tensor, Tensor] | None = None,
+        wire_gradients: dict[Tensor, Tensor] | None = None,
     ) -> None:
         self.group = group
         self.wire_dtype = wire_dtype
-        self.beside = beside
+        self.wire_gradients = wire_gradients
         self.is_static = False
         self.look: Callable[[Tensor], None] | None = None
         group.open_beside()
@@ -163,7 +163,7 @@ class DenseExchange:
     def _add(self, parameters: Sequence[nn.Parameter]) -> None:
         dtype = self.wire_dtype if self.wire_dtype is not None else parameters[0].dtype
         extra = 0 if self.buckets or dtype != torch.float32 else 1 + NUM_SIGNALS
-        self.buckets.append(_Bucket(parameters, dtype, parameters[0].device, extra, self.beside))
+        self.buckets.append(_Bucket(parameters, dtype, parameters[0].device, extra, self.wire_gradients))
 
     def begin(self, loss: Tensor) -> None:
         """Prepare for a backward pass.
@@ -174,8 +174,8 @@ class DenseExchange:
         self._hook()
         while self._unfinished:
             self._unfinished.pop()()
-        if self.beside is not None:
-            self.beside.clear()  # left by a pass whose gradients were not dropped
+        if self.wire_gradients is not None:
+            self.wire_gradients.clear()  # left by a pass whose gradients were not dropped
         self._is_on, self._next = True, 0
         self._finite = torch.zeros((), device=loss.device)
         self._loss = loss.detach().clone()

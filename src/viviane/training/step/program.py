@@ -150,7 +150,7 @@ class TrainStep(StepState):
         gradients = self.gradients.all()
         squares = [one.grad_norm_squared().double() for one in self.collections.values()]
         if gradients:
-            kind = torch.float32 if self.gradients.beside else None  # 16-bit gradients are widened when read
+            kind = torch.float32 if self.gradients.wire_gradients else None  # 16-bit gradients are widened when read
             squares.append(torch.stack(torch._foreach_norm(gradients, dtype=kind)).double().square().sum())
         norm = torch.stack(squares).sum().sqrt() / (1.0 if factor is None else factor)
         clipped = (limit / norm).clamp(max=1.0).to(torch.float32)

@@ -108,7 +108,7 @@ class StepState:
                 )
             return None
         optimizer = build_dense_optimizer(settings, self.parameters.values(), self.solver.lr)
-        optimizer.beside = self.gradients.beside
+        optimizer.beside = self.gradients.wire_gradients
         if dense_reason(list(self.parameters.values())) is None:
             optimizer.mover = DenseMover()
         return optimizer
@@ -122,7 +122,7 @@ class StepState:
             list(self.parameters.values()),
             self.group,
             None if wire == "float32" else getattr(torch, wire),
-            self.gradients.beside,
+            self.gradients.wire_gradients,
         )
         if self.guard is not None:
             self.guard = GroupGuard(self.module, self.collections, self.gradients)

@@ -168,21 +168,21 @@ class _StaticShape:
         self.hotness: dict[str, int] = {}
         self.pending_signals: _Signals | None = None
         """Signals of the last step, if a replay writes them."""
-        self._said = False
+        self._sent = False
         self._ring: deque[_Signals] = deque()
         self._has_begun = False
 
-    def next(self, asks: bool) -> bool:
+    def next(self, requests_stop: bool) -> bool:
         """Begin a step: keep the last step's signals and send this rank's; return whether an older one requests a stop.
 
         Args:
-            asks: whether this rank was asked to stop.
+            requests_stop: whether this rank was asked to stop.
         """
         self._keep_last()
         self._has_begun = True
-        if asks != self._said:
-            self.exchange.signals[:1].fill_(float(asks))
-            self._said = asks
+        if requests_stop != self._sent:
+            self.exchange.signals[:1].fill_(float(requests_stop))
+            self._sent = requests_stop
         return len(self._ring) >= _LATE and self._read()
 
     def rest(self) -> bool:
