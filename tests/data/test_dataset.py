@@ -124,12 +124,24 @@ def test_other_kinds_of_list_and_labels_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"c": pa.array([3, 4, 5, 0, 9], pa.int64())}, r"the type of a column differs.*\n.*column 'c'\n  value:   'int64'\n.*int32"),
-        ({"x": pa.array([0, 1, 2, 3, 4], pa.float64())}, r"the type of a column differs.*\n.*column 'x'\n  value:   'double'"),
+        (
+            {"c": pa.array([3, 4, 5, 0, 9], pa.int64())},
+            r"the type of a column differs.*\n.*column 'c'\n  value:   'int64'\n.*int32",
+        ),
+        (
+            {"x": pa.array([0, 1, 2, 3, 4], pa.float64())},
+            r"the type of a column differs.*\n.*column 'x'\n  value:   'double'",
+        ),
         ({"c": pa.array(list("abcde"))}, r"the type of a column differs.*\n.*column 'c'\n  value:   'string'"),
-        ({"t": pa.array([1, 2, 3, 4, 5], pa.int32())}, r"the type of a column differs.*\n.*column 't'\n  value:   'int32'"),
+        (
+            {"t": pa.array([1, 2, 3, 4, 5], pa.int32())},
+            r"the type of a column differs.*\n.*column 't'\n  value:   'int32'",
+        ),
         ({"v": pa.array([[0, 1, 2]] * 5, pa.list_(pa.float32(), 3))}, r"column 'v'\n.*'fixed_size_list.*\[3\]"),
-        ({"colour": pa.array([1] * 5)}, r"a column that is not in the schema\n.*part-00000.parquet\n  value:   'colour'.*\n.*`ignored`"),
+        (
+            {"colour": pa.array([1] * 5)},
+            r"a column that is not in the schema\n.*part-00000.parquet\n  value:   'colour'.*\n.*`ignored`",
+        ),
         ({"c": None}, r"is missing in the file\n.*part-00000.parquet\n  value:   'c'"),
     ],
 )  # fmt: skip

@@ -67,7 +67,11 @@ def test_matrices_become_vectors_and_bags(tmp_path: Path) -> None:
         ({"x": ["one"], "c": [1]}, DataError, r"without loss\n.*column 'x'"),
         ({"x": [None], "c": [1]}, DataError, r"the data contain a null\n.*column 'x'"),
         ({"x": np.zeros((1, 1)), "c": [1]}, DataError, r"without loss\n.*column 'x'"),
-        (pa.table({"x": pa.array([1.0]), "c": pa.array([1], pa.int32())}), SchemaError, r"the type of a column differs.*\n.*'x'"),
+        (
+            pa.table({"x": pa.array([1.0]), "c": pa.array([1], pa.int32())}),
+            SchemaError,
+            r"the type of a column differs.*\n.*'x'",
+        ),
         ([1, 2], SchemaError, r"Arrow tables or dicts of columns\n.*\n  value:   'list'"),
     ],
 )
