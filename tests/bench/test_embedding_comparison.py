@@ -93,7 +93,7 @@ def test_peers_are_chosen() -> None:
     assert "keras" not in choose_libraries("auto", torch.device("cuda"))
     with pytest.raises(ConfigError, match="did you mean 'torchrec'"):
         choose_libraries("torchrek", CPU)
-    with pytest.raises(ConfigError, match="not compared on cuda"):
+    with pytest.raises(ConfigError, match="not supported on cuda"):
         choose_libraries("keras", torch.device("cuda"))
 
 

@@ -88,7 +88,7 @@ def test_a_refused_run_changes_nothing(place: Path) -> None:
 
     before, words = content(), ["train", "c.json", "--run-folder", "runs/one"]
     assert "already holds a run" in viviane(*words, cwd=place, code=2)
-    assert "of another model" in viviane(*words, "--resume", "--set", "model.dim=8", cwd=place, code=2)
+    assert "to another model" in viviane(*words, "--resume", "--set", "model.dim=8", cwd=place, code=2)
     with ThreadPoolExecutor(1) as pool, ExitStack() as held:
         pool.submit(lambda: held.enter_context(locked(folder))).result()
         for more in ([], ["--resume", "--set", "solver.epochs=9"]):

@@ -330,9 +330,9 @@ def test_a_folder_of_something_else_is_not_replaced(pair, tmp_path) -> None:
     [
         ({"to": "onxx"}, "did you mean 'onnx'"),
         ({"to": []}, "at least one form"),
-        ({"precision": "fp8"}, "no such precision"),
-        ({"tables": "nowhere"}, "no such tables"),
-        ({"operators": "mine"}, "no such operators"),
+        ({"precision": "fp8"}, "unknown precision"),
+        ({"tables": "nowhere"}, "unknown tables"),
+        ({"operators": "mine"}, "unknown operators"),
         ({"tables": "model"}, "needs a saved model"),
         ({"tables": "beside", "dense_only": True}, "has no tables"),
     ],
@@ -371,7 +371,7 @@ def test_new_weights(form, pair, tmp_path) -> None:
     artifact.update(second)
     np.testing.assert_allclose(artifact.predict(given), second.predict(given), atol=1e-6)
     assert np.array_equal(model.predict(given), pair[0].predict(given))
-    with pytest.raises(ExportError, match="another"):
+    with pytest.raises(ExportError, match="weight differs"):
         artifact.update(made(NCF(dim=4), PAIR))
     np.testing.assert_allclose(artifact.predict(given), second.predict(given), atol=1e-6)
 

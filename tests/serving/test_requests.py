@@ -85,7 +85,7 @@ def test_columns_that_are_missing_twice_or_of_another_length(session, raw) -> No
         session.predict(pd.concat([frame, frame[["user"]]], axis=1))
     with pytest.raises(DataError, match="type that the config does not expect"):
         session.predict({**columns, "user": np.arange(5)})
-    with pytest.raises(ConfigError, match="rows of this type"):
+    with pytest.raises(ConfigError, match="rows of this kind"):
         session.predict(5)
 
 

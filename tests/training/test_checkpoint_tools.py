@@ -101,7 +101,7 @@ def test_reshard_from_the_command_line_and_its_refusals(saved, tmp_path):
         with pytest.raises(ConfigError, match=error):
             reshard(path, tmp_path / "none", **way)
         assert not (tmp_path / "none").exists()
-    with pytest.raises(ConfigError, match="the folder exists"):
+    with pytest.raises(ConfigError, match="the target folder exists"):
         reshard(path, path, processes=1)
 
 

@@ -25,8 +25,8 @@ def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
     pandas frames (categories, nullable and mixed types; the index is dropped), Polars frames and lazy frames, Arrow
     tables, record batches and readers, objects with Arrow's PyCapsule interface, Hugging Face data sets, columns by
     name, lists of dicts, NumPy arrays of two dimensions or of records, torch tensors, torch Datasets and DataLoaders
-    whose items are dicts, and iterables of any of these. NaN in a pandas frame is a missing value, elsewhere it is NaN
-    (pandas only).
+    whose items are dicts, and iterables of any of these. NaN in a pandas frame is a missing value; elsewhere it
+    stays NaN.
 
     Args:
         rows: the rows.
@@ -139,7 +139,7 @@ def _of_dicts(items: Iterable[Any]) -> pa.Table:
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise DataError("a row must be a dict by column", where=f"row {number}", value=type(item).__name__)
-        for name in item.keys() - columns.keys():
+        for name in [one for one in item if one not in columns]:
             columns[str(name)] = [None] * number
         for name, values in columns.items():
             value = item.get(name)

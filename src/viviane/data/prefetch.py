@@ -171,7 +171,7 @@ class Prefetcher:
     def _block(self, window: Window) -> Block:
         return Block(self._reading.storage.schema, window.num_rows, len(window.groups), self._reading.windows)
 
-    def _hand_in_next(self) -> None:
+    def _submit_next(self) -> None:
         _, window, part = self._pending.popleft()
         loading = self._loading.get(window.number)
         if loading is None:
@@ -231,8 +231,8 @@ class Prefetcher:
         first = self._tasks[0]
         return isinstance(first, Future | ShuffledTask) and first.done()
 
-    def _hand_in_run(self) -> _Task:
-        """Submit one task for a run of batches and return it; inline work is returned as a finished task."""
+    def _submit_run(self) -> _Task:
+        """Submit one task for a run of batches and return it; inline work is returned as a function."""
         requests: list[Any] = []
         count, self._next_run = self._next_run, min(2 * self._next_run, self._run)
         for start, stop in self._ranges.some(self._next, self._next + count):
@@ -240,7 +240,7 @@ class Prefetcher:
             if pieces:  # a share may have no rows
                 last = pieces[-1][0].number
                 while self._pending and self._pending[0][1].number <= last:
-                    self._hand_in_next()
+                    self._submit_next()
                 for number in [n for n in self._loading if n < pieces[0][0].number]:
                     del self._loading[number]  # freed as soon as the tasks that use it are done
             requests.append([(piece, self._loading[piece[0].number]) for piece in pieces])
@@ -253,15 +253,15 @@ class Prefetcher:
             return partial(assemble, self._reading.shape, requests, self._reading.buffers)
         return self._pool.submit(assemble, self._reading.shape, requests, self._reading.buffers)
 
-    def _hand_in_until(self, row: int) -> None:
+    def _submit_until(self, row: int) -> None:
         while self._pending and self._pending[0][0] <= row:
-            self._hand_in_next()
+            self._submit_next()
 
     def _fill(self, limit: int) -> None:
         """Submit due tasks until there are `limit` tasks for batches, or the epoch has no more."""
         while self._next < len(self._ranges) and len(self._tasks) < limit:
-            self._hand_in_until(self._ranges[self._next][0])
-            self._tasks.append(self._hand_in_run())
+            self._submit_until(self._ranges[self._next][0])
+            self._tasks.append(self._submit_run())
 
     def _read_on(self) -> None:
         """Submit due tasks of the next epoch, whose rows continue the count of this one."""
@@ -271,7 +271,7 @@ class Prefetcher:
             plan, order = self._after or (self._plan.following(), None)
             self.following = Prefetcher(plan, self._reading, before=self, order=order)
         if self._next < len(self._ranges):
-            self.following._hand_in_until(self._ranges[self._next][0] - self._reading.last_row)
+            self.following._submit_until(self._ranges[self._next][0] - self._reading.last_row)
         else:
             self.following._fill(self._depth - len(self._tasks))
 

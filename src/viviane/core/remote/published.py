@@ -32,7 +32,7 @@ from viviane.core.remote.systems import rename_over
 PUBLISHED_FILE: Final = "published.json"
 VERSIONS: Final = "versions"
 _FORMAT: Final = "viviane-published"
-_LEVELS: Final = 3  # depth of paths inside a published folder that are searched
+_LEVELS: Final = 3  # folders that are searched for published.json: the path and its parents
 _PIECE_BYTES: Final = 8 << 20
 _THREADS: Final = 4
 
