@@ -115,6 +115,6 @@ def test_histories():
     before, item, user = leave_one_out(users, 2)
     assert (before.values.tolist(), item.tolist(), user.tolist()) == ([3], [4], [0])
     for wrong in ([3, 4], [["a"]], [[1.5]], [[[3]]], 7):
-        with pytest.raises(SchemaError, match="a history must be a list of (integer )?item ids"):
+        with pytest.raises(SchemaError, match=r"a history must be a list of (integer )?item ids"):
             Histories.of(wrong)
     assert len(Histories.of([])) == 0
