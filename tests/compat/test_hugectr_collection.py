@@ -161,7 +161,7 @@ def test_plans_are_checked() -> None:
     collection.shard([["a", "b"], ["b"]], [("mp", [("a", 2)]), ("dp", ["b"])], {})
     for matrix, strategy, named in (
         ([["a"], ["b"]], [("dp", ["a"])], "every GPU"),
-        ([["a"]], [("mp", ["b"])], "no GPU"),
+        ([["a"]], [("mp", ["b"])], "not on any GPU"),
         ([["a", "b"]], [("mp", [("a", 3)])], "ev_size"),
         ([["a", "c"]], [], "no lookup uses a table of this name"),
         ([["a", "b"]], [("rp", ["a"])], "unknown strategy"),
@@ -174,7 +174,7 @@ def test_plans_are_checked() -> None:
 
 def test_a_table_that_is_averaged_has_no_second_combiner(tmp_path: Path) -> None:
     a = table("a", 6, 2)
-    with pytest.raises(ConfigError, match="averaged"):
+    with pytest.raises(ConfigError, match="a table with combiner mean"):
         start(tmp_path, [([a, a], ["data1", "data2"], "emb", ["average", "concat"])], 6)
 
 

@@ -174,7 +174,7 @@ def test_keys_that_are_not_known_or_stand_twice_are_warned_of(
     for key in ("preload", "rows_on_disk", "colour", "iteration_strategy"):
         assert f"the key {key!r} is unknown and has no effect" in printed
     assert "'max_itr' is unknown and has no effect; did you mean 'max_iter'?" in printed
-    assert "'seed' occurs twice in one object; the last one counts" in printed
+    assert "'seed' occurs twice in one object; the last one is used" in printed
     assert "Finish 4 iterations" in printed
 
 

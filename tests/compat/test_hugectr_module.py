@@ -86,7 +86,7 @@ def test_files_of_a_mounted_file_system_are_copied(tmp_path: Path, capsys: pytes
     remote = data.DataSourceParams(source=hugectr.DataSourceType_t.S3, server="s", port=1)
     hugectr.Model(hugectr.CreateSolver(data_source_params=remote))
     print_notes()
-    assert "files of S3 are read where they are mounted" in capsys.readouterr().out
+    assert "files of S3 are read from their mount paths" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("default", [0.0, 0.25])

@@ -150,7 +150,7 @@ def test_sizes_of_a_hash_table_do_not_bound_the_keys_of_norm_data(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = build(norm_file(tmp_path, KEYS), [3, 3, 2], sgd())
-    assert "keys of keys_2 are not those that slot_size_array counts, 6 to 7" in capsys.readouterr().out
+    assert "keys of keys_2 are not in the range of slot_size_array, 6 to 7" in capsys.readouterr().out
     model.train()
     model.save_params_to_files("any")
     assert sorted(np.fromfile("any0_sparse_0.model/key", "<i8").tolist()) == sorted(set(KEYS.ravel().tolist()))

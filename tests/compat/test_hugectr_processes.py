@@ -72,7 +72,7 @@ def test_two_processes_train_to_the_numbers_of_one(tmp_path: Path) -> None:
 def test_tables_lie_where_shard_says_and_train_to_the_numbers_of_one_process(tmp_path: Path) -> None:
     one, two = (run(count, tmp_path / str(count), PROGRAM.with_name("ebc.py")) for count in (1, 2))
     placed = "table0 row [0, 1], table1 replicated everywhere, table2 table [0], table3 replicated everywhere"
-    assert f"Tables lie on 2 processes as shard says: {placed}" in two
+    assert f"Tables are sharded over 2 processes by shard: {placed}" in two
     assert "accepted, without effect here: use_exclusive_keys, shard" in one
     losses = [[float(loss) for _, loss in LOSS.findall(text)] for text in (one, two)]
     assert len(losses[0]) == 6
@@ -94,7 +94,7 @@ def test_keys_without_sizes_are_loaded_into_tables_of_two_processes(tmp_path: Pa
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py itself answers")
 def test_processes_talk_through_the_stand_in_for_mpi4py(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(TALK)
-    assert "the 2 processes of torchrun stand in" in run(2, tmp_path, tmp_path / "talk.py")
+    assert "the 2 processes of torchrun are used" in run(2, tmp_path, tmp_path / "talk.py")
     first, second = ((tmp_path / name).read_text() for name in ("found1", "found2"))
     assert first == repr([2, [1, 2], 3, 2, 5, [1, 2], None, [2, 2]])
     assert second == repr([2, [1, 2], 3, 2, 6, None, 2, [2, 2]])

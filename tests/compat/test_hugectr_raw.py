@@ -56,7 +56,7 @@ def dense_of(model: Any) -> np.ndarray:
 def test_whole_numbers_and_floats_are_told_apart_by_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     model = build(raw_file(COUNTS.astype("<i4")), 5, 5, [3, 4])
     np.testing.assert_allclose(dense_of(model), np.log1p(COUNTS), rtol=1e-6)  # one rounding to float32
-    assert "rows.bin holds int32" in capsys.readouterr().out
+    assert "rows.bin contains int32" in capsys.readouterr().out
     model = build(raw_file(COUNTS.astype("<f4")), 5, 5, [3, 4])
     np.testing.assert_array_equal(dense_of(model), COUNTS)
 
@@ -112,7 +112,7 @@ def test_a_source_that_is_not_there_is_named_with_how_it_is_made(kind: str, what
     model.add(hugectr.DenseLayer(LAYER.InnerProduct, ["flat"], ["logit"], num_output=1))
     model.add(hugectr.DenseLayer(LAYER.BinaryCrossEntropyLoss, ["logit", "label"], ["loss"]))
     with pytest.raises(
-        DataError, match=f"(?s)no such {what} of training data.*./data/train.*DataGenerator.*{Path.cwd()}"
+        DataError, match=f"(?s){what} of training data not found.*./data/train.*DataGenerator.*{Path.cwd()}"
     ):
         model.compile()
 

@@ -130,7 +130,7 @@ def test_groups_of_zeros_alone_have_tables_of_their_own() -> None:
 
 def test_keys_beyond_their_slots_make_a_hash_table_take_any_key(capsys: pytest.CaptureFixture[str]) -> None:
     model = build(parquet(KEYS), [("user", 1), ("goods", 3), ("category", 1)], [5, 3, 3, 2, 2])
-    assert "keys of c3 are not those that slot_size_array counts, 0 to 1, but 0 to 2" in capsys.readouterr().out
+    assert "keys of c3 are not in the range of slot_size_array, 0 to 1, but 0 to 2" in capsys.readouterr().out
     assert vectors_of(model, "goods_table").shape == (4, 3, DIM)
     model.train()
     model.save_params_to_files("m")
@@ -354,7 +354,7 @@ def test_rows_of_keys_that_no_slot_has_are_left_out_with_a_warning(capsys: pytes
                   optimizer=h.CreateOptimizer(h.Optimizer_t.AdaGrad))  # fmt: skip
     vectors = save("more", [99, 1, 3])
     model.load_sparse_weights({"keys_table": "more"})
-    assert "1 of 3 keys lie in no slot, such as 99; slot_size_array counts 0 to 4" in capsys.readouterr().out
+    assert "1 of 3 keys are in no slot, such as 99; slot_size_array covers 0 to 4" in capsys.readouterr().out
     np.testing.assert_array_equal(vectors_of(model, "keys_table")[1], vectors[1:])
     (vectors + 1).tofile("state")
     model.load_sparse_optimizer_states(["state"])
@@ -368,7 +368,7 @@ def test_sizes_that_differ_and_sizes_of_one_embedding_alone(capsys: pytest.Captu
     model.added[1] = h.SparseEmbedding(HASH, 1, DIM, "sum", "keys_table", "keys", [5, 3, 3, 9, 2])
     model.added.insert(2, h.SparseEmbedding(HASH, 1, 1, "sum", "wide", "keys"))
     model.compile()
-    assert "slot c3 has 9 keys here and 3 in another place" in capsys.readouterr().out
+    assert "slot c3 has 9 keys here and 3 elsewhere" in capsys.readouterr().out
 
 
 def test_the_planner_of_4_1_takes_its_plan_from_python() -> None:
