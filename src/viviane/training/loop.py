@@ -391,8 +391,8 @@ class FitLoop:
                 **self.rows.state(place),
                 "stages": dict(self.times.seconds),
             }
-            in_thread = self.solver.async_checkpoint
-            self.store.save(self.trainer.module, self.trainer.stepper.optimizer, place, in_thread=in_thread)
+            beside = self.solver.async_checkpoint
+            self.store.save(self.trainer.module, self.trainer.stepper.optimizer, place, beside=beside)
         self.last_saved = step
         self.rows.pause(perf_counter() - start)
 

@@ -86,7 +86,7 @@ class CheckpointStore:
         optimizer: DenseOptimizer | None,
         progress: Progress,
         *,
-        in_thread: bool | Literal["auto"] = False,
+        beside: bool | Literal["auto"] = False,
     ) -> Path:
         """Write a checkpoint, then the index, then remove expired ones.
 
@@ -94,14 +94,14 @@ class CheckpointStore:
 
         Args:
             module, optimizer, progress: the state to write, as of this call.
-            in_thread: write in a thread while training continues; "auto" does so if a process has more than
+            beside: write in a thread while training continues; "auto" does so if a process has more than
                 `SMALL_BYTES` to write. At most one save is active: the next one waits for it, and raises its error.
 
         Raises:
             CheckpointError: this save or the one before it failed.
         """
         self.finish()
-        path, hold = self.path(progress.step), in_thread if isinstance(in_thread, bool) else self._is_large(module)
+        path, hold = self.path(progress.step), beside if isinstance(beside, bool) else self._is_large(module)
         content = on_all_ranks(self.group, lambda: collect(module, optimizer, progress, self.group, hold=hold))
         if hold:
             group = self._group_of_thread()
