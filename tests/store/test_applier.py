@@ -88,7 +88,8 @@ class Source:
                 made.append(self.delta("", 0, DeltaKind.DENSE, [0], half[None], part=part, num_parts=2))
         for partition in range(self.partitions):
             last = {table: seq for (table, own), seq in self.seq.items() if own == partition and table}
-            data = np.frombuffer(json.dumps({"last": last}).encode(), np.uint8)[None]
+            content = {"last": last, "dense": 2 if dense is not None and not partition else 0}
+            data = np.frombuffer(json.dumps(content).encode(), np.uint8)[None]
             made.append(self.delta("", partition, DeltaKind.END, [0], data))
         self.log += made
         return made
@@ -222,3 +223,44 @@ def test_the_last_change_of_a_key_counts() -> None:
              made.delta("item", 0, DeltaKind.ERASED, [4], np.empty((1, 0), np.uint8))]  # fmt: skip
     keys, rows, erased = Changes([decode_delta(one) for one in parts]).merged(8)
     assert (keys.tolist(), rows[:, 0].tolist(), erased.tolist()) == ([3], [2], [4])
+
+
+def by_partition(log: list[bytes], partitions: int) -> list[list[bytes]]:
+    return [[one for one in log if decode_delta(one).header.partition == part] for part in range(partitions)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 5))
+def test_dense_weights_become_visible_with_their_rows_in_any_order_of_partitions(seed: int, publications: int) -> None:
+    source, target, random = Source(), DictTarget(), Random(seed)
+    for number in range(1, publications + 1):
+        source.publish([("item", 0, number), ("item", 1, number)], dense=bytes([number]) * 8)
+    applier = DeltaApplier(target, 2, visible="publication")
+    queues = by_partition(source.log, 2)
+    while any(queues):
+        applier.offer([random.choice([one for one in queues if one]).pop(0)])
+        rows = target.tables["item"]
+        assert (target.dense[-1:] or [None]) == [rows.get(0)] == [rows.get(1)]
+    assert rows[0] == bytes([publications]) * 8
+
+
+def test_a_publication_waits_for_dense_weights_that_were_lost(tmp_path: Path) -> None:
+    source, target = Source(), DictTarget()
+    log = source.publish([("item", 0, 1), ("item", 1, 1)], dense=b"weights!")
+    lost = next(one for one in log if decode_delta(one).header.kind is DeltaKind.DENSE)
+    applier = DeltaApplier(target, 2, visible="publication")
+    applier.offer([one for one in log if one != lost])
+    assert not target.tables["item"]
+    with pytest.raises(DeltaGapError, match="seq 1"):
+        applier.check()
+    applier.offer(source.publish([("item", 0, 2)], dense=b"WEIGHTS!"))  # the next publication contains everything
+    assert target.tables["item"] == source.truth["item"]
+    assert target.dense == [b"WEIGHTS!"]
+    applier.check()
+    with Outbox(tmp_path, "ctr") as outbox:
+        outbox.append(log)
+        target = DictTarget()
+        applier = DeltaApplier(target, 2, visible="publication", repair=lambda *place: read_outbox(tmp_path, *place))
+        applier.offer([one for one in log if one != lost])
+    assert target.tables["item"] == {0: b"\1" * 8, 1: b"\1" * 8}
+    assert target.dense == [b"weights!"]

@@ -27,6 +27,8 @@ COMMANDS = {
     "predict": "viviane.cli.predict",
     "export": "viviane.cli.export",
     "serve": "viviane.cli.serve",
+    "models": "viviane.cli.models",
+    "top": "viviane.cli.top",
     "load-test": "viviane.cli.load_test",
     "store": "viviane.cli.store",
     "index": "viviane.cli.index",

@@ -170,6 +170,16 @@ class DynamicTable(DynamicStore):
         return export_keys(self, since, min_score)
 
     @serialized
+    def keys_by_row(self) -> tuple[Tensor, Tensor]:
+        """Return the key of each row, (R,), int64, and which rows are in use, (R,), bool; copies.
+
+        A row keeps its key until the key is evicted or erased, so two results tell which keys have gone in between.
+        """
+        in_use = torch.zeros(self.index.num_rows, dtype=torch.bool, device=self.device)
+        in_use[self.index.rows_in_use()] = True
+        return self.index.keys[: self.index.num_rows].clone(), in_use
+
+    @serialized
     def import_(self, content: DynamicContent) -> None:
         """Add keys, or replace what belongs to them; other keys stay.
 

@@ -16,6 +16,7 @@ from viviane.store.row_layout import Column, Keys, RowLayout, Rows
 
 Changes = dict[str, tuple[Keys, Rows]]
 """By table, "<collection>.<table>": keys (n,) and rows (n, row_bytes)."""
+_NO_KEYS: Keys = np.empty(0, np.int64)
 
 
 class ChangedRows:
@@ -39,12 +40,15 @@ class ChangedRows:
             self.collections[name] = one
         self._touched: dict[str, Tensor] = {}
         self._clocks: dict[str, int] = {}
+        self._keys_by_row: dict[str, tuple[Tensor, Tensor]] = {}
+        self._removed: dict[str, Keys] = {}
         self.layouts: dict[str, RowLayout] = {}
         for full, (collection, table) in self._tables().items():
             config = collection.tables[table]
             self.layouts[full] = RowLayout([Column("weight", config.dtype, config.dim)])
             if isinstance(config, DynamicTableConfig):
                 self._clocks[full] = collection.dynamic_table(table).clock
+                self._keys_by_row[full] = collection.dynamic_table(table).keys_by_row()
                 continue
             rule = config.optimizer or collection.optimizer
             if getattr(rule, "update", "local") != "local":
@@ -86,6 +90,33 @@ class ChangedRows:
             ids = ids[inside]
         touched[ids] = True
 
+    def begin(self) -> None:
+        """Take the keys of dynamic tables as they are now as those that servers know: a checkpoint was loaded."""
+        for full, (collection, table) in self._tables().items():
+            if full in self._keys_by_row:
+                self._keys_by_row[full] = collection.dynamic_table(table).keys_by_row()
+
+    def take_removed(self) -> dict[str, Keys]:
+        """Return the keys that dynamic tables have evicted or erased, and forget that they had; call it after `take`.
+
+        A key that came back since is not among them.
+        """
+        found: dict[str, Keys] = {}
+        for full, (collection, table) in self._tables().items():
+            if full not in self._keys_by_row:
+                continue
+            dynamic = collection.dynamic_table(table)
+            (before, known), (now, in_use) = self._keys_by_row[full], dynamic.keys_by_row()
+            count = min(len(before), len(now))
+            gone = known.clone()
+            gone[:count] &= ~in_use[:count] | (before[:count] != now[:count])
+            keys = torch.cat([before[gone], torch.from_numpy(self._removed.pop(full, _NO_KEYS)).to(before.device)])
+            keys = keys[~dynamic.find(keys)[1]]
+            self._keys_by_row[full] = (now, in_use)
+            if len(keys):
+                found[full] = np.unique(keys.cpu().numpy())
+        return found
+
     def take(self) -> Changes:
         """Return the rows that have changed, as they are now, and forget that they had."""
         found: Changes = {}
@@ -95,8 +126,11 @@ class ChangedRows:
                 found[full] = (keys, self._rows(full, weight))
         return found
 
-    def give_back(self, changes: Mapping[str, tuple[Keys, Rows]], clocks: Mapping[str, int]) -> None:
-        """Remember rows again that could not be published."""
+    def give_back(
+        self, changes: Mapping[str, tuple[Keys, Rows]], clocks: Mapping[str, int], removed: Mapping[str, Keys]
+    ) -> None:
+        """Remember rows and removed keys again that could not be published."""
+        self._removed |= removed
         for full, (keys, _) in changes.items():
             if full in self._touched:
                 self._touched[full][torch.from_numpy(keys).to(self._touched[full].device)] = True

@@ -77,15 +77,16 @@ class Publication(Callback):
         from safetensors.torch import save
 
         clocks = self._changed.clocks
-        changes = self._changed.take()
+        changes, removed = self._changed.take(), self._changed.take_removed()
         dense = None
         if self._count % self.dense_every == 0:
             tensors = dense_tensors(self._model.module)
             dense = save({name: one.detach().cpu().contiguous().clone() for name, one in tensors.items()})
         try:
-            number = self._publisher.publish(changes, dense=dense, steps=(self._first_step or 0, self._step))
+            steps = (self._first_step or 0, self._step)
+            number = self._publisher.publish(changes, erased=removed, dense=dense, steps=steps)
         except (StoreError, RemoteError):
-            self._changed.give_back(changes, clocks)
+            self._changed.give_back(changes, clocks, removed)
             raise
         self._count += 1
         self._first_step, self._last = None, time.monotonic()
@@ -121,6 +122,8 @@ class Publication(Callback):
         if trainer.device.type == "cuda" and trainer.solver.cuda_graph is not False:
             raise ConfigError("a model is published from eager steps", where="Solver", value="cuda_graph",
                               fix="cuda_graph=False")  # fmt: skip
+        if not self._count:  # a run that resumes has loaded its checkpoint after this object was made
+            self._changed.begin()
         for collection in self._changed.collections.values():
             self._watches.append(collection.register_forward_pre_hook(self._looked_up))
 

@@ -163,6 +163,40 @@ class ModelRepository:
         answered = [self._retire(name, number, one, timeout_s=timeout_s) for number, one in taken.items()]
         return all(answered)
 
+    def rollback(self, name: str, version: int | None = None) -> int:
+        """Let an earlier version of a model respond to requests again; returns its number.
+
+        The earlier version is loaded first if it is not loaded. Then the newer versions are unloaded: they complete the
+        requests that they have, so that no request fails.
+
+        Args:
+            version: None takes the next lower one that is loaded, else the next lower one in the model's folder.
+
+        Raises:
+            ModelNotFoundError: the model is not loaded.
+            ConfigError: there is no earlier version, or `version` is not an earlier one.
+            CheckpointError: the earlier version is missing or damaged; what was loaded stays.
+        """
+        with self._turn:
+            loaded = sorted(self._versions(name))
+            path = self._entries[name].path
+        current = loaded[-1]
+        if version is None:
+            earlier = loaded[:-1] or [number for number in find_versions(path) if number < current]
+            if not earlier:
+                raise ConfigError("there is no earlier version to roll back to", where=f"model {name!r}",
+                                  value=f"version {current}", fix="keep earlier versions in the folder")  # fmt: skip
+            version = max(earlier)
+        if version >= current:
+            raise ConfigError("a rollback is to an earlier version", where=f"model {name!r}", value=version,
+                              allowed=f"lower than {current}", fix="load it instead")  # fmt: skip
+        if version not in loaded:
+            self.load(name, version=version)
+        for newer in loaded:
+            if newer > version:
+                self.unload(name, newer)
+        return version
+
     def _retire(
         self, name: str, version: int, old: _Loaded, *, wait: bool = True, timeout_s: float | None = None
     ) -> bool:

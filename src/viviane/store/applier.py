@@ -165,7 +165,9 @@ class DeltaApplier:
         self._publisher = target.publisher()
         self._staged: list[Delta] = []
         self._ended: dict[int, int] = {}
-        self._dense: dict[int, bytes] = {}
+        self._dense: dict[int, dict[int, bytes]] = {}
+        """By publication the parts of its dense weights; a later publication may arrive before an earlier one ends."""
+        self._num_parts: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def offer(self, messages: Iterable[bytes]) -> None:
@@ -175,7 +177,8 @@ class DeltaApplier:
             StoreError: the target cannot be written; offer the same messages again.
         """
         with self._lock:
-            before = (dict(self._seen), list(self._staged), dict(self._ended), dict(self._dense))
+            dense = {publication: dict(parts) for publication, parts in self._dense.items()}
+            before = (dict(self._seen), list(self._staged), dict(self._ended), dense)
             try:
                 for data in messages:
                     self._take(data)
@@ -270,9 +273,8 @@ class DeltaApplier:
         head = delta.header
         self._seen[head.table, head.partition] = head.seq
         if head.kind == DeltaKind.DENSE:
-            if head.part == 0:
-                self._dense.clear()
-            self._dense[head.part] = delta.rows.tobytes()
+            self._dense.setdefault(head.publication, {})[head.part] = delta.rows.tobytes()
+            self._num_parts[head.publication] = head.num_parts
         elif head.kind == DeltaKind.END and not self._end(delta):
             return  # the next publication's end lists what is missing here, too
         self._staged.append(delta)
@@ -284,11 +286,20 @@ class DeltaApplier:
                               error=StoreError)  # fmt: skip
         with expected_form(head.where, StoreError):
             ends = {str(table): int(seq) for table, seq in content["last"].items()}
+            num_parts = int(content.get("dense", 0))
         for table, seq in ends.items():
             stream = (table, head.partition)
             seen = self._seen_of(stream)
             if seen < seq and not self._fill(stream, seen + 1, seq):
                 return False
+        # Rows without the dense weights of their publication would be a mixture.
+        if num_parts > len(self._dense.get(head.publication, ())) and self.visible == "publication":
+            stream = ("", head.partition)
+            found = self._fill(stream, head.seq - num_parts, head.seq - 1)
+            self._seen[stream] = head.seq
+            if not found:
+                return False
+        self.gaps.pop(("", head.partition), None)
         self._ended[head.partition] = head.publication
         return True
 
@@ -302,7 +313,7 @@ class DeltaApplier:
             due = [one for one in self._staged if one.header.publication <= complete]
         if not due:
             return
-        dense_due = self._is_dense_due(due, complete)
+        dense_due = self._dense_due(complete)
         changes: dict[str, Changes] = {}
         last: dict[Stream, int] = {}
         for one in due:
@@ -311,19 +322,19 @@ class DeltaApplier:
                 last[head.table, head.partition] = head.seq
             if head.table and self.target.row_bytes(head.table) is not None:
                 changes.setdefault(head.table, Changes()).parts.append(one)
-        dense = b"".join(self._dense[i] for i in sorted(self._dense)) if dense_due else None
+        parts = self._dense.get(dense_due, {})
+        dense = b"".join(parts[i] for i in sorted(parts)) if parts else None
         self.target.apply(changes, last, self._publisher, dense, complete)
-        if dense_due:
-            self._dense.clear()
+        for publication in [one for one in self._dense if one <= dense_due]:
+            del self._dense[publication], self._num_parts[publication]
         left = [] if self.visible == "row" else [one for one in self._staged if one.header.publication > complete]
         self._staged = left
         self._count(due, complete)
 
-    def _is_dense_due(self, due: Sequence[Delta], complete: int) -> bool:
-        parts = [one.header for one in self._staged if one.header.kind == DeltaKind.DENSE]
-        newest = max((head.publication for head in parts), default=0)
-        whole = bool(self._dense) and bool(parts) and len(self._dense) == parts[-1].num_parts
-        return whole and (self.visible == "row" or newest <= complete) and any(d.header in parts for d in due)
+    def _dense_due(self, complete: int) -> int:
+        """Return the newest publication whose dense weights are all there and may become visible; 0: none."""
+        whole = [one for one, parts in self._dense.items() if len(parts) == self._num_parts[one]]
+        return max((one for one in whole if self.visible == "row" or one <= complete), default=0)
 
     def _count(self, due: Sequence[Delta], complete: int) -> None:
         status = self.status

@@ -47,7 +47,8 @@ class DeltaKind(IntEnum):
     DENSE = 2
     """A part of the dense weights: one row, the bytes of a safetensors file; `table` is empty."""
     END = 3
-    """A publication is complete in its partition; one row, JSON {"last": {table: seq}}; `table` is empty."""
+    """A publication is complete in its partition; one row, JSON {"last": {table: seq}, "dense": parts of its dense
+    weights in this partition}; `table` is empty."""
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,8 @@ class DeltaPublisher:
             deltas += self._by_partition(gone, keys, np.empty((len(keys), 0), np.uint8), last)
         if dense is not None:
             deltas += _dense_parts(base, dense, last)
-        deltas += self._ends(base, last)
+        num_parts = sum(one.header.kind == DeltaKind.DENSE for one in deltas)
+        deltas += self._ends(base, last, num_parts)
         self.outbox.append(one.encode() for one in deltas)
         with self._turn:
             self._turn.notify_all()
@@ -177,11 +178,12 @@ class DeltaPublisher:
             found += deltas
         return found
 
-    def _ends(self, base: DeltaHeader, last: dict[tuple[str, int], int]) -> list[Delta]:
+    def _ends(self, base: DeltaHeader, last: dict[tuple[str, int], int], num_parts: int) -> list[Delta]:
         found = []
         for partition in range(self.num_partitions):
             ends = {table: seq for (table, own), seq in last.items() if own == partition and table}
-            found.append(_one_row(base, DeltaKind.END, partition, json.dumps({"last": ends}).encode(), last))
+            content = {"last": ends, "dense": 0 if partition else num_parts}
+            found.append(_one_row(base, DeltaKind.END, partition, json.dumps(content).encode(), last))
         return found
 
     def _wait_for_room(self) -> None:

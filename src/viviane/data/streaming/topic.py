@@ -178,7 +178,11 @@ class Topic:
             DataError: the topic was deleted, or the next message no longer exists.
         """
         found: list[Message | EndOfLog] = []
-        for one in self._consumer.consume(most, seconds):
+        # Consumer.consume(n, timeout) waits for all n: wait for the first message only, then take what was fetched.
+        messages = self._consumer.consume(1, seconds)
+        if messages and most > 1:
+            messages += self._consumer.consume(most - 1, 0)
+        for one in messages:
             error = one.error()
             if error is None:
                 found.append(Message(one.partition(), one.offset(), int(one.timestamp()[1]), one.value()))

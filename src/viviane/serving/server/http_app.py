@@ -114,6 +114,7 @@ class _Handlers:
             route("/v2/repository/index", self.index, "POST"),
             route("/v2/repository/models/{model}/load", self.load, "POST"),
             route("/v2/repository/models/{model}/unload", self.unload, "POST"),
+            route("/v2/repository/models/{model}/rollback", self.rollback, "POST"),
             route("/v2/models/stats", self.all_statistics),
             route("/v1/models", self.names),
             route("/v1/models/{model}", self.columns),
@@ -192,16 +193,19 @@ class _Handlers:
         return self._json(self._service.index(ready=ready))
 
     async def load(self, request: Any) -> Any:
-        """Load a model."""
-        await self._optional_json(request)
-        await self._service.load(request.path_params["model"])
+        """Load a model: {"parameters": {"version": 2}}; without a version those of the settings."""
+        await self._service.load(request.path_params["model"], await self._version(request))
         return self._json({})
 
     async def unload(self, request: Any) -> Any:
-        """Unload a model."""
-        await self._optional_json(request)
-        await self._service.unload(request.path_params["model"])
+        """Unload a model, or one version of it: {"parameters": {"version": 2}}."""
+        await self._service.unload(request.path_params["model"], await self._version(request))
         return self._json({})
+
+    async def rollback(self, request: Any) -> Any:
+        """Let an earlier version respond again: {"parameters": {"version": 1}}; without a version the one before."""
+        number = await self._service.rollback(request.path_params["model"], await self._version(request))
+        return self._json({"version": str(number)})
 
     # A model ----------------------------------------------------------------------------------------------
 
@@ -282,6 +286,14 @@ class _Handlers:
         return self._json({"recommenders": sorted(self._service.recommenders)})
 
     # Bodies -----------------------------------------------------------------------------------------------
+
+    async def _version(self, request: Any) -> int | None:
+        """Return the version that a request about the repository names; other parameters are Triton's own."""
+        parameters = (await self._optional_json(request)).get("parameters", {})
+        version = parameters.get("version") if isinstance(parameters, dict) else None
+        if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 1):
+            raise invalid("a version is a whole number from 1", where="parameters", value=repr(version)[:100])
+        return version
 
     async def _optional_json(self, request: Any) -> dict[str, Any]:
         body = await self._body(request)

@@ -66,6 +66,10 @@ class Server:
         """Take a version away when its requests are answered; without the newest one, the one before answers again."""
         return self._server.repository.unload(name, version)
 
+    def rollback(self, name: str, version: int | None = None) -> int:
+        """Let an earlier version respond again, by default the one before; see `ModelRepository.rollback`."""
+        return self._server.repository.rollback(name, version)
+
     def index(self) -> list[ModelStatus]:
         """Return all versions and their state."""
         return self._server.repository.index()

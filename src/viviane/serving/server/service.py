@@ -335,8 +335,11 @@ class Service:
 
     # Loading ----------------------------------------------------------------------------------------------
 
-    async def load(self, model: str) -> None:
-        """Load the newest version of a model of the settings, or reload it.
+    async def load(self, model: str, version: int | None = None) -> None:
+        """Load a version of a model of the settings, or reload it.
+
+        Args:
+            version: None takes those that the settings name.
 
         Raises:
             RequestError: loading is not allowed, or the settings name no such model.
@@ -349,21 +352,34 @@ class Service:
             raise RequestError(Status.NOT_FOUND, "the server knows no model of this name", value=model, fix=fix)
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._loads, self.repository.add, entries[model])
+            entry = entries[model] if version is None else entries[model].model_copy(update={"versions": (version,)})
+            await loop.run_in_executor(self._loads, self.repository.add, entry)
         except OSError as error:
             raise invalid("the model cannot be read", where=entries[model].path, value=str(error)) from error
         self._forget()
         await loop.run_in_executor(self._loads, self.warm_up, model)
 
-    async def unload(self, model: str) -> None:
-        """Take no more requests for a model, answer those that it has, and free it.
+    async def unload(self, model: str, version: int | None = None) -> None:
+        """Take no more requests for a model or one version of it, answer those that it has, and free it.
 
         Raises:
             RequestError: unloading is not allowed. ModelNotFoundError: no such model is loaded.
         """
         self._check_control()
-        await asyncio.get_running_loop().run_in_executor(self._loads, self.repository.unload, model)
+        await asyncio.get_running_loop().run_in_executor(self._loads, self.repository.unload, model, version)
         self._forget()
+
+    async def rollback(self, model: str, version: int | None = None) -> int:
+        """Let an earlier version of a model respond again; see `ModelRepository.rollback`.
+
+        Raises:
+            RequestError: loading is not allowed. ModelNotFoundError: no such model is loaded.
+        """
+        self._check_control()
+        loop = asyncio.get_running_loop()
+        number = await loop.run_in_executor(self._loads, self.repository.rollback, model, version)
+        self._forget()
+        return number
 
     def warm_up(self, model: str) -> None:
         """Predict a made-up row, so that the first request does not wait for the ETL to plan its queries."""

@@ -1,0 +1,71 @@
+"""`viviane models`: list, load, unload and roll back the models of a running server."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Annotated, Any, Final
+from urllib.parse import quote, urlsplit
+
+import typer
+
+from viviane.core.errors import ConfigError, RemoteError, suggest
+
+ACTIONS: Final = {
+    "list": "all versions and their state",
+    "load": "MODEL: load a version next to those that respond, then switch to it",
+    "unload": "MODEL: stop sending it requests, complete those that it has, free it",
+    "rollback": "MODEL: let an earlier version respond again",
+}
+TIMEOUT_S: Final = 600.0
+
+
+def command(
+    url: Annotated[str, typer.Argument(help="The server: http://127.0.0.1:8000.")],
+    action: Annotated[str, typer.Argument(metavar="ACTION", help="; ".join(f"{n} {w}" for n, w in ACTIONS.items()))],
+    model: Annotated[str | None, typer.Argument(help="Name of the model.")] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(min=1, help="load: newest; unload: all; rollback: the one before, unless given."),
+    ] = None,
+) -> None:
+    """Control the models of a server that was started with --allow-load."""
+    if action not in ACTIONS:
+        raise ConfigError("no such action", value=action, fix=suggest(action, ACTIONS))
+    if (model is None) != (action == "list"):
+        raise ConfigError("list takes no model, other actions take one", where=action, value=model)
+    if action == "list":
+        for one in ask(url, "/v2/repository/index", {}):
+            reason = f"  {one['reason']}" if one["reason"] else ""
+            typer.echo(f"{one['name']}  {one['version']}  {one['state']}{reason}")
+        return
+    content = {} if version is None else {"parameters": {"version": version}}
+    found = ask(url, f"/v2/repository/models/{quote(str(model), safe='')}/{action}", content)
+    number = found.get("version", version)
+    typer.echo(f"{model}: {action}" + ("" if number is None else f", version {number}"))
+
+
+def ask(url: str, path: str, content: dict[str, Any] | None = None) -> Any:
+    """Send a request to a server and return its JSON; with `content` it is a POST.
+
+    Raises:
+        ConfigError: not an HTTP address, or the server refuses the request.
+        RemoteError: no server responds.
+    """
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        raise ConfigError("not the address of a server", value=url, allowed="http://host:port")
+    data = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            return json.loads(reply.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        text = error.read(4000).decode("utf-8", "replace")
+        try:
+            text = json.loads(text)["error"]
+        except (ValueError, KeyError, TypeError):
+            text = text or str(error)
+        raise ConfigError("the server refuses the request", where=url + path, value=text) from None
+    except (OSError, ValueError) as error:
+        raise RemoteError("no server responds", where=url, value=str(error), fix="start it, or check the port") from None

@@ -1,0 +1,98 @@
+"""`viviane top`: what the tiers of a server's tables do, as a table that is updated in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_COUNTED = ("hits", "misses", "bytes_read", "degraded")
+_HEADS = ("model", "table", "tier", "state", "hits/s", "misses/s", "hit rate", "MB/s", "p50 ms", "p99 ms", "degraded/s")
+Counts = Mapping[tuple[str, ...], Mapping[str, Any]]
+"""By model, version, table and tier: counts since the server was started."""
+
+
+def command(
+    url: Annotated[str, typer.Argument(help="The server: http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print totals since the start, and end.")] = False,
+) -> None:
+    """Show hits, misses, bytes, times, staleness and degraded answers of each tier, until Ctrl-C."""
+    from rich.live import Live
+
+    from viviane.cli.console import output
+    from viviane.cli.models import ask
+
+    def read() -> tuple[float, list[Any]]:
+        found = ask(url, "/v2/models/stats")
+        return time.monotonic(), found["model_stats"]
+
+    at, stats = read()
+    if once:
+        output().print(table_of(counts_of(stats), {}, None, updates_of(stats)))
+        return
+    with Live(table_of(counts_of(stats), {}, None, updates_of(stats)), console=output(), auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            before_at, before, (at, stats) = at, counts_of(stats), read()
+            shown = table_of(counts_of(stats), before, at - before_at, updates_of(stats))
+            live.update(shown, refresh=True)
+
+
+def counts_of(stats: list[Any]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Return what a server's statistics say about each tier; `degraded` is counted for the table's first tier."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for model in stats:
+        for table in model.get("parameter_server", {}).get("tables", ()):
+            for number, tier in enumerate(table["tiers"]):
+                name = (model["name"], model["version"], table["table"], tier["tier"])
+                found[name] = {**tier, "degraded": 0 if number else table["degraded"]}
+    return found
+
+
+def updates_of(stats: list[Any]) -> str:
+    """Return a line about each model's updates."""
+    lines = []
+    for model in stats:
+        updates = model.get("parameter_server", {}).get("updates")
+        if updates is not None:
+            state = "connected" if updates["connected"] else "not connected"
+            lines.append(
+                f"{model['name']} {model['version']}: {state}, publication {updates['publication']}, "
+                f"staleness {updates['staleness_s']:.2f} s, {updates['rows']:,} rows, gaps {len(updates['gaps'])}"
+            )
+    return "\n".join(lines)
+
+
+def table_of(now: Counts, before: Counts, seconds: float | None, caption: str) -> Table:
+    """Return a table of rates over the last `seconds`; None: of totals."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    heads = _HEADS if seconds is not None else tuple(head.removesuffix("/s") for head in _HEADS)
+    table = Table(*heads, box=box.SIMPLE, caption=escape(caption) or None, caption_justify="left")
+    for column in table.columns[4:]:
+        column.justify = "right"
+    for name, tier in now.items():
+        # A version that was loaded again counts from 0.
+        older = before.get(name, {})
+        rate = {
+            count: max(0, tier[count] - older.get(count, 0)) / (seconds or 1.0) for count in _COUNTED
+        }
+        asked = rate["hits"] + rate["misses"]
+        model, version, own, kind = name
+        table.add_row(
+            escape(f"{model} {version}"), escape(own), kind, "ok" if tier["available"] else "failed",
+            f"{rate['hits']:,.0f}", f"{rate['misses']:,.0f}", f"{rate['hits'] / asked:.1%}" if asked else "-",
+            f"{rate['bytes_read'] / 1e6:,.1f}", f"{tier['fetch_p50_ms']:.3f}", f"{tier['fetch_p99_ms']:.3f}",
+            f"{rate['degraded']:,.0f}",
+        )  # fmt: skip
+    if not now:
+        table.add_row("no tables in tiers", *[""] * (len(heads) - 1))
+    return table

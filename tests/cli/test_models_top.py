@@ -1,0 +1,93 @@
+"""`viviane models` and `viviane top` against a running server; what is shown of statistics."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import viviane as vv
+from viviane.cli import models, top
+from viviane.cli.main import app
+from viviane.core.errors import ConfigError, RemoteError
+
+
+def say(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Any:
+    schema = vv.Schema(labels=[{"name": "click"}], categorical=[{"name": "city", "num_ids": 9}])
+    for version in (1, 2, 3):
+        model = vv.Model(vv.Solver(device="cpu", seed=version), schema)
+        model.add(vv.zoo.DeepFM(dim=4, deep_mlp=[8]))
+        model.compile()
+        model.save(tmp_path / "ctr" / str(version))
+    entry = {"name": "ctr", "path": str(tmp_path / "ctr"), "session": {"device": "cpu"}, "tables": {"host": {}}}
+    config = {"http_port": 0, "grpc_port": None, "allow_load": True, "inference": {"models": [entry]}}
+    with vv.Server(config) as running:
+        yield running
+
+
+def test_versions_are_listed_loaded_and_rolled_back(server: Any) -> None:
+    url = server.url
+    assert say("models", url, "list") == "ctr  3  READY\n"
+    assert "version 2" in say("models", url, "rollback", "ctr")  # read from the folder
+    assert say("models", url, "list") == "ctr  2  READY\n"
+    say("models", url, "load", "ctr", "--version", "3")
+    assert server.rollback("ctr") == 2  # still loaded
+    say("models", url, "load", "ctr", "--version", "3")
+    assert "version 1" in say("models", url, "rollback", "ctr", "--version", "1")
+    assert {one.version for one in server.index()} == {1}
+    with pytest.raises(ConfigError, match="no earlier version"):
+        models.command(url, "rollback", "ctr")
+    with pytest.raises(ConfigError, match="to an earlier version"):
+        models.command(url, "rollback", "ctr", 3)
+    with pytest.raises(ConfigError, match="no such model"):
+        models.command(url, "unload", "cti")
+    with pytest.raises(ConfigError, match="whole number"):
+        models.ask(url, "/v2/repository/models/ctr/load", {"parameters": {"version": "2"}})
+    say("models", url, "unload", "ctr", "--version", "1")
+    assert say("models", url, "list") == ""
+
+
+def test_words_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no such action"):
+        models.command("http://a", "lode", "ctr")
+    with pytest.raises(ConfigError, match="list takes no model"):
+        models.command("http://a", "list", "ctr")
+    with pytest.raises(ConfigError, match="not the address"):
+        models.command("127.0.0.1:8000", "list")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound, but nothing listens
+        with pytest.raises(RemoteError, match="no server responds"):
+            models.command(f"http://127.0.0.1:{held.getsockname()[1]}", "list")
+
+
+def test_top_shows_a_server_once(server: Any) -> None:
+    server.predict("ctr", {"city": [3, 4, 3]})
+    shown = say("top", server.url, "--once")
+    assert "hits" in shown
+    assert [word for word in ("host", "snapshot", "cache") if word in shown] == ["host", "snapshot", "cache"]
+
+
+def stats(hits: int, degraded: int) -> list[Any]:
+    tier = {"tier": "host", "hits": hits, "misses": 10, "bytes_read": hits * 10**6, "available": True,
+            "fetch_p50_ms": 0.5, "fetch_p99_ms": 2.0}  # fmt: skip
+    updates = {"connected": False, "publication": 7, "staleness_s": 1.5, "rows": 1234, "gaps": [{}]}
+    tables = [{"table": "item", "degraded": degraded, "tiers": [tier]}]
+    return [{"name": "ctr", "version": "1", "parameter_server": {"tables": tables, "updates": updates}}]
+
+
+def test_top_shows_rates_between_two_readings() -> None:
+    before, now = top.counts_of(stats(100, 1)), top.counts_of(stats(300, 5))
+    cells = [list(column.cells)[0] for column in top.table_of(now, before, 2.0, "").columns]
+    assert cells == ["ctr 1", "item", "host", "ok", "100", "0", "100.0%", "100.0", "0.500", "2.000", "2"]
+    again = [list(column.cells)[0] for column in top.table_of(before, now, 2.0, "").columns]
+    assert again[4] == "0"  # a version that was loaded again counts from 0
+    assert top.updates_of(stats(1, 0)) == "ctr 1: not connected, publication 7, staleness 1.50 s, 1,234 rows, gaps 1"
+    assert "no tables in tiers" in list(top.table_of({}, {}, None, "").columns[0].cells)
