@@ -1,11 +1,14 @@
 """A hierarchy against a dict: random changes, lookups, fills and failures, on several stacks of tiers."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linearizable import hammer, problem_of
+from linearizable import rows_of as certified
 
 from viviane.core.errors import ConfigError, StoreError
 from viviane.store import Column, RowLayout
@@ -123,3 +126,58 @@ def test_orders_of_tiers_that_cannot_be_are_refused() -> None:
     for roles in ([], ["base", "store"], ["store", "volatile"], ["store", "store"]):
         with pytest.raises(ConfigError):
             TableHierarchy("t", LAYOUT, [Level(host, role) for role in roles])
+
+
+@pytest.mark.parametrize("lookups", [200_000, pytest.param(100_000_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(3600)
+def test_lookups_beside_a_writer_are_linearizable(lookups: int) -> None:
+    counts = hammer(lookups, num_keys=min(100_000, lookups // 20), cache_rows=500)
+    assert counts["evicted"] > 0
+    assert counts["changes"] > 0
+    assert counts["cache hits"] > 0
+
+
+def test_the_check_of_rows_sees_what_is_wrong() -> None:
+    keys, floor = np.array([3, 4]), np.array([5, 5])
+    right = np.ascontiguousarray(certified(keys, 5)).view(np.int64)
+    assert problem_of(keys, right, floor, 5) is None
+    assert problem_of(keys, right, floor + 1, 5) == "a row older than one that was seen or written"
+    assert problem_of(keys, right, floor, 4) == "a row from the future"
+    for column in (0, 1, 14, 15):
+        wrong = right.copy()
+        wrong[1, column] += 1
+        assert problem_of(keys, wrong, floor, 9) == "a torn row"
+
+
+def test_a_lookup_that_overlaps_with_a_change_gives_the_row_that_later_lookups_give() -> None:
+    """A copy is filled after it was asked; the store is changed, the copy not yet: the copy's row is the current one."""
+    key, written, go = np.array([7]), threading.Event(), threading.Event()
+    cache, store = CacheTier(LAYOUT, 10), HostTier(LAYOUT, max_rows=100)
+    table = TableHierarchy("t", LAYOUT, [Level(cache, "volatile"), Level(store, "store")])
+    table.apply(key, rows_of(key, 1), NONE, {})
+    replace, fetch = cache.replace, store.fetch
+
+    def late(keys: np.ndarray, rows: np.ndarray) -> None:
+        written.set()
+        assert go.wait(10)
+        replace(keys, rows)
+
+    writer = threading.Thread(target=lambda: table.apply(key, rows_of(key, 2), NONE, {}))
+
+    def slow(keys: np.ndarray, out: np.ndarray) -> np.ndarray:
+        store.fetch = fetch  # type: ignore[method-assign]
+        table.fill(key, rows_of(key, 1), table._epoch)
+        writer.start()
+        assert written.wait(10)
+        return fetch(keys, out)
+
+    cache.replace, store.fetch = late, slow  # type: ignore[method-assign]
+    seen = []
+    for _ in range(2):
+        out = LAYOUT.empty(1)
+        table.lookup(key, out)
+        seen.append(int(out.view(np.int64)[0, 1]))
+    go.set()
+    writer.join()
+    table.lookup(key, out)
+    assert [*seen, int(out.view(np.int64)[0, 1])] == [1, 1, 2]

@@ -4,8 +4,10 @@
     RocksDB, or host      the rows as they are now ("store")
     snapshot              the rows as they were saved ("base"), where nothing newer is known
 
-A change is written from the bottom to the top, and copies are filled under the same lock, so that a reader that has
-seen a row never sees an older one. A copy that has missed a change is not read until it has made up for it.
+A change is written from the bottom to the top, and copies are filled under the same lock. The current row of a key is
+that of the highest tier that has the key. A lookup that overlaps with a change therefore asks the copies again for the
+keys that it took from lower tiers: a copy may have been filled after it was asked, and not be changed yet. So a reader
+that has seen a row never sees an older one. A copy that has missed a change is not read until it has made up for it.
 """
 
 from __future__ import annotations
@@ -149,6 +151,7 @@ class TableHierarchy:
         self.mover, self._pool = mover, pool
         self._writing = threading.RLock()
         self._epoch = 0
+        self._num_begun = self._num_ended = 0  # changes
         self.num_degraded = self.num_deferred = self.num_defaults = 0
 
     # Lookup -----------------------------------------------------------------------------------------------------
@@ -169,6 +172,7 @@ class TableHierarchy:
             result = self.lookup(keys, rows)
             out[:] = rows
             return result
+        ended = self._num_ended
         found, failed = self._ask(first, keys, out)
         hits = int(np.count_nonzero(found))
         if hits == len(keys):
@@ -178,7 +182,7 @@ class TableHierarchy:
         epoch = self._epoch
         if failed is None and first.role == "volatile" and hits >= self.hit_rate_threshold * len(keys):
             return self._deferred(keys, out, found, missing, epoch)
-        return self._below(keys, out, found, missing, wanted, epoch, failed)
+        return self._below(keys, out, found, missing, wanted, (epoch, ended), failed)
 
     def _deferred(self, keys: Keys, out: Rows, found: Found, missing: Keys, epoch: int) -> Lookup:
         """Answer with defaults, and fetch the missing keys beside the call."""
@@ -190,15 +194,17 @@ class TableHierarchy:
         return Lookup(found, num_deferred=len(missing))
 
     def _below(
-        self, keys: Keys, out: Rows, found: Found, missing: Keys, wanted: Keys, epoch: int, failed: Level | None
-    ) -> Lookup:
+        self, keys: Keys, out: Rows, found: Found, missing: Keys, wanted: Keys, begin: tuple[int, int],
+        failed: Level | None,
+    ) -> Lookup:  # fmt: skip
         """Ask the other levels for what the first one has not."""
+        epoch, ended = begin
         rows = self.layout.empty(len(wanted))
         if self.deadline_ms is None:
-            got, degraded = self._descend(wanted, rows, 1, failed)
+            got, degraded = self._current(wanted, rows, failed, ended)
         else:
             assert self._pool is not None
-            task = self._pool.submit(self._descend, wanted, rows, 1, failed)
+            task = self._pool.submit(self._current, wanted, rows, failed, ended)
             try:
                 got, degraded = task.result(self.deadline_ms / 1000)
             except FutureTimeoutError:
@@ -219,6 +225,20 @@ class TableHierarchy:
         self.num_degraded += degraded
         self._fill_beside(wanted[got], rows[got], epoch)
         return Lookup(found, degraded)
+
+    def _current(self, keys: Keys, out: Rows, failed: Level | None, ended: int) -> tuple[Found, int]:
+        """Ask the levels below the first; if a change overlapped since `ended` had ended, ask copies again."""
+        found, degraded = self._descend(keys, out, 1, failed)
+        if self._num_begun == ended:
+            return found, degraded
+        for level in reversed(self.levels):
+            if level.role != "volatile" or level.num_missed or not level.breaker.is_closed:
+                continue
+            rows = self.layout.empty(len(keys))
+            got, _ = self._ask(level, keys, rows)
+            out[got] = rows[got]
+            found |= got
+        return found, degraded
 
     def _descend(self, keys: Keys, out: Rows, start: int, failed: Level | None) -> tuple[Found, int]:
         """Ask level after level; returns which keys were found, and how many answers are degraded."""
@@ -361,11 +381,15 @@ class TableHierarchy:
             store = next((level for level in self.levels if level.role == "store"), None)
             if store is None:
                 raise StoreError("no tier keeps changes", where=f"table {self.name!r}", fix="give it a store")
-            self._write_store(store.tier, keys, rows, erased, notes)
-            self._epoch += 1
-            for level in reversed(self.levels):
-                if level.role == "volatile":
-                    self._change_copy(level, keys, rows, erased)
+            self._num_begun += 1
+            try:
+                self._write_store(store.tier, keys, rows, erased, notes)
+                self._epoch += 1
+                for level in reversed(self.levels):
+                    if level.role == "volatile":
+                        self._change_copy(level, keys, rows, erased)
+            finally:
+                self._num_ended = self._num_begun
 
     def _write_store(self, tier: Tier, keys: Keys, rows: Rows, erased: Keys, notes: Mapping[str, bytes]) -> None:
         if isinstance(tier, Noting):

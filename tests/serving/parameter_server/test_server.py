@@ -59,47 +59,28 @@ def test_versions_change_under_load_and_back(saved: Path, rows: dict[str, Any], 
     assert all(name.removesuffix("_total") in text for name in names)
 
 
-@pytest.mark.slow
-def test_a_hundred_thousand_requests_during_a_hundred_changes(saved: Path, tmp_path: Path) -> None:
-    """The score says the version: each answer is wholly of one, none fails."""
-    import psutil
-    from click_models import build, train
+@pytest.mark.parametrize(
+    ("changes", "requests"), [(2, 50), pytest.param(100, 100_000, marks=pytest.mark.slow)]
+)
+def test_every_request_is_of_one_version_and_none_fails(changes: int, requests: int, tmp_path: Path) -> None:
+    from version_changes import run
 
-    model = build()
-    train(model, 12)
-    model.save(saved.parent / "2")
-    few = {"d": np.ones(1, np.float32), "item": [3], "city": [1], "user": [7], "past": [[5]]}
-    settings = vv.ModelRepository()
-    answers: dict[bytes, int] = {}
-    lock, ended = threading.Lock(), threading.Event()
-    with settings as repository:
-        from viviane.serving import ModelEntry
-        from viviane.serving.parameter_server import TableSettings
+    found = run(tmp_path, changes, requests, quiet_s=0.05, settle_s=0.05)
+    assert not found.failed
+    assert found.mixed == 0
+    assert found.requests >= requests
+    assert found.handles[-1] <= found.handles[0]
+    assert found.threads[-1] <= found.threads[0] + 1  # a mover's thread ends after a second
 
-        tiers = TableSettings.from_dict({"cache": {"rows": 50}})
-        repository.add(ModelEntry(name="ctr", path=str(saved.parent), versions=(1,), tables=tiers))
-        allowed = {repository.predict("ctr", few).tobytes()}
 
-        def ask() -> None:
-            while not ended.is_set():
-                score = repository.predict("ctr", few).tobytes()
-                with lock:
-                    answers[score] = answers.get(score, 0) + 1
+def test_answers_of_a_version_that_was_not_loaded_count_as_mixed() -> None:
+    from version_changes import Outcome, judge
 
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for one in threads:
-            one.start()
-        handles = []
-        changes = 0
-        while changes < 100 or sum(answers.values()) < 100_000:
-            repository.load("ctr", version=2)
-            allowed.add(repository.predict("ctr", few).tobytes())
-            repository.unload("ctr", 2)
-            changes += 1
-            handles.append(psutil.Process().num_fds())
-        ended.set()
-        for one in threads:
-            one.join()
-    assert set(answers) <= allowed
-    assert len(allowed) == 2
-    assert handles[-1] <= handles[5] + 5
+    expected = {1: [b"a"], 2: [b"b"], 3: [b"c"]}
+    started, ready = {1: 0.0, 2: 10.0, 3: 20.0}, {1: 0.0, 2: 11.0, 3: 21.0}
+    for begin, end, score, mixed in [(5, 6, b"a", 0), (5, 6, b"b", 1), (9, 10.5, b"b", 0), (12, 13, b"a", 1),
+                                     (10.5, 20.5, b"c", 0), (12, 13, b"ab", 1)]:  # fmt: skip
+        found = Outcome()
+        judge(found, [(begin, end, 0, score)], [(10.0, 11.5), (20.0, 21.5)], expected, started, ready)
+        assert found.mixed == mixed, (begin, end, score)
+        assert bool(found.during_ms) == (end > 10 and not 11.5 <= begin <= end <= 20)
