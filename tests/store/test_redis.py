@@ -54,7 +54,8 @@ def test_rows_come_back_bit_for_bit(tier: RedisTier) -> None:
     wanted = np.concatenate([keys[::3], np.array([17, 18, 19]), keys[:5], keys[:5]])
     out = LAYOUT.zeros(len(wanted)) + np.uint8(7)
     found = tier.fetch(wanted, out)
-    assert found.tolist() == [key in set(keys.tolist()) for key in wanted.tolist()]
+    known = set(keys.tolist())
+    assert found.tolist() == [key in known for key in wanted.tolist()]
     truth = dict(zip(keys.tolist(), rows, strict=True))
     assert all((out[i] == truth[key]).all() for i, key in enumerate(wanted.tolist()) if found[i])
     assert (out[~found] == 7).all()
@@ -143,14 +144,14 @@ def test_rows_of_another_length_or_kind_are_refused(server: Valkey) -> None:
     own = RedisTier(server.address, "wrong", LAYOUT, partitions=1)
     key = np.array([3])
     for value in (b"short", b"", b"x" * 25, b"y" * 100_000):
-        server.client().hset("{vv:wrong:p0}", key.tobytes(), value)
+        server.client().hset("{vv1:wrong:p0}", key.tobytes(), value)
         with pytest.raises(StoreError, match="another length"):
             own.fetch(key, LAYOUT.empty(1))
-    server.client().delete("{vv:wrong:p0}")
-    server.client().set("{vv:wrong:p0}", b"no hash")
+    server.client().delete("{vv1:wrong:p0}")
+    server.client().set("{vv1:wrong:p0}", b"no hash")
     with pytest.raises(StoreError, match="does not answer with rows"):
         own.fetch(key, LAYOUT.empty(1))
-    server.client().delete("{vv:wrong:p0}")
+    server.client().delete("{vv1:wrong:p0}")
     own.put(key, rows_of(key))
     assert own.fetch(key, LAYOUT.empty(1)).all()
     own.close()

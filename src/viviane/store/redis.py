@@ -12,6 +12,7 @@ import numpy as np
 
 from viviane.core.errors import ConfigError, StoreError
 from viviane.core.optional import require
+from viviane.ops.resp import CHECKSUM_BYTES, clear_damaged, sealed_rows
 from viviane.store.delta import partition_of
 from viviane.store.redis_wire import MovedError, RowConnection, TlsOptions, client_options
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
@@ -25,8 +26,9 @@ _MAX_PARTITIONS: Final = 16_384
 class RedisTier:
     """A table's rows in a server's memory, which several processes and machines may read.
 
-    Rows are in hashes `{vv:<name>:p<N>}`, one a partition; the braces spread partitions over a cluster's nodes. The
-    field is the key's 8 bytes, little-endian, the value the row. User and password come from the environment:
+    Rows are in hashes `{vv1:<name>:p<N>}`, one a partition; the braces spread partitions over a cluster's nodes. The
+    field is the key's 8 bytes, little-endian; the value is the row and the CRC-32C of key and row. A row whose checksum
+    differs counts as absent and as `damaged`, so that the next fill replaces it. User and password come from the environment:
     VIVIANE_REDIS_USERNAME, VIVIANE_REDIS_PASSWORD.
 
     Args:
@@ -68,7 +70,7 @@ class RedisTier:
         self.max_rows, self.eviction, self.resolution = max_rows, eviction, resolution
         self._timeout_s, self._tls = timeout_s, tls
         self._where = f"tier {name!r}, {address}, table {table!r}"
-        self._names = [f"{{vv:{table}:p{i}}}".encode() for i in range(partitions)]
+        self._names = [f"{{vv1:{table}:p{i}}}".encode() for i in range(partitions)]
         self._counter = StatsCounter(layout.row_bytes)
         self._local = threading.local()
         self._all: list[RowConnection] = []
@@ -176,18 +178,20 @@ class RedisTier:
         self.layout.check_rows(keys, out)
         found = np.zeros(len(keys), np.bool_)
         with self._counter.fetching() as count:
+            damaged = 0
             for start in range(0, len(keys), _BATCH_KEYS):
                 part = slice(start, start + _BATCH_KEYS)
-                self._attempt(lambda part=part: self._fetch(keys[part], out[part], found[part]))
+                damaged += self._attempt(lambda part=part: self._fetch(keys[part], out[part], found[part]))
             hits = int(np.count_nonzero(found))
-            count(hits=hits, misses=len(keys) - hits)
+            count(hits=hits, misses=len(keys) - hits, damaged=damaged)
         return found
 
-    def _fetch(self, keys: Keys, out: Rows, found: Found) -> None:
+    def _fetch(self, keys: Keys, out: Rows, found: Found) -> int:
         connections = self._connections()
         order, groups = self._groups(keys)
         sorted_keys = keys[order]
-        rows, there = self.layout.empty(len(keys)), np.zeros(len(keys), np.bool_)
+        size = self.layout.row_bytes
+        rows, there = np.empty((len(keys), size + CHECKSUM_BYTES), np.uint8), np.zeros(len(keys), np.bool_)
         for connection, own in zip(connections, groups, strict=True):
             if own:
                 connection.ask([(self._names[partition], sorted_keys[a:b]) for partition, a, b in own])
@@ -195,12 +199,13 @@ class RedisTier:
             if own:
                 first, last = own[0][1], own[-1][2]
                 connection.answers([b - a for _, a, b in own], rows[first:last], there[first:last])
-        whole = there.all()
-        if whole:
-            out[order] = rows
+        damaged = clear_damaged(sorted_keys, rows, there)
+        if there.all():
+            out[order] = rows[:, :size]
         else:
-            out[order[there]] = rows[there]
+            out[order[there]] = rows[there, :size]
         found[order] = there
+        return damaged
 
     def put(self, keys: Keys, rows: Rows) -> None:
         """Insert or replace rows; see `viviane.store.Tier`. A server that fails on the way has some of them."""
@@ -213,7 +218,8 @@ class RedisTier:
     def _put(self, keys: Keys, rows: Rows) -> None:
         connections = self._connections()
         order, groups = self._groups(keys)
-        keys, rows = keys[order], rows[order]
+        keys = keys[order]
+        rows = sealed_rows(keys, rows[order])
         for connection, own in zip(connections, groups, strict=True):
             if own:
                 connection.write([(self._names[p], keys[a:b], rows[a:b]) for p, a, b in own])

@@ -66,6 +66,7 @@ class TierStats:
         rows_read, rows_written, rows_erased: rows.
         bytes_read, bytes_written: bytes of rows moved out of and into the tier; of a tier on disk those that its files
             gave and took.
+        damaged: rows that were found with another checksum, and counted as misses.
         fetches, puts: durations of these calls.
 
     Example:
@@ -81,6 +82,7 @@ class TierStats:
     rows_erased: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+    damaged: int = 0
     fetches: LatencyHistogram = field(default_factory=LatencyHistogram)
     puts: LatencyHistogram = field(default_factory=LatencyHistogram)
 
@@ -133,11 +135,12 @@ class StatsCounter:
         """Time a `fetch`; call what it gives with `hits` and `misses`, and `num_bytes` where files gave others."""
         start = time.perf_counter()
 
-        def count(*, hits: int, misses: int, num_bytes: int | None = None) -> None:
+        def count(*, hits: int, misses: int, num_bytes: int | None = None, damaged: int = 0) -> None:
             with self._lock:
                 stats = self._stats
                 stats.hits += hits
                 stats.misses += misses
+                stats.damaged += damaged
                 stats.rows_read += hits
                 stats.bytes_read += hits * self._row_bytes if num_bytes is None else num_bytes
                 stats.fetches.add(time.perf_counter() - start)

@@ -2,6 +2,7 @@
 
 request_rows    what follows "*<n>" of HMGET (keys) and HSET (keys and rows), each element "$<length>", data
 parse_rows      "$<row_bytes>" and the row, or "$-1", one after another, as the bytes come in
+sealed_rows     rows, each followed by the CRC-32C of its key and itself; clear_damaged compares them
 """
 
 from __future__ import annotations
@@ -66,3 +67,31 @@ def parse_rows(
     place = np.array([start, item], np.int64)
     state = parse(data.ctypes.data, end, count, out.ctypes.data, out.shape[1], found.ctypes.data, place.ctypes.data)
     return int(state), int(place[0]), int(place[1])
+
+
+CHECKSUM_BYTES: Final = 4
+
+
+def sealed_rows(keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return rows with a checksum, (n, row_bytes + 4): CRC-32C of the key's 8 bytes and the row, little-endian.
+
+    Example:
+        >>> sealed = sealed_rows(np.array([1, 2]), np.zeros((2, 8), np.uint8))
+        >>> found = np.ones(2, np.bool_)
+        >>> clear_damaged(np.array([1, 3]), sealed, found), found.tolist()
+        (1, [True, False])
+    """
+    from viviane.ops.resp.cpu import seal
+
+    keys, rows = np.ascontiguousarray(keys), np.ascontiguousarray(rows)
+    out = np.empty((len(rows), rows.shape[1] + CHECKSUM_BYTES), np.uint8)
+    seal(keys.ctypes.data, rows.ctypes.data, len(rows), rows.shape[1], out.ctypes.data)
+    return out
+
+
+def clear_damaged(keys: NDArray[np.int64], rows: NDArray[np.uint8], found: NDArray[np.bool_]) -> int:
+    """Clear `found` for rows of `sealed_rows` that were altered or belong to another key; returns how many."""
+    from viviane.ops.resp.cpu import unseal
+
+    width = rows.shape[1] - CHECKSUM_BYTES
+    return int(unseal(keys.ctypes.data, rows.ctypes.data, len(keys), width, found.ctypes.data))

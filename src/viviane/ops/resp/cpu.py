@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from numba import njit
 
-from viviane.ops.native.memory import copy_bytes, int64_at, uint8_at
+from viviane.ops.crc32c.cpu import update
+from viviane.ops.native.memory import copy_bytes, int32_at, int64_at, uint8_at
 
 _PARSED, _MORE, _OTHER = 0, 1, 2
 _DOLLAR, _MINUS, _ONE, _ZERO, _NINE, _RETURN, _LINE = 36, 45, 49, 48, 57, 13, 10
@@ -63,3 +64,26 @@ def parse(data, end, count, out, row_bytes, found, place):
     int64_at(place)[0] = at
     int64_at(place)[1] = item
     return state
+
+
+@njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def seal(keys, rows, count, row_bytes, out):
+    """Write each row and, behind it, the CRC-32C of its key and itself."""
+    for i in range(count):
+        row = out + i * (row_bytes + 4)
+        copy_bytes(row, rows + i * row_bytes, row_bytes)
+        int32_at(row + row_bytes)[0] = update(row, row_bytes, update(keys + 8 * i, 8, 0))
+
+
+@njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def unseal(keys, rows, count, row_bytes, found):
+    """Clear `found` of rows whose checksum differs, and return how many these are."""
+    damaged = 0
+    for i in range(count):
+        if uint8_at(found)[i]:
+            row = rows + i * (row_bytes + 4)
+            sum_ = update(row, row_bytes, update(keys + 8 * i, 8, 0))
+            if (int32_at(row + row_bytes)[0] ^ sum_) & 0xFFFFFFFF != 0:
+                uint8_at(found)[i] = 0
+                damaged += 1
+    return damaged

@@ -14,6 +14,7 @@ _TIER_COUNTS: Final = (
     ("bytes_read", "read_bytes", "Bytes of rows that were read."),
     ("bytes_written", "written_bytes", "Bytes of rows that were written."),
     ("failures", "failures", "Calls of a tier that failed."),
+    ("damaged", "damaged", "Rows whose checksum differed."),
 )
 _TABLE_COUNTS: Final = (
     ("degraded", "Keys whose answer may not be the newest row, or is the default, because a tier failed."),

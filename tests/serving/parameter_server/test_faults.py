@@ -1,0 +1,84 @@
+"""The table of faults and outcomes in docs/how-to/parameter-server.md, case by case, under load."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tier_faults as faults
+from slow_link import SlowLink
+
+from viviane.core.errors import StoreError
+from viviane.serving import InferenceSession
+
+# name: tier, what happens, which outcomes are allowed while it lasts, without and with strict
+CASES: dict[str, tuple[str, set[str], set[str]]] = {
+    "redis, kill -9": ("redis", {"same"}, {"same"}),
+    "redis, SIGSTOP": ("redis", {"same"}, {"same"}),
+    "redis, slow": ("redis", {"same"}, {"same"}),
+    "redis, out of memory": ("redis", {"same"}, {"same"}),
+    "redis, rows of another length": ("redis", {"same"}, {"same"}),
+    "redis, keys of another type": ("redis", {"same"}, {"same"}),
+    "redis, altered bytes": ("redis", {"same"}, {"same"}),
+    "cache, fails": ("cache", {"same"}, {"same"}),
+    "host, fails": ("host", {"same"}, {"same"}),
+    "rocksdb, cannot be read": ("rocksdb", {"degraded"}, {"error"}),
+    "rocksdb, disk full": ("rocksdb", {"same"}, {"same"}),
+}
+FAST = {"redis, altered bytes", "rocksdb, cannot be read"}
+
+
+def fault_of(name: str, valkey: Any, link: SlowLink) -> Any:
+    client = valkey.client()
+    tier, _, what = name.partition(", ")
+    made = {
+        "kill -9": lambda _: faults.killed(valkey),
+        "SIGSTOP": lambda _: faults.stopped(valkey.process),
+        "slow": lambda _: faults.slow(link, 0.1),
+        "out of memory": lambda _: faults.full(client),
+        "rows of another length": lambda _: faults.shortened(client),
+        "keys of another type": lambda _: faults.other_kind(client),
+        "altered bytes": lambda _: faults.altered(client),
+        "fails": lambda scene: faults.failing(scene, tier, StoreError("the memory is gone")),
+        "cannot be read": lambda scene: faults.failing(scene, tier, StoreError("the disk is gone")),
+        "disk full": faults.no_room_on_disk,
+    }
+    return made[what]
+
+
+def clause_of(tier: str, link: SlowLink, folder: Path, strict: bool) -> dict[str, Any]:
+    own: dict[str, Any] = {"cache": {}, "host": {"host": {"rows": 20}}, "rocksdb": {"rocksdb": {"folder": str(folder)}},
+           "redis": {"redis": {"address": link.address, "timeout_ms": 50}}}[tier]  # fmt: skip
+    return {"cache": {"rows": 3, "warm_up": False}, "strict": strict, **own}
+
+
+def check(name: str, strict: bool, requests: int, saved: Path, rows: dict[str, Any], valkey: Any, folder: Path) -> Any:
+    """Run a case; returns its outcomes."""
+    tier, loose_outcomes, strict_outcomes = CASES[name]
+    valkey.client().flushall()
+    with InferenceSession(saved, device="cpu") as session:
+        wanted = [session.predict(faults.part_of(rows, first)) for first in range(60)]
+    with SlowLink(valkey.port) as link:
+        scene = faults.Scene(saved, rows, clause_of(tier, link, folder / "db", strict), wanted)
+        found = faults.run_case(scene, fault_of(name, valkey, link), requests, tier)
+    allowed = strict_outcomes if strict else loose_outcomes
+    assert set(found["fault"]) == allowed, f"{name}: {found}"
+    assert set(found["all"]) <= allowed | {"same"}, f"{name}: {found}"
+    assert set(found["after"]) == {"same"}, f"{name}: {found}"
+    return found
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in CASES])
+def test_answers_are_right_counted_or_refused(
+    name: str, strict: bool, saved: Path, rows: dict[str, Any], valkey: Any, tmp_path: Path
+) -> None:
+    check(name, strict, 20 if name in FAST else 100, saved, rows, valkey, tmp_path)
+
+
+def test_a_silent_mistake_would_be_seen(saved: Path, rows: dict[str, Any]) -> None:
+    with InferenceSession(saved, device="cpu") as session:
+        wanted = [session.predict(faults.part_of(rows, first)) + np.float32(1e-6) for first in range(3)]
+    with faults.Scene(saved, rows, {"cache": {"rows": 3}}, wanted) as scene:
+        scene.wait_for("before", 3)
+    assert set(scene.outcomes["before"]) == {"SILENTLY WRONG"}
