@@ -101,12 +101,11 @@ def freshness(num_keys: int, seconds: float) -> None:
             waiter = threading.Thread(target=lambda: (subscriber.wait_for(int(seconds / EVERY_S), 300), done.set()))
             waiter.start()
             during = np.percentile(lookups(done), [50, 99])
-            waiter.join()
             took = mine.recv()
             time.sleep(0.1)
             ended.set()
-            watcher.join()
-            child.join()
+            for one in (waiter, watcher, child):
+                one.join()
     found = np.array(list(ages.values()))
     shape = {"rows/s": round(ROWS_A_SECOND * seconds / took), "publications seen": len(found), "keys": num_keys}
     record(

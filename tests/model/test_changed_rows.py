@@ -11,9 +11,7 @@ from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureCo
 from viviane.model.changed_rows import ChangedRows
 
 steps = st.lists(
-    st.tuples(
-        st.sampled_from(["use", "erase", "take", "fail"]), st.lists(st.integers(0, 15), min_size=1, max_size=5)
-    ),
+    st.tuples(st.sampled_from(["use", "erase", "take", "fail"]), st.lists(st.integers(0, 15), min_size=1, max_size=5)),
     max_size=30,
 )
 
@@ -33,7 +31,7 @@ def test_rows_and_removed_keys_replay_to_the_table(actions) -> None:
     table.find_or_insert(torch.tensor([3, 4]))
     changed = ChangedRows(module)
     layout = changed.layouts["emb.t"]
-    server = {key: row for key, row in zip([3, 4], table.find(torch.tensor([3, 4]))[0].tolist(), strict=True)}
+    server = dict(zip([3, 4], table.find(torch.tensor([3, 4]))[0].tolist(), strict=True))
     for number, (what, keys) in enumerate([*actions, ("take", [])]):
         chosen = torch.tensor(keys, dtype=torch.int64)
         if what == "use":

@@ -150,7 +150,7 @@ def test_the_check_of_rows_sees_what_is_wrong() -> None:
 
 
 def test_a_lookup_that_overlaps_with_a_change_gives_the_row_that_later_lookups_give() -> None:
-    """A copy is filled after it was asked; the store is changed, the copy not yet: the copy's row is the current one."""
+    """A copy is filled after it was asked; the store is changed before the copy, whose row is current."""
     key, written, go = np.array([7]), threading.Event(), threading.Event()
     cache, store = CacheTier(LAYOUT, 10), HostTier(LAYOUT, max_rows=100)
     table = TableHierarchy("t", LAYOUT, [Level(cache, "volatile"), Level(store, "store")])

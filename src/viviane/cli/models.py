@@ -68,4 +68,6 @@ def ask(url: str, path: str, content: dict[str, Any] | None = None) -> Any:
             text = text or str(error)
         raise ConfigError("the server refuses the request", where=url + path, value=text) from None
     except (OSError, ValueError) as error:
-        raise RemoteError("no server responds", where=url, value=str(error), fix="start it, or check the port") from None
+        raise RemoteError(
+            "no server responds", where=url, value=str(error), fix="start it, or check the port"
+        ) from None

@@ -82,9 +82,7 @@ def table_of(now: Counts, before: Counts, seconds: float | None, caption: str) -
     for name, tier in now.items():
         # A version that was loaded again counts from 0.
         older = before.get(name, {})
-        rate = {
-            count: max(0, tier[count] - older.get(count, 0)) / (seconds or 1.0) for count in _COUNTED
-        }
+        rate = {count: max(0, tier[count] - older.get(count, 0)) / (seconds or 1.0) for count in _COUNTED}
         asked = rate["hits"] + rate["misses"]
         model, version, own, kind = name
         table.add_row(

@@ -28,8 +28,8 @@ class RedisTier:
 
     Rows are in hashes `{vv1:<name>:p<N>}`, one a partition; the braces spread partitions over a cluster's nodes. The
     field is the key's 8 bytes, little-endian; the value is the row and the CRC-32C of key and row. A row whose checksum
-    differs counts as absent and as `damaged`, so that the next fill replaces it. User and password come from the environment:
-    VIVIANE_REDIS_USERNAME, VIVIANE_REDIS_PASSWORD.
+    differs counts as absent and as `damaged`, so that the next fill replaces it. User and password come from the
+    environment: VIVIANE_REDIS_USERNAME, VIVIANE_REDIS_PASSWORD.
 
     Args:
         address: host:port; of a cluster any of its nodes, several with commas.

@@ -59,9 +59,7 @@ def test_versions_change_under_load_and_back(saved: Path, rows: dict[str, Any], 
     assert all(name.removesuffix("_total") in text for name in names)
 
 
-@pytest.mark.parametrize(
-    ("changes", "requests"), [(2, 50), pytest.param(100, 100_000, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("changes", "requests"), [(2, 50), pytest.param(100, 100_000, marks=pytest.mark.slow)])
 def test_every_request_is_of_one_version_and_none_fails(changes: int, requests: int, tmp_path: Path) -> None:
     from version_changes import run
 
