@@ -35,7 +35,7 @@ def main() -> None:
     record(bench=BENCH, case="requests during changes of versions", metric="p99 during a change / without",
            value=during / before, unit="x", better="lower", goal=1.3,
            shape={**shape, "p99 ms": [round(before, 2), round(during, 2)],
-                  "p50 ms": np.round([np.median(found.before_ms), np.median(found.during_ms)], 2).tolist()})  # fmt: skip
+                  "p50 ms": [round(float(np.median(x)), 2) for x in (found.before_ms, found.during_ms)]})  # fmt: skip
     old, new = (np.array(part) for part in zip(*found.hit_rates, strict=True))
     record(bench=BENCH, case="requests during changes of versions", metric="hit rate in the first half second / before",
            value=float(np.mean(new) / np.mean(old)), unit="x", better="higher", goal=0.95,
