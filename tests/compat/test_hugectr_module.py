@@ -116,6 +116,18 @@ def test_predictions_from_lists_by_hand(default: float, tmp_path: Path, monkeypa
     dense = np.random.default_rng(1).random(10).astype("<f4")
     session = inference.CreateInferenceSession("m.json", params)
     found = session.predict(dense.tolist(), rows.reshape(-1).tolist(), list(range(16)))
+    assert session.server is None
+    volatile, persistent = (
+        inference.VolatileDatabaseParams(),
+        inference.PersistentDatabaseParams(type=inference.DatabaseType_t.rocks_db, path=str(tmp_path / "db")),
+    )
+    params.volatile_db, params.persistent_db = volatile, persistent
+    tiers = inference.CreateInferenceSession("m.json", params)
+    for _ in range(2):  # from the files, then from the cache
+        assert tiers.predict(dense.tolist(), rows.reshape(-1).tolist(), list(range(16))) == found
+    used = {tier["tier"] for tier in tiers.server.status()["m"][0]["tiers"] if tier["hits"] + tier["misses"]}
+    assert {"cache", "files"} <= used
+    assert tiers.server.status()["m"][0]["defaults"] > 0  # the keys that never came
     expected = 1 / (1 + np.exp(-logits(table, weight, bias, rows)))
     np.testing.assert_allclose(found, expected, atol=1e-6)  # float32 sums of 8 numbers
     pointers = np.array([0, 2, *range(2, 17)])  # the first slot of the first row has two keys

@@ -179,6 +179,11 @@ class HPS:
                               allowed=f"0 to {len(tables) - 1}")  # fmt: skip
         return tables[table_id]
 
+    def tables(self, model_name: str) -> list[TableHierarchy]:
+        """Return the tiers of a model's tables, in the order of its sparse files."""
+        self._table(model_name, 0)
+        return list(self._tables[model_name])
+
     def lookup(self, keys: Any, model_name: str, table_id: int, device_id: int = 0) -> NDArray[np.float32]:
         """Return (n, D), a vector for each key."""
         table = self._table(model_name, table_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,12 @@ from viviane.compat.hugectr.inputs import DataReaderParams, Input
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import graph_layers
 from viviane.compat.hugectr.names import graph_name
+from viviane.compat.hugectr.parameter_server import HPS
 from viviane.compat.hugectr.reading import DataReader
 from viviane.compat.hugectr.scores import auc
-from viviane.compat.hugectr.serving_params import InferenceParams
+from viviane.compat.hugectr.serving_params import InferenceParams, ParameterServerConfig
 from viviane.compat.hugectr.solver import OptParams
+from viviane.compat.hugectr.tables import collection_of
 from viviane.compat.hugectr.tensors import tensor_of
 from viviane.compat.hugectr.versions import older_names
 from viviane.core.errors import ConfigError, DataError
@@ -33,6 +36,7 @@ from viviane.core.json_files import expected_form, json_object
 from viviane.core.whole_numbers import whole_numbers
 from viviane.embedding import ConstantInit, DynamicOptions
 from viviane.model import Model, SparseEmbedding
+from viviane.serving.parameter_server.lookups import StoreCollection
 from viviane.training.evaluation import evaluating
 
 _ENDS: Final = {"Sigmoid": "BinaryCrossEntropyLoss", "Softmax": "CrossEntropyLoss"}
@@ -56,10 +60,33 @@ class InferenceModel:
         self._model = self._assemble()
         if inference_params.dense_model_file:
             files.load_dense(self._model, inference_params.dense_model_file, inference_params.non_trainable_params_file)
-        if inference_params.sparse_model_files:
+        self._server: HPS | None = None
+        if inference_params.sparse_model_files and _in_tiers(inference_params):
+            self._server = HPS(ParameterServerConfig(inference_params_array=[inference_params]))
+            weakref.finalize(self, self._server.close)
+            self._use_tiers(self._server)
+        elif inference_params.sparse_model_files:
             files.load_sparse(self._model, self._columns, inference_params.sparse_model_files)
         self._last: Batch | None = None
         print_notes()
+
+    def _use_tiers(self, server: HPS) -> None:
+        """Let embeddings look keys up in the parameter server's tiers; the model's own tables stay empty."""
+        given = files.by_embedding(self._model, self._columns, self.params.sparse_model_files, "InferenceParams")
+        for (node, folder), table in zip(given, server.tables(self.params.model_name), strict=True):
+            width = table.layout["weight"].width
+            if width != node.dim:
+                raise ConfigError("vectors of another length", where=str(folder), value=width, allowed=str(node.dim))
+            collection = collection_of(self._model, node)
+            tables, features = list(collection.tables.values()), list(collection.features.values())
+            lookups = StoreCollection(tables, features, {one.name: table for one in tables}, torch.device("cpu"))
+            lookups.eval()
+            collection.forward = lookups.forward
+
+    @property
+    def server(self) -> HPS | None:
+        """The parameter server of this model's tables; None: they are in memory."""
+        return self._server
 
     @property
     def viviane(self) -> Model:
@@ -126,7 +153,7 @@ class InferenceModel:
         return tensor_of(self._model, graph_name(tensor_name), self._last)
 
     def refresh_embedding_cache(self) -> None:
-        """Do nothing: lookups read the tables, without a cache."""
+        """Do nothing: lookups read the tables, and caches of a parameter server take part in updates."""
 
     def predict_lists(
         self, dense: Sequence[float], keys: Sequence[int], row_ptrs: Sequence[int]
@@ -253,6 +280,11 @@ def _params_of_3_0(config: str, cache: EmbeddingCache) -> InferenceParams:
         dense_model_file=clause["dense_model_file"], sparse_model_files=[sparse] if isinstance(sparse, str) else sparse,
         i64_input_key=cache.i64_input_key,
     )  # fmt: skip
+
+
+def _in_tiers(params: InferenceParams) -> bool:
+    """Whether the arguments name a database or a source of updates; else all rows fit into memory."""
+    return any(one is not None for one in (params.volatile_db, params.persistent_db, params.update_source))
 
 
 def _with_loss(content: Any) -> Any:
