@@ -17,18 +17,51 @@ from typing import Any
 
 import numpy as np
 from broker import Broker
-from killed_consumer import LAYOUT, Target
-from killed_publisher import rows_of
 
 from viviane.core.errors import VivianeError
 from viviane.ops.crc32c import crc32c
+from viviane.store import Column, RowLayout
+from viviane.store.applied import AppliedRocksTier
 from viviane.store.applier import DeltaGapError
 from viviane.store.delta import DeltaKind, decode_delta
+from viviane.store.rocks import RocksDatabase
 from viviane.store.stream import DeltaPublisher
 from viviane.store.subscriber import DeltaSubscriber
 
 PARTITIONS = 3
+LAYOUT = RowLayout([Column("weight", "float32", 4)])
 crc32c(b"loads the kernel once for all children")
+
+
+def rows_of(number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the keys and rows of a publication: a function of its number."""
+    random = np.random.default_rng(number)
+    keys = np.unique(random.integers(0, 500, 60))
+    return keys, np.full((len(keys), 4), number, np.float32).view(np.uint8)
+
+
+class Target:
+    """One table in RocksDB, rows and positions in one write."""
+
+    model = "m"
+
+    def __init__(self, folder: Path) -> None:
+        self.database = RocksDatabase(folder)
+        self.tier = AppliedRocksTier(self.database, "t", LAYOUT)
+
+    def row_bytes(self, table: str) -> int | None:
+        return LAYOUT.row_bytes if table == "t" else None
+
+    def applied(self, stream: tuple[str, int]) -> int:
+        return int(self.tier.note(f"applied {stream[1]}") or 0)
+
+    def publisher(self) -> int:
+        return int(self.tier.note("publisher") or 0)
+
+    def apply(self, changes: Any, last: Any, publisher: int, dense: bytes | None, publication: int) -> None:
+        for own in changes.values():
+            notes = {f"applied {partition}": str(seq).encode() for (_, partition), seq in last.items()}
+            self.tier.apply(*own.merged(LAYOUT.row_bytes), {**notes, "publisher": str(publisher).encode()})
 
 
 def publish(address: str, outbox: str, goal: int, pipe: Any) -> None:
@@ -235,7 +268,6 @@ def run(kills: int, broker_kills: int, folder: Path, *, seed: int = 0, longest_s
     Raises:
         AssertionError: the store differs from a replay, or a dropped message was not reported with its number.
     """
-    assert LAYOUT.row_bytes == 16
     faults = Faults(folder, seed)
     try:
         rounds = 0
