@@ -81,7 +81,7 @@ class InferenceModel:
             tables, features = list(collection.tables.values()), list(collection.features.values())
             lookups = StoreCollection(tables, features, {one.name: table for one in tables}, torch.device("cpu"))
             lookups.eval()
-            collection.forward = lookups.forward
+            collection.forward = lookups.forward  # type: ignore[method-assign, assignment]
 
     @property
     def server(self) -> HPS | None:
