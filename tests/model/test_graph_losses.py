@@ -375,7 +375,7 @@ def test_weights_and_regularizers_that_name_nothing_are_refused():
         make_model(click={"lambda": 0.1})
     with pytest.raises(ConfigError, match="greater than or equal to 0"):
         make_model(loss_weights={"click": -1.0})
-    for name, words in (("gauc", "gauc:user"), ("gauc:x", "one-hot column")):
+    for name, words in (("gauc", "gauc:user"), ("gauc:x", "must be one-hot")):
         model = Model(Solver(device="cpu"), SCHEMA)
         for node in (INPUT, *LAYERS, *losses()):
             model.add(node)

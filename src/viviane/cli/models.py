@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Annotated, Any, Final
 from urllib.parse import quote, urlsplit
 
 import typer
 
-from viviane.core.errors import ConfigError, RemoteError, suggest
+from viviane.core.errors import ConfigError, RemoteError, VivianeError, suggest
+from viviane.core.json_files import json_object, parse_json
 
 ACTIONS: Final = {
     "list": "all versions and their state",
@@ -19,6 +21,7 @@ ACTIONS: Final = {
     "rollback": "MODEL: let an earlier version respond again",
 }
 TIMEOUT_S: Final = 600.0
+MAX_REPLY_BYTES: Final = 16 << 20
 
 
 def command(
@@ -59,15 +62,20 @@ def ask(url: str, path: str, content: dict[str, Any] | None = None) -> Any:
     request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-            return json.loads(reply.read() or b"{}")
+            body = reply.read(MAX_REPLY_BYTES + 1)
     except urllib.error.HTTPError as error:
-        text = error.read(4000).decode("utf-8", "replace")
-        try:
-            text = json.loads(text)["error"]
-        except (ValueError, KeyError, TypeError):
-            text = text or str(error)
-        raise ConfigError("the server refuses the request", where=url + path, value=text) from None
-    except (OSError, ValueError) as error:
+        raise ConfigError("the server refuses the request", where=url + path, value=_reason(error)) from None
+    except (OSError, HTTPException) as error:
         raise RemoteError(
             "no server responds", where=url, value=str(error), fix="start it, or check the port"
         ) from None
+    return parse_json(body or b"{}", where=url + path, error=RemoteError, max_bytes=MAX_REPLY_BYTES)
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """Return the server's message, or its text where it is not the JSON of an error."""
+    text = error.read(4000).decode("utf-8", "replace")
+    try:
+        return str(json_object(parse_json(text.encode(), where=error.url), where=error.url)["error"])
+    except (VivianeError, KeyError):
+        return text or str(error)
