@@ -1,7 +1,7 @@
 """The index of dynamic tables: find and find-or-insert of 1 M keys in a table of 10 M, and distinct keys of a batch.
 
 Against a Python dict, torch.unique, std::unordered_map, and the plain algorithm in C++ (open addressing in one array
-made large enough beforehand, with prefetch), compiled here where g++ is there. All on one thread, and ours besides on
+with its capacity reserved, with prefetch), compiled here where g++ is there. All on one thread, and ours besides on
 all; the tries of all take turns, so that a noisy machine disturbs them alike, and the best of each counts.
 """
 
@@ -159,7 +159,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def best_of(tries: dict[str, Callable[[int], Callable[[], object]]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Return the best and the median time of each, its calls made anew for each round."""
+    """Return the best and the median time of each, with new calls in each round."""
     times: dict[str, list[float]] = {name: [] for name in tries}
     for n in range(rounds):
         for name, prepare in tries.items():

@@ -5,7 +5,7 @@
 Batches lie on the device already, and say so, as those of `fit` do (`Batch.ready_after`); what is timed is
 `model.trainer.train_step`, a step after another, between two events, so with the host's time where the host is slower.
 Both train the same network in bf16 with SGD. The peer has all tables in one `nn.EmbeddingBag(sparse=True)` with offsets
-added beforehand, its dense part compiled, its optimizer fused.
+added in advance, its dense part compiled, its optimizer fused.
 --files times steps on batches from files besides; see from_files.py.
 --trace prints the kernels of a step and their times, by kind and by name, and the gaps between them; with --timeline
 FILE the kernels of six steps in order go there, one JSON list a line.
@@ -159,7 +159,7 @@ def dcn_v2(
 
 
 def plain_step(rows: Sequence[int], batches: Sequence[Batch]) -> Callable[[int], object]:
-    """Return a step of the peer; ids are rows of its one table, int64, made beforehand."""
+    """Return a step of the peer; ids are rows of its one table, int64, prepared in advance."""
     bases = torch.tensor([0, *rows[:-1]], device="cuda").cumsum(0)
     model = Plain(sum(rows))
     given = [(b.dense, b.one_hot.long() + bases, b.labels) for b in batches]

@@ -48,7 +48,7 @@ print(f"rows {summary.rows}, ids {summary.num_ids}")
 
 
 def fitted(recipe: object, data: NegativeDataset, name: str, lr: float) -> vv.Model:
-    """Train a model; negatives are drawn anew in every epoch."""
+    """Train a model; negatives are drawn again in every epoch."""
     solver = vv.Solver(batch_size=arguments.batch_size, lr=lr, epochs=arguments.epochs, device=arguments.device)
     model = vv.Model(solver, data, name=name)
     model.add(recipe)

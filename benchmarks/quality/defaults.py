@@ -35,7 +35,7 @@ from record import record
 
 SETS = ("criteo_kaggle_10k", "adult", "criteo_tb_80k", "frappe", "ml1m")
 LABELS = {"adult": "income", "ml1m": "rating"}
-# What the data's publisher says about columns of whole numbers; every program is told.
+# What the publisher documents about integer columns; every program gets it.
 IDS = {"criteo_tb_80k": [f"c{n}" for n in range(1, 27)]}
 USED = {  # the fields of the papers
     "frappe": ["user", "item", "daytime", "weekday", "isweekend", "homework", "cost", "weather", "country", "city"],

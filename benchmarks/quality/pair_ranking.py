@@ -2,7 +2,7 @@
 
 Trained for a number of epochs that the validation films chose; each epoch of NCF draws four new films that the user
 has not rated in training for each of his films, as its paper does. The user's tower reads his other films: thirty drawn
-anew for each row, without the one that is to be found, and all of them in the end.
+again for each row, without the one that is to be found, and all of them in the end.
 """
 
 from __future__ import annotations

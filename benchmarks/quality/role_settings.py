@@ -24,7 +24,7 @@ def beauty_etl() -> Json:
 
 
 def adult_tasks_etl(*labels: str) -> Json:
-    """Income and never married; marital status and relationship, which tell the second, are left out."""
+    """Income and never married; marital status and relationship, which reveal the second label, are left out."""
     traits = [name for name in TRAITS if name not in ("marital_status", "relationship")]
     return {
         "input": {

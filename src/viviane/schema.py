@@ -83,7 +83,7 @@ class CategoricalColumn(Settings):
             allowed (a list column); "sequence", ids in order, padded or cut to max_length when batched.
         max_length: longest bag or sequence; required for a sequence. A longer one is an error, not cut.
         hotness: ids that every row has, where that is one number; a bag or sequence of another length is an error.
-            Processes that train together then need not tell each other how many ids they have.
+            Ranks then need not exchange their numbers of ids.
         weights: name of a list<float32> column with one weight per id of a multi-hot column.
         vocabulary: columns that name the same vocabulary share ids, and by default a table.
         dtype: physical type in Parquet; raw ids are int64 unless it is given.

@@ -1,4 +1,4 @@
-"""Where tables go when no one has said so, and how a plan in the solver is read."""
+"""Automatic sharding plans, and how a plan in the solver is read."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a recorded step does, on a CPU: in the place of a CUDA graph, its code is run anew at every replay."""
+"""Captured steps simulated on a CPU: each replay runs the captured code again."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: the same bits as without, errors by name, never half a one."""
+"""Checkpoints written beside training: the same bits as synchronous ones, named errors, never a partial one."""
 
 import os
 import shutil

@@ -94,7 +94,7 @@ def requests_and_resumes(folder, run):
 
 
 def bad_batches(folder):
-    """What one process finds in a replay closes the gates of all; each names it, and training goes on."""
+    """An error that one rank finds in a replay skips the step on all; each rank names it, and training continues."""
     group = Group.world()
     last = group.size - 1
     trainer = fixed.make_trainer(group, on_gpu(cuda_graph=True), fixed.schema_of(HOTNESS))

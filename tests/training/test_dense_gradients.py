@@ -167,7 +167,7 @@ def bad_gradients_are_named(group):
 
 
 def replayed_alike(group):
-    """What a graph would repeat, run anew at each replay, against steps from Python."""
+    """Simulated replays against eager steps."""
     captured.GraphCapture = type("OwnRecorder", (replayed_on_cpu.GraphCapture,), {})
     captured.ineligible_reason = lambda step: None if step.solver.cuda_graph else "no graph is wanted"
     trainers.replays_of = captured.CapturedSteps

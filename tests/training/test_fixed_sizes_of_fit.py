@@ -1,4 +1,4 @@
-"""Fits that say their sizes beforehand, over several processes: the same weights as when they exchange them."""
+"""Static sizes of `fit` over several ranks: the same weights as with exchanged sizes."""
 
 import faulthandler
 import os

@@ -184,7 +184,7 @@ def metrics_by_group_alike(group):
 
 
 def one_nan_stops_all(group):
-    """A bad number on the last rank alone: every rank raises the words that name it, and goes on afterwards."""
+    """A bad number on the last rank alone: every rank raises the words that name it, and training continues."""
     rank = group.size - 1
     for guard_at in ("the batch contains NaN", "the loss is nan"):
         trainer = make_trainer(group, settings())

@@ -25,7 +25,7 @@ def refused(trainer, batch, error=NumericsError):
         trainer.train_step(batch)
     assert_same_bits(before, tensors_of(trainer))
     assert trainer.step == 1
-    assert torch.isfinite(trainer.train_step(make_batch(16, 2)))  # and training goes on
+    assert torch.isfinite(trainer.train_step(make_batch(16, 2)))  # and training continues
     return str(caught.value)
 
 

@@ -68,7 +68,7 @@ def test_good_steps_are_counted_from_the_last_change_of_the_scale(monkeypatch):
         values.append(scale.value / loss_scale.FIRST)
     assert values == [1] * 4 + [0.5] * 5 + [0.25] * 5 + [0.5] * 5 + [1] * 2
     assert (scale.state(), scale.num_skipped) == ([loss_scale.FIRST, 1], 2)
-    for good in range(5):  # a resumed run goes on counting
+    for good in range(5):  # a resumed run continues the count
         again = LossScale("dynamic")
         again.restore([8.0, good])
         for _ in range(4 - good):

@@ -75,7 +75,7 @@ def test_skips_that_the_host_has_not_heard_of_do_not_count(replays, restless):
     for trainer in (eager, replayed):  # one after the other: dropout draws from one generator
         train(trainer, range(11))
     waiting = len(replayed.stepper.captured._in_flight)
-    assert waiting == replayed.stepper.captured.num_replays == 5  # nobody waited for a verdict
+    assert waiting == replayed.stepper.captured.num_replays == 5  # no step waited for its status
     assert scaling(eager) == scaling(replayed)
     assert differing(eager, replayed) == []
 
@@ -103,7 +103,7 @@ def test_eager_steps_between_replays_go_on_with_their_scale(replays, restless, t
         trainer.save_checkpoint(tmp_path / name)
         trainer.stepper.loss_scale.value = 2.0**24  # what is loaded takes its place
     resumed = []
-    for name in ("replayed", "eager"):  # each goes on from what the other has saved
+    for name in ("replayed", "eager"):  # each resumes from the other's checkpoint
         trainer = of(trainer_of, name == "eager")
         trainer.load_checkpoint(tmp_path / name)
         train(trainer, range(40, 60))
@@ -114,7 +114,7 @@ def test_eager_steps_between_replays_go_on_with_their_scale(replays, restless, t
 
 BAD = [
     ({"price": [0.0] * 5 + [float("nan")] + [0.0] * 26}, NumericsError, "dense column 'price', row 5"),
-    # On a CPU a lookup raises where it meets the key, a replay or not: nothing is left to a verdict.
+    # On a CPU a lookup raises where it meets the key, a replay or not: nothing is left to the step status.
     pytest.param({"user": [1] * 31 + [50]}, KeyRangeError, "user", marks=gpu),
 ]
 

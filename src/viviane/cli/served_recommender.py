@@ -38,7 +38,7 @@ class ServedRecommender:
             (spec,) = (one for one in etl.config.categorical if one.name == roles.item)
             (source,) = spec.sources
         self._absent = {source: None if self._raw else 0}
-        """The item is what is asked for: rows need not have one."""
+        """The item column is the answer: rows need not have it."""
 
     def columns(self) -> dict[str, Any]:
         """Describe the columns of rows."""

@@ -32,7 +32,7 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampler; each trial trains with the file's own seed.")] = 0,
 ) -> None:
-    """Search settings; the trials stand in a journal, so that the same command goes on where it was ended."""
+    """Search settings. Trials are kept in a journal, so that the same command continues an interrupted search."""
     from viviane.cli.search_space import default_space, parse_range
     from viviane.cli.train_config import read_train_config
     from viviane.core.optional import require

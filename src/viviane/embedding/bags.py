@@ -116,7 +116,7 @@ class PooledPlan:
     row_maps: tuple[BagRowMap, ...]
 
     def num_rows(self, keys: Keys) -> int | None:
-        """Return how many rows `part` can write to where it is told; None where it makes them elsewhere."""
+        """Return how many rows `part` can write into a given output; None if it allocates its own."""
         if len(self.row_maps) != 1 or not kernels_serve(keys.bags[self.group[0].feature.name].offsets.device):
             return None
         return sum(len(keys.bags[one.feature.name].values) for one in self.group)

@@ -446,7 +446,7 @@ class CachedStorage(Storage):
         self.write_columns(name, row, {"weight": torch.zeros(1, self.dim, dtype=self.dtype)})
 
     def take_snapshots(self) -> dict[int, Any]:
-        """Refuse: rows in tiers are written before training goes on."""
+        """Refuse: rows in tiers are written before training continues."""
         raise ConfigError("rows in tiers cannot be held for a checkpoint beside training", fix="async_checkpoint=False")
 
     def tier_stats(self) -> dict[str, TierStats]:

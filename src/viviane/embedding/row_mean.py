@@ -68,7 +68,7 @@ class RowMean:
         """Follow rows that this step moved.
 
         Args:
-            rows: (N,), int64; a row may stand there several times.
+            rows: (N,), int64; rows may repeat.
             before, after: (N, D), its numbers.
             gate: of a recorded step, whose numbers are those of `held`; where it is 0 nothing is followed.
         """

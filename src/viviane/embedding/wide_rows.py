@@ -45,7 +45,7 @@ class Margins:
         A traced module has no margins.
         """
         is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        # A graph is recorded after one step at least, the first, which found the refusal: by the way of that one.
+        # Capture follows at least one eager step, which has found the refusal already.
         is_refused = dtype in self.refused and not is_capturing(device)
         if is_refused or is_traced:
             return False

@@ -106,7 +106,7 @@ class GpuEngine(DuckDbEngine):
             if total is not None:
                 return total, kind
             return count_keys(torch.empty(0, dtype=torch.int64, device=self.device)), kind
-        raise SharedHashError("no seed tells the texts of a column apart", fix='choose engine="duckdb"')
+        raise SharedHashError("no hash seed distinguishes all texts of a column", fix='choose engine="duckdb"')
 
     def _stream(self, sql: str, tally: Tally, seed: int) -> pa.DataType:
         try:

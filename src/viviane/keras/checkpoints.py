@@ -56,7 +56,7 @@ def load_tables(model: Any, folder: str | Path, *, rows_only: bool = False) -> N
     Args:
         model: whose layers and tables have the same names and shapes.
         folder: the checkpoint.
-        rows_only: start the tables' optimizers anew.
+        rows_only: reset the optimizer state of the tables.
 
     Raises:
         CheckpointError: a file is damaged, or tables differ; nothing is changed then.

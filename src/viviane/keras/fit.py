@@ -23,7 +23,7 @@ class FastTrainer:
     Args:
         model: functional, compiled; each table layer is called once in it. Inputs of table layers may be computed, by
             layers without weights, from the model's inputs; where they are inputs themselves 64-bit keys stay whole.
-        jit_compile: whether XLA compiles the step; None: on JAX, and on TensorFlow where `compile` said so.
+        jit_compile: whether XLA compiles the step; None: on JAX, and on TensorFlow if `compile` set it.
 
     Raises:
         ConfigError: the model is of another kind.
@@ -97,7 +97,7 @@ class FastTrainer:
         self._steps.sync()
 
     def refresh(self) -> None:
-        """Take the weights anew from the model's variables, which a callback may have set."""
+        """Read the weights from the model's variables again, which a callback may have set."""
         self._steps.refresh()
 
     def _inputs(self, x: Any) -> list[Any]:

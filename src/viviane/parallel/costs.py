@@ -177,7 +177,7 @@ def part_cost(
     """Return the cost of one process's part, for the owner of a "table" or any of the ranks of the others.
 
     Reading a row and writing its vector in forward; reading gradients, and reading and writing the distinct rows and
-    their state in backward. Vectors come back once and gradients go once, but for those that stay at home. A part of
+    their state in backward. Vectors come back once and gradients go once, except local ones. A part of
     columns has its share of the bytes of rows and vectors, but all ids: they are sent to every part, are
     sorted in every part, and every part's update finds its distinct rows among them.
 
@@ -226,7 +226,7 @@ def _shared(load: TableLoad, num_ranks: int, size: int, share: float, wire_bytes
 
 
 def _replicated(load: TableLoad, size: int, share: float, num_rows: int, cache: int) -> Cost:
-    """Lookups at home; gradients summed over the processes as one matrix (R, D + 1)."""
+    """Local lookups; gradients summed over the processes as one matrix (R, D + 1)."""
     matrix = 4.0 * num_rows * (load.table.dim + 1)
     held = num_rows * (load.row_bytes + load.state_bytes)
     sums = 2 * (size - 1) / size * matrix

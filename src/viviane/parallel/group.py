@@ -47,7 +47,7 @@ class Group:
     Args:
         process_group: of torch.distributed, for tensors on the device; None: this process alone.
         control: a group over the CPU for sizes, so that a GPU is not made to wait; None takes process_group.
-        watch: tells the processes of each other's failures.
+        watch: reports failures of other ranks.
 
     Example:
         >>> alone = Group()
@@ -94,7 +94,7 @@ class Group:
 
     @staticmethod
     def before_end(let_go: Callable[[], None]) -> None:
-        """Note a method that lets go of what holds connections of groups, such as CUDA graphs with exchanges in them.
+        """Register a method that releases objects which hold communicators, such as CUDA graphs with collectives.
 
         NCCL takes a connection down only when no graph holds it any more, and waits for that for ever.
 

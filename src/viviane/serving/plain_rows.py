@@ -1,6 +1,6 @@
 """Raw rows of small requests to a batch, value by value in Python, with the bits of the model's ETL.
 
-The ETL runs queries and hashes its vocabularies anew for each table, which takes milliseconds whatever the number of
+The ETL runs queries and hashes its vocabularies for each table, which takes milliseconds whatever the number of
 rows. Here each column is a function that was made once. What a request may hold is narrow: ordinary numbers and texts
 in columns that are neither derived nor crossed. Anything else, malformed values above all, is left to the ETL.
 """

@@ -312,7 +312,7 @@ class TableHierarchy:
         self.fill(keys[got], rows[got], epoch)
 
     def fill(self, keys: Keys, rows: Rows, epoch: int) -> None:
-        """Insert rows into the copies that lack them; rows that are older than the last change are read anew."""
+        """Insert rows into the copies that lack them; rows read before the last change are read again."""
         keys, places = np.unique(keys, return_index=True)
         rows = rows[places]
         with self._writing:

@@ -96,7 +96,7 @@ class DeltaSubscriber:
                 self._follow()
             except (RemoteError, DataError) as error:
                 self.is_connected = False
-                self._offsets.clear()  # the topic may have been made anew: what was applied is left out anyway
+                self._offsets.clear()  # the topic may have been recreated; applied deltas are skipped anyway
                 _log.warning("%s: %s; asked again", self.address, error.what)
                 self._stopping.wait(_RETRY_S)
             except BaseException as error:  # raised again by check

@@ -92,7 +92,7 @@ class Table:
         return ExternalLookups(collections, f"variable {self.config.name!r}")
 
     def set_rule(self, rule: AnyOptimizer) -> None:
-        """Take an optimizer; its state begins anew where another one was there."""
+        """Set the optimizer; the state of another one is discarded."""
         with self._lock:
             if rule == self.rule:
                 return

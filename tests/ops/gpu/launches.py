@@ -1,7 +1,7 @@
 """What the kernels' tests launch in Triton's interpreter, written down so that a compiler can be given the same.
 
 A launch is noted as JSON: the kernel, its arguments by name, the options of the launch. Of a tensor the type of number
-and its alignment count; of a number given at run time, what Triton compiles anew for.
+and its alignment count; of a number given at run time, what Triton specialises on.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The mailbox on a GPU: every row is read and answered in its turn, in memory of the host."""
+"""The host control block on a GPU: every row is read and answered in order, in host memory."""
 
 import pytest
 import torch

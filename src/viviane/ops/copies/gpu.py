@@ -28,13 +28,13 @@ def cast(target: Tensor, source: Tensor) -> None:
 
 
 class Launch:
-    """One launch that fills tensors from where it is told.
+    """One launch that fills tensors from a list of addresses.
 
     Args:
         targets: contiguous.
 
     Attributes:
-        width: how many addresses it is told.
+        width: number of addresses.
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:

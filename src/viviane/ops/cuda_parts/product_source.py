@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) tile_product_kernel(
             asm volatile("bar.sync %0, 128;" :: "r"(role + 1) : "memory");
 #endif
         }
-        if (bad && status) *status = 1;  // whoever finds something stores the same
+        if (bad && status) *status = 1;  // all threads that find a value store the same word
     }
 }
 """

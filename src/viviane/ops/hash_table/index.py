@@ -64,7 +64,7 @@ def content_problem(
     elif not torch.equal(own, torch.arange(count, device=own.device)):
         problem = f"rows and free rows are not the numbers from 0 to {max(count - 1, 0)}, each once"
     elif len(torch.unique(keys)) != len(keys):
-        problem = "a key stands there twice"
+        problem = "a key occurs twice"
     elif len(stamps) and int(stamps.min()) < 0:
         problem = f"a key was used at {int(stamps.min())}, before the first use"
     return problem

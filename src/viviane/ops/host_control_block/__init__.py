@@ -1,4 +1,4 @@
-"""What host and device tell each other where a CUDA graph is replayed: the device reads and writes the host's memory.
+"""Words that host and device exchange during replays of a CUDA graph, in page-locked host memory.
 
 A copy to or from the device costs the host a call, and the device a wait between two replays. Here a graph reads the
 row that the host has written for it, in page-locked memory, and writes its answer to another; the device counts its

@@ -28,7 +28,7 @@ _UNIT: Final = 8  # numbers of 16 bits that are read at once
 
 
 class _Plan(NamedTuple):
-    """What a launch is told about a chain of layers.
+    """Arguments of a launch for a chain of layers.
 
     Args:
         layers: (layers, 6): first weight, first bias, k, width of a row of W, n, whether a ReLU follows.

@@ -93,7 +93,7 @@ def _layer(
 
 @triton.jit
 def _meet(arrivals):
-    """Wait until all programs have come here; the counter goes on from launch to launch."""
+    """Grid barrier: wait until all programs arrive. The counter continues from launch to launch."""
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
     goal = (arrived // tl.num_programs(0) + 1) * tl.num_programs(0)

@@ -97,7 +97,7 @@ def _read(key, bits, mask, index, meta, rows, row_bytes, target, now):
                 if _load(own + 8 * _VERSION) == version:
                     int64_at(own)[_USED] = now
                     return True
-                continue  # the place was written anew while it was read
+                continue  # the slot was overwritten while it was read
             if _load(index + 8 * slot) != entry:
                 continue  # the row has moved
         slot = (slot + 1) & mask

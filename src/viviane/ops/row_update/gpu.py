@@ -138,7 +138,7 @@ def aside(device: torch.device, scratch: Scratch, reads: Sequence[Tensor]) -> It
         yield
         scratch.ready = stream.record_event()
     for one in reads:
-        one.record_stream(stream)  # a forward pass without a step lets go of them at once
+        one.record_stream(stream)  # a forward pass without a step releases them at once
 
 
 @cache

@@ -28,7 +28,7 @@ _log = get_logger("serving.server")
 
 
 class InferenceServer:
-    """Serves models over HTTP and gRPC until it is told to stop.
+    """Serves models over HTTP and gRPC until it is stopped.
 
     Ports are bound when the object is made, so that two servers never share one; models load then, too.
 
