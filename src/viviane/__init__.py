@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from viviane.config import Solver
     from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
     from viviane.core.errors import VivianeError
-    from viviane.data import Dataset, write_dataset
+    from viviane.data import DataPass, DataPasses, Dataset, write_dataset
     from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
     from viviane.model import DenseLayer, Input, Model, SparseEmbedding
     from viviane.retrieval import Recommender
@@ -47,6 +47,8 @@ __all__ = [
     "CTRRanker",
     "Callback",
     "CategoricalColumn",
+    "DataPass",
+    "DataPasses",
     "Dataset",
     "DenseColumn",
     "DenseLayer",
@@ -83,7 +85,7 @@ _HOMES: Final = {
     "viviane.config": ("Solver",),
     "viviane.config.optimizers": ("SGD", "AdaGrad", "Adam", "AdamW", "Ftrl", "Lamb", "RMSProp", "RowWiseAdam"),
     "viviane.core.errors": ("VivianeError",),
-    "viviane.data": ("Dataset", "write_dataset"),
+    "viviane.data": ("DataPass", "DataPasses", "Dataset", "write_dataset"),
     "viviane.embedding": ("EmbeddingCollection", "FeatureConfig", "TableConfig"),
     "viviane.model": ("DenseLayer", "Input", "Model", "SparseEmbedding"),
     "viviane.retrieval": ("Recommender",),

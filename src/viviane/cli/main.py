@@ -22,6 +22,7 @@ COMMANDS = {
     "etl": "viviane.cli.etl",
     "convert": "viviane.cli.convert",
     "check": "viviane.cli.check",
+    "keyset": "viviane.cli.keyset",
     "train": "viviane.cli.train",
     "evaluate": "viviane.cli.evaluate",
     "predict": "viviane.cli.predict",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,7 @@ from viviane.config import Adam, OptimizerSettings, Solver
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.json_files import json_or_text
-from viviane.data import Dataset, NegativeDataset, Negatives
+from viviane.data import DataPasses, Dataset, NegativeDataset, Negatives
 from viviane.data.negative_dataset import schema_with_negatives
 from viviane.data.negatives import check_negatives
 from viviane.data.streaming import KafkaStream
@@ -54,14 +54,15 @@ class DataConfig(Settings):
     """What a run reads.
 
     Args:
-        train: folder or URL of a data set, or of a stream: kafka://host:9092/topic.
+        train: folder or URL of a data set, or of a stream: kafka://host:9092/topic. A list of folders is trained on in
+            passes, one after another in each epoch.
         validation: folder or URL of a data set; may be left out.
         negatives: to draw beside the rows, each of which is then a positive.
         stream_schema: of a stream's rows: schema.json, or a folder with it.
         stream_etl: instead, the etl.zip that a stream's raw rows go through.
     """
 
-    train: str = Field(min_length=1)
+    train: Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)]
     validation: str | None = None
     negatives: RunNegatives | None = None
     stream_schema: str | None = None
@@ -69,9 +70,20 @@ class DataConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        if self.negatives is not None and self.train.startswith("kafka://"):
+        if self.negatives is not None and self.first.startswith("kafka://"):
             raise ValueError("negatives are drawn from the items of a data set, which a stream has not: leave them out")
+        if self.negatives is not None and not isinstance(self.train, str):
+            raise ValueError(
+                "the keys of drawn negatives are not known before a pass: leave them out, or train on one folder"
+            )
+        if not isinstance(self.train, str) and any(one.startswith("kafka://") for one in self.train):
+            raise ValueError("passes are data sets, not streams: name folders under train")
         return self
+
+    @property
+    def first(self) -> str:
+        """The training rows, or the first sub-data-set of them."""
+        return self.train if isinstance(self.train, str) else self.train[0]
 
     def open_validation(self) -> Dataset | None:
         """Open the validation rows, with negatives where the run draws them."""
@@ -80,34 +92,36 @@ class DataConfig(Settings):
         data = Dataset(self.validation)
         if self.negatives is None or not self.negatives.validation:
             return data
-        return self.negatives.wrap(data, Dataset(self.train))
+        return self.negatives.wrap(data, Dataset(self.first))
 
     def train_schema(self) -> Schema:
         """The schema of the training rows of a data set, negatives included; goes through no rows."""
-        schema = Schema.load(self.train)
+        schema = Schema.load(self.first)
         if self.negatives is None:
             return schema
         check_negatives(self.negatives, schema)
         return schema_with_negatives(schema, self.negatives)
 
-    def open_train(self) -> Dataset | KafkaStream:
+    def open_train(self) -> Dataset | DataPasses | KafkaStream:
         """Open the training rows.
 
         Raises:
             ConfigError: a schema or an ETL of a stream for data that are none.
             DataError, SchemaError: see `Dataset` and `KafkaStream`.
         """
-        if not self.train.startswith("kafka://"):
+        if not self.first.startswith("kafka://"):
             if self.stream_schema is not None or self.stream_etl is not None:
                 fix = "leave it out: a data set has its own"
                 raise ConfigError("stream_schema and stream_etl belong to a stream", where="data", fix=fix)
+            if not isinstance(self.train, str):
+                return DataPasses([Dataset(one) for one in self.train])
             data = Dataset(self.train)
             return data if self.negatives is None else self.negatives.wrap(data)
         from viviane.etl import FittedEtl
 
         schema = None if self.stream_schema is None else Schema.load(self.stream_schema)
         etl = None if self.stream_etl is None else FittedEtl.load(self.stream_etl)
-        return KafkaStream.from_url(self.train, schema, etl=etl)
+        return KafkaStream.from_url(self.first, schema, etl=etl)
 
 
 class TrainConfig(Settings):

@@ -113,6 +113,11 @@ class Solver(Settings):
     """Folder of the rows that do not fit in memory during training; None: the folder of temporary files. Checkpoints do
     not refer to it."""
 
+    embedding_passes: int | None = Field(default=None, ge=1)
+    """Cut the training data into this many sub-data-sets of neighbouring row groups, which an epoch trains on one after
+    another; before each, the rows that its keys need come into the memory of tables in tiers, in the order of the disk.
+    Rows are shuffled within a pass. None: rows come as batches need them."""
+
     plan: Literal["auto"] | dict[str, Any] = "auto"
     """Sharding of tables over several processes: "auto", the plan with the least estimated step time on this machine;
     sharding types by table, such as {"item": "row"}, with "auto" for the others; or a complete ShardingPlan."""

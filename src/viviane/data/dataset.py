@@ -95,6 +95,8 @@ class Dataset:
         self.storage = self.format.open(cast("Sequence[Path]", files), stored, schema, entries)
         self.files, self.stamps, self.groups = self.storage.files, self.storage.stamps, self.storage.groups
         self.num_rows = sum(group.num_rows for group in self.groups)
+        self.is_whole = True
+        """Whether it has all row groups of its files."""
 
     def __len__(self) -> int:
         return self.num_rows

@@ -61,7 +61,12 @@ def table_bytes(table: TableConfig, optimizer: AnyOptimizer) -> int:
 
 def slot_bytes(table: TableConfig, optimizer: AnyOptimizer) -> int:
     """Return the bytes of a row in a cache: with its optimizer state, and what is noted of its slot."""
-    return row_layout(table, rule_of_table(table, optimizer)).row_bytes + _SLOT_BYTES
+    return slot_bytes_of(row_layout(table, rule_of_table(table, optimizer)))
+
+
+def slot_bytes_of(layout: RowLayout) -> int:
+    """Return the bytes of a row in a cache, from its layout."""
+    return layout.row_bytes + _SLOT_BYTES
 
 
 def slots_of_tables(tables: Sequence[TableConfig], optimizer: AnyOptimizer, settings: CacheSettings) -> dict[str, int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
-from viviane.embedding.cache_sizes import row_layout
+from viviane.embedding.cache_sizes import row_layout, slot_bytes_of
 from viviane.embedding.config import TableConfig
 from viviane.embedding.initializers import fill_keys
 from viviane.embedding.row_lease import RowLease
@@ -28,11 +30,34 @@ from viviane.ops.native.pages import advise_huge_pages
 from viviane.ops.row_update import initial_state, state_shape
 from viviane.store import FileTier, RowLayout, Tier, TierStats
 from viviane.store.row_mover import RowMover
-from viviane.store.slots import Admission, Region, SlotMap
+from viviane.store.slots import Admission, CacheFullError, Region, SlotMap
 
 PIECE_ROWS: Final = 65_536
 
 MakeTier = Callable[[TableConfig, RowLayout], Tier]
+
+
+@dataclass(frozen=True)
+class PassMove:
+    """Rows of a change from one pass to the next.
+
+    Args:
+        rows: that the pass needs.
+        read: of these, rows that were not in memory.
+        written: changed rows that left memory.
+    """
+
+    rows: int = 0
+    read: int = 0
+    written: int = 0
+
+    def plus(self, rows: int, admission: Admission) -> PassMove:
+        """Add a table's."""
+        read, written = len(admission.new_rows), int(admission.old_dirty.sum())
+        return PassMove(self.rows + rows, self.read + read, self.written + written)
+
+    def __add__(self, other: PassMove) -> PassMove:
+        return PassMove(self.rows + other.rows, self.read + other.read, self.written + other.written)
 
 
 class CachedStorage(Storage):
@@ -148,6 +173,56 @@ class CachedStorage(Storage):
         ticket = self._store(admission) if len(admission.new_rows) else None
         found = torch.from_numpy(admission.slots).to(rows.device).view(rows.shape)
         return found, RowLease(self._live, self._clock, ticket)
+
+    def begin_pass(self, keys: Mapping[str, NDArray[np.int64]]) -> PassMove:
+        """Give the rows of a pass slots: write changed rows that leave, then read those that are missing, by address.
+
+        Rows that both passes need stay where they are. A row that no pass names is fetched when a batch has it.
+
+        Args:
+            keys: of tables in tiers, by name: rising, distinct rows of this storage's part of the table.
+
+        Raises:
+            CacheFullError: a table's rows do not fit into its memory; nothing has changed.
+        """
+        self.finish_moves()
+        for name, own in keys.items():
+            if len(own) > self.room[name]:
+                size = slot_bytes_of(self.layouts[name])
+                raise CacheFullError(
+                    "the rows of a pass do not fit into the memory of their table", where=f"table {name!r}",
+                    value=f"{len(own):,} rows, {len(own) * size:,} bytes",
+                    allowed=f"{self.room[name]:,} rows, {self.room[name] * size:,} bytes",
+                    fix="give the table more memory (embedding_memory), or cut the data into more passes",
+                )  # fmt: skip
+        self._clock += 1
+        guard = min(self._live, default=self._clock)
+        moved = PassMove()
+        for name, own in keys.items():
+            region = self.regions[name]
+            admission = self.slots.admit(own + region.first_row, self._clock, guard)
+            moved = moved.plus(len(own), admission)
+            self._run(partial(self._switch, name, region, admission))
+        return moved
+
+    def _run(self, move: Callable[[], None]) -> None:
+        """Move rows and wait; an error stays, as after any other move, since slots and rows no longer agree."""
+        if self._mover is None:
+            move()
+        else:
+            self._mover.wait(self._mover.start(move))
+
+    @torch.no_grad()
+    def _switch(self, name: str, region: Region, admission: Admission) -> None:
+        left = np.flatnonzero(admission.old_dirty)
+        left = left[np.argsort(admission.old_rows[left])]
+        for low in range(0, len(left), PIECE_ROWS):
+            part = left[low : low + PIECE_ROWS]
+            rows = self._pack(name, admission.new_slots[part])
+            self.tiers[name].put(admission.old_rows[part] - region.first_row, rows)
+        for low in range(0, len(admission.new_rows), PIECE_ROWS):
+            keys = admission.new_rows[low : low + PIECE_ROWS] - region.first_row
+            self._unpack(name, admission.new_slots[low : low + PIECE_ROWS], self._fetch(name, keys))
 
     def copies(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the distinct rows of a batch, (U + 2, D), then zeros, and where each entry's is, (N,)."""

@@ -49,6 +49,22 @@ def hash_keys(keys: Tensor, table: TableConfig) -> Tensor:
     return hashed(keys, table.num_rows, -1 if table.padding_id is None else table.padding_id)
 
 
+def rows_of_keys(keys: Tensor, table: TableConfig) -> Tensor:
+    """Return the rows that keys of any order look up, as the table's `out_of_range` says; those that none are left out.
+
+    Example:
+        >>> rows_of_keys(torch.tensor([4, -1, 2]), TableConfig(name="t", num_rows=4, dim=1, out_of_range="ignore"))
+        tensor([2])
+    """
+    keys = keys.to(torch.int64)
+    inside = (keys >= 0) & (keys < table.num_rows)
+    if table.out_of_range == "hash":
+        return torch.where(inside, keys, hash_keys(keys, table))
+    if table.out_of_range == "default" and table.default_id is not None:
+        return torch.where(inside, keys, table.default_id)
+    return keys[inside]
+
+
 @dataclass(frozen=True)
 class Violation:
     """What broke a rule on a GPU, still on the device: record is [any, place, value]."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError
-from viviane.embedding import DynamicTableConfig, EmbeddingCollection, TableConfig, hash_keys
+from viviane.embedding import DynamicTableConfig, EmbeddingCollection, TableConfig
+from viviane.embedding.keys import rows_of_keys
 from viviane.embedding.module_parts import collections_of
 from viviane.store.row_layout import Column, Keys, RowLayout, Rows
 
@@ -79,16 +80,7 @@ class ChangedRows:
                     self._mark(f"{name}.{table.name}" if name else table.name, table, ids)
 
     def _mark(self, full: str, table: TableConfig, ids: Tensor) -> None:
-        touched = self._touched[full]
-        ids = ids.to(torch.int64)
-        inside = (ids >= 0) & (ids < table.num_rows)
-        if table.out_of_range == "hash":
-            ids = torch.where(inside, ids, hash_keys(ids, table))
-        elif table.out_of_range == "default" and table.default_id is not None:
-            ids = torch.where(inside, ids, table.default_id)
-        else:
-            ids = ids[inside]
-        touched[ids] = True
+        self._touched[full][rows_of_keys(ids, table)] = True
 
     def begin(self) -> None:
         """Take the keys of dynamic tables as they are now as those that servers know: a checkpoint was loaded."""

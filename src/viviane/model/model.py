@@ -21,7 +21,7 @@ from viviane.core.files import write_bytes_atomic
 from viviane.core.html import html_table
 from viviane.core.locations import AnyPath
 from viviane.core.logging import get_logger
-from viviane.data import Dataset, KafkaStream
+from viviane.data import DataPass, DataPasses, Dataset, KafkaStream
 from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.model.graph import GraphPlan, plan_graph, unused_message
 from viviane.model.hub import model_card, pull, push
@@ -224,7 +224,7 @@ class Model:
 
         Args:
             train: training rows: a data set, a stream for online training, or rows in memory as `predict` takes them,
-                with labels.
+                with labels. A list of data sets or `DataPass`es is trained on in passes, see `viviane.data.DataPasses`.
             validation: rows to evaluate on at the end of each epoch, or every `solver.eval_every` steps.
             epochs: instead of the solver's.
             run_folder: where metrics and checkpoints go, a folder or a URL.
@@ -239,7 +239,9 @@ class Model:
             raise ConfigError("unknown verbose", value=verbose, allowed="0, 1, 2, None")
         more = (*callbacks, *([EvaluationLines()] if verbose == 2 else []))
         with ExitStack() as held:
-            if not isinstance(train, Dataset | KafkaStream):
+            if isinstance(train, list | tuple) and train and all(isinstance(one, Dataset | DataPass) for one in train):
+                train = DataPasses(train)
+            if not isinstance(train, Dataset | DataPasses | KafkaStream):
                 train = held.enter_context(as_dataset(train, self.schema, self.etl))
             if validation is not None:
                 validation = held.enter_context(as_dataset(validation, self.schema, self.etl))
@@ -250,7 +252,7 @@ class Model:
 
     def _fit(
         self,
-        train: Dataset | KafkaStream,
+        train: Dataset | DataPasses | KafkaStream,
         validation: Dataset | None,
         *,
         epochs: int | None,
@@ -282,8 +284,8 @@ class Model:
         )
         if before.step:
             self._trainer.go_on_from(before)
-        elif solver.init_output_bias and isinstance(train, Dataset) and self._own_module is None:
-            self.init_output_bias(train)
+        elif solver.init_output_bias and not isinstance(train, KafkaStream) and self._own_module is None:
+            self.init_output_bias(train.parts[0].data if isinstance(train, DataPasses) else train)
         self._remember_etl(train)
         return self._trainer.fit(train, validation, resume=resume)
 
@@ -545,8 +547,8 @@ class Model:
             metrics=self.metrics,
         )
 
-    def _remember_etl(self, data: Dataset | KafkaStream) -> None:
-        if isinstance(data, Dataset) and (data.path / ETL_FILE).exists():
+    def _remember_etl(self, data: Dataset | DataPasses | KafkaStream) -> None:
+        if isinstance(data, Dataset | DataPasses) and (data.path / ETL_FILE).exists():
             self.etl = data.path / ETL_FILE
 
     def _repr_html_(self) -> str:

@@ -24,6 +24,7 @@ from viviane.store.tier import SCAN_ROWS
 FORMAT: Final = "viviane-file-tier"
 _GAP_BYTES: Final = 16 << 10  # reading over a gap of this size costs less than another call
 _MOST_BYTES: Final = 8 << 20  # of one read
+_PAGE_BYTES: Final = 4 << 10  # a hole of this size is written with its neighbours: the disk writes its page anyway
 
 
 class FileTier:
@@ -182,9 +183,22 @@ class FileTier:
         last = np.append(ids[1:] != ids[:-1], True)[: len(ids)]  # of equal keys the last row counts
         order, ids = order[last], ids[last]
         size = self.layout.row_bytes
-        for first, stop in _runs(ids, 0, max(1, _MOST_BYTES // size)):
-            _pwrite(self._file, np.ascontiguousarray(rows[order[first:stop]]), int(ids[first]) * size, self._where)
+        for first, stop in _runs(ids, _PAGE_BYTES // size, max(1, _MOST_BYTES // size)):
+            start, count = int(ids[first]), int(ids[stop - 1]) + 1 - int(ids[first])
+            part = rows[order[first:stop]]
+            if count > stop - first:  # rows between them are written again as they are
+                part = self._with_holes(start, count, ids[first:stop] - start, part)
+            _pwrite(self._file, part, start * size, self._where)
         np.bitwise_or.at(self._present, ids >> 3, (1 << (ids & 7)).astype(np.uint8))
+
+    def _with_holes(self, start: int, count: int, places: Keys, rows: Rows) -> Rows:
+        """Return `count` rows from `start` on as the file has them, with some replaced."""
+        size = self.layout.row_bytes
+        whole = np.zeros((count, size), np.uint8)
+        data = np.frombuffer(_pread(self._file, count * size, start * size), np.uint8)
+        whole.reshape(-1)[: len(data)] = data  # behind the end of the file are no rows yet
+        whole[places] = rows
+        return whole
 
     def erase(self, keys: Keys) -> int:
         """Remove keys and return how many were there; their place on the disk stays."""

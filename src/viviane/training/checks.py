@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, DataError, SchemaError
-from viviane.data import Dataset
+from viviane.data import DataPasses, Dataset
 from viviane.data.streaming import KafkaStream
 from viviane.parallel import Group
 from viviane.schema import Schema
@@ -46,14 +46,14 @@ def check_binary_labels(batch: Batch, schema: Schema, group: Group | None = None
             raise error
 
 
-def check_columns(schema: Schema, dataset: Dataset | KafkaStream, *, with_labels: bool) -> None:
+def check_columns(schema: Schema, dataset: Dataset | DataPasses | KafkaStream, *, with_labels: bool) -> None:
     """Refuse a data set whose columns differ from the model's schema; with_labels=False allows missing labels.
 
     Raises:
         SchemaError: columns differ; names them.
         ConfigError: the argument is not a data set.
     """
-    if not isinstance(dataset, Dataset | KafkaStream):
+    if not isinstance(dataset, Dataset | DataPasses | KafkaStream):
         raise ConfigError(
             "not a data set",
             value=str(dataset) if isinstance(dataset, str | PurePath) else type(dataset).__name__,

@@ -267,6 +267,18 @@ class DeviceFeed:
         self.reader.restore(state)
         self._place = (self.reader.epoch, self.reader.position)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; the position in the current epoch is kept. Streams have no epochs to choose."""
+        if isinstance(self.reader, Reader):
+            self._waiting.clear()
+            self.reader.set_epoch(epoch)
+            self._place = (self.reader.epoch, self.reader.position)
+
+    @property
+    def position(self) -> int:
+        """Batches of this epoch that were yielded."""
+        return self._place[1]
+
     def close(self) -> None:
         """Stop the reader's threads and keep the position."""
         self.reader.close()

@@ -13,13 +13,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
-from viviane.data import Dataset
+from viviane.data import DataPasses, Dataset
 from viviane.data.streaming import KafkaStream
 from viviane.parallel import num_restarts
 from viviane.training.callbacks import Callback, measured_by
@@ -30,6 +30,7 @@ from viviane.training.feed import DeviceFeed
 from viviane.training.fit_rows import FitRows
 from viviane.training.history import History, higher_is_better, is_better
 from viviane.training.look_ahead import LookAhead
+from viviane.training.passes import PassFeed
 from viviane.training.profiling.stages import StageTimes
 from viviane.training.progress import ProgressLine
 from viviane.training.run_folder import RunFolder, hold_folder
@@ -64,7 +65,7 @@ class FitLoop:
         trainer: TrainerBase,
         callbacks: Sequence[Callback],
         lead_metric: str,
-        train: Dataset | KafkaStream,
+        train: Dataset | DataPasses | KafkaStream,
         validation: Dataset | None,
         interrupt: Interrupt,
     ) -> None:
@@ -75,7 +76,7 @@ class FitLoop:
         self.interrupt = interrupt
         self.train = train
         self.first_step, self.first_epoch = trainer.step, trainer.epoch
-        self.reader = self._new_reader(trainer.epoch)
+        self.reader = self._new_reader(trainer.epoch, trainer.module)
         self.reader.look_ahead = LookAhead(trainer.module)
         if self._epoch_length() == 0:
             raise ConfigError(
@@ -94,12 +95,17 @@ class FitLoop:
         self._check_settings()
         self.sizes = FixedSizes(trainer.stepper, trainer.schema, self.reader)
 
-    def _new_reader(self, epoch: int) -> DeviceFeed:
+    def _new_reader(self, epoch: int, module: nn.Module | None = None) -> DeviceFeed | PassFeed:
+        """Return a reader of the training rows; it moves the rows of passes of a module that is given."""
         solver = self.solver
-        return DeviceFeed.open(
-            self.train, solver.batch_size, self.trainer.device, self.group, shuffle=solver.shuffle, seed=solver.seed,
-            drop_last=solver.drop_last, epoch=epoch, shuffle_on=solver.shuffle_on,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "shuffle": solver.shuffle, "seed": solver.seed, "drop_last": solver.drop_last, "epoch": epoch,
+            "shuffle_on": solver.shuffle_on,
+        }  # fmt: skip
+        where = (solver.batch_size, self.trainer.device, self.group)
+        if isinstance(self.train, DataPasses):
+            return PassFeed.open(self.train, *where, module=module, **options)
+        return DeviceFeed.open(self.train, *where, **options)
 
     def _epoch_length(self) -> int:
         """Return the number of batches per epoch; for a stream, a number larger than any run needs."""

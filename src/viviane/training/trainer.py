@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from viviane.config import AnyOptimizer, Solver
+from viviane.core.errors import ConfigError
 from viviane.core.locations import AnyPath
-from viviane.data import Dataset
+from viviane.data import DataPasses, Dataset
 from viviane.data.streaming import KafkaStream
 from viviane.parallel import Group
 from viviane.schema import Schema
@@ -110,14 +111,29 @@ class Trainer(TrainerBase):
                 return name
         return "loss"
 
-    def fit(self, train: Dataset | KafkaStream, validation: Dataset | None = None, resume: bool = False) -> History:
+    def _in_passes(self, train: Dataset | DataPasses | KafkaStream) -> Dataset | DataPasses | KafkaStream:
+        """Cut the data into `solver.embedding_passes`."""
+        count = self.solver.embedding_passes
+        if count is None:
+            return train
+        if not isinstance(train, Dataset):
+            raise ConfigError(
+                "only a data set is cut into passes", where="solver.embedding_passes", value=type(train).__name__,
+                fix="leave embedding_passes out: sub-data-sets are passes already, and a stream has none",
+            )  # fmt: skip
+        return DataPasses.split(train, count)
+
+    def fit(
+        self, train: Dataset | DataPasses | KafkaStream, validation: Dataset | None = None, resume: bool = False
+    ) -> History:
         """Train for `solver.epochs` more epochs, or `solver.max_steps` more steps.
 
         Ctrl-C ends the run after the current step, with a checkpoint and `history.interrupted`; a second
         Ctrl-C kills it.
 
         Args:
-            train: training data: a data set, or a stream for online training.
+            train: training data: a data set, sub-data-sets that are read one after another, or a stream for online
+                training.
             validation: data to evaluate on during training.
             resume: continue from the newest complete checkpoint of the run folder, with results equal bit for bit to
                 an uninterrupted run; without a checkpoint, start at the beginning.
@@ -136,6 +152,7 @@ class Trainer(TrainerBase):
             self.module.train()
             if isinstance(train, KafkaStream):
                 train = train.connected(self.group.gather_numbers, lambda: interrupt.asked)
+            train = self._in_passes(train)
             loop = FitLoop(self, self.callbacks, self.lead_metric, train, validation, interrupt)
             try:
                 self.history = loop.run(resume)

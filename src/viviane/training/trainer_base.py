@@ -19,7 +19,7 @@ from viviane.config.optimizers import optimizer_settings
 from viviane.core.device import resolve_device
 from viviane.core.errors import expect
 from viviane.core.locations import AnyPath, RemotePath, location
-from viviane.data import Dataset
+from viviane.data import DataPasses, Dataset
 from viviane.data.streaming import KafkaStream
 from viviane.parallel import Group, join_processes
 from viviane.schema import Schema
@@ -240,7 +240,7 @@ class TrainerBase:
         """Return the precision; float32 until training has chosen one for "auto"."""
         return self.precision or Precision("fp32")
 
-    def check_schema(self, dataset: Dataset | KafkaStream, *, with_labels: bool = True) -> None:
+    def check_schema(self, dataset: Dataset | DataPasses | KafkaStream, *, with_labels: bool = True) -> None:
         """Refuse a data set whose columns differ from the model's; with_labels=False allows missing labels."""
         check_columns(self.schema, dataset, with_labels=with_labels)
 

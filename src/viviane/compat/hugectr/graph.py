@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -60,15 +60,19 @@ def build_model(
     optimizer: OptParams,
     loss_weights: dict[str, float] | None,
     trainer: settings.Solver,
+    memory_of: Callable[[Columns], Mapping[str, int]] | None = None,
 ) -> tuple[Model, Columns]:
     """Return the compiled model, and the columns of its data.
+
+    Args:
+        memory_of: returns the memory of tables that are trained in passes; None: without passes.
 
     Raises:
         ConfigError, SchemaError: the graph is invalid; names the layer or tensor.
     """
     for one in graph.collections:
         one.check_plan()
-    model, columns = _assembled(graph, solver, reader, optimizer, trainer)
+    model, columns = _assembled(graph, solver, reader, optimizer, trainer, memory_of)
     model.compile(optimizer.to_dense(), loss_weights=loss_weights)
     return model, columns
 
@@ -85,15 +89,23 @@ def describe_graph(
 
 
 def _assembled(
-    graph: Graph, solver: Solver, reader: DataReaderParams, optimizer: OptParams, trainer: settings.Solver
+    graph: Graph,
+    solver: Solver,
+    reader: DataReaderParams,
+    optimizer: OptParams,
+    trainer: settings.Solver,
+    memory_of: Callable[[Columns], Mapping[str, int]] | None = None,
 ) -> tuple[Model, Columns]:
     columns = columns_of(reader, graph.given, graph.embeddings, i64_input_key=solver.i64_input_key)
     columns = replace(columns, slots=slots_with_keys(columns, graph.embeddings, reader))
     if graph.collections:
         columns = replace(columns, slots=tuple(collection_slots(columns.slots, graph.collections)))
-    free = free_bytes(str(trainer.device))
-    fitting = fitting_slots(columns.slots, graph.embeddings, graph.collections, optimizer, free)
-    columns = replace(columns, slots=fitting)
+    if memory_of is not None and (memory := memory_of(columns)):
+        trainer = trainer.model_copy(update={"embedding_memory": dict(memory)})
+    else:
+        free = free_bytes(str(trainer.device))
+        fitting = fitting_slots(columns.slots, graph.embeddings, graph.collections, optimizer, free)
+        columns = replace(columns, slots=fitting)
     plan = plan_of(graph.collections, columns.slots, num_processes(), has_others=bool(graph.embeddings))
     if plan is not None:
         trainer = trainer.model_copy(update={"plan": plan})

@@ -176,9 +176,7 @@ class SparseEmbedding(Arguments):
             "combiner": REQUIRED, "sparse_embedding_name": REQUIRED, "bottom_name": REQUIRED, "slot_size_array": [],
             "optimizer": None, "hybrid_embedding_param": None, "max_vocabulary_size_per_gpu": 0, "plan_file": "",
         },
-        speed=frozenset(
-            {"workspace_size_per_gpu_in_mb", "hybrid_embedding_param", "max_vocabulary_size_per_gpu", "plan_file"}
-        ),
+        speed=frozenset({"hybrid_embedding_param", "plan_file"}),
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:

@@ -22,6 +22,7 @@ from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbeddi
 from viviane.compat.hugectr.layers import DenseLayer, GroupDenseLayer
 from viviane.compat.hugectr.model_files import ModelFiles
 from viviane.compat.hugectr.names import graph_name, graph_names
+from viviane.compat.hugectr.pass_memory import pass_memory
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, EtcParams, MosParams
 from viviane.compat.hugectr.processes import rows_of_all
 from viviane.compat.hugectr.reading import DataReader, EarlyReader
@@ -140,7 +141,7 @@ class Model(ModelFiles):
         if weights:
             say("Note: loss_weights scale the gradients as well as the reported loss")
         self._model, self.columns = build_model(
-            graph, self.solver, self.reader_params, self.opt_params, weights or None, self._settings
+            graph, self.solver, self.reader_params, self.opt_params, weights or None, *self._of_passes(graph)
         )
         self._model.module.train()
         self._gradients = Gradients(self._model) if are_gradients_wanted() else None
@@ -157,6 +158,17 @@ class Model(ModelFiles):
             self._cache = EmbeddingTrainingCache(self._model, self.columns, self._etc_params)
             self.remember_orders(self._cache.orders)
         print_notes()
+
+    def _of_passes(self, graph: Graph) -> tuple[Any, Any]:
+        """Return the settings of Viviane's trainer, and what says the memory of tables that are trained in passes."""
+        params = self._etc_params
+        if params is None:
+            return self._settings, None
+        given = self._settings if not params.folder else self._settings.model_copy(
+            update={"embedding_folder": params.folder}
+        )  # fmt: skip
+        num_gpus = sum(map(len, self.solver.vvgpu))
+        return given, lambda columns: pass_memory(columns, graph.embeddings, self.opt_params, self._keysets, num_gpus)
 
     @property
     def viviane(self) -> VivianeModel:

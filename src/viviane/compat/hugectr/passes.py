@@ -1,7 +1,7 @@
 """HugeCTR's embedding training cache: passes over sources with their keysets.
 
-In HugeCTR a pass keeps only the rows of its keyset in memory, because GPUs are small. Here tables keep all rows, so a
-pass only records its keys for `get_incremental_model`; optimizer state is kept between passes.
+A pass brings the rows of its keyset into memory, with their optimizer state, and writes changed rows of the pass before
+to a file (`viviane.training.passes`). Tables that fit into workspace_size_per_gpu_in_mb stay whole in memory.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from viviane.compat.hugectr.arguments import Arguments, Signature, note
+from viviane.compat.hugectr.arguments import Arguments, Signature
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.files import load_sparse, sparse_embeddings, write_folder
+from viviane.compat.hugectr.pass_memory import keys_of_slots
+from viviane.compat.hugectr.processes import group
 from viviane.compat.hugectr.tables import Keys, collection_of, read_rows, slots_of
 from viviane.core.errors import ConfigError, DataError, DataNotFoundError
 from viviane.model import Model as VivianeModel
+from viviane.training.passes import begin_pass, tiered_storages
 
 Updates: TypeAlias = list[tuple[Keys, NDArray[np.float32]]]
 
 
 class HMemCacheConfig(Arguments):
-    """The memory of a Cached parameter server; ignored, because all rows are in memory."""
+    """HugeCTR's host memory over a Cached parameter server; here the operating system keeps what it has memory for."""
 
     signature: ClassVar[Signature] = Signature(
         "CreateHMemCache", {"num_blocks": 1, "target_hit_rate": 1.0, "max_num_evict": 0}
@@ -37,8 +40,13 @@ class EtcParams(Arguments):
     signature: ClassVar[Signature] = Signature(
         "CreateETC",
         {"ps_types": [], "sparse_models": [], "local_paths": [], "hmem_cache_configs": []},
-        speed=frozenset({"local_paths", "hmem_cache_configs"}),
+        speed=frozenset({"ps_types", "hmem_cache_configs"}),
     )
+
+    @property
+    def folder(self) -> str:
+        """The folder of this process's rows that are not in memory; "": that of temporary files."""
+        return _folder_of_process(self.local_paths)
 
     @property
     def folders(self) -> list[str]:
@@ -55,7 +63,7 @@ class MosParams(Arguments):
             "train_from_scratch": True, "use_host_memory_ps": True, "trained_sparse_models": [],
             "dest_sparse_models": [], "ps_types": [], "sparse_models": [], "local_paths": [], "hmem_cache_configs": [],
         },
-        speed=frozenset({"use_host_memory_ps", "local_paths", "hmem_cache_configs"}),
+        speed=frozenset({"use_host_memory_ps", "ps_types", "hmem_cache_configs"}),
     )  # fmt: skip
 
     def __init__(self, *args: Any, **given: Any) -> None:
@@ -65,9 +73,25 @@ class MosParams(Arguments):
         super().__init__(*args, **given)
 
     @property
+    def folder(self) -> str:
+        """The folder of this process's rows that are not in memory; "": that of temporary files."""
+        return _folder_of_process(self.local_paths)
+
+    @property
     def folders(self) -> list[str]:
         """The folder of each embedding, or an empty list."""
         return list(self.sparse_models or self.trained_sparse_models or self.dest_sparse_models)
+
+
+def _folder_of_process(paths: Sequence[str]) -> str:
+    """Return the path of this process: there is one for each, or one for all."""
+    if not paths:
+        return ""
+    rank = group().rank
+    if len(paths) not in (1, group().size):
+        raise ConfigError("there must be one local path per process", where="local_paths", value=len(paths),
+                          allowed=f"1 or {group().size}")  # fmt: skip
+    return str(paths[min(rank, len(paths) - 1)])
 
 
 class EmbeddingTrainingCache:
@@ -96,24 +120,30 @@ class EmbeddingTrainingCache:
         }
         if there:
             self.orders = load_sparse(model, columns, there)
-        note(params.signature.name, "passes: all rows stay in memory, optimizer state is kept between passes")
 
     def update(self, keyset_file: str | Sequence[str]) -> None:
         """Start a pass.
 
         Raises:
-            DataError: a keyset is missing, or its size is not a multiple of the key size.
+            DataError: a keyset is missing, its size is not a multiple of the key size, or a key is in no slot.
+            CacheFullError: the rows of a table do not fit into its part of the workspace.
         """
         files = [keyset_file] if isinstance(keyset_file, str) else list(keyset_file)
+        given = [self._read(Path(file)) for file in files]
+        if tiered_storages(self._model.module):
+            needed = np.unique(np.concatenate([*given, np.empty(0, np.int64)]))
+            slots = [one for one in self._columns.slots if not one.table]
+            begin_pass(self._model.module, keys_of_slots(needed, slots, ", ".join(files)))
+        self._keys += given
+
+    def _read(self, path: Path) -> Keys:
         width = self._columns.key_bytes
-        for file in files:
-            path = Path(file)
-            if not path.is_file():
-                raise DataNotFoundError("keyset not found", where=str(path))
-            if path.stat().st_size % width:
-                raise DataError("a keyset contains only keys", where=str(path), value=f"{path.stat().st_size} bytes",
-                                allowed=f"{width} bytes per key")  # fmt: skip
-            self._keys.append(np.fromfile(path, "<u4" if width == 4 else "<i8").astype(np.int64))
+        if not path.is_file():
+            raise DataNotFoundError("keyset not found", where=str(path))
+        if path.stat().st_size % width:
+            raise DataError("a keyset contains only keys", where=str(path), value=f"{path.stat().st_size} bytes",
+                            allowed=f"{width} bytes per key")  # fmt: skip
+        return np.fromfile(path, "<u4" if width == 4 else "<i8").astype(np.int64)
 
     def dump(self) -> None:
         """Write the tables to their folders."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from viviane.compat.hugectr.arguments import Signature, note
+from viviane.compat.hugectr.arguments import Signature
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import read_graph, reader_from_json, with_data_layer
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
@@ -100,13 +100,12 @@ class Session:
             setattr(solver_config, name, value)
         solver = solver_config
         passes = use_model_oversubscriber or getattr(solver, "use_model_oversubscriber", False)
-        etc = EtcParams() if passes else None
+        folders = [temp_embedding_dir] if temp_embedding_dir else []
+        etc = EtcParams(local_paths=folders) if passes else None
         data = with_data_layer(content, config_file)[0]
         self.model = Model(solver, reader_from_json(data), optimizer_from_json(content["optimizer"]), etc)
         for layer in read_graph(config_file, include_dense_network=True):
             self.model.add(layer)
-        if passes and temp_embedding_dir:
-            note("Session", "temp_embedding_dir")
         self.model.compile()
         self._load(solver)
 

@@ -13,6 +13,7 @@ from viviane.core.logging import get_logger
 from viviane.embedding import TableConfig
 from viviane.schema import Schema
 from viviane.training.feed import DeviceFeed
+from viviane.training.passes import PassFeed
 from viviane.training.step.state import StepState
 
 _log = get_logger("training.sizes")
@@ -33,7 +34,7 @@ class FixedSizes:
         reason: why shapes are dynamic; None if they are static, or one process trains.
     """
 
-    def __init__(self, step: StepState, schema: Schema, feed: DeviceFeed) -> None:
+    def __init__(self, step: StepState, schema: Schema, feed: DeviceFeed | PassFeed) -> None:
         self.step, self.feed = step, feed
         self.rows = feed.share_of_whole
         self.hotness = hotness_of(schema)
