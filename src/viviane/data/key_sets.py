@@ -56,7 +56,7 @@ def write_key_sets(dataset: Dataset, path: str | Path | None = None) -> dict[str
     if path is None and not (isinstance(dataset.path, Path) and dataset.path.is_dir()):
         raise ConfigError("key sets are written into a local folder", where=str(dataset.path), fix="give a path")
     found = collect_key_sets(dataset)
-    _write(Path(path or dataset.path / KEY_SETS_FILE), found, dataset.fingerprint)
+    _write(Path(path or Path(str(dataset.path)) / KEY_SETS_FILE), found, dataset.fingerprint)
     return {name: len(keys) for name, keys in found.items()}
 
 

@@ -14,6 +14,7 @@ from viviane.core.errors import ConfigError, SchemaError, expect
 from viviane.core.locations import AnyPath
 from viviane.data.dataset import Dataset
 from viviane.data.key_sets import KEY_SETS_FILE, KeySets, check_key_sets, collect_key_sets, read_key_sets
+from viviane.data.plan import RowGroup
 from viviane.schema import Schema
 
 Keys: TypeAlias = "Mapping[str, Any] | str | Path | None"
@@ -114,7 +115,8 @@ class DataPasses:
                 "the data set has fewer row groups than passes", where=str(data.path), value=count,
                 allowed=f"1 to {len(groups)}", fix="use fewer passes, or write it with smaller row groups",
             )  # fmt: skip
-        parts, seen, rows = [[] for _ in range(count)], 0, sum(group.num_rows for group in groups)
+        parts: list[list[RowGroup]] = [[] for _ in range(count)]
+        seen, rows = 0, sum(group.num_rows for group in groups)
         for place, group in enumerate(groups):
             wanted = min(count - 1, seen * count // max(1, rows))
             least = count - (len(groups) - place)  # every later pass gets a group too
@@ -141,7 +143,7 @@ class DataPasses:
         return self.parts[0].data.info
 
 
-def _with_groups(data: Dataset, groups: Sequence[Any]) -> Dataset:
+def _with_groups(data: Dataset, groups: Sequence[RowGroup]) -> Dataset:
     """Return a data set of some row groups of another; files stay open together."""
     part = copy.copy(data)
     part.groups, part.num_rows = list(groups), sum(group.num_rows for group in groups)

@@ -10,7 +10,7 @@ SIZES = [3000, 60000, 20000]
 MEGABYTES = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 SOURCES = [f"./etc_data/{i}/file_list.txt" for i in range(3)]
 KEYSETS = [f"./etc_data/{i}/keyset" for i in range(3)]
-for source, keyset in zip(SOURCES, KEYSETS, strict=True):
+for source in SOURCES:
     DataGenerator(
         DataGeneratorParams(
             format=hugectr.DataReaderType_t.Norm,
