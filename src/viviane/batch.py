@@ -87,7 +87,7 @@ class Bag:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which column stands where in a batch; made from a schema, shared by all its batches."""
+    """The position of each column in a batch; made from a schema, shared by all its batches."""
 
     labels: tuple[str, ...]
     dense: tuple[tuple[str, int], ...]
@@ -129,7 +129,7 @@ class Batch:
     """Rows of a data set, stacked.
 
     Args:
-        layout: which column stands where.
+        layout: position of each column.
         labels: (B, L), float32; L may be 0 when predicting.
         dense: (B, N), float32.
         one_hot: ids of the one-hot features, (B, F), int32 or int64.
@@ -202,7 +202,7 @@ class Batch:
         return parts
 
     def ready_after(self, event: torch.cuda.Event) -> Self:
-        """Say that the tensors are on a GPU once this event has come, whatever its streams do until then.
+        """Declare that the tensors are on the GPU once this event completes, whatever its streams do until then.
 
         A step waits for it then; over several GPUs one that is replayed from a CUDA graph takes the batch over beside
         the update of the step before. It holds for this very object: a copy with other tensors, or tensors written to

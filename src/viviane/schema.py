@@ -48,7 +48,7 @@ class LabelColumn(Settings):
         name: the Parquet column.
         task: "binary" for 0/1 labels (checked by the reader), "regression" for real numbers.
         dtype: physical type in Parquet.
-        optional: a binary label may be -1, which says that the row has none: it counts neither in the loss nor in
+        optional: a binary label may be -1, which means that the row has none: it counts neither in the loss nor in
             the metrics of this label.
     """
 
@@ -140,7 +140,7 @@ class Schema(Settings):
     Args:
         labels, dense, categorical: the columns.
         sample_weight: name of a float32 column with a weight per row in the loss and the metrics.
-        ignored: columns that may stand in the files and are not read (ids, times).
+        ignored: columns that may be in the files and are not read (ids, times).
         reserved: the reserved ids.
 
     Example:
@@ -199,7 +199,7 @@ class Schema(Settings):
             raise SchemaError("no such column in the schema", value=name, fix=suggest(name, self._by_name)) from None
 
     def categorical_column(self, name: str) -> CategoricalColumn:
-        """Return one categorical column, or say that it is of another kind."""
+        """Return one categorical column, or raise if it is of another kind."""
         column = self.column(name)
         if not isinstance(column, CategoricalColumn):
             known = ", ".join(one.name for one in self.categorical)
@@ -264,7 +264,7 @@ class Schema(Settings):
         return html_table("Schema", ["column", "role", "kind", "type", "ids"], rows)
 
     def difference(self, other: Schema) -> list[str]:
-        """Say, a line each, how `other` differs from this schema in what a model depends on."""
+        """Return, one line each, how `other` differs from this schema in what a model depends on."""
         lines: list[str] = []
         mine: dict[str, Any] = {name: column.to_dict() for name, column in self._by_name.items()}
         theirs: dict[str, Any] = {name: column.to_dict() for name, column in other._by_name.items()}

@@ -273,7 +273,7 @@ def test_settings_that_do_not_fit_are_refused():
         make(optimizer=Adam(update="global"))
     with pytest.raises(ConfigError, match="no key"):
         DynamicTableConfig(name="t", dim=1, optimizer=Adam(update="global"))
-    with pytest.raises(ConfigError, match="knows no epochs"):
+    with pytest.raises(ConfigError, match="has no epochs"):
         make().next_epoch()
     with pytest.raises(ConfigError, match="no optimizer"):
         make(trainable=False).step(0.1)

@@ -90,7 +90,7 @@ def test_the_command_draws_and_groups(tmp_path: Path) -> None:
     assert file.read_text() == picture(criteo())
     nowhere = RUNNER.invoke(app, ["etl", "--preset", "criteo"])
     assert isinstance(nowhere.exception, ConfigError)
-    assert "say what to read and where to write" in str(nowhere.exception)
+    assert "input or the output is missing" in str(nowhere.exception)
     made = SequenceConfig.from_dict({
         "input": {"columns": [{"name": "u"}, {"name": "t", "type": "int"}]}, "by": "u", "order_by": "t",
         "columns": [{"name": "times", "source": "t", "last": 2}],

@@ -41,7 +41,7 @@ def test_a_declarative_file(tmp_path: Path) -> None:
 def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
     raw = text(tmp_path / "raw.csv", "click,item\n1,b\n")
     for flags, message in (
-        ([], "say what to do with the rows"),
+        ([], "operation is missing"),
         (["--apply", "x.zip", "--min-count", "2"], "--min-count belongs to --preset"),
         (["--preset", "kriteo"], "unknown preset"),
         (["--preset", "criteo", "--memory-limit", "much"], "not a size"),

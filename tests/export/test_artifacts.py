@@ -175,7 +175,7 @@ def test_wrong_keys_name_column_and_row(pair) -> None:
         artifact.run({"one_hot": torch.tensor([[-1, 0]])})
     with pytest.raises(SchemaError):
         artifact.predict({"user": [3, 4]})
-    with pytest.raises(ConfigError, match="knows no ETL"):
+    with pytest.raises(ConfigError, match="has no ETL"):
         artifact.predict(pa.table({"user": [3]}), raw=True)
 
 

@@ -84,7 +84,7 @@ MISTAKES = [
     ([INPUT, INPUT], SCHEMA, "one Input"),
     ([INPUT, LOGIT], SCHEMA, "no loss"),
     ([INPUT, relu("a", "dence"), LOGIT, LOSS], SCHEMA, "layer 'a' .*'dence'.*did you mean 'dense'"),
-    ([INPUT, relu("a", "b"), relu("b", "a")], SCHEMA, "no tensor of this name stands before the layer.*layer 'a'"),
+    ([INPUT, relu("a", "b"), relu("b", "a")], SCHEMA, "no tensor of this name is defined before the layer.*layer 'a'"),
     ([INPUT, relu("a", "cats")], SCHEMA, "cannot read categorical columns.*'a'.*SparseEmbedding"),
     ([INPUT, relu("a", "dense"), relu("a", "dense")], SCHEMA, "two nodes of one name.*'a'"),
     ([INPUT, relu("a", "dense"), relu("b", "dense", "a")], SCHEMA, "two tensors of one name.*layer 'b'.*'a'"),

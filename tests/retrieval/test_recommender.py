@@ -259,7 +259,7 @@ def test_commands(retrieval, tmp_path) -> None:
         run("recommend", tmp_path / "model", tmp_path / "rows", "--output", tmp_path / "out.parquet")
     with pytest.raises(ConfigError, match="whole numbers"):
         run("recommend", tmp_path / "model", "--similar", "pen")
-    with pytest.raises(ConfigError, match="say for whom"):
+    with pytest.raises(ConfigError, match="input or the output is missing"):
         run("recommend", tmp_path / "model")
     with pytest.raises(ConfigError, match="did you mean 'build'"):
         run("index", "biuld", tmp_path / "model")

@@ -257,9 +257,9 @@ def test_a_model_without_etl_takes_encoded_rows_alone(tmp_path) -> None:
     rows = {"c": [3, 4], "v": [[1.0, 2.0], [3.0, 4.0]]}
     np.testing.assert_array_equal(session.predict(rows), model.predict(rows)[:, 0])
     assert not session.takes_raw_rows
-    with pytest.raises(ConfigError, match="knows no ETL"):
+    with pytest.raises(ConfigError, match="has no ETL"):
         session.predict(rows, raw=True)
-    with pytest.raises(ConfigError, match="knows no ETL"):
+    with pytest.raises(ConfigError, match="has no ETL"):
         InferenceSession(tmp_path / "m", device="cpu", rows="raw")
     assert session.try_predict({**rows, "v": [[1.0], [3.0, 4.0]]}).problems[0].problem.startswith("not 2 numbers")
 

@@ -90,7 +90,7 @@ def command(
 
 
 def tell(one: Measurement | LeftOut) -> None:
-    """Say that a figure was measured."""
+    """Print a new measurement."""
     from viviane.bench.embedding import Measurement
 
     if isinstance(one, Measurement):

@@ -84,7 +84,7 @@ def run(asked: Asked, peers: str, seconds: float, to_json: Path | None) -> None:
 
 
 def tell(one: TrainFigure | LeftOut) -> None:
-    """Say that a figure was measured."""
+    """Print a new measurement."""
     from viviane.bench.train import TrainFigure
 
     if isinstance(one, TrainFigure):

@@ -51,7 +51,7 @@ def command(
 
 
 def _found(place: AnyPath) -> Iterator[tuple[AnyPath, Kind]]:
-    """Yield what stands at a path: the thing itself, or those in a folder of things."""
+    """Yield what a path contains: one object, or all objects of a folder."""
     kind = _kind(place)
     if kind is not None:
         yield place, kind
@@ -84,7 +84,7 @@ def _kind(place: AnyPath) -> Kind | None:
 
 
 def _checked(place: AnyPath, kind: Kind, rows: bool) -> str:
-    """Check one thing, and say what was compared."""
+    """Check one object and return what was compared."""
     if kind == "data set":
         return _check_data(place, rows)
     if kind == "fitted ETL":

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FILE_WIDTH: Final = 140
-"""Columns of what goes into a file or a pipe, where no window says how wide a table may be."""
+"""Width of tables in a file or a pipe, in columns."""
 
 
 def output() -> Console:

@@ -23,7 +23,7 @@ def command(
     output: Annotated[Path, typer.Argument(help="Folder for the converted data set.")],
     to: Annotated[str, typer.Option("--to", help=f"Format to write: {_FORMATS}.")],
     source_format: Annotated[
-        str | None, typer.Option("--from", help="Format of a foreign source; our folders and file lists say it.")
+        str | None, typer.Option("--from", help="Format of a foreign source; our folders and file lists contain it.")
     ] = None,
     schema: Annotated[Path | None, typer.Option(help="schema.json of a foreign source.")] = None,
     columns: Annotated[str | None, typer.Option(help="Keep these columns alone: label,I1,C1.")] = None,

@@ -75,7 +75,7 @@ def command(
         _draw(what, picture)
         return
     if not inputs or output is None:
-        raise ConfigError("say what to read and where to write", allowed="INPUT... --output FOLDER, or --picture FILE")
+        raise ConfigError("the input or the output is missing", allowed="INPUT... --output FOLDER, or --picture FILE")
     if isinstance(what, SequenceConfig):
         _refuse_of_rows(split, engine, bool(master or spark or device))
         made = sequences(
@@ -155,7 +155,7 @@ def _choose(
 
     if sum(one is not None for one in (config, preset, apply)) != 1:
         raise ConfigError(
-            "say what to do with the rows", allowed="exactly one of --config FILE, --preset NAME, --apply etl.zip"
+            "the operation is missing", allowed="exactly one of --config FILE, --preset NAME, --apply etl.zip"
         )
     if options and preset is None:
         flag = "--" + next(iter(options)).replace("_", "-")

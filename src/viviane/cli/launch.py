@@ -35,7 +35,7 @@ def launch(processes: int | None, gpus: int | None, max_restarts: int = 0) -> No
     count = processes or gpus or 1
     command = torchrun(count, [*without(sys.argv[1:], _OWN), "--set", f"solver.device={'cuda' if gpus else 'cpu'}"],
                        max_restarts)  # fmt: skip
-    # torchrun would give each process one thread, and say so; the cores are shared evenly instead.
+    # torchrun would give each process one thread and warn; the cores are shared evenly instead.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     sys.stdout.flush()
     sys.stderr.flush()

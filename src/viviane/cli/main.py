@@ -58,7 +58,7 @@ class _LazyGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends the process where it stands
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one kills the process
             _say("interrupted")
             sys.exit(_INTERRUPTED)
 

@@ -70,7 +70,7 @@ def command(
 
 
 class _Told(NamedTuple):
-    """What the command line says of a device."""
+    """Properties of a device from the command line."""
 
     memory_gb: float | None
     memory_gb_per_s: float | None
@@ -88,7 +88,7 @@ class _Told(NamedTuple):
         given = [name for name in missing if getattr(self, name) is None]
         if given:
             options = " ".join(f"--{name.replace('_', '-')} {_H200[name]}" for name in given)
-            raise ConfigError(f"{why}, so that its figures are not known", fix=f"say them; an H200's: {options}")
+            raise ConfigError(f"{why}, so that its figures are not known", fix=f"give them; an H200's: {options}")
 
 
 def _machine(device: str, count: int, told: _Told, *, may_be_elsewhere: bool) -> Machine:
@@ -127,7 +127,7 @@ def _machine(device: str, count: int, told: _Told, *, may_be_elsewhere: bool) ->
             told.refuse_missing(["link_gb_per_s"], "this machine has no second GPU to send to")
     if link is None:
         link = speed / _CPU_LINK_SHARE
-        note = f"assumed: 1/{_CPU_LINK_SHARE} of the memory's; --link-gb-per-s says better"
+        note = f"assumed: 1/{_CPU_LINK_SHARE} of the memory's; --link-gb-per-s overrides it"
     sent = f", link {link:.1f} GB/s ({note})" if count > 1 else ""
     typer.echo(f"device {where}: {held / 1e9:.1f} GB, memory {speed:.1f} GB/s{sent}")
     return machine_of(where, held, speed, link)
@@ -146,7 +146,7 @@ def _planner(settings: TrainConfig, graph: GraphPlan, data: Dataset, processes: 
     if not tables:
         raise ConfigError("the model has no embedding tables, so there is nothing to plan")
     solver, traffic = settings.solver, Traffic.of(data.info)
-    if not traffic.hotness and len(data):  # no statistics: a few rows tell at least how long bags are
+    if not traffic.hotness and len(data):  # no statistics: a few rows give the lengths of bags
         rows = data.head(min(len(data), _ROWS_LOOKED_AT))
         traffic = Traffic({name: len(bag.values) / len(rows) for name, bag in rows.bags.items()})
     given = "auto" if is_whole(solver.plan) else solver.plan

@@ -18,7 +18,7 @@ def command(
     retrieval: Annotated[Path, typer.Argument(help="A saved recommender, or a model with item and user vectors.")],
     data: Annotated[
         Path | None,
-        typer.Argument(metavar="[INPUT]", help="A data set, or raw files for a model that knows its ETL."),
+        typer.Argument(metavar="[INPUT]", help="A data set, or raw files for a model with its ETL."),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A .parquet or .csv file.")] = None,
     ranking: Annotated[Path | None, typer.Option(help="The second model, which orders the candidates.")] = None,
@@ -45,7 +45,8 @@ def command(
             typer.echo(f"{names(item)}: {near}")
         return
     if data is None or output is None:
-        raise ConfigError("say for whom and where to", fix="viviane recommend MODEL INPUT --output FILE, or --similar")
+        fix = "viviane recommend MODEL INPUT --output FILE, or --similar"
+        raise ConfigError("the input or the output is missing", fix=fix)
     check_output(output, overwrite)
     count = _write(recommender, model, data, output, k, remove_seen=not keep_seen, overwrite=overwrite)
     typer.echo(f"{output}: {k} items for each of {count:,} rows")
@@ -70,7 +71,7 @@ def open_recommender(
             models.append(recommender.ranking)
         if not models:
             fix = "use viviane.retrieval.Recommender in Python"
-            raise ConfigError("the recommender has no model that knows the input's columns", value=str(path), fix=fix)
+            raise ConfigError("the recommender has no model with the input's columns", value=str(path), fix=fix)
         return recommender, models[0]
     model, folder = Model.load(path, device=device), index_folder(path)
     index: Any = "exact"
@@ -80,7 +81,7 @@ def open_recommender(
 
 
 def _names(model: Model) -> Any:
-    """Return what tells an item's value from its id, where the model's ETL knows it."""
+    """Return a function from an item's id to its value, where the model's ETL has it."""
     values = item_values(model)
     return str if values is None else lambda item: str(values.get(int(item), int(item)))
 

@@ -15,7 +15,7 @@ from viviane.serving.errors import RowsError
 
 
 class ServedRecommender:
-    """Retrieval and ranking behind one call; rows go through the ETL of the model that knows them, if it has one.
+    """Retrieval and ranking behind one call; rows go through the ETL of the model that has them, if any.
 
     Args:
         path: a saved recommender.
@@ -47,7 +47,7 @@ class ServedRecommender:
         return {"raw": self._raw, "inputs": inputs, "num_items": self._recommender.num_items}
 
     def recommend(self, rows: list[Any], k: int, *, keep_seen: bool) -> list[dict[str, Any]]:
-        """Return items, scores and, where the ETL knows them, the items' values of each row.
+        """Return items, scores and, where the ETL has them, the items' values of each row.
 
         Raises:
             RowsError: a row cannot be used; names row, column and value.

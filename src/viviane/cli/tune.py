@@ -75,7 +75,7 @@ def _lead(config: Path, changes: list[str]) -> tuple[str, bool]:
 
 
 def _run(study: Any, trial: Any, config: Path, changes: list[str], chosen: dict[str, Any], lead: str) -> None:
-    """Train one trial and tell its best evaluation; one whose numbers diverge has failed."""
+    """Train one trial and report its best evaluation; one whose numbers diverge has failed."""
     import optuna
 
     from viviane.core.errors import NumericsError
@@ -99,7 +99,7 @@ def _train(trial: Any, config: Path, changes: list[str], lead: str) -> History:
     from viviane.training import Callback
 
     class Report(Callback):
-        """Tells Optuna each evaluation, and ends a trial that it finds hopeless."""
+        """Reports each evaluation to Optuna, and ends a trial that it prunes."""
 
         def on_evaluate_end(self, step: int, metrics: dict[str, float]) -> None:
             trial.report(metrics[lead], step)

@@ -38,7 +38,7 @@ class WrongBag(Violation):
         return len(self.features)
 
     def error(self, place: int, value: int) -> VivianeError:
-        """Return the error of what stands at `place` of the record."""
+        """Return the error for position `place` of the record."""
         place = LAST - place
         size, features = len(self.offsets[0]), len(self.features)
         if place < features * size:
@@ -64,7 +64,7 @@ def checked_bag(bag: Bag, feature: str, device: torch.device) -> Bag:
     """Return a bag whose tensors have the shapes, types and device that kernels expect; offsets become int64.
 
     Raises:
-        DataError: one of its tensors cannot be what it stands for.
+        DataError: one of its tensors does not have the required form.
     """
     values, offsets, weights = bag.values, bag.offsets, bag.weights
     if not isinstance(values, Tensor) or not isinstance(offsets, Tensor) or values.dim() != 1 or offsets.dim() != 1:

@@ -128,7 +128,7 @@ class TableCollection(nn.Module, ABC):
 
     @abstractmethod
     def summary(self) -> list[TableSummary]:
-        """Return what a model's summary says of each table."""
+        """Return the rows of each table for the summary of a model."""
 
 
 class LocalCollection(TableCollection):

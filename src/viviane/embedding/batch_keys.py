@@ -32,7 +32,7 @@ class Keys:
 
 
 AnyKeys: TypeAlias = Batch | Mapping[str, Bag | Tensor] | Jagged | Any
-"""What a collection can be called with; Any stands for a KeyedJaggedTensor, whose library is not imported."""
+"""What a collection can be called with; Any means a KeyedJaggedTensor, whose library is not imported."""
 
 
 def read_keys(

@@ -99,7 +99,7 @@ def _on_gpu(dtype: torch.dtype) -> Buffers:
 
 
 def _idle_count() -> int:
-    """Count what `sys.getrefcount` says of an array that only a list holds; it differs between versions of Python."""
+    """Return `sys.getrefcount` of an array that only a list holds; it differs between versions of Python."""
     arrays = [np.empty(1, dtype=np.uint8)]
     return sys.getrefcount(arrays[0])
 

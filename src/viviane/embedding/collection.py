@@ -233,7 +233,7 @@ class EmbeddingCollection(LocalCollection):
         """Begin to fetch the rows of a batch that will be trained on; for the next lookup of the same object.
 
         Returns:
-            False where that is not possible: its lookup says why, or it is only early, since rows of other batches
+            False where that is not possible: its lookup has the reason, or it is too early, since rows of other batches
             fill the cache.
         """
         try:
@@ -440,7 +440,7 @@ class EmbeddingCollection(LocalCollection):
         unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
     def summary(self) -> list[TableSummary]:
-        """Return what a model's summary says of each table."""
+        """Return the rows of each table for the summary of a model."""
         lines = []
         for name, table in self.tables.items():
             users = tuple(feature.name for feature in self.features.values() if feature.table == name)

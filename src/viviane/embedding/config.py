@@ -81,7 +81,7 @@ class TableConfig(Settings):
             function of seed, name and key (`viviane.ops.hash_table.initial_rows`), the same on every device.
         out_of_range: what a key outside 0 <= key < num_rows does:
             "raise"    KeyRangeError that names feature, table, key and row of the batch;
-            "default"  it stands for the row `default_id`, or for zeros where that is None; it counts in a mean;
+            "default"  the row `default_id`, or zeros if that is None; it counts in a mean;
             "hash"     it is mapped into the table by `viviane.embedding.hash_keys`; keys in range keep their row;
             "ignore"   it is left out: zeros for one id, not counted in a mean, masked in a concat.
         default_id: the row that "default" reads and trains, such as the schema's id of unknown values.

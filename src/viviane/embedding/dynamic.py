@@ -173,7 +173,7 @@ class DynamicTable(DynamicStore):
     def keys_by_row(self) -> tuple[Tensor, Tensor]:
         """Return the key of each row, (R,), int64, and which rows are in use, (R,), bool; copies.
 
-        A row keeps its key until the key is evicted or erased, so two results tell which keys have gone in between.
+        A row keeps its key until the key is evicted or erased, so two results show which keys were evicted in between.
         """
         in_use = torch.zeros(self.index.num_rows, dtype=torch.bool, device=self.device)
         in_use[self.index.rows_in_use()] = True

@@ -30,7 +30,7 @@ class ByCount:
         self._pending = make_index(self.rule.max_pending, order="stamp", with_uses=True, device=self._device)
 
     def admit(self, keys: Tensor, clock: int) -> Tensor:
-        """Say for each entry whether its key gets a row, (M,), bool."""
+        """Return for each entry whether its key gets a row, (M,), bool."""
         pending, stamp = self._pending, stamp_of(0, clock)
         rows = pending.touch(keys, stamp)
         # Where more keys wait than are remembered, the batch's last new ones are not counted.
@@ -52,7 +52,7 @@ class ByCount:
         self._pending.restore(saved["keys"], saved["rows"], saved["stamps"], saved["uses"], saved["free"])
 
     def problem(self, saved: Mapping[str, Tensor], prefix: str) -> str | None:
-        """Say why saved tensors, of names that begin with the prefix, cannot be taken over."""
+        """Return the reason why saved tensors, of names that begin with the prefix, cannot be taken over."""
         keys, rows, stamps, uses, free = (saved[prefix + one] for one in ("keys", "rows", "stamps", "uses", "free"))
         found = content_problem(keys, rows, stamps, uses, free, self._pending.max_rows)
         return None if found is None else f"{prefix.rstrip('.')}: {found}"
@@ -69,7 +69,7 @@ class ByProbability:
         """There is nothing to forget."""
 
     def admit(self, keys: Tensor, clock: int) -> Tensor:
-        """Say for each entry whether its key gets a row, (M,), bool: mix(mix(key) + seed + clock * s) / 2^63 < p."""
+        """Return for each entry whether its key gets a row, (M,), bool: mix(mix(key) + seed + clock * s) / 2^63 < p."""
         start = (self._seed + clock * 0x9E3779B97F4A7C15) % 2**63
         return mix(mix(keys) + start).to(torch.float64) * 2.0**-63 < self.rule.probability
 
@@ -98,7 +98,7 @@ class ByFilter:
         self.counters.zero_()
 
     def admit(self, keys: Tensor, clock: int) -> Tensor:
-        """Say for each entry whether its key gets a row, (M,), bool."""
+        """Return for each entry whether its key gets a row, (M,), bool."""
         rows = torch.arange(self.rule.depth, device=keys.device).unsqueeze(1)
         places = (
             mix(keys.to(torch.int64).unsqueeze(0) + (rows + 1) * _GOLDEN) % self.rule.width + rows * self.rule.width
@@ -118,7 +118,7 @@ class ByFilter:
         self.counters.copy_(saved["counters"])
 
     def problem(self, saved: Mapping[str, Tensor], prefix: str) -> str | None:
-        """Say why saved tensors, of names that begin with the prefix, cannot be taken over."""
+        """Return the reason why saved tensors, of names that begin with the prefix, cannot be taken over."""
         own = saved[prefix + "counters"]
         if own.shape == self.counters.shape and own.dtype == torch.int32:
             return None

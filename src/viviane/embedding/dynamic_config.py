@@ -65,7 +65,7 @@ class DynamicOptions(Settings):
         eviction: which key is evicted:
             "lru"         the one used longest ago
             "lfu"         the one used least often
-            "epoch_lru"   the one used longest ago; its score says the epoch too
+            "epoch_lru"   the one used longest ago; its score contains the epoch
             "epoch_lfu"   of the earliest epoch of last use, the one used least often
             "custom"      the one with the smallest score that you gave
             Among equals the smallest row goes. Keys of batches that wait for an update never go.

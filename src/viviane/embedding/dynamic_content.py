@@ -98,7 +98,7 @@ def state_entries(table: DynamicStore, prefix: str) -> dict[str, Tensor]:
 
 
 def misfits(table: DynamicStore, given: Mapping[str, Tensor], *, weights_only: bool = False) -> list[str]:
-    """Say, a line each, why saved tensors, names without prefix, cannot replace the table's content."""
+    """Return the reasons, one line each, why saved tensors, without prefix, cannot replace the table's content."""
     expected = state_entries(table, "")
     if weights_only:
         expected = {n: part for n, part in expected.items() if not n.startswith(("state.", "admission."))}
@@ -130,7 +130,7 @@ def _are_counters(counters: Tensor) -> bool:
 def load_entries(
     table: DynamicStore, prefix: str, given: Mapping[str, Tensor], missing_keys: list[str], error_msgs: list[str]
 ) -> set[str]:
-    """Replace the table's content, as `nn.Module.load_state_dict` asks; returns the keys it knows."""
+    """Replace the table's content, as `nn.Module.load_state_dict` asks; returns the accepted keys."""
     table.check_released("load")
     expected = state_entries(table, prefix)
     missing = [name for name in expected if name not in given]

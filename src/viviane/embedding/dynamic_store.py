@@ -235,7 +235,7 @@ class DynamicStore(nn.Module):
         """Begin a new epoch: for "epoch_lru" and "epoch_lfu" keys of earlier ones go first."""
         if not self.table.eviction.startswith("epoch"):
             raise ConfigError(
-                "this table's eviction knows no epochs", where=f"table {self.table.name!r}",
+                "the eviction policy of this table has no epochs", where=f"table {self.table.name!r}",
                 value=self.table.eviction, allowed="epoch_lru, epoch_lfu",
             )  # fmt: skip
         self.epoch += 1

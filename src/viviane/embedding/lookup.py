@@ -112,7 +112,7 @@ def _entries(part: StorageLookup, gradient: Tensor, size: int, width: int) -> En
 def flat_rows(gradient: Tensor) -> tuple[Tensor, int]:
     """Return a gradient (B, W) as one flat tensor, and how far apart its rows begin there.
 
-    Columns of a wider gradient, such as concatenation gives back, are not copied: what stands between their rows
+    Columns of a wider gradient, such as concatenation gives back, are not copied: the columns between their rows
     belongs to others, and entries do not point there.
 
     Example:
@@ -190,7 +190,7 @@ def whole_table(storage: Storage, table: str, dtype: torch.dtype, *, trains: boo
 
 
 def entries_of(part: StorageLookup, gradient: Tensor, size: int, width: int) -> Entries:
-    """Return a part's rows and where in the flat gradient of the output, (B * W,), theirs stand."""
+    """Return a part's rows and their positions in the flat gradient of the output, (B * W,)."""
     return entries_at(part.rows, part.offsets, part.weights, part.columns, gradient, size, width)
 
 

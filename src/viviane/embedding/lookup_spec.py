@@ -28,7 +28,7 @@ class LookupSpec:
     Args:
         one_hot: columns of a Batch's ids; None: the keys are no Batch.
         forms: what the tensors after them are, by feature: "ids", "bag", or "weighted" for a bag with weights.
-        jagged: features of a KeyedJaggedTensor; None: the keys are none. Its form stands in `forms` under "".
+        jagged: features of a KeyedJaggedTensor; None: the keys are none. Its form is `forms[""]`.
         width: of the output.
         dtype: of the output.
         masks: (name, L) of each "concat" feature.

@@ -24,7 +24,7 @@ class Prepared:
     Args:
         parts: the lookups.
         rows: of all of them, (N,).
-        sources: (N,), where their gradients will stand if its rows begin `apart` from one another; None before they are
+        sources: (N,), the positions of their gradients if its rows begin `apart` from one another; None before they are
             placed, and where there is one part without bags, whose sources are kept from batch to batch.
         weights: (N,), or None for ones.
         size: B.

@@ -47,7 +47,7 @@ class RowMean:
 
     @property
     def place(self) -> float:
-        """Where its steps stand; see `go_back`."""
+        """The position of its steps; see `go_back`."""
         return self._log_decay
 
     def go_back(self, place: float) -> None:

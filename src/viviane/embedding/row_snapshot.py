@@ -1,4 +1,4 @@
-"""Rows as they stood at one moment, read piece by piece while training moves them: copy on write, row by row."""
+"""A snapshot of rows at one moment, read piece by piece while training moves them: copy on write, row by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 class RowSnapshot:
     """Tensors with a line for each of R rows, such as weights and optimizer state, as they are when it is made.
 
-    Making it copies nothing. Before a step moves rows, `moving` keeps those that nobody has read yet; a reader in
+    Making it copies nothing. Before a step moves rows, `moving` keeps those that were not read yet; a reader in
     another thread takes the kept ones where there are any, and the live ones elsewhere. So a step pays for the rows
     that it moves, each once, and waits for one piece of `PIECE_BYTES` at the most.
 
@@ -69,7 +69,7 @@ class RowSnapshot:
         if not len(fresh):
             return
         places = np.arange(len(fresh), dtype=np.int32)
-        slots[fresh] = places  # of equal rows the last one's place stands, and that one stays
+        slots[fresh] = places  # of equal rows the place of the last one is kept
         fresh = fresh[slots[fresh] == places]
         slots[fresh] = np.arange(self._count, self._count + len(fresh), dtype=np.int32)
         start = 0
@@ -103,7 +103,7 @@ class RowSnapshot:
             yield piece
 
     def release(self, start: int, stop: int) -> None:
-        """Say that rows start to stop were read, of all tensors: steps keep them no more."""
+        """Mark rows start to stop of all tensors as read: steps no longer keep copies of them."""
         with self._lock:
             self._slots[start:stop] = _READ
 

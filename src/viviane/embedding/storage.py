@@ -217,7 +217,7 @@ class Storage(TableStorage):
 
     @serialized
     def prepared_sources(self, lookup: StorageLookup, stride: int) -> Tensor | None:
-        """Return where the gradients of a part stand, if `prepare` has made that.
+        """Return the positions of the gradients of a part, if `prepare` has made that.
 
         Args:
             lookup: one that `prepare` was given.
@@ -426,7 +426,7 @@ class Storage(TableStorage):
         return self.snapshots
 
     def end_snapshots(self) -> None:
-        """Say that all is read, or will not be."""
+        """Mark the snapshot as read completely, or abandoned."""
         self.snapshots = {}
         if self._all_read is not None:
             self._all_read.set()
@@ -438,7 +438,7 @@ class Storage(TableStorage):
             self._all_read = None
 
     def _names(self, start: int, stop: int, table: str) -> tuple[Tensor | None, int]:
-        """Return by what stochastic rounding knows rows of memory, None: by their place, and what is the first."""
+        """Return the row ids that seed stochastic rounding (None: the positions), and the first one."""
         return None, start
 
     def _updating(self, rows: Tensor) -> ExitStack:

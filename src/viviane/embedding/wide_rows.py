@@ -76,7 +76,7 @@ class WideRows:
         self._put: list[Tensor] = []
 
     def take(self, size: int, width: int, device: torch.device) -> Tensor:
-        """Return a matrix (B, W) with any content, whose rows stand L + W + R apart."""
+        """Return a matrix (B, W) with any content, with a row stride of L + W + R."""
         margins = self._margins
         self._whole = self._memory.take(size, margins.front + width + margins.behind, device)
         return _apart(self._whole, margins.front, (size, width))

@@ -159,7 +159,7 @@ class Applier:
                 "missing values remain in a column of raw ids",
                 where=f"column {spec.name!r}",
                 value=f"{values.null_count} of {len(values)}",
-                fix='say which id they get: "encoding": {"type": "raw", "missing": -1}',
+                fix='set the id they get: "encoding": {"type": "raw", "missing": -1}',
             )
         return pc.fill_null(raw_ids(values, self._evaluate), encoding.missing or 0)
 

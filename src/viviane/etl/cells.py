@@ -121,7 +121,7 @@ def _scalars(array: Any, kind: str) -> tuple[Any, list[int]]:
     if _is_text(array.type) and kind != "string":
         text, bad = cast_cells(array, pa.string())
         array = pc.ascii_trim_whitespace(text)
-        if kind == "timestamp":  # times without a zone are taken as they stand: so are those that say UTC
+        if kind == "timestamp":  # times without a zone are taken as they are: so are those with UTC
             array = pc.replace_substring_regex(array, r"([0-9])(Z| UTC)$", r"\1")
     if array.type != SCALARS[kind]:
         array, more = cast_cells(array, SCALARS[kind])

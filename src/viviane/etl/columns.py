@@ -66,7 +66,7 @@ class Input(Settings):
         header: the first line of each text file holds the names.
         quote: character around values that contain the delimiter; None where quotes mean nothing.
         encoding: of text files.
-        missing: texts that stand for a missing value, in string columns of Parquet too.
+        missing: texts of a missing value, in string columns of Parquet too.
         hive_partitioning: columns are also taken from folders called `name=value`, which are searched. False: the name
             of a folder means nothing.
     """
@@ -198,7 +198,7 @@ class CategoricalSpec(Settings):
 
     Args:
         source: the raw column; several names make a cross, whose value is the tuple of theirs. Lists are crossed value
-            by value: single values stand beside each of them, and several lists of a row have one length.
+            by value: each of them is paired with single values, and several lists of a row have one length.
         encoding: how values become ids.
         operators: applied first; for columns of numbers.
         kind: "multi_hot" and "sequence" need a list column.

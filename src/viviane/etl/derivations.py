@@ -116,7 +116,7 @@ class DatePart(Settings):
 
 
 class MissingIndicator(Settings):
-    """1 where the source is missing, else 0: stands beside a column that `fill` fills.
+    """1 where the source is missing, else 0: an indicator for a column that `fill` fills.
 
     Args:
         elements: of a list column, a list with the indicator of each value; a missing list stays missing. Otherwise a
@@ -149,7 +149,7 @@ class Computed(Settings):
     """A column that a function of yours computes from whole columns, known by the name it was registered under.
 
     Args:
-        source: columns, handed to the function in this order.
+        source: columns, passed to the function in this order.
         function: name given to `viviane.etl.register_function`.
         result: type of the values that it returns.
         list: it returns a list a row.
@@ -311,7 +311,7 @@ class GroupStatistics(Settings):
             if column.is_list and any(find(key).is_list for key in _tuple(self.by)):
                 raise ValueError(
                     f"{self.name!r}: the key and column {name!r} are both lists, and which value belongs to which key "
-                    "is not said: give a key of single values, or one number a row"
+                    "is undefined: give a key of single values, or one number a row"
                 )
         return [(f"{self.name}_{of}_{one}", "float", False) for of in _tuple(self.of) for one in self.statistics]
 

@@ -41,7 +41,7 @@ def derive(
 
     Args:
         folder: where they go.
-        groups: what a fitted ETL knows; None learns it from the training rows.
+        groups: statistics of a fitted ETL; None: learned from the training rows.
 
     Returns:
         The new shards, or the old ones if staging computed all there is; what was learned.

@@ -1,7 +1,7 @@
 """Count values and look them up on a device, shard by shard.
 
 Shapes: N values of a shard; U distinct ones. A whole number is its own key of 64 bits; the key of a text is a hash, and
-every text is compared with the one that stands for its key, so that a shared hash is found and never merges two.
+every text is compared with the one stored for its key, so that a shared hash is found and never merges two.
 
 Counting sorts: one hot value costs what any other does, where atomic additions would queue for it. Looking up asks the
 hash table of `viviane.ops.hash_table`, one read of memory a value.

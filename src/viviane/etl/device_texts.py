@@ -39,7 +39,7 @@ class Texts:
 
     @classmethod
     def of_arrow(cls, column: Any, device: torch.device) -> Self:
-        """Copy an Arrow array of strings to a device; what stands at a missing one does not matter."""
+        """Copy an Arrow array of strings to a device; the content at missing ones is irrelevant."""
         _, offsets, data = column.buffers()
         count, first = len(column), column.offset
         ends = np.zeros(1, np.int64)

@@ -24,7 +24,7 @@ def picture(what: EtlConfig | Learned | SequenceConfig) -> str:
     """Draw an ETL: input columns above, derived ones, operators and encodings, the data set below.
 
     Columns that are treated alike share a box. A fitted ETL shows how many ids each column has, and what operators
-    learned. The file format, its version and the reserved ids stand in the last box.
+    learned. The last box holds the file format, its version and the reserved ids.
 
     Returns:
         an <svg> element that works on its own or inside a page.

@@ -112,7 +112,7 @@ def counted(values: Any, *, by_value: bool, min_count: int, max_values: int | No
 @cache
 def _loading_ibis() -> Thread:
     """Start to load ibis and its compiler once; this takes longer than reading a small input, so both run at once."""
-    if importlib.util.find_spec("ibis") is None:  # say so before the long work begins
+    if importlib.util.find_spec("ibis") is None:  # fail before the long work begins
         require("ibis", extra="etl", purpose="feature engineering")
     thread = Thread(target=_load_ibis, name="loading ibis")
     thread.start()

@@ -162,7 +162,7 @@ def settle_hotness(config: EtlConfig, rows: Any, engine: Engine) -> EtlConfig:
     """Return the config with each hotness "auto" as the one length that a column's lists have, or without it.
 
     Args:
-        rows: an ibis table of all rows that are written, of every part; missing lists say nothing.
+        rows: an ibis table of all rows that are written, of every part; missing lists do not count.
     """
     wanted = {spec.name: config.lists_of(spec)[0] for spec in config.categorical if spec.hotness == "auto"}
     if not wanted:

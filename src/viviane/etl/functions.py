@@ -56,7 +56,7 @@ def call_function(name: str, columns: list[Any], kind: pa.DataType, column: str)
         ) from error
     found = found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
     try:
-        # from_pandas: NaN in floats stands for a missing value, as it does in raw files
+        # from_pandas: NaN in floats is a missing value, as it does in raw files
         made: Any = found if isinstance(found, pa.Array) else pa.array(found, from_pandas=True)
         made = made.cast(kind)
     except (pa.ArrowException, TypeError, ValueError) as error:

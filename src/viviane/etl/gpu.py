@@ -127,7 +127,7 @@ def _device(name: str) -> torch.device:
             return device
         if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
             return torch.device("cuda", device.index or 0)
-    except RuntimeError:  # torch's word for a device that it never heard of
+    except RuntimeError:  # torch raises it for an unknown device
         pass
     raise ConfigError(
         "no such device here", where="device", value=name, allowed=f"{torch.cuda.device_count()} of cuda, or cpu",
@@ -142,7 +142,7 @@ def _is_key(kind: pa.DataType) -> bool:
 
 
 def _keys(column: Any, device: torch.device) -> Tensor | Texts:
-    """Copy a column to the device; what stands at a missing value does not matter."""
+    """Copy a column to the device; the content at missing values is irrelevant."""
     if pa.types.is_string(column.type):
         return Texts.of_arrow(column, device)
     values = column.buffers()[1]

@@ -138,7 +138,7 @@ class GroupFitter:
             target = combined(self.engine.evaluate(staged.select([spec.source or spec.name]), build).column("target"))
             y = target.to_numpy(zero_copy_only=False)
             fold = combined(staged.column(fold_column(one.name))).to_numpy(zero_copy_only=False)
-            there = pc.is_valid(target).to_numpy(zero_copy_only=False)  # a row without an optional label says nothing
+            there = pc.is_valid(target).to_numpy(zero_copy_only=False)  # a row without an optional label does not count
             y, fold, places = y[there], fold[there], at[there]
             np.add.at(num_rows, fold, 1.0)
             np.add.at(totals, fold, y)

@@ -136,7 +136,7 @@ class Numbers:
         return pa.array(done, mask=num == 0)
 
     def _check_sums(self, total: _Ints, x: _Ints, groups: _Ints) -> None:
-        """Refuse sums that wrapped around; sizes in float64 tell which groups may have, and those are added exactly."""
+        """Refuse sums that wrapped around; sizes in float64 show which groups may have, and those are added exactly."""
         sizes = np.zeros(len(total))
         sizes[0] = abs(self._exact)
         np.add.at(sizes, groups, np.abs(x.astype(np.float64)))

@@ -60,7 +60,7 @@ class Groups:
         return found
 
     def _numbers(self, name: str, places: NDArray[np.int64], folds: NDArray[np.int64] | None) -> NDArray[np.float64]:
-        """What stands at places, or for training rows what their fold takes."""
+        """Values at positions, or for training rows those of their fold."""
         numbers = self.values[name][places]
         if folds is None or name not in self.folds:
             return numbers

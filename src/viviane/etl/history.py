@@ -16,7 +16,7 @@ from viviane.etl.values import combined
 class HistoryMaker:
     """Lists, for each row, the last values of the rows of its key that are strictly earlier.
 
-    Pieces are handed in one after another; between them it keeps the last values of the key at work, and those of the
+    Pieces arrive one after another; between them it keeps the last values of the key at work, and those of the
     moment at work, regardless of the length of a key.
 
     Args:
@@ -51,7 +51,7 @@ class HistoryMaker:
         carried = 0 if self._values is None else len(self._values)
         if carried:
             values = pa.concat_arrays([self._values, values])
-        seen = carried + np.concatenate([[0], np.cumsum(counts)])[:-1]  # values that stand before each row
+        seen = carried + np.concatenate([[0], np.cumsum(counts)])[:-1]  # values before each row
         first = _latest(seen, new_key, 0)
         end = _latest(seen, new_moment, self._num_earlier)
         start = np.maximum(first, end - self.last)
@@ -70,7 +70,7 @@ def changes(columns: pa.Table, before: pa.Table | None) -> NDArray[np.bool_]:
     """Whether each row differs from the row before it; missing values are equal to each other.
 
     Args:
-        before: a table whose last row stands before the first one; None: the first row differs.
+        before: a table whose last row precedes the first one; None: the first row differs.
     """
     found = np.zeros(columns.num_rows, bool)
     if columns.num_rows == 0:

@@ -25,7 +25,7 @@ Kind = Literal["label", "number", "category", "list", "time", "weight", "ignored
 
 ROWS_PER_VALUE: Final = 100
 """A number of which each value comes up so often, on average, is a category by its exact value besides."""
-_MOST_COUNTED: Final = 200_000  # rows that are looked at to tell numbers from ids
+_MOST_COUNTED: Final = 200_000  # rows inspected to distinguish numbers from ids
 _BINS: Final = (10, 40)
 _MOST_MIN_COUNT: Final = 100
 _ID_NAME: Final = re.compile(r"(^|_)(id|uid|uuid|guid|hash|code|zip|zipcode|cookie)$|[a-z](Id|ID|Code)$")
@@ -278,7 +278,7 @@ def _category(name: str, values: Any, distinct: int, min_count: int, found: _Fou
 
 
 def _id_reason(name: str, values: Any, distinct: int) -> str:
-    """Say why whole numbers are taken for ids; nothing where they are numbers."""
+    """Return the reason why whole numbers are taken for ids; nothing where they are numbers."""
     if not pa.types.is_integer(values.type) or distinct < 3:
         return ""
     if _ID_NAME.search(name):

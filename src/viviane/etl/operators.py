@@ -1,6 +1,6 @@
 """Operators on numbers, each one a formula over an ibis expression, so that any engine can run it.
 
-x is a column of numbers, some perhaps missing; an operator keeps missing values missing unless it says otherwise.
+x is a column of numbers, some of which may be missing; operators keep missing values unless documented otherwise.
 """
 
 from __future__ import annotations

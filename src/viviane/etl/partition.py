@@ -109,7 +109,7 @@ class Partition:
             inside = places == part
             num_inside = int(np.count_nonzero(inside))
             first = int(inside.argmax()) if num_inside else 0
-            # Neighbouring rows, as where a shard lies in one part, are handed on as they are, not copied.
+            # Neighbouring rows, as where a shard lies in one part, are passed on without a copy.
             together = bool(inside[first : first + num_inside].all())
             parts.append(staged.slice(first, num_inside) if together else staged.filter(pa.array(inside)))
         return parts

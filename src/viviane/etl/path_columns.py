@@ -1,4 +1,4 @@
-"""Columns whose values stand in the path of a file, as Hive and Spark write them: date=2024-01-01/part-0.parquet."""
+"""Columns whose values are in the path of a file, as Hive and Spark write them: date=2024-01-01/part-0.parquet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_both(names: Sequence[str], source: Source) -> None:
     for name, _ in source.path_values:
         if name in names:
             raise DataError(
-                "a column stands both in the file and in its path",
+                "a column is both in the file and in its path",
                 where=str(source.path),
                 value=name,
                 fix="rename one of them, or set `hive_partitioning` to false in the config's `input`",

@@ -6,5 +6,5 @@ from typing import Any
 
 
 def without(data: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Leave out settings that stand at an empty default (None, False, 0, nothing in a tuple)."""
+    """Leave out settings at an empty default (None, False, 0, nothing in a tuple)."""
     return {key: value for key, value in data.items() if key not in names or value}

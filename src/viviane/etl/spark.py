@@ -39,7 +39,7 @@ class SparkEngine:
     stopped with the engine.
 
     Args:
-        master: such as "local[4]" or "spark://host:7077"; None: what the active session or spark-defaults say.
+        master: such as "local[4]" or "spark://host:7077"; None: the active session or spark-defaults.
         settings: Spark's own, such as {"spark.plugins": "com.nvidia.spark.SQLPlugin"}.
         memory_limit_bytes: of the driver's heap, where this starts it, and as much again for DuckDB.
         threads, spill_folder: of DuckDB on the driver.
@@ -223,7 +223,7 @@ def _url(path: Path) -> str:
 
 
 def _first_words(error: Exception) -> str:
-    """The sentence of an error that says most: the last line of a worker's traceback, else the first line."""
+    """The most informative line of an error: the last line of a worker's traceback, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     inner = [line for line in lines if "Error: " in line and not line.startswith("at ")]
     return (inner or lines)[-1 if inner else 0][:500]

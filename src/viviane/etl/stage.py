@@ -1,6 +1,6 @@
 """First pass: read raw files once into shards of typed Parquet, setting malformed rows aside.
 
-A shard and its note (a JSON file next to it, written last) are the unit of resuming: the note says where in the raw
+A shard and its note (a JSON file next to it, written last) are the unit of resuming: the note records where in the raw
 files the next shard begins.
 """
 

@@ -59,7 +59,7 @@ class TextLayout:
 
     @cached_property
     def is_utf8(self) -> bool:
-        """Whether the file's bytes are UTF-8 as they stand."""
+        """Whether the file's bytes are UTF-8 as they are."""
         return codecs.lookup(self.input.encoding).name == "utf-8"
 
 

@@ -31,7 +31,7 @@ class DistributedEmbedding(TableLayer):
     names its `TableConfig`; or Viviane's `FeatureConfig`s with `tables`.
 
     Args:
-        feature_configs: by name, or a list. Of keras-rs, placement and limits of ids per partition say nothing here.
+        feature_configs: by name, or a list. Of keras-rs, placement and limits of ids per partition have no effect here.
         tables: Viviane's TableConfig and DynamicTableConfig, for Viviane's features.
         lengths: for Viviane's features, the number of keys of a row, by feature; 1 where left out.
         optimizer: as of `Embedding`; None takes that of keras-rs's tables.

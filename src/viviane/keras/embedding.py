@@ -253,7 +253,7 @@ class EmbeddingBag(OneTable):
         input_dim, output_dim, embeddings_initializer, embeddings_regularizer, optimizer, row_dtype, table_name,
             out_of_range, dynamic, key_dtype, seed, plan: as of `Embedding`.
         combiner: "mean" (divided by the sum of weights), "sum", "sqrtn" (divided by the root of their sum of squares).
-        padding_key: a key that stands for no key; it is left out of its bag. None: every key counts.
+        padding_key: a key that is skipped in its bag. None: every key counts.
 
     Input shape: (B, L), and weights (B, L) as second input, if any. Output shape: (B, D).
 

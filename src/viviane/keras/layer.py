@@ -183,7 +183,7 @@ class TableLayer(keras.layers.Layer):
                 )  # fmt: skip
             self.rule, self.held = rule, Held(optimizer)
         elif callable(rule.rate) != callable(self.rule.rate):
-            raise ConfigError("a rate and a schedule cannot stand for each other", where=self.where)
+            raise ConfigError("a rate cannot replace a schedule, or a schedule a rate", where=self.where)
         self.rule = Rule(self.rule.settings, rule.rate, rule.source)
         if not callable(rule.rate) and self.built:
             self.learning_rate.assign(rule.rate)

@@ -16,7 +16,7 @@ _DEFAULT: Final = "tensorflow"
 
 
 def load_keras() -> ModuleType:
-    """Import Keras, or say what to install.
+    """Import Keras, or raise with what to install.
 
     Keras' own default is TensorFlow. Where KERAS_BACKEND is not set, Keras' settings file names no other backend and
     TensorFlow is not installed, so that `import keras` would fail, the backend is torch, which Viviane needs anyway.

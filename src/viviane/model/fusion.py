@@ -1,4 +1,4 @@
-"""Layers of a graph that one operator computes together: what stands before and behind an MLP.
+"""Layers of a graph that one operator computes together: the layers before and after an MLP.
 
 A logit behind an MLP is one more layer of it. Pairs before it get a column of zeros where that makes their rows a
 multiple of 16 bytes, which saves a copy of them forward and another backward. Results differ by rounding alone.

@@ -267,7 +267,7 @@ def _check_bottom(plan: GraphPlan, bottom: str, where: str) -> None:
         fix = f"look them up first: SparseEmbedding('emb', bottom={bottom!r}, dim=16)"
         raise ConfigError("a layer cannot read categorical columns", where=where, value=bottom, fix=fix)
     if bottom not in plan.shapes:
-        what = "no tensor of this name stands before the layer"
+        what = "no tensor of this name is defined before the layer"
         raise ConfigError(what, where=where, value=bottom, fix=suggest(bottom, plan.shapes))
     if plan.shapes[bottom] == (0,):
         kind = "label" if bottom in plan.label else "dense"
@@ -290,5 +290,5 @@ def _add_loss(plan: GraphPlan, node: DenseLayer, layer: Loss, where: str) -> Non
 
 
 def unused_message(names: Iterable[str]) -> str:
-    """Say which tensors nothing reads."""
+    """List the tensors that no layer reads."""
     return "nothing reads the tensor(s) " + ", ".join(repr(name) for name in names)

@@ -103,7 +103,7 @@ def weigh_losses(nodes: Sequence[Node], weights: Mapping[str, float]) -> list[No
 
 
 def loss_options(node: DenseLayer) -> list[str]:
-    """Say a loss's weight and regularizer, where it has them.
+    """Describe the weight and regularizer of a loss, if it has any.
 
     Example:
         >>> loss_options(DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["logit", "click"], loss_weight=0.5))

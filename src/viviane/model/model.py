@@ -332,7 +332,7 @@ class Model:
             ConfigError: before `compile`, or for a torch module, which has no graph.
         """
         if self._own_module is not None:
-            raise ConfigError("a torch module has no graph that says which bias is the output's", fix="set it yourself")
+            raise ConfigError("a torch module has no graph, so its output bias is unknown", fix="set it yourself")
         self.trainer.check_schema(train)
         return start_at_rates(self.nodes, self.schema, self.module, base_rates(train, self.solver))
 
@@ -434,7 +434,7 @@ class Model:
 
         Args:
             folder: where to; an older model there is replaced.
-            published: which published changes the weights contain, as a publisher says.
+            published: which published changes the weights contain, as recorded by the publisher.
         """
         with self.trainer.averaged():
             return write_model(

@@ -276,7 +276,7 @@ def _keep_results(values: list[Any], tops: tuple[int, ...], result: Any) -> None
 def build_module(
     plan: GraphPlan, optimizer: AnyOptimizer, solver: Solver, group: Group, statistics: Mapping[str, Any] | None = None
 ) -> GraphModule:
-    """Make the layers and tables of a plan; tables are spread over the processes as the solver says.
+    """Make the layers and tables of a plan; tables are spread over the processes as the solver sets.
 
     Args:
         statistics: `info` of the training data, for the automatic plan.

@@ -30,7 +30,7 @@ Columns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 class Input(Settings):
     """Names the tensors that come from the data.
 
-    Each argument is a tensor's name, which then stands for all columns of that kind, or a mapping from
+    Each argument is a tensor's name, which then means all columns of that kind, or a mapping from
     tensor names to columns. The tensors are labels (B, L), dense numbers (B, N), and groups of categorical
     columns, which only a `SparseEmbedding` reads.
 
@@ -86,7 +86,7 @@ class SparseEmbedding(Settings):
         init: initial values: "uniform", "normal", "xavier", "zero", or settings of one.
         dtype: of the rows: "float32", or "float16" or "bfloat16", which take half the memory; the output is float32.
         out_of_range: what a key outside the table does: "raise", "default" (the schema's id of unknown
-            values), "hash" or "ignore"; a dynamic table knows no range.
+            values), "hash" or "ignore"; a dynamic table has no range.
         trainable: False keeps the rows as they are.
         optimizer: the rule of these tables; None takes the model's.
         dynamic: how rows of dynamic tables come and go; where it is given, all tables of the node are dynamic. None:

@@ -75,7 +75,7 @@ def start_at_rates(nodes: Sequence[Node], schema: Schema, module: nn.Module, rat
 
 
 def _bias(tensor: str, makers: dict[str, DenseLayer], module: nn.Module) -> Tensor | None:
-    """Return the bias that shifts a tensor; None where it has none, or the graph says how it begins."""
+    """Return the bias that shifts a tensor; None where it has none, or the graph sets its initial value."""
     node = makers.get(tensor)
     if node is None:
         return None

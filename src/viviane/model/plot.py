@@ -81,7 +81,7 @@ def _bottoms(node: Input | SparseEmbedding | DenseLayer) -> tuple[str, ...]:
 
 
 def _short(node: DenseLayer) -> str:
-    """Say a layer's type and its widths, where it has them."""
+    """Describe a layer by its type and its widths, if it has any."""
     params = node.params
     if "num_outputs" in params:
         return f"{node.type} · " + ", ".join(map(str, params["num_outputs"]))

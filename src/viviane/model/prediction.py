@@ -133,7 +133,7 @@ def is_raw(table: pa.Table, schema: Schema, etl: AnyPath | None) -> bool:
         return False
     raise ConfigError(
         "the rows may be raw or encoded: all their columns fit both", value=", ".join(sources[:5]),
-        fix="say which: predict(rows, raw=True) or raw=False",
+        fix="choose one: predict(rows, raw=True) or raw=False",
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def clean(table: pa.Table, etl: AnyPath | None) -> pa.Table:
     """Turn raw rows into ids with a fitted ETL."""
     if etl is None:
         raise ConfigError(
-            "the model knows no ETL, so it cannot read raw rows",
+            "the model has no ETL, so it cannot read raw rows",
             fix="train it on a data set that `viviane etl` wrote, or clean the rows first and leave raw out",
         )
     from viviane.etl import FittedEtl

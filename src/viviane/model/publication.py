@@ -117,7 +117,7 @@ class Publication(Callback):
         """Watch which rows steps look up.
 
         Raises:
-            ConfigError: steps are recorded in CUDA graphs, which tell nobody their batches.
+            ConfigError: steps are recorded in CUDA graphs, which do not expose their batches.
         """
         if trainer.device.type == "cuda" and trainer.solver.cuda_graph is not False:
             raise ConfigError("a model is published from eager steps", where="Solver", value="cuda_graph",

@@ -32,7 +32,7 @@ class LayerSummary:
     Args:
         names: the node's; of an Input, those of its tensors.
         shapes: of its outputs, without the batch; empty where they are not known.
-        num_parameters: dense weights; those of tables stand in the tables' lines.
+        num_parameters: dense weights; those of tables are in the rows of the tables.
         options: weight and regularizer of a loss.
     """
 
@@ -123,7 +123,7 @@ def summarize(name: str, plan: GraphPlan | None, module: nn.Module | None, optim
 
 
 def human_bytes(count: int) -> str:
-    """Say a number of bytes with three digits.
+    """Format a number of bytes with three digits.
 
     Example:
         >>> human_bytes(1536), human_bytes(12)

@@ -1,4 +1,4 @@
-"""How much memory each table of a model gets: what the solver says, or what the machine has."""
+"""How much memory each table of a model gets: from the solver, or from the free memory of the machine."""
 
 from __future__ import annotations
 

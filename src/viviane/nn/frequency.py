@@ -13,7 +13,7 @@ from viviane.nn.init import Initializer
 from viviane.nn.registry import LAYERS, Layer, Shape
 
 EMPTY_ID: Final = -(2**63)
-"""Stands for no id in a tensor of ids."""
+"""Marks padding in a tensor of ids."""
 
 
 class LogFrequencyParameters(Settings):
@@ -35,13 +35,13 @@ class LogFrequencyParameters(Settings):
 class LogFrequency(Layer):
     """Logarithm of how often an id comes up in a batch, estimated in training: ids (B, S) -> log q (B, S).
 
-        at step t, for an id h that stands c times in the batch
+        at step t, for an id h that occurs c times in the batch
             D[h] = (1 - a) D[h] + a (t - A[h]);  A[h] = t         D[h] = t at the first time
             C[h] = (1 - a) C[h] + a c                             C[h] = c at the first time
         log q = log C[h] - log D[h]                               an id that never came up: -log of the number of steps
 
-    D is the mean number of steps from one batch with the id to the next, C how often it stands in such a batch: q is
-    the expected number of places that hold it, above 1 for ids that stand in every batch. Evaluation does not count.
+    D is the mean number of steps from one batch with the id to the next, C how often it occurs in such a batch: q is
+    the expected number of places that hold it, above 1 for ids in every batch. Evaluation does not count.
     An empty place gives 0. No gradient.
 
     Source: Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations",
@@ -91,7 +91,7 @@ class LogFrequency(Layer):
         last_seen, steps = cast(Tensor, self.last_seen), cast(Tensor, self.steps).add_(1)
         old, gap = interval[buckets], (steps - last_seen[buckets]).to(interval.dtype)
         known, before = old > 0, count[buckets]
-        # An id that stands in the batch several times writes the same number several times, and adds as often.
+        # An id that occurs several times in the batch writes the same number several times, and adds as often.
         interval[buckets] = torch.where(known, old + rate * (gap - old), gap)
         count[buckets] = before * (1 - rate)  # 0 for an id that is new
         count.index_add_(0, buckets, torch.where(known, rate, 1.0).to(count.dtype))

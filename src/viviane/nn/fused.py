@@ -19,7 +19,7 @@ class FusedInnerProductParameters(InnerProductParameters):
 
     Args:
         act_type: "relu" or "none".
-        pos_type: where the layer stands in a chain of its kind. It changes no number; HugeCTR lets only the
+        pos_type: the position of the layer in a chain of its kind. It changes no number; HugeCTR lets only the
             "tail" of a chain go without the activation, and so does this layer.
     """
 

@@ -166,16 +166,16 @@ class MLP(Layer):
         return linear
 
     def unfused(self, x: Tensor) -> str | None:
-        """Say why the layers are called one by one on an input, or None where one operator computes them all.
+        """Return why layers are called one by one on an input, or None if one operator computes them all.
 
         Example:
             >>> import torch
             >>> MLP([(13,)], MLPParameters(num_outputs=(4,), batch_norm=True)).unfused(torch.ones(2, 13))
-            'a normalisation stands between a product and its activation'
+            'there is a normalisation between a product and its activation'
         """
         settings = cast(MLPParameters, self.settings)
         if settings.batch_norm or settings.layer_norm:
-            return "a normalisation stands between a product and its activation"
+            return "there is a normalisation between a product and its activation"
         if settings.dropout and self.training:
             return "dropout draws new zeros after each activation"
         if is_heard(self.layers):

@@ -26,7 +26,7 @@ class CausalMask(Layer):
 
         y[b, 0, i, j] = 1 where j < i and mask[b, j] > 0, and where j = i
 
-    Every place sees itself, an empty one too: it needs something to look at, and nobody looks at it.
+    Every place sees itself, an empty one too: softmax needs at least one position; its output is not used.
 
     Example:
         >>> CausalMask([(3,)])(torch.tensor([[1.0, 0.0, 1.0]]))[0, 0].tolist()

@@ -1,7 +1,7 @@
 """Layers by name, with checked parameters and shapes: what a model's graph is built from.
 
 A layer is an `nn.Module` whose first argument is the list of its inputs' shapes without the batch
-dimension, and whose second is its parameters, a `Settings` object. It says its outputs' shapes in
+dimension, and whose second is its parameters, a `Settings` object. It returns the shapes of its outputs in
 `out_shapes`. Every layer can also be used by hand in any PyTorch program.
 """
 
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
     Parameters: ClassVar[type[Settings]] = NoParameters
     changes_rows: ClassVar[bool] = False
-    """Whether the outputs may have other rows than the inputs; such a layer's `build` says which."""
+    """Whether the outputs may have other rows than the inputs; such a layer's `build` returns them."""
     id_inputs: ClassVar[tuple[int, ...]] = ()
     """Places of the inputs that are ids, (B, S), int64; in a graph, groups of categorical columns."""
     out_shapes: list[Shape]
@@ -79,7 +79,7 @@ class Layer(nn.Module):
         return []
 
     def refuse(self, allowed: str) -> SchemaError:
-        """Return the error that says which input shapes the layer takes."""
+        """Return the error that lists the input shapes of the layer."""
         return SchemaError(
             "a layer cannot take these inputs",
             where=f"layer {self.name!r} ({type(self).__name__})",

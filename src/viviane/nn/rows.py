@@ -1,7 +1,7 @@
 """Shapes of tensors whose rows are not the batch's: DIN's ten history rows per sample, or a fixed number of rows.
 
-A shape leaves the first dimension out. Nearly always that is the batch, B, and a plain tuple says it all; a
-`RowShape` is a tuple that knows better: (10 B, n), or (4, n).
+A shape leaves the first dimension out. Nearly always that is the batch, B, and a plain tuple is enough; a
+`RowShape` is a tuple with another first dimension: (10 B, n), or (4, n).
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class CastParameters(Settings):
 class Cast(Layer):
     """Change the number type, by default to float16, as HugeCTR's mixed-precision graphs did before 3.0.
 
-    `Solver.precision` chooses the type of a whole model; this layer is for graphs that say it themselves. A layer
+    `Solver.precision` chooses the type of a whole model; this layer is for graphs that set it per layer. A layer
     with weights computes in the weights' type, float32: cast back before it, or train in a 16-bit precision.
 
     Example:

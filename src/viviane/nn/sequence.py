@@ -94,7 +94,7 @@ class GRU(Layer):
         dtype = torch.float32 if x.dtype == torch.float16 and x.device.type == "cpu" else x.dtype
         weights = [one.to(dtype) for one in (self.weight, self.recurrent, self.bias, cast(Tensor, self.no_bias))]
         start = torch.zeros(1, x.shape[0], settings.num_output, dtype=dtype, device=x.device)
-        # cuDNN wants its weights and two biases in one block, and says so at each call; torch's own kernels do not.
+        # cuDNN wants its weights and two biases in one block, and warns at each call; torch's own kernels do not.
         own_kernels = torch.backends.cudnn.flags(enabled=False) if x.is_cuda else nullcontext()
         with torch.autocast(x.device.type, enabled=False), own_kernels:
             states, _ = torch.gru(steps.to(dtype), start, weights, True, 1, 0.0, self.training, False, True)

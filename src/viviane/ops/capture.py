@@ -73,7 +73,7 @@ def branch(
     """Record a block beside what the current stream records after it; gives what lets the current stream wait for it.
 
     Autograd runs the backward of the block there too; `join_branches` brings all of it back. While no graph is recorded
-    the block runs where it stands.
+    the block runs in place.
 
     Args:
         device: of the graph.

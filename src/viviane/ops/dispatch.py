@@ -71,11 +71,11 @@ def choose(device: torch.device) -> str:
 
 
 def reason(device: torch.device, operation: str | None = None) -> str:
-    """Say why `choose` gives what it gives.
+    """Return the reason for the choice of `choose`.
 
     Args:
         device: of the tensors.
-        operation: its folder's name; without a file for CPUs, plain torch serves there.
+        operation: its folder's name; without a file for CPUs, plain torch is used there.
     """
     chosen = _chosen.get() or os.environ.get(VARIABLE, "auto")
     if chosen == "auto":

@@ -14,7 +14,7 @@ _START = 128  # numbers; each part begins at a multiple of it
 
 
 class Packing(NamedTuple):
-    """Where parts stand in a packed tensor.
+    """Offsets of parts in a packed tensor.
 
     Args:
         starts: the first number of each part.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Watch:
-    """What kernels looked at, and where they say that something was bad.
+    """The tensors that kernels checked, and the flag of a non-finite value.
 
     Args:
         status: int64, on the device; its first number becomes 1.
@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, status: Tensor) -> None:
         self.status = status
-        # The tensors themselves are kept: as long as they live nobody else gets their memory.
+        # The tensors themselves are kept: their memory is not reused as long as they live.
         self._seen: list[tuple[Tensor, int]] = []
 
     def add(self, tensor: Tensor) -> None:
@@ -36,7 +36,7 @@ class Watch:
         self._seen.append((tensor, tensor._version))
 
     def covers(self, tensor: Tensor) -> bool:
-        """Whether kernels looked at all these numbers, and nobody wrote to them since."""
+        """Whether kernels checked all these tensors, and they were not written since."""
         start, size = tensor.data_ptr(), tensor.element_size()
         last = start + size * sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         return any(

@@ -20,7 +20,7 @@ from viviane.parallel.planner import Planned, Planner
 
 GivenPlan: TypeAlias = str | Mapping[str, Any]
 BATCH_SIZE: Final = 8192
-"""Rows of the global batch that a plan is made for where no one says how many there are."""
+"""Rows of the global batch that a plan is made for if their number is not given."""
 _log = get_logger("parallel")
 
 
@@ -54,13 +54,13 @@ class Traffic:
 
 
 _HOT_ROWS: Final = (1_000, 10_000, 100_000)
-_RESERVED: Final = 3  # ids that stand for no value, before the frequent ones
+_RESERVED: Final = 3  # ids without a value, before the frequent ones
 
 
 def _hot_shares(counts: Mapping[str, Any]) -> dict[int, float]:
     """Return the shares of a column's ids that numbers of first keys serve.
 
-    The counts are told at ranks that lie evenly in their logarithm; between two of them they fall as a power law does,
+    Counts are given at ranks spaced evenly on a logarithmic scale; between two of them they fall as a power law does,
     of which the trapezoid of the larger count and the smaller one is an estimate from above, the smaller one alone one
     from below. The mean of both is taken.
     """
@@ -145,7 +145,7 @@ def hot_shares_of(features: Sequence[FeatureConfig], traffic: Traffic) -> dict[s
 
 
 def is_whole(given: GivenPlan | None) -> bool:
-    """Say whether `Solver.plan` is a whole plan."""
+    """Return whether `Solver.plan` is a whole plan."""
     return isinstance(given, Mapping) and "world_size" in given
 
 

@@ -293,7 +293,7 @@ class ShardedCollection(ShardedTables):
     def export_table(self, table: str, *, copy: bool = True) -> TableState:
         """Return a whole table on every process: rows and optimizer state; all processes call it together.
 
-        It is put together from all shards, so it is a copy whatever `copy` says.
+        It is assembled from all shards, so it is always a copy.
         """
         return gather_table(self, self._known(table))
 
@@ -306,7 +306,7 @@ class ShardedCollection(ShardedTables):
         scatter_rows(self, self._known(table), rows)
 
     def summary(self) -> list[TableSummary]:
-        """Return what a model's summary says of each table; rows of a dynamic table are those of this process."""
+        """Return the rows of each table for the summary; those of a dynamic table are local to this process."""
         lines = []
         for name, table in self.tables.items():
             users = tuple(feature.name for feature in self.features.values() if feature.table == name)

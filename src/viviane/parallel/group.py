@@ -84,7 +84,7 @@ class Group:
         """Make a group of the same processes for another thread, over the CPU; all of them call it together."""
         if self._group is None:
             return Group()
-        # Nothing here tells how long the others' work may take; a process that dies ends its connections.
+        # The time that other ranks need is unknown; a process that dies ends its connections.
         return Group(dist.new_group(backend="gloo", timeout=timedelta(days=7)))
 
     @property
@@ -134,7 +134,7 @@ class Group:
         watch.enter()
         try:
             yield
-        except (RuntimeError, ValueError) as error:  # a peer is gone: Gloo says so with either
+        except (RuntimeError, ValueError) as error:  # a peer is gone: Gloo raises either
             raise watch.lost(error) from error
         finally:
             watch.leave()
@@ -183,7 +183,7 @@ class Group:
         return tensor
 
     def open_beside(self) -> None:
-        """Make a second group, whose calls may stand in any order to those of the embedding exchange."""
+        """Make a second group, whose calls may be in any order relative to those of the embedding exchange."""
         if self._group is not None and self._beside is None:
             kind = dist.get_backend(self._group)
             self._beside = dist.new_group(backend=kind, pg_options=exchange_options(kind))
@@ -286,11 +286,11 @@ class Group:
             self.watch.step = step
 
     def all_know(self, error: E) -> E:
-        """Note that every process raises such an error now: `report` has nothing to tell them."""
+        """Note that every process raises such an error now: `report` need not notify them."""
         self._known = error
         return error
 
     def report(self, error: BaseException) -> None:
-        """Tell the other processes that this one fails, so that they end instead of waiting for it."""
+        """Report to the other ranks that this one fails, so that they end instead of waiting for it."""
         if self.watch is not None and error is not self._known and not isinstance(error, ProcessError):
             self.watch.report(error)

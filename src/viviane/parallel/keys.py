@@ -124,7 +124,7 @@ class KeyResolver:
         return mapping(bag.values.unsqueeze(1), bag.offsets, origin).view(-1)
 
     def _nothing(self, feature: FeatureConfig) -> int | None:
-        """Return the row, or raw key, that stands for padding; None: there is none."""
+        """Return the row, or raw key, of padding; None: there is none."""
         table = self.tables[feature.table]
         return table.padding_id if isinstance(table, DynamicTableConfig) else self.null_row
 

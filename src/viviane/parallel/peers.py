@@ -2,7 +2,7 @@
 
 A library that exchanges tensors copies what a kernel wrote once more, and its kernels begin when others leave them
 room. GPUs that reach each other's memory need neither: the kernel that looks rows up stores them where the other
-process reads them, and a barrier says that they are there.
+process reads them, and a barrier signals that they are complete.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PeerMemory:
 
 
 def open_peer_memory(num_bytes: int, group: Group, device: torch.device) -> tuple[PeerMemory | None, str | None]:
-    """Make memory that all processes write to; or say why there is none, in all processes alike.
+    """Allocate memory that all ranks write to, or return the same reason on all ranks why there is none.
 
     All processes call it together.
 
@@ -127,7 +127,7 @@ def _tried(make: Callable[[], T], group: Group) -> tuple[T | None, str | None]:
 
 
 def ineligible_reason(group: Group, device: torch.device) -> str | None:
-    """Say why processes cannot write to each other's memory, or None where they may; all call it together.
+    """Return the reason why processes cannot write to each other's memory, or None if they may; all call it together.
 
     Args:
         group: the processes.

@@ -30,7 +30,7 @@ def join_replicas(replicas: EmbeddingCollection, group: Group) -> None:
     """Put the sum over all processes in place of the gradients that wait here.
 
     Replicated tables are small: each storage's gradients are exchanged as one matrix (R, D + 1), whose last column
-    says which rows were touched. All processes get the same bits.
+    marks the touched rows. All processes get the same bits.
     """
     if group.size == 1:
         return
@@ -81,7 +81,7 @@ class ReplicaSum:
     """Sums one storage's gradients over the processes, without a look at any number: a CUDA graph can record it.
 
     They become one matrix (R, D) of zeros and sums, and, where a rule moves rows that have no gradient, R numbers
-    that say which rows were touched.
+    that mark the touched rows.
 
     Args:
         storage: of replicated tables.

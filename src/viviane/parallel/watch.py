@@ -1,9 +1,9 @@
-"""Signs of life between the processes of a job: one that dies, fails or stalls ends all of them, by name.
+"""Heartbeats between the ranks of a job: one that dies, fails or stalls ends all of them, and the error names it.
 
 Every process writes a record to the job's store once a second: its count of beats, the step it is at, how many
 exchanges it has entered, and whether it waits in one. A thread reads the others' records. A collective of Gloo or
-NCCL knows of none of this and would wait on, so the thread ends the process where the main thread cannot. Steps that a
-CUDA graph replays enter no exchange: they are known by their number alone.
+NCCL does not notice a lost rank and would keep waiting, so the thread ends the process where the main thread cannot.
+Replayed steps enter no exchange that the host sees: only their step number counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONG_GRACE_S: Final = 60.0  # where it is ending already
 
 @dataclass
 class _Seen:
-    """What this process knows of another one, and since when by its own clock."""
+    """The state of another rank as seen by this one, with the local time of the last change."""
 
     record: dict[str, Any] = field(default_factory=dict)
     beat_at: float = field(default_factory=monotonic)
@@ -48,7 +48,7 @@ class _Seen:
 
 
 class Watch:
-    """Tells this process of failures of the others, and them of its own.
+    """Exchanges failures between this rank and the others.
 
     Args:
         store: of the job; for this watch alone.
@@ -98,7 +98,7 @@ class Watch:
         )
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this process ends with an error."""
+        """Report to the other ranks that this one ends with an error."""
         if self.failure is None:
             self._ending = True
             what = str(error) or type(error).__name__
@@ -154,7 +154,7 @@ class Watch:
         return None if wrong is None else self._declare(wrong)
 
     def _declare(self, wrong: str) -> str:
-        """Let all processes say the same: the first word stands."""
+        """Let all ranks report the same error: the first one."""
         self.failure = self._store.compare_set(_FAILURE, "", wrong).decode() or wrong
         return self.failure
 
@@ -165,7 +165,7 @@ class Watch:
             at = f"rank {other} (process {record['pid']} on {record['host']})"
             seen_at = f"it was last seen at step {record['step']}, and rank {self.rank} is at step {self.step}"
             late, silent = now - seen.moved_at, now - seen.beat_at
-            # On a GPU the host enters an exchange and continues: what shows that it waits is that it stands still.
+            # On a GPU the host enters an exchange and continues: a lack of progress shows that it waits.
             waits = self._waits > 0 or now - self._mine.moved_at > self.timeout_s
             ahead = (self.step, self._calls) > (record["step"], record["calls"])
             waited_for = not record["waits"] and waits and ahead
@@ -201,11 +201,11 @@ class Watch:
 
 
 def _is_alive(pid: int) -> bool:
-    """Say whether a process of this machine lives; one that ended and was not collected yet does not."""
+    """Return whether a process of this machine lives; one that ended and was not collected yet does not."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
-        return not Path("/proc/self/stat").exists()  # a system without /proc cannot tell
+        return not Path("/proc/self/stat").exists()  # unknown on a system without /proc
     except OSError:
         return True
     return text.rpartition(")")[2].split()[0] not in ("Z", "X")

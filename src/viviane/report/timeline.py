@@ -32,7 +32,7 @@ class Bar:
 def timeline_svg(timeline: Timeline) -> str:
     """Return an SVG of the step of median length: host above, the device's streams below, a colour for each range.
 
-    Names are shown where they fit, and when the mouse rests on a bar. Neighbours that are too narrow to be told apart
+    Names are shown where they fit, and when the mouse rests on a bar. Neighbours that are too narrow to distinguish
     are drawn as one.
     """
     return _picture(timeline, *window(timeline), "one step", _CLASSES)

@@ -37,7 +37,7 @@ def write_trace_page(recorded: Recorded, folder: str | Path) -> Path:
 
 
 def cells(recorded: Recorded, row: Row) -> list[str]:
-    """Return what a table says of a range: name, host ms, device ms, share of the step, GB/s, launches, idle ms."""
+    """Return the table cells of a range: name, host ms, device ms, share of the step, GB/s, launches, idle ms."""
     timeline = recorded.timeline
     device = bool(timeline.work)
     taken = row.device_ms if device else row.host_ms
@@ -65,7 +65,7 @@ KIND_HEADINGS: Final = ("kind of kernel", "device ms", "share", "alone ms", "lau
 
 
 def kind_cells(time: DeviceTime, row: KindTime) -> list[str]:
-    """Return what a table says of a kind of kernel: name, device ms, share of the step, ms alone, launches."""
+    """Return the table cells of a kind of kernel: name, device ms, share of the step, ms alone, launches."""
     return [row.kind, f"{row.ms:.3f}", f"{row.ms / time.step_ms:.1%}", f"{row.alone_ms:.3f}", f"{row.launches:.0f}"]
 
 
@@ -77,7 +77,7 @@ def gap_lines(time: DeviceTime) -> list[list[str]]:
 
 
 def replayed_summary(replayed: Replayed) -> str:
-    """Say in a line what a replayed step took on the device."""
+    """Return one line about what a replayed step took on the device."""
     time, steps = replayed.time, len(replayed.timeline.steps)
     few = f"; only {replayed.num_replays} of {steps} steps were replays" if replayed.num_replays < steps else ""
     return (
@@ -87,7 +87,7 @@ def replayed_summary(replayed: Replayed) -> str:
 
 
 def summary(recorded: Recorded) -> str:
-    """Say in a line what a step took."""
+    """Return one line about what a step took."""
     timeline, rows = recorded.timeline, recorded.batch_size
     busy = f", of which the device is at work {timeline.busy_ms:.3f} ms" if timeline.work else ""
     plain, python = ("", "") if recorded.replayed is None else (", replayed", "from Python ")

@@ -32,7 +32,7 @@ class ColumnSpec:
         separator: between the values of a list that is written as text.
         raw: the value is as logged; False: an id or a number as the ETL writes it.
         num_ids: ids are 0 <= id < num_ids; None where there is no such range.
-        nullable: None stands for a missing value.
+        nullable: None is a missing value.
 
     Example:
         >>> raw_columns([InputColumn(name="price", type="float")])[0].shape

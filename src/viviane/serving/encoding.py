@@ -67,7 +67,7 @@ class RowEncoder:
         """
         if self._etl is None:
             raise ConfigError(
-                "the model knows no ETL, so it cannot read raw rows",
+                "the model has no ETL, so it cannot read raw rows",
                 fix="train it on a data set that `viviane etl` wrote, or predict encoded rows",
             )
         return self._etl
@@ -132,7 +132,7 @@ class RowEncoder:
         return joined([left, right]), wrong + [replace(one, row=one.row + half) for one in more]
 
     def _computed_problem(self, error: DataError, typed: pa.Table) -> RowProblem:
-        """Say which raw value of a single row the ETL could not use, where its error names the column."""
+        """Return which raw value of a single row the ETL could not use, if its error names the column."""
         config = self.etl.config
         for spec in config.dense:
             source = spec.source or spec.name

@@ -38,7 +38,7 @@ class Forward:
         """Write what a call returns, (B, L), float32, by the last kernel of the forward pass.
 
         Args:
-            flag: (1,), int64, to say whether a key was wrong; None where nobody asks.
+            flag: (1,), int64, set if a key was invalid; None if it is not needed.
         """
         with self._precision.context(self.device):
             output = self._module(batch)

@@ -22,7 +22,7 @@ def columns_of(rows: Any, wanted: Sequence[str]) -> tuple[dict[str, Any], int, l
     Other columns are left out; what is wrong with a column's values is found when they are converted.
 
     Args:
-        rows: as `FORMS` says.
+        rows: see `FORMS`.
         wanted: names of columns.
 
     Raises:
@@ -58,7 +58,7 @@ def _from_dicts(rows: Sequence[Any], wanted: Sequence[str]) -> tuple[dict[str, l
         for name in wanted:
             if name not in row:
                 hint = suggest(name, [str(key) for key in row]) if row else "the row is empty"
-                problem = f"the column is missing (None stands for a missing value); {hint}"
+                problem = f"the column is missing (None is a missing value); {hint}"
                 problems.append(RowProblem(number, name, "", problem))
                 break
     refused = {problem.row for problem in problems}

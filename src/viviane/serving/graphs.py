@@ -301,7 +301,7 @@ def graph_instance(
 
 
 def graphs_prevented(model: LoadedModel) -> str | None:
-    """Say why a model's forward pass cannot be captured, or None."""
+    """Return the reason why a model's forward pass cannot be captured, or None."""
     if model.device.type != "cuda":
         return "the model is on the CPU"
     if model.has_dynamic_tables():

@@ -128,7 +128,7 @@ class Instances:
             self._free.put(instance)
 
     def _programs(self, model: LoadedModel, settings: SessionSettings, count: int) -> list[Instance]:
-        """Make instances that run programs, or none: then `execution` says why."""
+        """Make instances that run programs, or none: then `execution` has the reason."""
         if model.device.type != "cpu":
             return []
         layout = Layout.of(model.schema)

@@ -38,7 +38,7 @@ Ids: TypeAlias = Callable[[Any], int]
 
 
 class _LeftToTheEtlError(Exception):
-    """A value, or a column, that the ETL knows better what to do with."""
+    """A value, or a column, that must go through the ETL."""
 
 
 class PlainRows:

@@ -53,7 +53,7 @@ class Place:
 
 
 def prevented(module: object, layout: Layout) -> str | None:
-    """Say why a module cannot run as a program, or None."""
+    """Return the reason why a module cannot run as a program, or None."""
     if not isinstance(module, GraphModule):
         return "the model is a torch module of its own"
     if why := reason():

@@ -118,7 +118,7 @@ class Steps:
     # Running ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Say that all steps are written."""
+        """Mark the program as complete."""
         self._words = self._calls.reshape(-1)
         self._at_sizes, self._at_dense = np.array(self._sizes, np.int64), np.array(self._dense, np.int64)
         self._first_wrong = self._first_wrong[: len(self._keys)]
@@ -127,7 +127,7 @@ class Steps:
         self._size = -1
 
     def begin(self, size: int, dense: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Say what the next run reads; returns what has to stay until it has ended."""
+        """Bind the inputs of the next run; returns objects that must stay alive until it ends."""
         if not dense.is_contiguous() or dense.dtype != torch.float32:
             dense = dense.float().contiguous()
         if ids.dtype != self._id_dtype or not ids.is_contiguous():

@@ -37,11 +37,11 @@ def raw_table(
     Args:
         rows: in a form of `viviane.serving.frames.columns_of`.
         columns: the raw columns that features need.
-        missing: texts that stand for a missing value.
+        missing: texts of a missing value.
 
     Raises:
         SchemaError: a column is missing, or columns differ in length.
-        DataError: a typed column cannot be read as the config says.
+        DataError: a typed column cannot be read as configured.
     """
     found, _, problems = columns_of(rows, [column.name for column in columns])
     arrays = {}
@@ -130,7 +130,7 @@ def _cells(values: list[Any], column: InputColumn) -> tuple[Any, list[RowProblem
 
 
 def _lists(values: list[Any], column: InputColumn, missing: tuple[str, ...]) -> tuple[Any, list[RowProblem]]:
-    """Convert lists one by one; text that is to be split at the separator may stand beside lists of values."""
+    """Convert lists one by one; text to be split at the separator may be mixed with lists of values."""
     kept: list[Any] = []
     problems = []
     for row, value in enumerate(values):
@@ -170,7 +170,7 @@ def _elements(value: Any, column: InputColumn, missing: tuple[str, ...]) -> list
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a value stands for a missing one: None, NaN, and pandas' NaT and NA, which compare with nothing."""
+    """Whether a value is a missing one: None, NaN, and pandas' NaT and NA, which compare with nothing."""
     if isinstance(value, float):
         return math.isnan(value)
     return value is None or type(value).__name__ in ("NAType", "NaTType")

@@ -103,7 +103,7 @@ class InferenceSession:
         self._encoder = RowEncoder(model.schema, etl, model.strict_ids)
         self._raw = self._encoder.has_etl if self.settings.rows == "auto" else self.settings.rows == "raw"
         if self._raw:
-            _ = self._encoder.etl  # says so where there is none
+            _ = self._encoder.etl  # raises if there is none
         self._labels = [label.name for label in model.schema.labels]
         self._most = self.settings.batch_limit(device.type)
         self._instances = Instances(model, self.settings)
@@ -173,7 +173,7 @@ class InferenceSession:
 
     @property
     def takes_raw_rows(self) -> bool:
-        """What `predict` takes rows for when it is not told: raw rows, or encoded ones."""
+        """What `predict` takes rows for by default: raw rows, or encoded ones."""
         return self._raw
 
     @property
@@ -186,7 +186,7 @@ class InferenceSession:
 
     @property
     def inputs(self) -> tuple[ColumnSpec, ...]:
-        """The columns that `predict` takes when it is not told what rows are."""
+        """The columns that `predict` takes by default."""
         return self.raw_inputs if self.takes_raw_rows else self.encoded_inputs
 
     @property
@@ -220,9 +220,9 @@ class InferenceSession:
         Args:
             rows: columns by name (arrays, lists, tensors), a list of dicts, an Arrow table or record batch, a pandas or
                 Polars frame, or a `Batch`. Columns that the model does not read are left out. None, NaN in frames and
-                lists, and the ETL's own texts for it stand for a missing raw value.
+                lists, and the ETL's own texts of a missing value are missing raw values.
             raw: rows are as logged, and the model's ETL turns them into ids: values that it never saw are unknown,
-                as in training. False: rows are ids and numbers. None: as the session's settings say.
+                as in training. False: rows are ids and numbers. None: the session's setting.
 
         Returns:
             (rows,), float32; for a model with several outputs a dict from output to (rows,).
@@ -249,7 +249,7 @@ class InferenceSession:
         return named
 
     def try_predict(self, rows: Any, *, raw: bool | None = None) -> PartialPrediction:
-        """Predict the rows that can be used, and say what is wrong with the others; arguments as of `predict`.
+        """Predict the rows that can be used, and return what is wrong with the others; arguments as of `predict`.
 
         Raises:
             SchemaError, DataError: a column is missing or of another type.

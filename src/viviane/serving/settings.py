@@ -34,7 +34,7 @@ class SessionSettings(Settings):
     """Capture the forward pass in CUDA graphs for a ladder of batch sizes: "auto" does on a GPU where nothing prevents
     it; True refuses what prevents it; False runs operation by operation."""
     rows: Literal["auto", "raw", "encoded"] = "auto"
-    """What rows are unless a request says otherwise: "raw", as logged, which the model's own ETL turns into ids;
+    """The form of rows unless a request sets it: "raw", as logged, which the model's own ETL turns into ids;
     "encoded", ids and numbers as the ETL writes them; "auto" takes raw rows where the model has an ETL."""
     warm_up: tuple[int, ...] = (1,)
     """Batch sizes that are computed once when the model is loaded."""

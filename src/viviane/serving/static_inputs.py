@@ -65,7 +65,7 @@ class InputLayout:
 
     @staticmethod
     def prevented(schema: Schema) -> str | None:
-        """Say why a schema's batches have no such layout, or None."""
+        """Return the reason why a schema's batches have no such layout, or None."""
         for column in schema.bags:
             if column.hotness is None and column.max_length is None:
                 return f"column {column.name!r} has neither hotness nor max_length"

@@ -249,7 +249,7 @@ class DeltaApplier:
         return self._seen[stream]
 
     def _fill(self, stream: Stream, first: int, last: int) -> bool:
-        """Get missing deltas from the outbox; False where they are not to be had: the partition stands still then."""
+        """Get missing deltas from the outbox; False where they are not to be had: the partition is blocked then."""
         cause = None
         try:
             found = [] if self._repair is None else list(self._repair(*stream, first, last))

@@ -19,7 +19,7 @@ class CacheTier:
     Args:
         layout: of the rows.
         capacity: most rows; a cache as large as its table holds all of it.
-        eviction: "oldest" removes rows that nobody has read for longest, "random" any.
+        eviction: "oldest" removes the rows that were not read for longest, "random" any.
         resolution: the share of `capacity` that is left when room is made.
         name: in statistics.
 
@@ -85,7 +85,7 @@ class CacheTier:
         return removed
 
     def evict_older(self, seconds: float) -> int:
-        """Remove rows that nobody has read for so long."""
+        """Remove rows that were not read for that long."""
         return self._rows.evict_older(seconds)
 
     def keys(self) -> Keys:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Says whether a tier may be asked.
+    """Decides whether a tier may be called.
 
     Closed: every call may pass. After `most_failures` failures in a row it opens for `pause_s`; then one call may pass,
     and its success closes it again.
@@ -46,7 +46,7 @@ class CircuitBreaker:
         return self._open_until is None
 
     def allows(self) -> bool:
-        """Say whether a call may pass; of an open breaker whose pause is over, one call."""
+        """Return whether a call may pass; of an open breaker whose pause is over, one call."""
         if self.is_closed:  # without the lock: nearly always
             return True
         with self._lock:

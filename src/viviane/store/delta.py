@@ -29,7 +29,7 @@ from viviane.store.row_layout import MAX_ROW_BYTES, Keys, Rows
 
 MAX_DELTA_BYTES: Final = 1 << 20
 _SENT_BYTES: Final = 960_000
-"""What publishers fill: brokers refuse messages above 1,000,000 bytes unless they are told otherwise."""
+"""Maximum size of a message: brokers refuse more than 1,000,000 bytes by default."""
 MAX_NAME_BYTES: Final = 255
 _MAGIC: Final = b"VVDELTA1"
 _HEADER: Final = struct.Struct("<8sIIIIIHHqqqqqqqqIIHH20x")
@@ -38,7 +38,7 @@ _CHECKED_FROM: Final = 12  # after magic and checksum
 
 
 class DeltaKind(IntEnum):
-    """What a delta says."""
+    """The content of a delta."""
 
     ROWS = 0
     """Rows to insert or replace."""
@@ -53,7 +53,7 @@ class DeltaKind(IntEnum):
 
 @dataclass(frozen=True)
 class DeltaHeader:
-    """What a delta is and where it stands in its sequence.
+    """The header of a delta: its kind and its position in the sequence.
 
     Args:
         model, table: names; `table` is empty for deltas about the whole model.

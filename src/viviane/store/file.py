@@ -208,7 +208,7 @@ class FileTier:
             own = np.unique(keys[(keys >= 0) & (keys < self.num_ids)])
             own = own[self._is_there(own)]
             if self._journal is not None and len(own):
-                self.flush()  # a journal knows no removal: it must not bring the rows back
+                self.flush()  # a journal cannot hold a removal: it must not bring the rows back
             np.bitwise_and.at(self._present, own >> 3, ~(1 << (own & 7)).astype(np.uint8))
             if self.durable and len(own):
                 self._write_present()

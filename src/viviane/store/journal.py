@@ -22,7 +22,7 @@ _MOST_ROWS: Final = 1 << 20  # in a record
 class Journal:
     """Records of keys and rows, appended before they are written to their place.
 
-    A record that a crash cut off fails its check sum; it and what stands behind it are left out when the journal is
+    A record that a crash cut off fails its check sum; it and everything after it are left out when the journal is
     replayed, and their `put` had not returned.
 
     Args:

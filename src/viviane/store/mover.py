@@ -73,7 +73,7 @@ class Mover:
                 self._running = True
             try:
                 task()
-            except Exception as error:  # a tier that fails says so where it is read; the thread lives on
+            except Exception as error:  # a failing tier raises where it is read; the thread continues
                 _log.warning("a task beside lookups failed: %s", str(error).split("\n", 1)[0])
             with self._turn:
                 self._running = False

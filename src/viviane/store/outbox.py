@@ -269,7 +269,7 @@ def _frames(file: BinaryIO, first: int, size: int) -> Iterator[tuple[bytes, int]
 
 
 def _checksum(data: bytes, number: int) -> int:
-    """Return the checksum of a frame; a frame that stands at another place has another one."""
+    """Return the checksum of a frame; a frame at another offset has another one."""
     return crc32c(data[:16], crc32c(struct.pack("<QI", number, len(data))))
 
 

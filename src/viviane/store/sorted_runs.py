@@ -222,7 +222,7 @@ class SortedRunTier:
             if len(there):
                 self._recent.erase(there)
                 self._erased |= set(there.tolist())
-                self.flush()  # a journal knows no removal
+                self.flush()  # a journal cannot hold a removal
         self._counter.erased(len(there))
         return len(there)
 

@@ -28,7 +28,7 @@ class DeltaSubscriber:
 
     Args:
         address: kafka://host:port/topic.
-        target: what is changed; it knows what was applied before.
+        target: what is changed; it records what was applied before.
         visible: see `DeltaApplier`.
         outbox: the publisher's outbox, where missing deltas may be had; None: a gap stops its partition.
         settings: librdkafka's own; no credentials.

@@ -15,8 +15,8 @@ SCAN_ROWS = 65_536
 class Tier(Protocol):
     """Rows by key in one place: memory, files, RocksDB, Redis.
 
-    Keys are int64, (n,); rows are uint8, (n, row_bytes), C-contiguous; what stands in a row says `layout`. Every call
-    takes a batch. A tier knows no other tier; `viviane.store.stack` puts several on top of each other.
+    Keys are int64, (n,); rows are uint8, (n, row_bytes), C-contiguous; `layout` describes the content of a row. Every
+    call takes a batch. A tier has no reference to another tier; `viviane.store.stack` stacks several.
 
     Threads: all methods may be called from several threads. Calls that change rows take turns. `fetch` may run beside
     them: each row that it returns is the row before or after a change, never a mixture. Kernels, files and clients

@@ -39,7 +39,7 @@ def lookup_sparse(
         sp_ids: for each, a tf.RaggedTensor or tf.SparseTensor of rank 2, int32 or int64; a dense matrix too.
         sp_weights: for each, of the same form, float32; a mean is divided by their sum.
         combiners: for each, "sum" or "mean" (default); or one for all.
-        use_low_frequency_filter: keys come in as the variable's filter_ratio says, with either value.
+        use_low_frequency_filter: keys are admitted by the variable's filter_ratio, with either value.
 
     Raises:
         ConfigError, DataError: lists of different lengths, other types.

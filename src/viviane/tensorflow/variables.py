@@ -51,13 +51,13 @@ def plain_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
         result: _R = tensorflow().autograph.experimental.do_not_convert(function)(*args, **options)
         return result
 
-    call.autograph_info__ = {}  # type: ignore[attr-defined]  # by which AutoGraph knows what it need not convert
+    call.autograph_info__ = {}  # type: ignore[attr-defined]  # AutoGraph does not convert functions with this attribute
     return call
 
 
 @cache
 def _variable_class() -> Any:
-    """Return the class of variables: an ordinary one, one number large, that knows its table."""
+    """Return the class of variables: an ordinary one, one number large, with a reference to its table."""
     tensorflow()
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
@@ -176,8 +176,8 @@ def DynamicVariable(  # noqa: N802 - SOK's name
         mode: as of `Variable`.
         seed: of initial values and admission.
         options: init_capacity, max_capacity (beyond it the key used longest ago goes; "kCustomized" is not known),
-            evict_strategy, filter_ratio. Options of GPU memory (max_hbm_for_vectors, ...) say nothing here, and a line
-            of the log tells so.
+            evict_strategy, filter_ratio. Options of GPU memory (max_hbm_for_vectors, ...) have no effect here; a
+            line of the log lists them.
     """
     tf = tensorflow()
     kind = var_type or "hybrid"
@@ -218,7 +218,7 @@ def _options(kind: str, given: dict[str, Any], name: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     without = [one for one in _MEMORY_OPTIONS if rest.pop(one, None) is not None]
     if without:
-        _log.info("variable %r: %s say nothing here", name, ", ".join(without))
+        _log.info("variable %r: %s have no effect here", name, ", ".join(without))
     capacity, most = rest.pop("init_capacity", None), rest.pop("max_capacity", None)
     strategy, ratio = rest.pop("evict_strategy", "kLru"), float(rest.pop("filter_ratio", 1.0))
     if rest:

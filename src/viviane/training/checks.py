@@ -20,7 +20,7 @@ def check_binary_labels(batch: Batch, schema: Schema, group: Group | None = None
 
     Args:
         batch: on the CPU.
-        schema: its labels; their task tells which are binary.
+        schema: its labels; their task defines which are binary.
         group: processes to which the error is sent, so that none waits for this one.
 
     Raises:

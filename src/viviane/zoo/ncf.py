@@ -42,7 +42,7 @@ class NCF(ZooModel):
     def nodes(self, schema: Schema) -> list[Node]:
         """Return the graph."""
         user, item = user_and_item(schema, self.user, self.item)
-        # The Input names the columns that are read, so that others may stand in the schema.
+        # The Input names the columns that are read, so that the schema may have others.
         nodes: list[Node] = [begin(schema, {"user": (user,), "item": (item,)}, dense={})]
         parts = ["gmf", "mlp"] if self.structure == "neumf" else [self.structure]
         for part in parts:

@@ -68,7 +68,7 @@ def _only_target(schema: Schema, history: CategoricalColumn) -> CategoricalColum
 
 
 def one_id(schema: Schema, name: str, role: str) -> CategoricalColumn:
-    """Return a column that has one id a row, or say that it has not."""
+    """Return a column that has one id a row, or raise."""
     column = schema.categorical_column(name)
     if column.kind != "one_hot":
         allowed = ", ".join(one.name for one in schema.one_hot) or "the schema has no one-hot column"

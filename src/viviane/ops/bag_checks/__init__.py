@@ -55,7 +55,7 @@ def check_bags(
 
 
 def place_of(record: Tensor) -> int | None:
-    """Return the place that a record tells, or None; waits for a GPU.
+    """Return the position in a record, or None; waits for a GPU.
 
     Example:
         >>> import torch

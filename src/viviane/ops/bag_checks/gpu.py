@@ -43,7 +43,7 @@ def check_bags(
 
 @triton.jit(do_not_specialize=["size", "first", "start"])
 def check_bags_kernel(offsets, counts, weights, lengths, record, size, first, start, tile: tl.constexpr):
-    """Check `tile` offsets of one feature, or as many weights: the grid's third axis says which.
+    """Check `tile` offsets of one feature, or as many weights: the third grid axis selects it.
 
     Args:
         offsets, weights: addresses, as `address_of` writes them.

@@ -26,7 +26,7 @@ _MOST_WIDTH = 256  # numbers of a vector: tiles of both sides have to fit into s
 
 
 def reason(u: Tensor, v: Tensor) -> str | None:
-    """Say why plain torch serves these inputs, or None where the kernel does.
+    """Return the reason why plain torch is used for these inputs, or None if the kernel does.
 
     Example:
         >>> reason(torch.ones(1, 1), torch.ones(1, 1))

@@ -1,4 +1,4 @@
-"""Copies on a GPU: one tensor into another type, and many tensors whose addresses are told each time."""
+"""Copies on a GPU: one tensor into another type, and many tensors at addresses given per call."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Shapes: B rows, n their width, k the rank, L layers.
 
 On a GPU the product W_l u_l forms x_{l+1} before it is stored, and the backward product forms both what flows down and
 x_0 times it, with the sums of the columns for the bias; what flows to x_0 from all layers is added up once, in the last
-product. Elsewhere, and where `reason` says so, plain torch serves.
+product. Elsewhere, and where `reason` returns a reason, plain torch computes it.
 
 Source: Wang et al. 2021 (DCN v2).
 """
@@ -64,7 +64,7 @@ def cross_layers(
 
 
 def reason(x: Tensor, weights: Sequence[Tensor]) -> str | None:
-    """Say why plain torch serves these inputs, or None where the kernels do.
+    """Return the reason why plain torch is used for these inputs, or None if the kernels do.
 
     Example:
         >>> reason(torch.ones(1, 2), [torch.ones(2, 2)])

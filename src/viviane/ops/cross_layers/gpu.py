@@ -31,7 +31,7 @@ def forward(
 ) -> list[Tensor]:
     """Return x_1 ... x_L, the u_l where there are projections, the y_l in one tensor (L, B, n), and packed weights.
 
-    Packed ones that were given are not returned: an empty tensor stands in their place.
+    Packed ones that were given are not returned: an empty tensor replaces them.
     """
     first = x.to(dtype).contiguous()
     every = [*weights, *projections, *biases]

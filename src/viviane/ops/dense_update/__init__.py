@@ -96,7 +96,7 @@ def move_tensors(
         gradients: of the shapes of `params`; float32, bfloat16 or float16, all of one type.
         states: lists beside `params`, as many as the rule has.
         numbers, scale, gate: on the device; see above.
-        inside: whether epsilon stands inside the root.
+        inside: whether epsilon is inside the root.
         decays: whether the weight decay is to be read.
         workspace: kept from call to call.
 
@@ -224,7 +224,7 @@ def update_scaled_status(
 
 
 def reason(params: Sequence[Tensor]) -> str | None:
-    """Say why one kernel cannot move these parameters, or None where it can.
+    """Return the reason why one kernel cannot move these parameters, or None if it can.
 
     Example:
         >>> reason([torch.ones(1, dtype=torch.float64)])

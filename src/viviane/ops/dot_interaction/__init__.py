@@ -7,7 +7,7 @@ Shapes: B samples, S vectors a sample, D their width, P pairs. With z = [dense, 
 P = S (S - 1) / 2; with `itself` the diagonal belongs to the triangle: i >= j, P = S (S + 1) / 2.
 
 On a GPU one kernel reads the vectors once and writes the output once, and so does the backward; on the CPU, too, for
-float32. Elsewhere plain torch serves, with the same results up to rounding; `reason` says why no GPU's kernel does.
+float32. Elsewhere plain torch is used, with the same results up to rounding; `reason` says why no GPU's kernel does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def dot_interaction(dense: Tensor | None, embeddings: Tensor, *, pad: bool = Tru
 
 
 def reason(dense: Tensor | None, embeddings: Tensor) -> str | None:
-    """Say why plain torch serves these inputs, or None where the fused kernel does.
+    """Return the reason why plain torch is used for these inputs, or None if the fused kernel does.
 
     Example:
         >>> reason(None, torch.ones(1, 2, 3))
@@ -85,7 +85,7 @@ def reason(dense: Tensor | None, embeddings: Tensor) -> str | None:
 
 
 def _fits_cpu(dense: Tensor | None, embeddings: Tensor) -> bool:
-    """Whether the CPU's kernel serves: float32, few enough vectors, and nobody who traces what is done."""
+    """Whether the CPU's kernel serves: float32, few enough vectors, and no tracing."""
     if embeddings.device.type != "cpu" or kernels_serve(embeddings.device) or torch.compiler.is_compiling():
         return False
     if choose(embeddings.device) == "reference" or torch._C._get_tracing_state() is not None:

@@ -66,7 +66,7 @@ def copy_numbers(target, to, source, start, step, count):  # type: ignore[no-unt
 
 @njit(forceinline=True)
 def multiply_with_all(sides, i, dots, wide, dim):  # type: ignore[no-untyped-def]
-    """Multiply vector i with all vectors, which stand on their sides."""
+    """Multiply vector i with all vectors, which are transposed."""
     for j in range(wide):
         dots[j] = float32(0.0)
     for k in range(dim):

@@ -131,7 +131,7 @@ def entry_bags(offsets: Tensor, num_entries: int) -> Tensor:
         >>> entry_bags(torch.tensor([0, 2, 2, 3]), 3).tolist()
         [0, 0, 2]
     """
-    if offsets.is_cuda:  # there repeat_interleave would write wherever offsets say
+    if offsets.is_cuda:  # repeat_interleave would write out of bounds there
         entries = torch.arange(num_entries, dtype=offsets.dtype, device=offsets.device)
         return torch.searchsorted(offsets[1:], entries, right=True).clamp_(max=max(len(offsets) - 2, 0))
     bags = torch.arange(len(offsets) - 1, device=offsets.device)

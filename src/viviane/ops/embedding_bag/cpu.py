@@ -168,7 +168,7 @@ def pool_kernel(dim: int, kind: int, out_kind: int, key: str) -> Kernel:
             for k in range(bags * block // blocks, bags * (block + 1) // blocks):
                 for j in range(dim):
                     total[j] = float32(0.0)
-                for n in range(max(offsets[k], 0), min(offsets[k + 1], last + 1)):  # whatever the offsets say
+                for n in range(max(offsets[k], 0), min(offsets[k + 1], last + 1)):  # bounded for any offsets
                     later = min(n + _AHEAD, last)
                     start = storage + row_bytes * read_whole(rows, later, row_size)
                     for byte in range(0, row_bytes, 64):

@@ -96,7 +96,7 @@ def make_index(
 
 
 def distinct(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct keys in order of their first place, (U,), where each key stands among them, and counts.
+    """Return the distinct keys in order of their first place, (U,), the index of each key among them, and counts.
 
     Args:
         keys: (N,), int32 or int64.

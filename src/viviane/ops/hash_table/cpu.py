@@ -58,7 +58,7 @@ _BLOCKS_PER_THREAD = 4
 
 
 class Index(KeyIndex):
-    """Slots, rows and heap in reserved memory; the head says where each begins and how much of it is used."""
+    """Slots, rows and heap in reserved memory; the head records where each begins and how much of it is used."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Index(KeyIndex):
 
     @property
     def num_rows(self) -> int:
-        """Rows handed out so far."""
+        """Rows allocated so far."""
         return int(self._head[NUM_ROWS])
 
     @property

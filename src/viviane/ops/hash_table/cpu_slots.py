@@ -1,10 +1,10 @@
-"""The slots of an index inside kernels: where a key stands, how slots grow, how a key is taken out.
+"""The slots of an index inside kernels: find a key, grow, remove a key.
 
-Slots stand in lines of 64 bytes: five keys, their rows + 1 as int32 (0: empty, so that every key is allowed and memory
-that was never written is empty), and how many keys passed the line because it was full. A search looks at a whole line
-at once, and continues with the next, round the segment's end, only where keys have passed. Lines lie in segments of L.
-Linear hashing (Litwin 1980) says which: of n + p segments, n a power of two and p < n those that were split in the
-present round,
+A line of 64 bytes holds five slots: five keys, their rows + 1 as int32 (0: empty, so that every key is allowed and
+memory that was never written is empty), and how many keys passed the line because it was full. A search reads a whole
+line at once, and continues with the next, round the segment's end, only if keys have passed. A segment has L lines.
+Linear hashing (Litwin 1980) selects the segment: of n + p segments, n a power of two and p < n those that were split in
+the present round,
 
     segment = bits 31.. of mix(key) mod 2n, less n where that is n + p or more
     line = bits 16.. of mix(key) mod L
@@ -24,7 +24,7 @@ from numba import int32, int64, njit, uint64
 
 from viviane.ops.native.memory import int32_at, int64_at
 
-# What stands where in the head of an index, a vector of int64.
+# Layout of the head of an index, a vector of int64.
 NUM_KEYS: Final = 0
 NUM_ROWS: Final = 1
 FIRST_FREE: Final = 2  # the freed row that goes out next; `keys` of a freed row is the one after it; -1 ends
@@ -103,7 +103,7 @@ def next_line(line, lines):
 
 @njit(forceinline=True)
 def row_place(line, j):
-    """Return where row j of a line stands, counted in int32."""
+    """Return the offset of row j of a line, counted in int32."""
     return line * _LINE_HALVES + _FIRST_ROW + j
 
 
@@ -144,7 +144,7 @@ def put(head, key, row, line):
 
 @njit
 def take_out(head, key, place):
-    """Empty the slot of a key, whose row stands at `place`."""
+    """Empty the slot of a key, whose row is at `place`."""
     halves, lines = int32_at(head[SLOTS]), head[SEGMENT_LINES]
     halves[place] = 0
     line = home(head, key)

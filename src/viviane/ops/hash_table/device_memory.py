@@ -73,7 +73,7 @@ class DeviceRange:
         torch.zeros(1, device=self._device)  # makes the GPU's context, which the driver's calls need
         with torch.cuda.device(self._device):
             self._page = self._page_size()
-            # The first page is never handed out: it tells torch that the whole range is the GPU's.
+            # The first page is never allocated: it tells torch that the whole range is the GPU's.
             self._pages = 1 + -(-num_bytes // self._page)
             self._on_device = self._pages if on_device is None else 1 + -(-on_device // self._page)
             start = ctypes.c_uint64()

@@ -124,12 +124,12 @@ class Index(KeyIndex):
 
     @property
     def num_rows(self) -> int:
-        """Rows handed out so far; waits for the device."""
+        """Rows allocated so far; waits for the device."""
         return self._bounds.read()[NUM_ROWS]
 
     @property
     def most_rows(self) -> int:
-        """No more rows than this were handed out so far."""
+        """An upper bound of the rows allocated so far."""
         return min(self._bounds.most_rows, self.max_rows)
 
     @property
@@ -174,7 +174,7 @@ class Index(KeyIndex):
         )
 
     def gather(self, keys: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the keys' rows of a table, (N, D), zeros where absent, and say which are there, (N,)."""
+        """Copy the keys' rows of a table, (N, D), zeros where absent, and return which keys are present, (N,)."""
         check_keys(keys, self.device)
         count, dim = len(keys), weight.shape[1]
         out = torch.empty(count, dim, dtype=weight.dtype, device=self.device)

@@ -35,7 +35,7 @@ class CounterBounds:
         self.most_keys = 0
         """No more keys than this."""
         self.most_rows = 0
-        """No more rows handed out than this."""
+        """No more rows allocated than this."""
 
     def read(self) -> list[int]:
         """Wait for the counters, and return them."""

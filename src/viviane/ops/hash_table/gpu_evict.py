@@ -35,7 +35,7 @@ class Victims:
         Args:
             count: how many.
             guard: see `KeyIndex.insert`.
-            num_rows: rows handed out so far.
+            num_rows: rows allocated so far.
         """
         if self._index.order != "stamp":
             return self._sorted(guard, num_rows)[0][:count]

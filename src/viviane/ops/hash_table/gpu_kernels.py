@@ -1,7 +1,7 @@
 """Triton kernels that search an index: rows of keys, notes of their use, and copies of their vectors in one go.
 
 A line has 64 bytes: five keys, their rows + 1 as int32 (0: none), and how many keys passed the line because it was
-full. Key 0 marks an empty slot; the real key 0 stands, as key 1, in a line of its own behind all others.
+full. Key 0 marks an empty slot; the real key 0 is stored, as key 1, in a separate line after all others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LINE_WORDS: Final = 8  # int64
 LINE_HALVES: Final = 16  # int32
 LINE_SLOTS: Final = 5
 
-# What stands where among the counters of an index, a vector of int64; those of a call in two sets, used in turn.
+# Layout of the counters of an index, a vector of int64; those of a call in two sets, used in turn.
 NUM_ROWS: Final = 0
 NUM_FREE: Final = 1
 NUM_KEYS: Final = 2
@@ -111,7 +111,7 @@ def copy_kernel(
     width: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Copy the vector of each key, zeros where it is absent, and say which are there."""
+    """Copy the vector of each key, zeros where it is absent, and return which keys are present."""
     n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     active = n < count
     own = tl.load(keys + n, mask=active, other=0).to(tl.int64)

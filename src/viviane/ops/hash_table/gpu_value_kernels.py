@@ -102,7 +102,7 @@ def assign_kernel(
     row = tl.load(rows + n, mask=n < count, other=-1).to(tl.int64)
     cols = tl.arange(0, width)[None, :]
     known = (row >= 0)[:, None] & (cols < dim)
-    # The vector is on its way while the mark says whether it counts.
+    # The vector is on its way while the mark is read.
     vectors = tl.load(values + (n * dim)[:, None] + cols, mask=known, other=0, eviction_policy="evict_first")
     mark = tl.load(latest + row * stride, mask=row >= 0, other=-1)
     last = (row >= 0) & (mark == (tl.zeros_like(n) + call << 32) + n)

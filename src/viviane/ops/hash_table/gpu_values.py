@@ -75,7 +75,7 @@ def assign_marked(table: Tensor, rows: Tensor, values: Tensor, latest: Tensor, s
 
 
 class Marks(AnyMarks):
-    """Says which entry of a row is its last, without sorting: a mark a row, (R,), int64, that only rises."""
+    """Records which entry of a row is its last, without sorting: a mark a row, (R,), int64, that only rises."""
 
     def __init__(self) -> None:
         self._marks: Tensor | None = None

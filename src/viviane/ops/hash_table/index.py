@@ -44,7 +44,7 @@ def check_keys(keys: Tensor, device: torch.device) -> None:
 def content_problem(
     keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor, max_rows: int
 ) -> str | None:
-    """Say why an index cannot be restored from these, see `KeyIndex.restore`; None where it can.
+    """Return the reason why an index cannot be restored from these, see `KeyIndex.restore`; None where it can.
 
     Example:
         >>> zero = torch.tensor([0])
@@ -146,7 +146,7 @@ class KeyIndex(ABC):
     @property
     @abstractmethod
     def num_rows(self) -> int:
-        """Rows handed out so far; all rows in use lie below."""
+        """Rows allocated so far; all rows in use lie below."""
 
     @property
     @abstractmethod
@@ -204,7 +204,7 @@ class KeyIndex(ABC):
 
     @abstractmethod
     def free_rows(self) -> Tensor:
-        """Return the freed rows, (F,), int64; the last one is handed out first."""
+        """Return the freed rows, (F,), int64; the last one is reused first."""
 
     @abstractmethod
     def restore(self, keys: Tensor, rows: Tensor, stamps: Tensor, uses: Tensor | None, free: Tensor) -> None:
@@ -242,7 +242,7 @@ class KeyIndex(ABC):
 
     @property
     def most_rows(self) -> int:
-        """No more rows than this were handed out so far; the exact number may have to be waited for."""
+        """An upper bound of the rows allocated so far; the exact number may have to be waited for."""
         return self.num_rows
 
     def gather(self, keys: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

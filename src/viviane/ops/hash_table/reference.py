@@ -49,7 +49,7 @@ class Index(KeyIndex):
 
     @property
     def num_rows(self) -> int:
-        """Rows handed out so far."""
+        """Rows allocated so far."""
         return self._num_rows
 
     @property

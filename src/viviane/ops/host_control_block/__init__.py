@@ -2,7 +2,7 @@
 
 A copy to or from the device costs the host a call, and the device a wait between two replays. Here a graph reads the
 row that the host has written for it, in page-locked memory, and writes its answer to another; the device counts its
-steps, and so knows which rows are meant.
+steps, which selects the rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_row(rows: Tensor, count: Tensor, words: Tensor) -> None:
 def write_back(
     words: Tensor, loss: Tensor, held: Tensor, rows: Tensor, count: Tensor, signal: Tensor | None = None
 ) -> None:
-    """Write the loss to the address that the host has told, and what the step held where the host looks.
+    """Write the loss to the address given by the host, and the step status to the host control block.
 
     Args:
         words: of `read_row`; the first is the address of a tensor of the loss's type.

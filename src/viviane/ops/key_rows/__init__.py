@@ -1,7 +1,7 @@
 """From keys to rows of a storage: range check, its policies, padding, in one pass.
 
 Shapes: N keys of a column, F columns, each of one feature. The storage has R rows and after them two that are
-always zero: row R stands for "nothing here", row R + 1 for a missing value that counts.
+always zero: row R means "no key", row R + 1 a missing value that counts.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _record(kept: Tensor | None, watched: bool, device: torch.device) -> tuple[T
 
 @cache
 def _nothing_found(device: torch.device) -> Tensor:
-    """The record of calls that look for nothing; nobody writes to it."""
+    """The record of calls that look for nothing; it is never written."""
     return torch.zeros(3, dtype=torch.int64, device=device)
 
 
@@ -217,7 +217,7 @@ def _start_and_count(counts, f):
 
 @triton.jit
 def _load_whole(address, n, count):
-    """Load numbers of 64 or 32 bits, as the address says, those past the count as zeros."""
+    """Load numbers of 64 or 32 bits, by the type of the address, those past the count as zeros."""
     wide, base = address & 2, address & -4
     narrow = tl.load(base.to(tl.pointer_type(tl.int32)) + n, mask=n < tl.where(wide == 0, count, 0), other=0)
     whole = tl.load(base.to(tl.pointer_type(tl.int64)) + n, mask=n < tl.where(wide == 0, 0, count), other=0)
@@ -261,7 +261,7 @@ def _join_offsets(p, offsets, counts, joined, size, tile: tl.constexpr):
 def bag_key_kernel(
     keys, offsets, counts, table, rows, joined, first_place, size, null_row, hashes: tl.constexpr, tile: tl.constexpr
 ):  # fmt: skip
-    """Map `tile` keys of one feature, or join as many offsets of one: the grid's second axis says which.
+    """Map `tile` keys of one feature, or join as many offsets of one: the second grid axis selects it.
 
     Args:
         keys, offsets: addresses, as `address_of` writes them.

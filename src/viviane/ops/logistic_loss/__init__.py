@@ -47,7 +47,7 @@ def logistic_loss(
 
 
 def reason(logits: Tensor, labels: Tensor, weight: Tensor | None = None) -> str | None:
-    """Say why plain torch serves these inputs, or None where the kernel does.
+    """Return the reason why plain torch is used for these inputs, or None if the kernel does.
 
     Example:
         >>> reason(torch.ones(1), torch.ones(1))

@@ -7,7 +7,7 @@ forward product; the backward product of a layer masks its result by the ReLU be
 below; weight gradients are summed in float32 and stay float32 where the weights are. An output of width 1 has kernels
 of its own, that read its input once. In 16 bits and without gradients one launch computes four or more layers of up to
 8 rows, whose results do not depend on their number. On the CPU all layers are one step of backward, and ReLU and its
-gradient overwrite what the products wrote. Where `reason` says so, plain torch serves.
+gradient overwrite what the products wrote. Where `reason` returns a reason, plain torch computes it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mlp(
     Products are made in autocast's dtype where it is on, else in the input's.
 
     Args:
-        x: (B, k); or as wide as `zeros_behind` says, with zeros behind the first k columns.
+        x: (B, k); or with `zeros_behind` columns of zeros after the first k columns.
         weights: W_l (n_l, k_l).
         biases: b_l (n_l), or None.
         relu: whether a ReLU follows each layer.
@@ -93,7 +93,7 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 
 def reason(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:
-    """Say why plain torch serves these inputs, layer by layer, or None where one operator does.
+    """Return the reason why plain torch is used for these inputs, layer by layer, or None if one operator does.
 
     Example:
         >>> reason(torch.ones(1, 2), [torch.ones(1, 2)], [None])

@@ -48,7 +48,7 @@ def forward(
 ) -> list[Tensor]:
     """Return the activations of every layer (B, n_l), the packed weights and biases, and x as the products read it.
 
-    Packed ones that were given are not returned: an empty tensor stands in their place.
+    Packed ones that were given are not returned: an empty tensor replaces them.
     """
     whole = pack_weights([*weights, *biases], dtype) if packed is None else packed
     parts = packing([one.shape for one in (*weights, *biases)], dtype).parts(whole)

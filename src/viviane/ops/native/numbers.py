@@ -82,7 +82,7 @@ def product(typing: Any, one: types.Type, other: types.Type) -> Any:
     """Return a product of float32 that is rounded before anything is added to it: nothing contracts it."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Numba gives its own flags to what has none; this one says nothing about a product.
+        # Numba adds its flags to instructions without any; this flag does not affect a product.
         return builder.fmul(*args, flags=("arcp",))
 
     return types.float32(types.float32, types.float32), build

@@ -1,4 +1,4 @@
-"""Norm records in compiled loops: one pass finds where everything stands, a second copies it out.
+"""Norm records in compiled loops: one pass finds the offsets, a second copies the values.
 
 Numbers are loaded from addresses without checks: the first pass compares every place with the size before it is read.
 """
@@ -90,7 +90,7 @@ def scan(  # noqa: PLR0911, PLR0912 - one loop over bytes; each return is anothe
     data: int, size: int, start: int, count: int, num_numbers: int, num_slots: int, key_bytes: int, checked: bool,
     firsts: Any, lengths: Any,
 ) -> Any:  # fmt: skip
-    """Find the records; return the code of a problem or 0, the record, and the byte where it or the end stands."""
+    """Find the records; return the code of a problem or 0, the record, and the byte offset of it or of the end."""
     keep = len(firsts) > 0
     at = start
     for record in range(count):

@@ -24,7 +24,7 @@ class NormLayout:
         num_numbers: labels and dense numbers, P.
         num_slots: S.
         key_bytes: 4 (unsigned) or 8 (signed).
-        check_sum: records stand between a length and a check sum.
+        check_sum: records are framed by a length and a checksum.
     """
 
     num_numbers: int

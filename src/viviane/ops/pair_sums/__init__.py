@@ -6,7 +6,7 @@ Shapes: B samples, S vectors a sample, D their width.
     dy/de_i = sum_j e_j - e_i
 
 On the CPU forward reads the vectors once, and backward reads them and writes their gradient once. Elsewhere, and where
-`reason` says so, plain torch serves, with the same results up to rounding.
+`reason` returns a reason, plain torch computes it, with the same results up to rounding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pair_sums(vectors: Tensor) -> Tensor:
 
 
 def reason(vectors: Tensor) -> str | None:
-    """Say why plain torch serves these vectors, or None where the kernel does.
+    """Return the reason why plain torch is used for these vectors, or None if the kernel does.
 
     Example:
         >>> reason(torch.ones(1, 2, 3, dtype=torch.float64))

@@ -44,7 +44,7 @@ def pointwise_attention(
         q, k, v: see above; float32, bfloat16 or float16 (float64 on plain torch).
         held: (B, L), bool: which places hold an event. Empty places are no keys; what they return means nothing.
         position: p, or None.
-        times, time_bias: t and r, both or neither; `UNKNOWN_TIME` stands for a time that is not known.
+        times, time_bias: t and r, both or neither; `UNKNOWN_TIME` marks an unknown time.
         unit: time that counts as one.
 
     Example:
@@ -60,7 +60,7 @@ def pointwise_attention(
 
 
 def reason(q: Tensor, v: Tensor) -> str | None:
-    """Say why plain torch serves these inputs, or None where the kernel does.
+    """Return the reason why plain torch is used for these inputs, or None if the kernel does.
 
     Example:
         >>> import torch

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 UNKNOWN_TIME: Final = -(2**63)
-"""Stands for a time that is not known; it is what a tensor of ids holds in an empty place."""
+"""Marks an unknown time; the value of padding in a tensor of ids."""
 
 
 def pointwise_attention(

@@ -48,7 +48,7 @@ def write_probabilities(
         out: float32, contiguous, of that shape; may be the host's memory, as a tensor of the GPU.
         shift: s above.
         records: int64; a record is set if its first number is not 0.
-        flag: (1,), int64; None where nobody asks.
+        flag: (1,), int64; None if it is not needed.
 
     Example:
         >>> out, flag = torch.empty(1), torch.zeros(1, dtype=torch.int64)
@@ -63,7 +63,7 @@ def write_probabilities(
 
 
 def reason(logits: Tensor) -> str | None:
-    """Say why plain torch serves these logits, or None where the kernel does.
+    """Return the reason why plain torch is used for these logits, or None if the kernel does.
 
     Example:
         >>> reason(torch.ones(1))

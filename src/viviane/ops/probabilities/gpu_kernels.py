@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["size", "shift"])
 def probabilities_kernel(logits, out, flag, records, size, shift, block: tl.constexpr):
-    """Write a block of probabilities; the first program says whether a record is set."""
+    """Write a block of probabilities; the first program sets the flag."""
     n = tl.program_id(0) * block + tl.arange(0, block)
     z = tl.load(logits + n, mask=n < size, other=0.0).to(tl.float32) - shift
     # e^-|z| cannot overflow; sigmoid(-|z|) = small / (1 + small).

@@ -17,7 +17,7 @@ __all__ = ["reason"]
 
 @cache
 def reason() -> str | None:
-    """Say why programs do not run here, or None.
+    """Return the reason why programs do not run here, or None.
 
     Example:
         >>> reason() is None or isinstance(reason(), str)

@@ -31,7 +31,7 @@ def sgemm_address() -> int:
 
 @primitive
 def sgemm(typing, function, m, n, k, a, b, b_stride, c):
-    """c (n, m) += b (n, k) a^T, a (m, k), in rows; b's rows stand `b_stride` apart: BLAS's sgemm("T", "N", ...)."""
+    """c (n, m) += b (n, k) a^T, a (m, k), in rows; `b_stride` is the row stride of b: BLAS's sgemm("T", "N", ...)."""
     signature = types.void(*[types.int64] * 8)
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -152,7 +152,7 @@ class RowCache:
             self._tidy()
 
     def evict_older(self, seconds: float) -> int:
-        """Remove rows that nobody has read for so long, and return how many."""
+        """Remove rows that were not read for that long, and return how many."""
         with self._turn:
             before = int((time.monotonic() - seconds) * 1000)
             removed = self._evict(np.flatnonzero((self._meta[:, 3] >= 0) & (self._meta[:, 2] < before)))

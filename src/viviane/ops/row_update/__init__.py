@@ -144,7 +144,7 @@ def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> No
 
 
 def prepare_aside(device: torch.device, scratch: Scratch, reads: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Run a block beside the forward and backward pass, where a GPU runs `prepare_rows`; elsewhere where it stands.
+    """Run a block beside the forward and backward pass, where a GPU runs `prepare_rows`; elsewhere in place.
 
     What it makes is there after the next update with this scratch has begun, or after `join_rows`.
 

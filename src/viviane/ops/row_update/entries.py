@@ -1,4 +1,4 @@
-"""The gradients of one or several lookups, as rows and where each row's gradient stands."""
+"""The gradients of one or several lookups, as rows and the position of each gradient."""
 
 from __future__ import annotations
 

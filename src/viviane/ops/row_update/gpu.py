@@ -96,7 +96,7 @@ def slot_shape(dim: int) -> SpanShape:
 
 
 class CacheHints(NamedTuple):
-    """What the caches are told of gradients and of rows with their state."""
+    """Cache hints for gradients and for rows with their state."""
 
     gradients: str
     rows: str
@@ -362,7 +362,7 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
 
 
 def _move_rest(target: _Target) -> None:
-    """Move the rows that stand in no entry."""
+    """Update the rows without an entry."""
     shape = span_shape(target.table.shape[1])
     with on_device(target.table):
         rest_kernel[(ceil_div(target.num_rows, shape.tile),)](

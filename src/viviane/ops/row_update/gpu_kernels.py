@@ -5,7 +5,7 @@ segmented scan, and moves a row once its run ends. A run that crosses the edge o
 holds what span p has of a run that began before it, slot 2p + 1 what it has of a run that continues after it. Slots in
 their order are again entries sorted by row, empty ones with row -1; where they are many they go through the same
 kernel, and the runs that are left are summed each by a program of its own. So the work of a program hardly depends on
-how often a row stands in the batch, and the order of every sum is fixed by the sorted list alone.
+how often a row occurs in the batch, and the order of every sum is fixed by the sorted list alone.
 
 A row of D numbers lies across a warp, `vector` numbers a thread, so that the scan along entries stays within threads.
 """

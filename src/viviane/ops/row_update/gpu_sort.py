@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sort_rows(
 
 
 def sort_rows(rows: Tensor, bound: int | None, *, beside: bool = False) -> tuple[Tensor, Tensor]:
-    """Sort rows; equal ones in the order in which they stand.
+    """Sort rows; equal ones in their original order.
 
     Args:
         rows: (N,), int32 or int64.

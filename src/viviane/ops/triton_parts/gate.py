@@ -9,7 +9,7 @@ from torch import Tensor
 
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 
-_ROWS = 128  # of one program: also those that one row of partial sums stands for
+_ROWS = 128  # of one program: also those of one row of partial sums
 _MOST_COLUMNS = 64
 _STEP = 32
 

@@ -40,7 +40,7 @@ def pack_weights(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def pack_kernel(sources, counts, widths, new_widths, starts, out, block: tl.constexpr):
-    """Copy blocks of one source; the second axis of the grid says which."""
+    """Copy blocks of one source; the second grid axis selects it."""
     for i in tl.static_range(len(sources)):
         if tl.program_id(1) == i:
             for first in range(tl.program_id(0) * block, counts[i], tl.num_programs(0) * block):

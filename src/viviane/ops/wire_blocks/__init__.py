@@ -1,9 +1,9 @@
-"""What stands between lookups and the wire: rows into blocks that are sent, blocks into the output, and back.
+"""Packing around the exchange: rows into blocks that are sent, blocks into the output, and back.
 
 Shapes: B rows of the batch, C columns of rows, K columns of all blocks, N numbers of a flat tensor, W columns of the
 output, S segments of it, D the width of a row, P pieces.
 
-A block is a matrix inside a flat tensor: row b of a column that begins at `start` stands at start + b * width. Every
+A block is a matrix inside a flat tensor: row b of a column that begins at `start` is at start + b * width. Every
 function is one pass over memory; on a GPU one kernel each, and nothing waits for the device.
 """
 
@@ -180,7 +180,7 @@ def cut_blocks(
 def first_difference(found: Tensor, truth: Tensor) -> Tensor:
     """Return [any, place, found[place]] of the first place at which two lists differ, (3,), int64.
 
-    Where they agree the first number is 0, and the others say nothing.
+    Where they agree the first number is 0, and the others are undefined.
 
     Args:
         found, truth: (N,), int32 or int64, contiguous.

@@ -28,7 +28,7 @@ def take_database(folder: str, cache_bytes: int) -> RocksDatabase:
 
 
 def leave_database(folder: str) -> None:
-    """Close a folder if nobody else uses it."""
+    """Close a folder if it has no other user."""
     place = os.path.realpath(folder)
     with _lock:
         database, users = _open.pop(place)

@@ -1,4 +1,4 @@
-"""What stands in a served model where an `EmbeddingCollection` stood: it looks keys up in the tiers of its tables.
+"""Replaces an `EmbeddingCollection` in a served model: it looks keys up in the tiers of its tables.
 
 Vectors are pooled by an ordinary collection over the rows of one batch, so that predictions have the bits of the model
 in memory.

@@ -26,7 +26,7 @@ class SavedRowsTier:
         name: in messages.
 
     Raises:
-        CheckpointError: a file is missing, or is not what the manifest says.
+        CheckpointError: a file is missing, or differs from the manifest.
     """
 
     def __init__(self, folder: Path, entry: TableEntry, *, name: str = "snapshot") -> None:
@@ -51,7 +51,7 @@ class SavedRowsTier:
         shape = (rows, columns[1] - columns[0])
         if weight is None or tuple(weight.shape) != shape or str(weight.dtype) != f"torch.{entry.weight.dtype}":
             raise CheckpointError(
-                "a table's file does not hold what the manifest says", where=str(folder / shard.file),
+                "a table's file differs from the manifest", where=str(folder / shard.file),
                 value="absent" if weight is None else f"{tuple(weight.shape)}", allowed=str(shape),
             )  # fmt: skip
         if entry.is_dynamic:

@@ -217,7 +217,7 @@ class ServedTables:
         return self._gate.beside_others()
 
     def follow(self) -> None:
-        """Start to apply updates, where the settings say from where.
+        """Start to apply updates from the source in the settings.
 
         Raises:
             RemoteError: no broker answers within 3 seconds, or there is no such topic.

@@ -118,15 +118,15 @@ class _Calls:
         return answered
 
     async def live(self, _: Any) -> Any:
-        """Say that the process lives."""
+        """Report that the process is alive."""
         return message("ServerLiveResponse")(live=True)
 
     async def ready(self, _: Any) -> Any:
-        """Say whether requests are taken."""
+        """Return whether requests are taken."""
         return message("ServerReadyResponse")(ready=self._service.ready)
 
     async def model_ready(self, request: Any) -> Any:
-        """Say whether a model answers."""
+        """Return whether a model answers."""
         return message("ModelReadyResponse")(ready=self._service.is_ready(request.name, request.version))
 
     async def server(self, _: Any) -> Any:

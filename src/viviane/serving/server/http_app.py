@@ -176,11 +176,11 @@ class _Handlers:
         return self._json(self._service.server_metadata())
 
     async def live(self, _: Any) -> Any:
-        """Say that the process lives."""
+        """Report that the process is alive."""
         return self._json({"live": True})
 
     async def ready(self, _: Any) -> Any:
-        """Say whether requests are taken."""
+        """Return whether requests are taken."""
         ready = self._service.ready
         return self._json({"ready": ready}, 200 if ready else 503)
 
@@ -214,7 +214,7 @@ class _Handlers:
         return self._json(self._service.model_metadata(*_named(request)))
 
     async def model_ready(self, request: Any) -> Any:
-        """Say whether a model answers."""
+        """Return whether a model answers."""
         name, version = _named(request)
         ready = self._service.is_ready(name, version)
         return self._json({"name": name, "ready": ready}, 200 if ready else 404)
@@ -278,7 +278,7 @@ class _Handlers:
         """Describe a recommender's columns."""
         name = request.path_params["name"]
         if name not in self._service.recommenders:
-            raise RequestError(Status.NOT_FOUND, "the server knows no recommender of this name", value=name[:200])
+            raise RequestError(Status.NOT_FOUND, "no recommender of this name is loaded", value=name[:200])
         return self._json({"name": name, **self._service.recommenders[name].columns()})
 
     async def recommender_names(self, _: Any) -> Any:

@@ -83,7 +83,7 @@ def parse_request(body: bytes, header_length: str | None) -> InferRequest:
     """Parse the body of an inference request.
 
     Args:
-        header_length: the header that says where JSON ends and binary tensors begin.
+        header_length: the header with the length of the JSON part.
 
     Raises:
         RequestError: saying what is wrong and where.

@@ -188,7 +188,7 @@ class InferenceServer:
         return server
 
     async def _end(self, http: Any, task: asyncio.Task[None], grpc: Any) -> None:
-        """Refuse new requests, and wait for those in progress, at most as long as the settings say."""
+        """Refuse new requests, and wait for those in progress, at most the time in the settings."""
         self.service.draining = True
         http.should_exit = True
         stops: list[Any] = [task]

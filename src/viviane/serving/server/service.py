@@ -101,7 +101,7 @@ class Service:
                 raise
 
     def refuses(self, path: bytes) -> bool:
-        """Say whether a request for predictions is to be refused by its path alone, and count it then.
+        """Return whether a request for predictions is to be refused by its path alone, and count it if so.
 
         Beyond saturation a server has to spend next to nothing on the requests that it refuses.
         """
@@ -163,7 +163,7 @@ class Service:
         self._under_way += 1
         try:
             if not known:
-                what = "the server knows no recommender of this name"
+                what = "no recommender of this name is loaded"
                 raise RequestError(Status.NOT_FOUND, what, value=name[:200], fix=suggest(name, self.recommenders))
             self._check_accepts()
             check_rows(len(request.rows), self.settings.max_rows)
@@ -349,7 +349,7 @@ class Service:
         entries = {entry.name: entry for entry in self.settings.inference.models}
         if model not in entries:
             fix = suggest(model, entries)
-            raise RequestError(Status.NOT_FOUND, "the server knows no model of this name", value=model, fix=fix)
+            raise RequestError(Status.NOT_FOUND, "no model of this name is loaded", value=model, fix=fix)
         loop = asyncio.get_running_loop()
         try:
             entry = entries[model] if version is None else entries[model].model_copy(update={"versions": (version,)})
@@ -407,7 +407,7 @@ class Service:
 
 
 def version_number(version: str | None) -> int | None:
-    """Return a version as a number; None and "" stand for the newest.
+    """Return a version as a number; None and "" mean the newest.
 
     Raises:
         RequestError: it is none.

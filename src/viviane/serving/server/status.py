@@ -72,10 +72,10 @@ def status_of(error: BaseException) -> Status:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """Return the body of an error's answer; what an internal error says stays in the log."""
+    """Return the body of an error's answer; the message of an internal error stays in the log."""
     if status_of(error) is Status.INTERNAL and not isinstance(error, RequestError):
         _log.error("a request failed", exc_info=error)
-        return {"error": f"internal error ({type(error).__name__}); the log of the server says more"}
+        return {"error": f"internal error ({type(error).__name__}); see the server's log"}
     body: dict[str, Any] = {"error": _short(str(error), _MOST_TEXT)}
     if isinstance(error, RowsError):
         body["problems"] = listed(error.problems[:_MOST_PROBLEMS])

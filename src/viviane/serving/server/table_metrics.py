@@ -89,7 +89,7 @@ class TableMetrics:
         for name, key, text in (
             ("staleness_seconds", "staleness_s", "Age of the newest delta when it was applied."),
             ("publication", "publication", "The last publication that is complete."),
-            ("gaps", "gaps", "Partitions that stand still since a delta is missing."),
+            ("gaps", "gaps", "Partitions that are blocked because a delta is missing."),
             ("connected", "connected", "Whether the brokers are connected."),
         ):
             family = core.GaugeMetricFamily(f"viviane_update_{name}", text, labels=labels)

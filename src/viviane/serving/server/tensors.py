@@ -60,7 +60,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor in a model's metadata; -1 stands for any size."""
+    """A tensor in a model's metadata; -1 means any size."""
 
     name: str
     datatype: str
@@ -69,7 +69,7 @@ class TensorSpec:
 
 
 def input_specs(columns: Sequence[ColumnSpec]) -> list[TensorSpec]:
-    """Return the tensors that stand for columns, those that may be left out last.
+    """Return the tensors of columns, those that may be left out last.
 
     Example:
         >>> column = ColumnSpec("item", "int32", (-1, -1), raw=False)
@@ -298,7 +298,7 @@ def _lists(name: str, values: Any, rows: int, width: int, lengths: Tensor | None
     flat = values if isinstance(values, pa.Array) else pa.array(values)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     inner: Any = flat.filter(pa.array(kept.reshape(-1))) if not kept.all() else flat
-    # a missing offset stands for a missing list
+    # a missing offset is a missing list
     offsets: Any = pa.array(starts) if mask is None else pa.array(starts, mask=np.append(mask, False))
     return pa.ListArray.from_arrays(offsets, inner)
 

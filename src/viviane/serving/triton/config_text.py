@@ -33,7 +33,7 @@ def text_of(fields: Mapping[str, Any], indent: str = "") -> str:
 
 
 def map_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a map field as the entries that stand for it."""
+    """Return a map field as its entries."""
     return [{"key": key, "value": value} for key, value in values.items()]
 
 
