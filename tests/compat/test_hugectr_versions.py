@@ -405,6 +405,8 @@ def test_calls_of_mpi4py_and_of_mlperf_common(tmp_path: Path, capsys: pytest.Cap
         "a, b = np.arange(3.0), np.zeros(3)\nMPI.COMM_WORLD.Allreduce(a, b, op=MPI.SUM)\n"
         "MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, a, op=MPI.MAX)\nprint(b, a)\n"
         "g = np.zeros((1, 3))\nMPI.COMM_WORLD.Allgather(a, g)\nprint(g)\n"
+        "r = np.zeros(3)\nMPI.COMM_WORLD.Reduce([a, MPI.DOUBLE], [r, 3, MPI.DOUBLE], op=MPI.SUM, root=0)\n"
+        "MPI.COMM_WORLD.Bcast([r, MPI.DOUBLE], root=0)\nMPI.COMM_WORLD.Gather(a, g, root=0)\nprint('reduced', r, g)\n"
         "log = MLLoggerWrapper(HCTRCommunicationHandler(), value=None)\nlog.start(key=c.INIT_START)\n"
         "log.mlperf_submission_log(c.DLRM_DCNv2, 2, 'NVIDIA')\nlog.log_init_stop_run_start()\n"
         "log.log_run_stop(status=c.SUCCESS, epoch_num=0.5)\nprint(log.comm_handler.global_rank())\n"
@@ -414,6 +416,7 @@ def test_calls_of_mpi4py_and_of_mlperf_common(tmp_path: Path, capsys: pytest.Cap
     assert "True [False] True 2" in printed
     assert "[0. 1. 2.] [0. 1. 2.]" in printed
     assert "[[0. 1. 2.]]" in printed
+    assert "reduced [0. 1. 2.] [[0. 1. 2.]]" in printed
     for entry in (
         '"key": "submission_benchmark", "value": "dlrm_dcnv2"', '"value": "2 nodes"',
         '"event_type": "INTERVAL_END", "key": "init_stop"', '"event_type": "INTERVAL_START", "key": "run_start"',

@@ -1,10 +1,13 @@
 import hashlib
+import io
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from viviane.core.files import file_sha256, replace_folder, write_bytes_atomic, write_json_atomic
+from viviane.core.errors import CheckpointError
+from viviane.core.files import file_sha256, read_array, replace_folder, write_bytes_atomic, write_json_atomic
 
 
 def names(folder: Path) -> list[str]:
@@ -69,3 +72,38 @@ def test_sha256(tmp_path: Path) -> None:
     data = bytes(range(256)) * 5000
     (tmp_path / "f").write_bytes(data)
     assert file_sha256(tmp_path / "f") == hashlib.sha256(data).hexdigest()
+
+
+def npy(array: object, *, zipped: bool = False) -> bytes:
+    content = io.BytesIO()
+    (np.savez if zipped else np.save)(content, array)
+    return content.getvalue()
+
+
+WHOLE = npy(np.arange(6, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\x93NUMPY", WHOLE[:-1], WHOLE[:100], WHOLE.replace(b"(6,)", b"(9999999999999,)"),
+        WHOLE.replace(b"(6,)", b"(-6,)"), WHOLE.replace(b"(6,), ", b"((((((("), WHOLE.replace(b"<i8", b"|O8"),
+        npy(np.arange(6, dtype=np.int64), zipped=True), npy(np.arange(6.0)), npy(np.arange(6, dtype=">i8")),
+        npy(np.arange(6).reshape(2, 3)), npy(np.array(3)), npy(np.array(["a"])),
+        npy(np.zeros(3, dtype=[("x", "i4"), ("y", "f4")])), npy(np.array(["a", None], dtype=object)),
+    ],
+)  # fmt: skip
+def test_untrusted_arrays_are_of_the_expected_kind(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        read_array(tmp_path / "a.npy", np.int64, 1, CheckpointError)
+    assert "a.npy" in str(caught.value)
+
+
+@pytest.mark.parametrize("array", [np.arange(6, dtype=np.int64), np.empty(0, dtype=np.int64)])
+def test_arrays_come_back(array: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", array)
+    found = read_array(tmp_path / "a.npy", np.int64, 1, CheckpointError)
+    assert type(found) is np.ndarray
+    assert found.tolist() == array.tolist()
+    found += 1  # a copy, not the file

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from viviane.cli.main import app
 from viviane.config import Adam, Solver
 from viviane.core.errors import CheckpointError, ConfigError, SchemaError
+from viviane.core.files import file_sha256
 from viviane.data import write_dataset
 from viviane.model import Model
 from viviane.retrieval import (
@@ -316,3 +317,49 @@ def test_served_it_answers_what_it_recommends_in_process(two_stage, tmp_path) ->
             assert answer["error"]
         assert ask("/v1/recommenders/none:recommend", {"instances": rows})[0] == 404
         assert ask("/v1/recommenders/none")[0] == 404
+
+
+def first_sources() -> Recommender:
+    known = users(30).before_last(1)
+    return Recommender(
+        [ItemKNN.count(known, ITEMS), Popularity.count(known, ITEMS)],
+        fallback=Popularity.count(known, ITEMS), num_candidates=5,
+    )  # fmt: skip
+
+
+BIG = np.iinfo(np.int64).max
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("retrieval-item_knn/start.npy", lambda a: a.astype(np.float64)),
+        ("retrieval-item_knn/start.npy", lambda a: np.r_[0, BIG, -BIG + 7, a[3:]]),
+        ("retrieval-item_knn/start.npy", lambda a: a[::-1].copy()),
+        ("retrieval-item_knn/item.npy", lambda a: np.where(a == a.max(), BIG, a)),
+        ("retrieval-item_knn/item.npy", lambda a: a.astype(np.float64) + 0.5),
+        ("retrieval-item_knn/weight.npy", lambda a: np.where(a == a.max(), np.nan, a)),
+        ("retrieval-item_knn/weight.npy", lambda a: a.astype("U5")),
+        ("retrieval-popularity/counts.npy", lambda a: a.reshape(-1, 1)),
+        ("fallback/counts.npy", lambda a: np.where(a == a.max(), np.inf, a)),
+    ],
+)
+def test_arrays_made_to_do_harm_are_refused(file, change, tmp_path) -> None:
+    """With the right checksum, as anyone can write it."""
+    folder = tmp_path / "rec"
+    first_sources().save(folder)
+    np.save(folder / file, change(np.load(folder / file)))
+    content = json.loads((folder / "recommender.json").read_text())
+    content["sha256"][file] = file_sha256(folder / file)
+    (folder / "recommender.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError):
+        Recommender.load(folder)
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path) -> None:
+    folder = tmp_path / "rec"
+    first_sources().save(folder)
+    (folder / "fallback/counts.npy").rename(tmp_path / "counts.npy")
+    (folder / "fallback/counts.npy").symlink_to(tmp_path / "counts.npy")
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        Recommender.load(folder)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiers import LAYOUT, NUM_IDS, OPENERS, SURVIVORS, rows_of
 
 from viviane.core.errors import ConfigError, StoreError
-from viviane.store import Tier
+from viviane.store import SortedRunTier, Tier
 
 CALLS = st.lists(
     st.tuples(
@@ -137,3 +137,19 @@ def test_ids_outside_a_file_tier(tmp_path: Path) -> None:
     assert not tier.fetch(np.array([-1, 1, NUM_IDS]), LAYOUT.zeros(3)).any()
     assert tier.erase(np.array([-1, NUM_IDS])) == 0
     tier.close()
+
+
+def test_keys_whose_difference_overflows_stay_in_order(tmp_path: Path) -> None:
+    """Keys at both ends of int64: hashed ids are spread over all of it."""
+    keys = np.array([-(2**63), -(2**62) - 7, 0, 2**62 + 5, 2**63 - 1])
+    tier = SortedRunTier(tmp_path / "a", LAYOUT, memory_rows=2, most_runs=2)
+    tier.put(keys[::-1].copy(), rows_of(keys[::-1], 0))
+    tier.flush()
+    tier.merge()
+    tier.close()
+    again = SortedRunTier(tmp_path / "a", LAYOUT)
+    out = LAYOUT.zeros(len(keys))
+    assert again.fetch(keys, out).all()
+    assert out.tobytes() == rows_of(keys, 0).tobytes()
+    assert [key for some, _ in again.scan(2) for key in some.tolist()] == keys.tolist()
+    again.close()

@@ -11,8 +11,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from viviane.core.errors import VivianeError
 from viviane.core.exchange import put_in_place, reserved, sync_folder, sync_tree
 from viviane.core.locations import RemotePath, location
 from viviane.core.locks import hidden_name, real_place
@@ -126,3 +131,27 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_array(path: Path, dtype: DTypeLike, ndim: int, error: type[VivianeError]) -> NDArray[Any]:
+    """Return the array of an untrusted .npy file, if it has the expected type and number of dimensions.
+
+    Args:
+        path: the file; it is mapped first, so that no memory is allocated for a size that the file does not have.
+        dtype: the only type that is accepted.
+        ndim: the number of dimensions.
+        error: class of the error.
+
+    Raises:
+        VivianeError: of class `error`: the file cannot be read, is truncated, or holds something else.
+    """
+    try:
+        mapped = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, TypeError, OSError, EOFError, OverflowError, SyntaxError, TokenError, RecursionError,
+            MemoryError) as problem:  # fmt: skip
+        said = f"{type(problem).__name__}: {problem}"[:200]
+        raise error("not a readable .npy file", where=str(path), value=said) from problem
+    if mapped.dtype != np.dtype(dtype) or mapped.ndim != ndim:
+        raise error("a .npy file holds another kind of array", where=str(path), value=f"{mapped.dtype} {mapped.shape}",
+                    allowed=f"{np.dtype(dtype)} of {ndim} dimensions")  # fmt: skip
+    return np.array(mapped, order="C", subok=False)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from viviane.core.errors import ConfigError, DataError, SchemaError
+from viviane.core.errors import ConfigError, DataError, SchemaError, expect
 from viviane.core.exchange import tidy
 from viviane.core.files import replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, RemotePath, location
@@ -67,6 +67,7 @@ def write_dataset(
         >>> write_dataset(folder, schema, [{"x": [0.5, 1.5], "c": [[3, 4], []]}]).head().bags["c"].offsets.tolist()
         [0, 2, 2]
     """
+    expect("schema", schema, Schema)
     target = location(path)
     if rows_per_group < 1 or rows_per_file < 1:
         raise ConfigError(

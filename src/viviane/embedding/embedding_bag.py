@@ -163,12 +163,14 @@ class EmbeddingBag(nn.Module):
         return out
 
     def _bounds(self, offsets: Tensor, num_ids: int) -> Tensor:
+        if offsets.dtype not in (torch.int64, torch.int32):
+            raise DataError("offsets must be whole numbers", value=str(offsets.dtype), allowed="int64 or int32")
         bounds = offsets.to(torch.int64)
         if not self.include_last_offset:
             bounds = torch.cat([bounds, bounds.new_full((1,), num_ids)])
         # A GPU, or compiled code, would have to wait for the numbers.
         if bounds.is_cpu and not torch.compiler.is_compiling():
-            rising = len(bounds) > 0 and int(bounds[0]) == 0 and bool((bounds.diff() >= 0).all())
+            rising = len(bounds) > 0 and int(bounds[0]) == 0 and bool((bounds[1:] >= bounds[:-1]).all())
             if not rising or int(bounds[-1]) != num_ids:
                 raise DataError("offsets must rise from 0 to the number of ids", value=offsets.tolist()[:16])
         return bounds

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, NumericsError, SchemaError
+from viviane.core.whole_numbers import whole_numbers
 from viviane.retrieval.histories import Histories, Ids
 from viviane.schema import RESERVED
 
@@ -105,7 +106,7 @@ class CatalogueMetrics:
         Raises:
             ConfigError: the lists are shorter than the largest k and the catalogue is not exhausted.
         """
-        ids = np.asarray(lists, dtype=np.int64)
+        ids = whole_numbers(lists, np.int64, "recommended items")
         if ids.ndim != 2 or len(ids) != len(wanted):
             raise SchemaError("there must be one list per row", value=ids.shape, allowed=f"({len(wanted)}, K)")
         if ids.shape[1] < min(self.k[-1], self.num_items - self.first_item):

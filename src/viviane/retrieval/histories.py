@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from viviane.batch import Bag
 from viviane.core.errors import SchemaError
+from viviane.core.whole_numbers import whole_numbers
 from viviane.schema import RESERVED
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -56,7 +57,8 @@ class Histories:
                 what = "a history must be a list of integer item ids"
                 raise SchemaError(what, where=f"row {place}", value=str(row.dtype))
         lengths = np.array([0, *map(len, lists)], dtype=np.int64)
-        values = np.concatenate(lists).astype(np.int64) if lists else np.empty(0, dtype=np.int64)
+        parts = [whole_numbers(row, np.int64, f"histories, row {place}") for place, row in enumerate(lists)]
+        values = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         return cls(values, lengths.cumsum())
 
     @classmethod
@@ -71,6 +73,7 @@ class Histories:
             The histories, and the user of each.
 
         Raises:
+            DataError: an id is not an integer.
             SchemaError: the columns differ in length.
 
         Example:
@@ -78,7 +81,7 @@ class Histories:
             >>> users.lists()[0].tolist(), who.tolist()
             ([5, 3], [8, 9])
         """
-        users, items = np.asarray(user, dtype=np.int64), np.asarray(item, dtype=np.int64)
+        users, items = whole_numbers(user, np.int64, "user"), whole_numbers(item, np.int64, "item")
         times = np.zeros(len(users)) if time is None else np.asarray(time)
         if not users.shape == items.shape == times.shape or users.ndim != 1:
             value = f"{users.shape}, {items.shape}, {times.shape}"

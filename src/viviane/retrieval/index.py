@@ -20,9 +20,11 @@ from pydantic import Field
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import CheckpointError, ConfigError, SchemaError, VivianeError
-from viviane.core.files import file_sha256, replace_folder, write_json_atomic
+from viviane.core.file_names import file_inside
+from viviane.core.files import file_sha256, read_array, replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
+from viviane.core.whole_numbers import whole_numbers
 from viviane.retrieval.candidates import NO_ITEM, Candidates, in_order
 from viviane.retrieval.faiss_index import FaissSearch, IndexKind, IndexSettings
 from viviane.retrieval.histories import Ids
@@ -82,7 +84,7 @@ class ItemIndex:
     ) -> None:
         self.settings = IndexSettings(kind=settings) if isinstance(settings, str) else settings
         self.vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-        self.ids = np.arange(len(self.vectors)) if ids is None else np.asarray(ids, dtype=np.int64)
+        self.ids = np.arange(len(self.vectors)) if ids is None else whole_numbers(ids, np.int64, "ids of items")
         self._check(num_items)
         self.num_items = int(self.ids.max()) + 1 if num_items is None else num_items
         self.model = model
@@ -213,10 +215,8 @@ class ItemIndex:
                 "the index was built from another version of the model", where=str(folder),
                 value=f"{content.model}, the model is {model}", fix="rebuild it: viviane index build MODEL",
             )  # fmt: skip
-        try:
-            vectors, ids = (np.load(path / name, allow_pickle=False) for name in _FILES[:2])
-        except (ValueError, OSError, EOFError) as error:
-            raise CheckpointError("a file of the index cannot be read", where=str(folder), value=str(error)) from error
+        vectors = read_array(path / _FILES[0], np.float32, 2, CheckpointError)
+        ids = read_array(path / _FILES[1], np.int64, 1, CheckpointError)
         if vectors.shape != (content.num_vectors, content.dim) or ids.shape != (content.num_vectors,):
             value = f"{vectors.shape}, {ids.shape}"
             raise CheckpointError("the files of the index do not match index.json", where=str(folder), value=value)
@@ -250,7 +250,8 @@ def _read(path: Path, where: str) -> IndexFile:
     for name, expected in content.sha256.items():
         if name not in _FILES:
             raise CheckpointError("index.json names an unexpected file", where=where, value=name)
-        if not (path / name).is_file() or file_sha256(path / name) != expected:
+        file = file_inside(path, name, where=INDEX_FILE, error=CheckpointError)
+        if not file.is_file() or file_sha256(file) != expected:
             what = "a file of the index is missing or was altered: its checksum differs"
             raise CheckpointError(what, where=str(path / name), fix="load another copy, or rebuild it")
     return content

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, SchemaError
 from viviane.core.locations import AnyPath
+from viviane.core.whole_numbers import whole_numbers
 from viviane.model import Model
 from viviane.retrieval.candidates import NO_ITEM, Candidates, CandidateSource, drop_seen, in_order
 from viviane.retrieval.histories import Histories, Ids
@@ -156,7 +157,7 @@ class Recommender:
         Raises:
             SchemaError: an item is not in the catalogue.
         """
-        asked = np.asarray(items, dtype=np.int64)
+        asked = whole_numbers(items, np.int64, "items")
         wrong = (asked < 0) | (asked >= self.num_items)
         if asked.ndim != 1 or wrong.any():
             value = int(asked[wrong][0]) if wrong.any() else asked.shape

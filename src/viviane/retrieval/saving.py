@@ -11,7 +11,8 @@ from pydantic import Field
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import CheckpointError, ConfigError, VivianeError
-from viviane.core.files import file_sha256, replace_folder, write_json_atomic
+from viviane.core.file_names import file_inside
+from viviane.core.files import file_sha256, read_array, replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
 from viviane.model import Model
@@ -22,7 +23,11 @@ from viviane.retrieval.popularity import Popularity
 from viviane.retrieval.vector_source import VectorSource, model_version
 
 RECOMMENDER_FILE: Final = "recommender.json"
-_ARRAYS = {"item_knn": ("start", "item", "weight"), "popularity": ("counts",)}
+_ARRAYS: Final = {
+    "item_knn": {"start": np.int64, "item": np.int64, "weight": np.float32},
+    "popularity": {"counts": np.float32},
+}
+"""The arrays of each kind of source, and their types."""
 
 
 class SourceEntry(Settings):
@@ -139,7 +144,7 @@ def _load_source(entry: SourceEntry, path: Path, content: RecommenderFile, devic
     if entry.kind == "popularity":
         return Popularity(**arrays)
     start, item, weight = (arrays[name] for name in _ARRAYS["item_knn"])
-    fits = start.ndim == 1 and len(start) > 1 and start[0] == 0 and (np.diff(start) >= 0).all()
+    fits = len(start) > 1 and start[0] == 0 and (start[1:] >= start[:-1]).all()
     if not fits or start[-1] != len(item) or item.shape != weight.shape:
         raise CheckpointError("the arrays of item neighbours are inconsistent", where=str(path / place))
     if len(item) and not 0 <= item.min() <= item.max() < len(start) - 1:
@@ -149,15 +154,14 @@ def _load_source(entry: SourceEntry, path: Path, content: RecommenderFile, devic
 
 def _load_arrays(kind: str, path: Path, place: str, content: RecommenderFile) -> dict[str, Any]:
     found = {}
-    for name in _ARRAYS[kind]:
-        file, expected = path / place / f"{name}.npy", content.sha256.get(f"{place}/{name}.npy")
+    for name, dtype in _ARRAYS[kind].items():
+        inside = f"{place}/{name}.npy"
+        file = file_inside(path, inside, where=RECOMMENDER_FILE, error=CheckpointError)
+        expected = content.sha256.get(inside)
         if expected is None or not file.is_file() or file_sha256(file) != expected:
             what = "a file of the recommender is missing or was altered: its checksum differs"
             raise CheckpointError(what, where=str(file), fix="load another copy")
-        try:
-            found[name] = np.load(file, allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise CheckpointError(
-                "a file of the recommender cannot be read", where=str(file), value=str(error)
-            ) from error
+        found[name] = read_array(file, dtype, 1, CheckpointError)
+        if not np.isfinite(found[name]).all():
+            raise CheckpointError("an array of the recommender has values that are not finite", where=str(file))
     return found

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from viviane.core.files import file_sha256
 from viviane.core.locations import AnyPath
+from viviane.core.whole_numbers import whole_numbers
 from viviane.model import Model
 from viviane.model.saving import FILES_FILE, find_model
 from viviane.retrieval.candidates import Candidates, drop_seen
@@ -108,7 +109,7 @@ def build_index(
         columns: dict[str, Any] = {roles.item: ids}
     else:
         columns = dict(items)
-        ids = np.asarray(columns[roles.item], dtype=np.int64)
+        ids = whole_numbers(columns[roles.item], np.int64, f"column {roles.item!r}")
         ids, first = np.unique(ids, return_index=True)  # a data set repeats an item in every row in which it occurs
         kept = first[ids >= RESERVED.first]
         ids = ids[ids >= RESERVED.first]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, DataError
+from viviane.core.whole_numbers import whole_numbers
 from viviane.etl import FittedEtl
 from viviane.metrics.calibrators import logit
 from viviane.model import Model
@@ -170,7 +171,7 @@ def _groups(qid: Any, group: Any, rows: int) -> NDArray[Any]:
     if qid is not None:
         found = column(qid, rows, "qid")
         return found if found.dtype.kind in "iu" else found.astype(str)
-    sizes = np.asarray(group, dtype=np.int64)
+    sizes = whole_numbers(group, np.int64, "group")
     if sizes.ndim != 1 or (sizes < 1).any() or sizes.sum() != rows:
         raise DataError("sizes of groups add up to the rows", value=f"{sizes.sum()} of {rows}")
     return np.repeat(np.arange(len(sizes)), sizes)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import StoreError
 from viviane.core.exchange import sync_folder
-from viviane.core.file_names import check_file_name
+from viviane.core.file_names import file_inside
 from viviane.core.files import write_json_atomic
 from viviane.core.json_files import expected_form, read_json_object
 from viviane.store.host import HostTier
@@ -143,7 +143,7 @@ class SortedRunTier:
             entries = [(str(one["file"]), int(one["rows"]), int(one["crc32"])) for one in found["runs"]]
             self._next = int(found["next"])
         for name, count, total in entries:
-            run = self.folder / check_file_name(name, where=str(path), error=StoreError)
+            run = file_inside(self.folder, name, where=str(path), error=StoreError)
             size = run.stat().st_size if run.is_file() else -1
             if count < 1 or size != count * (9 + self.layout.row_bytes):
                 raise StoreError("a run is missing or truncated", where=str(run), value=f"{size} bytes",
@@ -158,7 +158,7 @@ class SortedRunTier:
 
     def _add_run(self, path: Path, count: int, total: int) -> None:
         run = Run(path, count, self.layout)
-        if not bool((np.diff(run.keys) > 0).all()):
+        if not bool((run.keys[1:] > run.keys[:-1]).all()):  # a difference could overflow
             raise StoreError("the keys of a run do not rise", where=str(path), fix="use a copy of it")
         self._runs.append(run)
         self._files[path] = os.open(path, os.O_RDONLY)

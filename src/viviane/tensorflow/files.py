@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.errors import CheckpointError, ConfigError, DataError
 from viviane.core.files import write_bytes_atomic
+from viviane.core.whole_numbers import whole_numbers
 from viviane.embedding import DynamicTableConfig, TableState
 from viviane.embedding.dynamic_content import DynamicContent
 from viviane.tensorflow.optimizer import OptimizerWrapper
@@ -63,7 +64,7 @@ def load(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = 
     folder = Path(path)
     for variable in _listed(variables):
         table, name = table_of(variable), _file_name(variable)
-        keys = torch.from_numpy(_read(folder / f"{name}-key", name, _KEYS, None).astype(np.int64))
+        keys = torch.from_numpy(_read_keys(folder / f"{name}-key", name))
         width = table.config.dim
         rows = torch.from_numpy(_read(folder / f"{name}-weight", name, _ROWS, width).astype(np.float32))
         if len(rows) != len(keys):
@@ -130,6 +131,13 @@ def _write(file: Path, name: str, kind: int, slot: str, numbers: np.ndarray[Any,
     code = _TYPES.index(numbers.dtype.str)
     header = _HEADER.pack(encoded.rjust(256), kind, slot.encode().rjust(32), code)
     write_bytes_atomic(file, header + np.ascontiguousarray(numbers).tobytes())
+
+
+def _read_keys(file: Path, name: str) -> np.ndarray[Any, Any]:
+    try:
+        return np.array(whole_numbers(_read(file, name, _KEYS, None), np.int64, str(file)))
+    except DataError as error:
+        raise CheckpointError(error.what, where=str(file), value=error.value, allowed=error.allowed) from None
 
 
 def _read(file: Path, name: str, kind: int, width: int | None) -> np.ndarray[Any, Any]:

@@ -17,6 +17,7 @@ import torch
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
+from viviane.core.whole_numbers import whole_numbers
 from viviane.embedding import (
     ConstantInit,
     DynamicTableConfig,
@@ -289,7 +290,7 @@ def assign(variable: Any, indices: Any, values: Any) -> Any:
         ConfigError: shapes differ, or a key is not in a fixed table.
     """
     table = table_of(variable)
-    keys = torch.from_numpy(np.asarray(indices).astype(np.int64).ravel())
+    keys = torch.from_numpy(whole_numbers(np.asarray(indices), np.int64, "indices").ravel())
     rows = torch.from_numpy(np.array(values, np.float32))
     if tuple(rows.shape) != (len(keys), table.config.dim):
         raise ConfigError(

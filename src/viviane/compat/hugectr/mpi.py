@@ -14,12 +14,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Final, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.processes import group
 from viviane.core.errors import ConfigError
 
 _IN_PLACE: Final = "MPI_IN_PLACE"
+_TYPES: Final = {
+    name: name
+    for name in ("BYTE", "CHAR", "INT", "LONG", "FLOAT", "DOUBLE", "BOOL", "INT32_T", "INT64_T", "UINT32_T", "UINT64_T")
+}
+"""Types of buffers: an array already has its own."""
 _THREADS: Final = {"THREAD_SINGLE": 0, "THREAD_FUNNELED": 1, "THREAD_SERIALIZED": 2, "THREAD_MULTIPLE": 3}
 _OPERATIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min, "LAND": lambda a, b: bool(a and b),
@@ -78,7 +84,8 @@ class World:
     def Bcast(self, array: Any, root: int = 0) -> None:  # noqa: N802 - mpi4py's name
         """Fill an array with that of one rank."""
         if self.size > 1:
-            array[...] = np.asarray(self.allgather(array.tolist())[root], array.dtype)
+            own = _array(array)
+            own[...] = np.asarray(self.allgather(own.tolist())[root], own.dtype)
 
     def Dup(self) -> World:  # noqa: N802 - mpi4py's name
         """Return the communicator itself."""
@@ -106,10 +113,14 @@ class World:
 
     def Allgather(self, sent: Any, received: Any) -> None:  # noqa: N802 - mpi4py's name
         """Fill an array with the concatenated arrays of all processes."""
-        parts = [np.asarray(part) for part in self.allgather(np.asarray(sent).tolist())]
-        received[...] = (
-            np.concatenate([part.reshape(-1) for part in parts]).astype(received.dtype).reshape(received.shape)
-        )
+        parts = [np.asarray(part) for part in self.allgather(_array(sent).tolist())]
+        _fill(received, np.concatenate([part.reshape(-1) for part in parts]))
+
+    def Gather(self, sent: Any, received: Any, root: int = 0) -> None:  # noqa: N802 - mpi4py's name
+        """Fill an array of one rank with the concatenated arrays of all processes."""
+        parts = [np.asarray(part) for part in self.allgather(_array(sent).tolist())]
+        if self.rank == root:
+            _fill(received, np.concatenate([part.reshape(-1) for part in parts]))
 
     def Allreduce(self, sent: Any, received: Any, op: Callable[[Any, Any], Any] = operator.add) -> None:  # noqa: N802
         """Fill an array with the elementwise reduction of the arrays of all processes.
@@ -119,10 +130,19 @@ class World:
             received: the array to fill.
             op: one of MPI's operations.
         """
-        own = received if isinstance(sent, str) and sent == _IN_PLACE else sent
-        parts = [np.asarray(part) for part in self.allgather(np.asarray(own).tolist())]
-        together = functools.reduce(np.frompyfunc(op, 2, 1), parts)
-        received[...] = np.asarray(together).astype(received.dtype).reshape(received.shape)
+        _fill(received, self._reduced(received if _is_in_place(sent) else sent, op))
+
+    def Reduce(  # noqa: N802 - mpi4py's name
+        self, sent: Any, received: Any, op: Callable[[Any, Any], Any] = operator.add, root: int = 0
+    ) -> None:
+        """Fill an array of one rank with the elementwise reduction; arguments as for `Allreduce`."""
+        found = self._reduced(received if _is_in_place(sent) else sent, op)
+        if self.rank == root:
+            _fill(received, found)
+
+    def _reduced(self, array: Any, op: Callable[[Any, Any], Any]) -> NDArray[Any]:
+        parts = [np.asarray(part) for part in self.allgather(_array(array).tolist())]
+        return np.asarray(functools.reduce(np.frompyfunc(op, 2, 1), parts))
 
     def Get_name(self) -> str:  # noqa: N802 - mpi4py's name
         """Return the communicator's name."""
@@ -139,6 +159,20 @@ class World:
         if name.startswith("__"):
             raise AttributeError(name)
         _refuse(name)
+
+
+def _array(buffer: Any) -> NDArray[Any]:
+    """Return the array of a buffer, which mpi4py also takes as [array, type] or [array, count, type]."""
+    return np.asarray(buffer[0] if isinstance(buffer, list | tuple) and hasattr(buffer[0], "dtype") else buffer)
+
+
+def _fill(buffer: Any, values: NDArray[Any]) -> None:
+    target = _array(buffer)
+    target[...] = values.astype(target.dtype).reshape(target.shape)
+
+
+def _is_in_place(sent: Any) -> bool:
+    return isinstance(sent, str) and sent == _IN_PLACE
 
 
 def _refuse(name: str) -> NoReturn:
@@ -161,7 +195,7 @@ def stand_in() -> dict[str, ModuleType]:
         Is_finalized=lambda: False, Init_thread=lambda required=3: 3, Query_thread=lambda: 3,
         Is_thread_main=lambda: threading.current_thread() is threading.main_thread(), Get_version=lambda: (3, 1),
         Get_library_version=lambda: "a stand-in of viviane", get_vendor=lambda: ("viviane", (0, 0, 0)),
-        IN_PLACE=_IN_PLACE, ANY_SOURCE=-1, ANY_TAG=-1, ROOT=-3, COMM_NULL=None, **_THREADS,
+        IN_PLACE=_IN_PLACE, ANY_SOURCE=-1, ANY_TAG=-1, ROOT=-3, COMM_NULL=None, **_THREADS, **_TYPES,
     )  # fmt: skip
     rc = SimpleNamespace(initialize=True, finalize=True, threads=True, thread_level="multiple")
     vars(package).update(MPI=mpi, rc=rc, __path__=[], __version__="4.0.0")

@@ -184,7 +184,7 @@ class InferenceModel:
             offsets = pointers[begin : begin + rows * count + 1]
             begin += rows * count + 1
             own = keys[first : first + int(offsets[-1])]
-            if offsets[0] or len(own) != offsets[-1] or (np.diff(offsets) < 0).any():
+            if offsets[0] or len(own) != offsets[-1] or (offsets[1:] < offsets[:-1]).any():
                 raise DataError("offsets must ascend from 0 to the number of keys", where="predict, row_ptrs",
                                 value=f"{offsets[0]} to {offsets[-1]}, {len(own)} keys")  # fmt: skip
             first += len(own)

@@ -150,6 +150,8 @@ class FixedRecordStorage(DatasetFiles):
     ) -> None:
         super().__init__(schema, files)
         self._record = record
+        if not files:
+            raise DataError("the data set names no file of records", fix="use another copy of it")
         check_stored(record.schema, schema, str(files[0]))
         check_entries(files, self, entries)
         wanted = [entry.rows for entry in entries] if entries is not None else [num_samples] * len(self.files)

@@ -53,7 +53,13 @@ class _Run:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():
-            result: Tensor = self._module(*tensors)
+            try:
+                result: Tensor = self._module(*tensors)
+            except ValueError as error:  # the inputs of the program are not those that the manifest names
+                said = str(error).strip().split("\n", 1)[0]
+                raise ExportError(
+                    "the program does not fit the manifest", value=said, fix="use another copy"
+                ) from error
         return result
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
