@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -23,7 +23,7 @@ from viviane.retrieval.popularity import Popularity
 from viviane.retrieval.vector_source import VectorSource, model_version
 
 RECOMMENDER_FILE: Final = "recommender.json"
-_ARRAYS: Final = {
+_ARRAYS: Final[Mapping[str, Mapping[str, type[np.generic]]]] = {
     "item_knn": {"start": np.int64, "item": np.int64, "weight": np.float32},
     "popularity": {"counts": np.float32},
 }
