@@ -145,10 +145,10 @@ class NegativeReader(Reader):
         return "negatives are drawn for them on the host"
 
     def _cuts(self, mixed_on: torch.device | None = None) -> Generator[Cut, None, None]:
-        epoch = self._epoch
+        epoch = self.epoch
         with closing(super()._cuts()) as cuts:
             for run, number, origin in cuts:
-                start = (self._delivered - 1) * self.batch_size
+                start = (self.position - 1) * self.batch_size
                 together = min(self.batch_size, self.dataset.num_rows - start)  # rows of the batch on all ranks
                 own = start + together * self.rank // self.num_ranks
                 made = self.negatives.add(run.batch(number, origin), epoch, own)

@@ -62,8 +62,8 @@ class GroupGuard(NanGuard):
 
     def _refuse_losses(self, loss: Tensor, batch: Batch, step: int, *, is_bad: bool) -> NoReturn:
         self.restore_buffers()
-        output = self._bad_output(batch)  # on every rank, because it runs forward
-        found = bad_input(batch) or self._bad_weights() or output
+        output = self.bad_output(batch)  # on every rank, because it runs forward
+        found = bad_input(batch) or self.bad_weights() or output
         cause = "; ".join(found) or "input, weights and all layers' outputs are finite; the source is the loss function"
         words = f"the loss is {float(loss.detach())}: {cause}" if is_bad else ""
         # Batch statistics spread a NaN to all ranks: its source is the rank that found it earliest in forward.

@@ -86,7 +86,7 @@ class NanGuard:
 
     def _refuse_loss(self, loss: Tensor, batch: Batch, step: int) -> None:
         self.restore_buffers()
-        found = bad_input(batch) or self._bad_weights() or self._bad_output(batch)
+        found = bad_input(batch) or self.bad_weights() or self.bad_output(batch)
         cause = "; ".join(found) or "input, weights and all layers' outputs are finite; the source is the loss function"
         raise _refuse(f"the loss is {float(loss.detach())}", step, batch, cause)
 
@@ -102,7 +102,8 @@ class NanGuard:
             for saved, buffer in zip(self._saved, self._buffers, strict=True):
                 buffer.copy_(torch.where(gate != 0, buffer, saved))
 
-    def _bad_weights(self) -> list[str]:
+    def bad_weights(self) -> list[str]:
+        """Return which weights are not finite, in words."""
         found = [f"parameter {n!r}" for n, p in dense_parameters(self.module).items() if not torch.isfinite(p).all()]
         for collection in self.collections.values():
             for table in collection.tables:
@@ -110,7 +111,7 @@ class NanGuard:
                     found.append(f"table {table!r}")
         return [f"weights that were already NaN or infinite: {some(found)}"] if found else []
 
-    def _bad_output(self, batch: Batch) -> list[str]:
+    def bad_output(self, batch: Batch) -> list[str]:
         """Run forward again and name the first submodule whose output is not finite."""
         found: list[str] = []
         self.num_looked_at = 0
