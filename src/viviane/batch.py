@@ -241,7 +241,7 @@ class Batch:
         known: set[int] = set()
         for part in self.tensors():
             storage = part.untyped_storage().data_ptr()
-            if storage not in known:  # of a batch that was copied in one piece there is one
+            if storage not in known:  # a packed batch has one
                 known.add(storage)
                 part.record_stream(stream)
 
@@ -264,15 +264,15 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on another device; itself where it is there already.
 
-        A batch whose tensors lie side by side in one piece of memory is moved by one copy.
+        A packed batch, whose tensors lie side by side in one allocation, is moved by one copy.
         """
         if self._is_on(torch.device(device)):
             return self
-        piece = _piece(self.tensors())
-        if piece is None:
+        packed = _packed_bytes(self.tensors())
+        if packed is None:
             return self._map(lambda part: part.to(device, non_blocking=non_blocking))
-        first = piece.data_ptr()
-        there = piece.to(device, non_blocking=non_blocking)
+        first = packed.data_ptr()
+        there = packed.to(device, non_blocking=non_blocking)
 
         size = there.shape[0]
         typed: dict[torch.dtype, Tensor] = {}
@@ -351,7 +351,7 @@ def _map_bag(bag: Bag, move: Callable[[Tensor], Tensor]) -> Bag:
     return Bag(move(bag.values), move(bag.offsets), None if bag.weights is None else move(bag.weights))
 
 
-def _piece(parts: list[Tensor]) -> Tensor | None:
+def _packed_bytes(parts: list[Tensor]) -> Tensor | None:
     """Return the bytes that tensors lie in, one beside the other at multiples of 256; None where they do not."""
     parts = [part for part in parts if part.numel()]
     if len(parts) < 2 or parts[0].device.type != "cpu":

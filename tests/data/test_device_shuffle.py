@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from viviane.batch import Batch
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset, Negatives, device_shuffle, prefetch, write_dataset
 from viviane.data import run as run_module
-from viviane.data.batch_stack import BatchStack
 from viviane.data.negative_dataset import NegativeDataset
+from viviane.data.packed_layout import PackedLayout
 from viviane.data.reader import Reader
 from viviane.data.run import Run
 from viviane.schema import Schema
@@ -77,13 +78,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs have several batches, and windows go over in several parts."""
     monkeypatch.setattr(device_shuffle, "_RUN_ROWS", 320)
     monkeypatch.setattr(device_shuffle, "_LEAST_ROWS", 1)
-    monkeypatch.setattr(run_module, "_CUT_TOGETHER", 2)
+    monkeypatch.setattr(run_module, "_SPLIT_TOGETHER", 2)
 
 
 def mixed(reader: Reader) -> Iterator[Batch]:
     """An epoch of batches as a feed takes them."""
     there: weakref.WeakKeyDictionary[Run, Run] = weakref.WeakKeyDictionary()
-    for run, number, origin in reader.cuts(CPU):
+    for run, number, origin in reader.pending_batches(CPU):
         assert run.is_pinned
         if run not in there:
             assert number == 0
@@ -186,7 +187,7 @@ def test_the_memory_of_a_window_lives_no_longer_than_it_is_needed(data: Dataset)
     reader = data.reader(64, shuffle=True, shuffle_rows=300)
     windows: dict[int, weakref.ref[Any]] = {}
     most = 0
-    for run, number, _ in reader.cuts(CPU):
+    for run, number, _ in reader.pending_batches(CPU):
         if number == 0:
             windows |= {window.window.number: weakref.ref(window) for window, _ in run._parts_of_windows}
             run.to(CPU)
@@ -226,15 +227,15 @@ def test_an_error_comes_in_place_of_its_batch(tmp_path: Path, form: str, until_e
 
 def test_what_stands_in_the_way_is_said(data: Dataset, tmp_path: Path) -> None:
     reader = data.reader(64)
-    assert reader.why_not_mixed_on(CPU) == "the reader does not shuffle"
+    assert reader.no_device_shuffle_reason(CPU) == "the reader does not shuffle"
     with pytest.raises(ConfigError, match="rows cannot be shuffled on the device: the reader does not shuffle"):
-        reader.cuts(CPU)
-    assert data.reader(64, shuffle=True).why_not_mixed_on(CPU) is None
+        reader.pending_batches(CPU)
+    assert data.reader(64, shuffle=True).no_device_shuffle_reason(CPU) is None
     loose = write_rows(tmp_path / "loose", make_rows(20))
     wanted = "bags of column 'tags' have no fixed hotness"
-    assert loose.reader(8, shuffle=True).why_not_mixed_on(CPU) == wanted
+    assert loose.reader(8, shuffle=True).no_device_shuffle_reason(CPU) == wanted
     negatives = NegativeDataset(data, Negatives(item="a", num=1, column=None))
-    reason = negatives.reader(64, shuffle=True).why_not_mixed_on(CPU)
+    reason = negatives.reader(64, shuffle=True).no_device_shuffle_reason(CPU)
     assert reason is not None
     assert "negatives" in reason
 
@@ -261,10 +262,10 @@ def test_the_memory_of_windows_counts_only_rows_of_this_rank(data: Dataset, monk
     monkeypatch.setattr(
         device_shuffle.DeviceShuffle,
         "too_large_reason",
-        staticmethod(lambda stacks, rows, device: requested.append(rows)),
+        staticmethod(lambda layout, rows, device: requested.append(rows)),
     )
     for batch_size, num_ranks in ((100, 1), (100, 4), (2, 4), (5000, 4)):
-        data.reader(batch_size, shuffle=True, shuffle_rows=850, num_ranks=num_ranks).why_not_mixed_on(CPU)
+        data.reader(batch_size, shuffle=True, shuffle_rows=850, num_ranks=num_ranks).no_device_shuffle_reason(CPU)
     # A window has 1,000 rows at most; a batch of two rows may be of one rank alone.
     assert requested == [1000, 12 * 25, 502, 1000]
 
@@ -274,21 +275,21 @@ def test_windows_that_take_much_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyP
         total_memory = 1 << 30
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    stacks, gpu = BatchStack(schema_of("bags")), torch.device("cuda", 0)
+    layout, gpu = PackedLayout(schema_of("bags")), torch.device("cuda", 0)
     # 2 labels, 3 dense numbers, 2 ids, a weight, 2 + 2 + 6 + 2 of bags, and 1 of the order: words of four bytes
-    assert stacks.row_bytes == 4 * 21
-    most = (1 << 25) // 3 // stacks.row_bytes
-    assert device_shuffle.DeviceShuffle.too_large_reason(stacks, most, gpu) is None
-    reason = device_shuffle.DeviceShuffle.too_large_reason(stacks, most + 1, gpu)
+    assert layout.row_bytes == 4 * 21
+    most = (1 << 25) // 3 // layout.row_bytes
+    assert device_shuffle.DeviceShuffle.too_large_reason(layout, most, gpu) is None
+    reason = device_shuffle.DeviceShuffle.too_large_reason(layout, most + 1, gpu)
     assert reason == f"windows of {most + 1:,} rows take 32 MiB of the GPU, and 32 are allowed"
-    assert device_shuffle.DeviceShuffle.too_large_reason(stacks, 1 << 40, CPU) is None
+    assert device_shuffle.DeviceShuffle.too_large_reason(layout, 1 << 40, CPU) is None
 
 
 def test_runs_are_as_long_as_is_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = device_shuffle.DeviceShuffle(BatchStack(schema_of("int64")), CPU)
+    found = device_shuffle.DeviceShuffle(PackedLayout(schema_of("int64")), CPU)
     assert found.run_rows(64) == 320
     assert found.run_rows(1000) == 1000
-    monkeypatch.setattr(device_shuffle, "_RUN_BYTES", 64 * found.stacks.row_bytes)
+    monkeypatch.setattr(device_shuffle, "_RUN_BYTES", 64 * found.layout.row_bytes)
     assert found.run_rows(8) == 64
 
 
@@ -330,3 +331,12 @@ def test_the_order_of_the_next_window_is_found_before_a_window_is_decoded(
     assert [number for what, number in done if what == "order"] == list(range(7))
     for number in range(6):
         assert done.index(("order", number + 1)) < done.index(("decode", number))
+
+
+def test_old_names_of_the_reader_warn(data: Dataset) -> None:
+    reader = data.reader(64, shuffle=True)
+    with pytest.warns(DeprecationWarning, match="no_device_shuffle_reason"):
+        assert reader.why_not_mixed_on(CPU) is None
+    with pytest.warns(DeprecationWarning, match="pending_batches"), closing(reader.cuts(CPU)) as pending:
+        assert next(iter(pending))[1] == 0
+    reader.close()

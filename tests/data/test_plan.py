@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from viviane.data.block import Jagged, Rows
 from viviane.data.plan import EpochPlan, RowGroup
+from viviane.data.row_buffer import Jagged, Rows
 
 
 def groups_of(sizes: list[int]) -> list[RowGroup]:

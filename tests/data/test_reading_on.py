@@ -17,10 +17,10 @@ from sample_rows import SCHEMA, columns_of, make_rows, same_bits, write_rows
 from viviane.batch import Batch
 from viviane.core.errors import DataError
 from viviane.data import Dataset, Negatives, prefetch, write_dataset
-from viviane.data.block import Block
 from viviane.data.buffers import Buffers, PackedMemory
 from viviane.data.negative_dataset import NegativeDataset
 from viviane.data.reader import Reader
+from viviane.data.row_buffer import RowBuffer
 
 EPOCHS = 4
 
@@ -228,14 +228,14 @@ def _plan(reader: Reader, epoch: int) -> Any:
 
 def test_no_more_windows_are_in_memory_than_within_an_epoch(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "_RUN_ROWS", 1)
-    live: weakref.WeakSet[Block] = weakref.WeakSet()
+    live: weakref.WeakSet[RowBuffer] = weakref.WeakSet()
 
-    class Counted(Block):
+    class Counted(RowBuffer):
         def __init__(self, *rest: Any) -> None:
             super().__init__(*rest)
             live.add(self)
 
-    monkeypatch.setattr(prefetch, "Block", Counted)
+    monkeypatch.setattr(prefetch, "RowBuffer", Counted)
 
     def peak(epochs: int, until: int) -> int:
         most, reader = 0, data.reader(7, shuffle=True, shuffle_rows=14, num_threads=1, until_epoch=until)

@@ -16,10 +16,10 @@ from viviane.core.errors import DataError
 from viviane.data import Dataset, prefetch, write_dataset
 from viviane.data import run as run_module
 from viviane.data.buffers import Buffers, PackedMemory
+from viviane.data.packed_layout import PackedLayout
 from viviane.data.plan import EpochPlan, RowGroup, Window
 from viviane.data.reader import Reader
 from viviane.data.run import Run
-from viviane.data.slab import BatchShape
 from viviane.schema import Schema
 
 ROWS = 2000
@@ -53,7 +53,7 @@ def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 320)
-    monkeypatch.setattr(run_module, "_CUT_TOGETHER", 2)
+    monkeypatch.setattr(run_module, "_SPLIT_TOGETHER", 2)
     monkeypatch.setattr(Buffers, "for_batch", lambda self, forms: PackedMemory(forms) if self.pin_memory else self)
 
 
@@ -64,7 +64,7 @@ def for_gpu(reader: Reader) -> Reader:
 
 def numbers(reader: Reader) -> list[tuple[int, int]]:
     """Return the number of each batch in its run, and the length of the run."""
-    return [(number, len(run)) for run, number, _ in reader.cuts()]
+    return [(number, len(run)) for run, number, _ in reader.pending_batches()]
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_batches_of_a_run_lie_in_one_piece_as_aligned_as_alone_and_count_their_o
 
 
 def test_a_run_goes_to_a_device_as_one(data: Dataset) -> None:
-    cuts = list(for_gpu(data.reader(64)).cuts())[3:7]
-    there = cuts[0][0].to(torch.device("meta"))
+    pending_batches = list(for_gpu(data.reader(64)).pending_batches())[3:7]
+    there = pending_batches[0][0].to(torch.device("meta"))
     assert len({part.untyped_storage()._cdata for i in range(4) for part in there.batch(i, "").tensors()}) == 1
-    for run, number, origin in cuts:
+    for run, number, origin in pending_batches:
         moved, batch = there.batch(number, origin), run.batch(number, origin)
         shapes = [[(part.shape, part.dtype, part.stride()) for part in b.tensors()] for b in (batch, moved)]
         assert shapes[0] == shapes[1]
@@ -168,8 +168,14 @@ def test_an_error_comes_in_place_of_its_batch(data: Dataset, monkeypatch: pytest
 def test_bags_are_not_cut() -> None:
     one = {"name": "a", "num_ids": 9}
     plain, bags = Schema(categorical=[one]), Schema(categorical=[one, {"name": "b", "num_ids": 9, "kind": "multi_hot"}])
-    assert [BatchShape.of(plain).can_be_cut(rows) for rows in (0, 32, 64, 65, 128)] == [False, False, True, False, True]
-    assert not BatchShape.of(bags).can_be_cut(64)
+    assert [PackedLayout(plain).can_be_sliced(rows) for rows in (0, 32, 64, 65, 128)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert PackedLayout(bags).dynamic_shape_reason == "bags of column 'b' have no fixed hotness"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4095, 4096, 4097, 20_000])

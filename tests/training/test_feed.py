@@ -14,7 +14,7 @@ from viviane.core.errors import ConfigError, VivianeError
 from viviane.data import Dataset, prefetch, write_dataset
 from viviane.data.buffers import Buffers, PackedMemory
 from viviane.data.device_shuffle import ShuffledRun
-from viviane.data.run import Cut, Run
+from viviane.data.run import PendingBatch, Run
 from viviane.schema import Schema
 from viviane.training import feed as feeds
 from viviane.training.feed import DeviceFeed, _Copies, _Waiting
@@ -63,8 +63,8 @@ def test_epochs_that_are_read_on_have_the_same_batches_and_states(train: Dataset
 class NoCopies:
     """Hands batches on as they are, as the copies to a GPU do later."""
 
-    def start(self, cut: Cut, place: tuple[int, int]) -> _Waiting:
-        run, number, origin = cut
+    def start(self, pending: PendingBatch, place: tuple[int, int]) -> _Waiting:
+        run, number, origin = pending
         return _Waiting(run.batch(number, origin), place)
 
     def finish(self, waiting: _Waiting) -> None:
@@ -186,13 +186,13 @@ def test_one_copy_moves_a_batch_that_lies_in_one_piece(rows: int) -> None:
 
 
 def test_memory_between_tensors_that_is_not_theirs_is_not_copied() -> None:
-    from viviane.batch import _piece
+    from viviane.batch import _packed_bytes
 
     memory = torch.zeros(1 << 16, dtype=torch.uint8)
     near, far = memory[:256], memory[1 << 15 : (1 << 15) + 256]
-    assert _piece([near, far]) is None
-    assert _piece([near, memory[256:300]]).numel() == 300
-    assert _piece([near, memory[300:400]]) is None  # not at a multiple of 256
+    assert _packed_bytes([near, far]) is None
+    assert _packed_bytes([near, memory[256:300]]).numel() == 300
+    assert _packed_bytes([near, memory[300:400]]) is None  # not at a multiple of 256
 
 
 def test_ready_says_whether_a_batch_can_be_had_without_waiting(train: Dataset) -> None:
@@ -279,7 +279,7 @@ def test_batches_of_a_run_are_there_when_their_copy_is(as_for_a_gpu) -> None:
 @pytest.mark.parametrize("until_epoch", [0, 3])
 def test_batches_whose_rows_are_put_in_order_there_are_the_same(as_for_a_gpu, until_epoch: int) -> None:
     feed, reader = as_for_a_gpu
-    feed._mixed_on = CPU
+    feed._shuffle_device = CPU
     feed.read_on(until_epoch)
     with feed:
         for _ in range(3):
@@ -297,7 +297,7 @@ def test_where_rows_are_put_in_order_is_refused_by_its_reason(train: Dataset) ->
     with pytest.raises(ConfigError, match="the device is not a GPU"):
         make_trainer(solver).fit(train)
     for where in ("auto", "host"):
-        assert DeviceFeed.open(train, 64, CPU, shuffle=True, shuffle_on=where)._mixed_on is None
+        assert DeviceFeed.open(train, 64, CPU, shuffle=True, shuffle_on=where)._shuffle_device is None
 
 
 def test_threads_that_only_copy_are_fewer(monkeypatch) -> None:
@@ -307,10 +307,10 @@ def test_threads_that_only_copy_are_fewer(monkeypatch) -> None:
     assert (feeds.num_threads(), feeds.num_threads(only_copies=True)) == (2, 2)
 
 
-@pytest.mark.parametrize("mixed_on", [None, CPU])
-def test_leaving_in_the_middle_of_a_run_loses_no_batch_and_keeps_no_copy(as_for_a_gpu, mixed_on) -> None:
+@pytest.mark.parametrize("shuffle_device", [None, CPU])
+def test_leaving_in_the_middle_of_a_run_loses_no_batch_and_keeps_no_copy(as_for_a_gpu, shuffle_device) -> None:
     feed, reader = as_for_a_gpu
-    feed._mixed_on = mixed_on
+    feed._shuffle_device = shuffle_device
     wanted, found = list(reader), []
     while len(found) < len(wanted):
         for batch in feed:

@@ -12,31 +12,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from viviane.core.ranges import timed_as
-from viviane.data.block import Block, View
 from viviane.data.buffers import Buffers
 from viviane.data.device_shuffle import DeviceShuffle, ShuffledRun
+from viviane.data.host_gather import Source, gather
+from viviane.data.packed_layout import PackedLayout
 from viviane.data.plan import Window
+from viviane.data.row_buffer import RowBuffer, RowView
 from viviane.data.run import Run
-from viviane.data.slab import BatchShape, Part, Slab
 from viviane.data.staged_window import StagedWindow
 
 Order = Future[Any]
 """Order of a window's rows: a RankOrder for a device, otherwise the result of `EpochPlan.permutation`."""
-Ready = tuple[View, NDArray[np.int64] | None]
+Ready = tuple[RowView, NDArray[np.int64] | None]
 Made = tuple[Run, int, list[Window]] | Exception
-_Piece = tuple[Window, int, int]
+WindowSpan = tuple[Window, int, int]
+"""Rows [first, last) of a window's order."""
 
 
 class Loading:
-    """A window in preparation: row groups being decoded into a block, or one group mapped from its file."""
+    """A window in preparation: row groups being decoded into a buffer, or one group mapped from its file."""
 
-    def __init__(self, block: Block | None) -> None:
-        self.block = block
+    def __init__(self, buffer: RowBuffer | None) -> None:
+        self.buffer = buffer
         self._lock = threading.Lock()
         self._ready: Ready | None = None
         self.order: Order | None = None
         self.decodes: list[Future[None]] = []
-        self.mapped: Future[View] | None = None
+        self.mapped: Future[RowView] | None = None
 
     def wait(self) -> Ready:
         """Return the rows and their order; raises the error of a decode task."""
@@ -50,28 +52,28 @@ class Loading:
                     self._ready = self._view(), order
         return self._ready
 
-    def _view(self) -> View:
+    def _view(self) -> RowView:
         if self.mapped is not None:
             return self.mapped.result()
-        assert self.block is not None
-        return self.block.finish()
+        assert self.buffer is not None
+        return self.buffer.finish()
 
 
-Request = list[tuple[_Piece, Loading]]
-StagedRequest = list[tuple[_Piece, StagedWindow]]
+Request = list[tuple[WindowSpan, Loading]]
+StagedRequest = list[tuple[WindowSpan, StagedWindow]]
 _W = TypeVar("_W", Loading, StagedWindow)
 
 
 @timed_as("assemble")
-def assemble(shape: BatchShape, requests: list[Request], buffers: Buffers) -> list[Made]:
-    """Take the rows of each batch; an error replaces its batch and ends the list."""
+def assemble(layout: PackedLayout, requests: list[Request], buffers: Buffers) -> list[Made]:
+    """Gather the rows of each batch; an error replaces its batch and ends the list."""
     ready, failure = _wait(requests)
     made: list[Made] = []
-    # For a GPU the rows of all batches are taken together, if they can be aligned slices.
-    cut = shape.can_be_cut if buffers.pin_memory else _never
+    # For a GPU the rows of all batches are gathered together, if they can be aligned slices.
+    can_be_sliced = layout.can_be_sliced if buffers.pin_memory and not layout.bags else _never
     try:
-        for together in _together(ready, cut):
-            made += _take(shape, together, buffers)
+        for together in _together(ready, can_be_sliced):
+            made += _gather(layout, together, buffers)
     except Exception as error:
         failure = error
     return made if failure is None else [*made, failure]
@@ -97,14 +99,14 @@ class ShuffledTask:
         """Return the batches; an error replaces its batch and ends the list."""
         ready, failure = _wait(self._requests)
         made: list[Made] = []
-        for together in _together(ready, self._device_shuffle.stacks.can_be_cut):
+        for together in _together(ready, self._device_shuffle.layout.can_be_sliced):
             rows = sum(last - first for (_, first, last), _ in together[0]) if len(together) > 1 else None
             run = ShuffledRun(self._device_shuffle, _spans(together), rows)
             made += _numbered(run, together)
         return made if failure is None else [*made, failure]
 
 
-def _wait(requests: list[list[tuple[_Piece, _W]]]) -> tuple[list[list[tuple[_Piece, _W]]], Exception | None]:
+def _wait(requests: list[list[tuple[WindowSpan, _W]]]) -> tuple[list[list[tuple[WindowSpan, _W]]], Exception | None]:
     """Wait for windows; return the batches before the first that fails, and its error."""
     for number, batch in enumerate(requests):
         try:
@@ -120,32 +122,32 @@ def _never(rows: int) -> bool:
 
 
 def _together(
-    requests: list[list[tuple[_Piece, _W]]], can_be_cut: Callable[[int], bool]
-) -> list[list[list[tuple[_Piece, _W]]]]:
+    requests: list[list[tuple[WindowSpan, _W]]], can_be_sliced: Callable[[int], bool]
+) -> list[list[list[tuple[WindowSpan, _W]]]]:
     """Divide batches into those whose rows are taken together: all, if they can be aligned slices."""
     if len(requests) < 2:
         return [[batch] for batch in requests]
     sizes = [sum(last - first for (_, first, last), _ in batch) for batch in requests]
     equal = set(sizes[:-1]) == {sizes[0]} and 0 < sizes[-1] <= sizes[0]
-    return [requests] if equal and can_be_cut(sizes[0]) else [[batch] for batch in requests]
+    return [requests] if equal and can_be_sliced(sizes[0]) else [[batch] for batch in requests]
 
 
-def _take(shape: BatchShape, requests: list[Request], buffers: Buffers) -> list[Made]:
-    """Take the rows of batches into one allocation."""
-    taken = Slab.gather(shape, _parts(requests), buffers)
+def _gather(layout: PackedLayout, requests: list[Request], buffers: Buffers) -> list[Made]:
+    """Gather the rows of batches into one allocation."""
+    make = gather(layout, _sources(requests), buffers)
     if buffers.pin_memory:
         rows = sum(last - first for (_, first, last), _ in requests[0])
-        run = Run(partial(taken.batch, shape, ""), rows if len(requests) > 1 else None)
+        run = Run(partial(make, ""), rows if len(requests) > 1 else None)
     else:  # the consumer computes on the CPU, and no GPU waits for it
-        run = Run.one(taken.batch(shape, ""))
+        run = Run.one(make(""))
     return _numbered(run, requests)
 
 
-def _numbered(run: Run, requests: list[list[tuple[_Piece, _W]]]) -> list[Made]:
+def _numbered(run: Run, requests: list[list[tuple[WindowSpan, _W]]]) -> list[Made]:
     return [(run, number, [window for (window, _, _), _ in batch]) for number, batch in enumerate(requests)]
 
 
-def _spans(requests: list[list[tuple[_Piece, _W]]]) -> list[tuple[_W, list[tuple[int, int]]]]:
+def _spans(requests: list[list[tuple[WindowSpan, _W]]]) -> list[tuple[_W, list[tuple[int, int]]]]:
     """Return the row spans of batches, window after window, merged into as few spans as possible."""
     found: list[tuple[_W, list[tuple[int, int]]]] = []
     for (_, first, last), window in (
@@ -160,14 +162,14 @@ def _spans(requests: list[list[tuple[_Piece, _W]]]) -> list[tuple[_W, list[tuple
     return found
 
 
-def _parts(requests: list[Request]) -> list[Part]:
-    """Return views and their requested rows, merged into as few parts as possible."""
-    parts: list[Part] = []
+def _sources(requests: list[Request]) -> list[Source]:
+    """Return views and their requested rows, merged into as few sources as possible."""
+    sources: list[Source] = []
     for loading, places in _spans(requests):
         view, order = loading.wait()
         if order is None:
-            parts += [(view, slice(first, last)) for first, last in places]
+            sources += [(view, slice(first, last)) for first, last in places]
         else:
             rows = [order[first:last] for first, last in places]
-            parts.append((view, rows[0] if len(rows) == 1 else np.concatenate(rows)))
-    return parts
+            sources.append((view, rows[0] if len(rows) == 1 else np.concatenate(rows)))
+    return sources

@@ -1,4 +1,4 @@
-"""Decoding of a Parquet row group into rows of a block: Arrow columns, checked, then stacked.
+"""Decoding of a Parquet row group into a row buffer: Arrow columns, checked, then stacked.
 
 Stacking is the hot spot: the 39 columns of the Criteo layout become two row-major matrices. One strided
 assignment per column was as fast as transposing in cache-sized tiles and as torch.stack.
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from viviane.core.errors import DataError
 from viviane.core.locations import AnyPath, RemotePath, arrow_source
 from viviane.data import checks
-from viviane.data.block import Block, Jagged
 from viviane.data.checks import CellLocation
 from viviane.data.plan import RowGroup
+from viviane.data.row_buffer import Jagged, RowBuffer
 from viviane.data.storage import FileStamp, refuse_changed, stamp
 from viviane.schema import CategoricalColumn, DenseColumn, Schema
 
@@ -56,13 +56,13 @@ def decode_group(
     expected: FileStamp,
     group: RowGroup,
     schema: Schema,
-    block: Block,
+    buffer: RowBuffer,
     start: int,
     part: int,
     *,
     verify: bool = True,
 ) -> None:
-    """Read a row group into block rows [start, start + num_rows); its bags become part number `part`.
+    """Read a row group into buffer rows [start, start + num_rows); its bags become part number `part`.
 
     `verify` compares the checksums of its pages, if the file has them.
 
@@ -72,19 +72,19 @@ def decode_group(
     """
     table = read_group(path, expected, group, schema, verify=verify)
     decode_table(
-        table, lambda name: CellLocation(str(path), group.index, group.first_row, name), schema, block, start, part
+        table, lambda name: CellLocation(str(path), group.index, group.first_row, name), schema, buffer, start, part
     )
 
 
 def decode_table(
-    table: pa.Table, place_of: Callable[[str], CellLocation], schema: Schema, block: Block, start: int, part: int
+    table: pa.Table, place_of: Callable[[str], CellLocation], schema: Schema, buffer: RowBuffer, start: int, part: int
 ) -> None:
-    """Check a table with the schema's types, and stack it into block rows [start, start + num_rows).
+    """Check a table with the schema's types, and stack it into buffer rows [start, start + num_rows).
 
     Args:
         table: the rows.
         place_of: returns the location of a column, for messages.
-        schema, block, start, part: see `decode_group`.
+        schema, buffer, start, part: see `decode_group`.
 
     Raises:
         DataError, KeyRangeError: see `decode_group`.
@@ -101,26 +101,26 @@ def decode_table(
         array, place = column(label.name)
         values = array.to_numpy(zero_copy_only=False)
         checks.check_labels(values, label, place)
-        block.labels[rows, i] = values
+        buffer.labels[rows, i] = values
     position = 0
     for dense in schema.dense:
         array, place = column(dense.name)
-        _dense(array, dense, place, block.dense[rows, position : position + dense.dim])
+        _dense(array, dense, place, buffer.dense[rows, position : position + dense.dim])
         position += dense.dim
     for i, feature in enumerate(schema.one_hot):
         array, place = column(feature.name)
         ids = array.to_numpy()
         checks.check_ids(ids, feature, place)
-        block.one_hot[rows, i] = ids
+        buffer.one_hot[rows, i] = ids
     for feature in schema.bags:
         array, place = column(feature.name)
         weights = column(feature.weights) if feature.weights is not None else None
-        block.parts[feature.name][part] = _bag(array, feature, place, weights)
+        buffer.parts[feature.name][part] = _bag(array, feature, place, weights)
     if schema.sample_weight is not None:
-        assert block.weight is not None
+        assert buffer.weight is not None
         array, place = column(schema.sample_weight)
-        block.weight[rows] = array.to_numpy()
-        checks.check_weights(block.weight[rows], place)
+        buffer.weight[rows] = array.to_numpy()
+        checks.check_weights(buffer.weight[rows], place)
 
 
 def read_group(

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from viviane.batch import Batch
-from viviane.data.batch_stack import BatchStack
+from viviane.data.packed_layout import PackedLayout
 from viviane.data.plan import Window
 from viviane.data.rank_rows import Span
 from viviane.data.run import Run
@@ -31,22 +31,22 @@ class DeviceShuffle:
     """The windows that are being copied to a device for shuffling.
 
     Args:
-        stacks: layout of the batches.
+        layout: layout of the batches, whose shapes are static.
         device: the device that gathers the rows.
     """
 
-    def __init__(self, stacks: BatchStack, device: torch.device) -> None:
-        self.stacks, self.device = stacks, device
+    def __init__(self, layout: PackedLayout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
         self.pin_memory = device.type == "cuda"
         self._pending: deque[StagedWindow] = deque()
 
     def run_rows(self, batch_rows: int) -> int:
         """Return the maximum rows of a run: one batch, or as many as the memory limit allows."""
-        return max(batch_rows, min(_RUN_ROWS, _RUN_BYTES // self.stacks.row_bytes))
+        return max(batch_rows, min(_RUN_ROWS, _RUN_BYTES // self.layout.row_bytes))
 
     def stage(self, window: Window, spans: Sequence[Span] | None = None) -> StagedWindow:
         """Start staging a window, or only the rows in the given spans of its order."""
-        staged = StagedWindow(self.stacks, window, self.device, spans)
+        staged = StagedWindow(self.layout, window, self.device, spans)
         self._pending.append(staged)
         return staged
 
@@ -61,11 +61,11 @@ class DeviceShuffle:
             self._pending.popleft()
 
     @staticmethod
-    def too_large_reason(stacks: BatchStack, window_rows: int, device: torch.device) -> str | None:
+    def too_large_reason(layout: PackedLayout, window_rows: int, device: torch.device) -> str | None:
         """Return why windows of this size exceed the memory limit of a GPU; None if they fit."""
         if device.type != "cuda":
             return None
-        needed = _WINDOWS_ON_DEVICE * window_rows * stacks.row_bytes
+        needed = _WINDOWS_ON_DEVICE * window_rows * layout.row_bytes
         allowed = torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_MEMORY
         if needed <= allowed:
             return None
@@ -98,13 +98,13 @@ class ShuffledRun(Run):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Run:
         """Return the run on the device."""
-        stacks, count = self._device_shuffle.stacks, self._num_rows
-        stack = torch.empty(stacks.form.num_words(count), dtype=torch.int32, device=device)
+        layout, count = self._device_shuffle.layout, self._num_rows
+        stack = torch.empty(layout.form.num_words(count), dtype=torch.int32, device=device)
         first = 0
         for window, spans in self._parts_of_windows:
             first = window.take(spans, stack, count, first)
-        there = stacks.batch(stack, count)
-        return Run(lambda: there, self._rows, stacks.hotness)
+        there = layout.from_stack(stack, count)
+        return Run(lambda: there, self._rows, layout.hotness)
 
     def copy_ahead(self) -> None:
         """Queue copies of the rows that later runs need."""

@@ -18,7 +18,7 @@ from viviane.core.errors import ConfigError
 from viviane.data.dataset import Dataset
 from viviane.data.negatives import Negatives, Population, check_negatives
 from viviane.data.reader import Reader
-from viviane.data.run import Cut, Run
+from viviane.data.run import PendingBatch, Run
 from viviane.schema import CategoricalColumn, Schema
 
 
@@ -140,14 +140,14 @@ class NegativeReader(Reader):
         self.rows_each = negatives.rows_each
         self._pinned = bool(options.get("pin_memory", False))
 
-    def why_not_mixed_on(self, device: torch.device) -> str | None:
+    def no_device_shuffle_reason(self, device: torch.device) -> str | None:
         """Return why rows cannot be shuffled on a device: negatives are drawn on the host, for rows in order."""
         return "negatives are drawn for them on the host"
 
-    def _cuts(self, mixed_on: torch.device | None = None) -> Generator[Cut, None, None]:
+    def _pending_batches(self, shuffle_device: torch.device | None = None) -> Generator[PendingBatch, None, None]:
         epoch = self.epoch
-        with closing(super()._cuts()) as cuts:
-            for run, number, origin in cuts:
+        with closing(super()._pending_batches()) as pending_batches:
+            for run, number, origin in pending_batches:
                 start = (self.position - 1) * self.batch_size
                 together = min(self.batch_size, self.dataset.num_rows - start)  # rows of the batch on all ranks
                 own = start + together * self.rank // self.num_ranks

@@ -1,9 +1,9 @@
 """Threads that decode row groups and assemble batches in advance of the consumer.
 
-A pool runs two kinds of tasks in submission order: decode one row group into its window's block, and take the rows of a
-run of batches from blocks. The consuming thread submits tasks as a function of the number of rows that it has taken, so
-no thread ever waits for space in a queue, and dropping the iterator cannot cause a deadlock. A batch task may wait for
-decode tasks, which are always submitted before it.
+A pool runs two kinds of tasks in submission order: decode one row group into its window's buffer, and gather the rows
+of a run of batches from buffers. The consuming thread submits tasks as a function of the number of rows that it has
+taken, so no thread ever waits for space in a queue, and dropping the iterator cannot cause a deadlock. A batch task may
+wait for decode tasks, which are always submitted before it.
 
 If another epoch will follow, its windows and batches are submitted as if they were more rows of the current one, so
 that only the first epoch begins with a wait. The order of the first window of the epoch after that is then computed
@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from viviane.core.ranges import timed_as
 from viviane.data.assembly import Loading, Made, Order, ShuffledTask, assemble
-from viviane.data.block import Block
 from viviane.data.buffers import Buffers
 from viviane.data.device_shuffle import DeviceShuffle
+from viviane.data.packed_layout import PackedLayout
 from viviane.data.plan import EpochPlan, RowGroup, Window
 from viviane.data.rank_rows import BatchRanges, RankOrder, Span, rank_order
+from viviane.data.row_buffer import RowBuffer
 from viviane.data.run import Run
-from viviane.data.slab import BatchShape
 from viviane.data.staged_window import StagedWindow
 from viviane.data.storage import DatasetFiles
 
@@ -48,7 +48,7 @@ class Reading:
 
     Args:
         storage: the files of the row groups.
-        shape: layout of the batches.
+        layout: layout of the batches.
         batch_size: rows of a batch, over all ranks.
         last_row: read only rows before this row of an epoch.
         share: (r, n): of every batch of B rows, take only rows B r // n to B (r + 1) // n.
@@ -59,7 +59,7 @@ class Reading:
     """
 
     storage: DatasetFiles
-    shape: BatchShape
+    layout: PackedLayout
     batch_size: int
     last_row: int
     share: tuple[int, int]
@@ -168,8 +168,8 @@ class Prefetcher:
         """Return whether a window has rows to read: with shares, all its rows may belong to other ranks."""
         return next(self._ranges.within(window), None) is not None
 
-    def _block(self, window: Window) -> Block:
-        return Block(self._reading.storage.schema, window.num_rows, len(window.groups), self._reading.windows)
+    def _buffer(self, window: Window) -> RowBuffer:
+        return RowBuffer(self._reading.layout, window.num_rows, len(window.groups), self._reading.windows)
 
     def _submit_next(self) -> None:
         _, window, part = self._pending.popleft()
@@ -179,11 +179,11 @@ class Prefetcher:
         storage, group = self._reading.storage, window.groups[part]
         if isinstance(loading, StagedWindow):
             loading.decodes.append(self._pool.submit(_stage, storage, loading, part, self._reading.windows))
-        elif loading.block is None:
+        elif loading.buffer is None:
             loading.mapped = self._pool.submit(storage.view, group)
         else:
             start = sum(group.num_rows for group in window.groups[:part])
-            loading.decodes.append(self._pool.submit(_decode, storage, group, loading.block, start, part))
+            loading.decodes.append(self._pool.submit(_decode, storage, group, loading.buffer, start, part))
         self._begin_next_order()
 
     def _new_loading(self, window: Window) -> Loading | StagedWindow:
@@ -198,7 +198,7 @@ class Prefetcher:
             staged.order = order
             return staged
         as_it_stands = self._reading.storage.mapped and len(window.groups) == 1
-        loading = Loading(None if as_it_stands else self._block(window))
+        loading = Loading(None if as_it_stands else self._buffer(window))
         loading.order = order
         return loading
 
@@ -219,7 +219,7 @@ class Prefetcher:
         )
 
     @property
-    def mixed_on(self) -> torch.device | None:
+    def shuffle_device(self) -> torch.device | None:
         """The device on which rows are shuffled; None: the threads shuffle."""
         return None if self._reading.device_shuffle is None else self._reading.device_shuffle.device
 
@@ -250,8 +250,8 @@ class Prefetcher:
         if self._reading.device_shuffle is not None:
             return ShuffledTask(requests, self._reading.device_shuffle)
         if self._inline:
-            return partial(assemble, self._reading.shape, requests, self._reading.buffers)
-        return self._pool.submit(assemble, self._reading.shape, requests, self._reading.buffers)
+            return partial(assemble, self._reading.layout, requests, self._reading.buffers)
+        return self._pool.submit(assemble, self._reading.layout, requests, self._reading.buffers)
 
     def _submit_until(self, row: int) -> None:
         while self._pending and self._pending[0][0] <= row:
@@ -303,8 +303,8 @@ class Prefetcher:
 
 
 @timed_as("decode")
-def _decode(storage: DatasetFiles, group: RowGroup, block: Block, start: int, part: int) -> None:
-    storage.decode(group, block, start, part)
+def _decode(storage: DatasetFiles, group: RowGroup, buffer: RowBuffer, start: int, part: int) -> None:
+    storage.decode(group, buffer, start, part)
 
 
 @timed_as("decode")

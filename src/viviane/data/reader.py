@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
@@ -15,13 +15,12 @@ import torch
 from viviane.batch import Batch
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.core.locations import AnyPath
-from viviane.data.batch_stack import BatchStack
 from viviane.data.buffers import Buffers
 from viviane.data.device_shuffle import DeviceShuffle
+from viviane.data.packed_layout import PackedLayout
 from viviane.data.plan import EpochPlan, RowGroup, Window
 from viviane.data.prefetch import Prefetcher, Reading
-from viviane.data.run import Cut
-from viviane.data.slab import BatchShape
+from viviane.data.run import PendingBatch
 from viviane.data.storage import DatasetFiles
 from viviane.schema import Schema
 
@@ -135,7 +134,7 @@ class Reader:
         self.until_epoch = until_epoch
         self.rows_each = 1
         """Rows of a batch per row of the data set."""
-        self._shape = BatchShape.of(dataset.schema)
+        self._layout = PackedLayout(dataset.schema)
         self._buffers, self._windows = Buffers(pin_memory), Buffers(kept_bytes=_KEPT_WINDOWS)
         self._epoch = epoch
         self._delivered = 0
@@ -180,21 +179,21 @@ class Reader:
         """Continue at the current position; an earlier iterator is closed."""
         return self._begun(self._batches())
 
-    def cuts(self, mixed_on: torch.device | None = None) -> Iterator[Cut]:
-        """Continue like `__iter__`, but yield each batch as a `Cut` of its run, without creating tensors.
+    def pending_batches(self, shuffle_device: torch.device | None = None) -> Iterator[PendingBatch]:
+        """Continue like `__iter__`, but yield each batch as a `PendingBatch`, without creating its tensors.
 
         Args:
-            mixed_on: each run will be moved to this device, in turn and on one stream; the device shuffles its rows,
-                which are in the order of the files until then.
+            shuffle_device: each run will be moved to this device, in turn and on one stream; the device shuffles its
+                rows, which are in the order of the files until then.
 
         Raises:
-            ConfigError: `why_not_mixed_on` returns a reason.
+            ConfigError: `no_device_shuffle_reason` returns a reason.
         """
-        if mixed_on is not None and (reason := self.why_not_mixed_on(mixed_on)):
+        if shuffle_device is not None and (reason := self.no_device_shuffle_reason(shuffle_device)):
             raise ConfigError(f"rows cannot be shuffled on the device: {reason}", where=str(self.dataset.path))
-        return self._begun(self._cuts(mixed_on))
+        return self._begun(self._pending_batches(shuffle_device))
 
-    def why_not_mixed_on(self, device: torch.device) -> str | None:
+    def no_device_shuffle_reason(self, device: torch.device) -> str | None:
         """Return why rows cannot be shuffled on a device; None if they can.
 
         A GPU can shuffle rows if the reader shuffles, each bag has its column's hotness, and this rank's rows of
@@ -202,18 +201,24 @@ class Reader:
         """
         if not self.shuffle:
             return "the reader does not shuffle"
-        reason = BatchStack.ineligible_reason(self.dataset.schema)
+        reason = self._layout.dynamic_shape_reason
         if reason is not None:
             return reason
         largest = max((group.num_rows for group in self.dataset.groups), default=0)
         window = min(self.dataset.num_rows, self.shuffle_rows + largest)
         own = -(-self.batch_size // self.num_ranks)
         window = min(window, (window // self.batch_size + 2) * own)  # a window may begin and end within a batch
-        return DeviceShuffle.too_large_reason(self._stacks, window, device)
+        return DeviceShuffle.too_large_reason(self._layout, window, device)
 
-    @cached_property
-    def _stacks(self) -> BatchStack:
-        return BatchStack(self.dataset.schema)
+    def cuts(self, mixed_on: torch.device | None = None) -> Iterator[PendingBatch]:
+        """Continue as `pending_batches`, under its old, deprecated name."""
+        warnings.warn("Reader.cuts is now pending_batches", DeprecationWarning, stacklevel=2)
+        return self.pending_batches(mixed_on)
+
+    def why_not_mixed_on(self, device: torch.device) -> str | None:
+        """Return `no_device_shuffle_reason`, under its old, deprecated name."""
+        warnings.warn("Reader.why_not_mixed_on is now no_device_shuffle_reason", DeprecationWarning, stacklevel=2)
+        return self.no_device_shuffle_reason(device)
 
     def _begun(self, iteration: Generator[_T, None, None]) -> Generator[_T, None, None]:
         self._stop()
@@ -221,12 +226,12 @@ class Reader:
         return iteration
 
     def _batches(self) -> Generator[Batch, None, None]:
-        with closing(self._cuts()) as cuts:
-            for run, number, origin in cuts:
+        with closing(self._pending_batches()) as pending_batches:
+            for run, number, origin in pending_batches:
                 yield run.batch(number, origin)
 
-    def _cuts(self, mixed_on: torch.device | None = None) -> Generator[Cut, None, None]:
-        prefetcher = self._prefetcher = self._begin(mixed_on)
+    def _pending_batches(self, shuffle_device: torch.device | None = None) -> Generator[PendingBatch, None, None]:
+        prefetcher = self._prefetcher = self._begin(shuffle_device)
         with closing(iter(prefetcher)) as made:  # type: ignore[type-var]
             place, source, known = f"{self.dataset.path}, epoch {self._epoch}, batch", "", None
             for run, number, windows in made:
@@ -238,24 +243,24 @@ class Reader:
         self._prefetcher, self._ahead = None, prefetcher.following
         self._epoch, self._delivered = self._epoch + 1, 0
 
-    def _begin(self, mixed_on: torch.device | None) -> Prefetcher:
+    def _begin(self, shuffle_device: torch.device | None) -> Prefetcher:
         """Use the prefetcher that already reads this epoch, or start one at the current position."""
         dataset, epoch = self.dataset, self._epoch
         begun, self._ahead = self._ahead, None
-        if begun is not None and begun.mixed_on != mixed_on:
+        if begun is not None and begun.shuffle_device != shuffle_device:
             begun.close()
             begun = None
         if begun is None:
             reading = Reading(
                 storage=dataset.storage,
-                shape=self._shape,
+                layout=self._layout,
                 batch_size=self.batch_size,
                 last_row=min(len(self) * self.batch_size, dataset.num_rows),
                 share=(self.rank, self.num_ranks),
                 buffers=self._buffers,
                 windows=self._windows,
                 num_threads=self.num_threads,
-                device_shuffle=None if mixed_on is None else DeviceShuffle(self._stacks, mixed_on),
+                device_shuffle=None if shuffle_device is None else DeviceShuffle(self._layout, shuffle_device),
             )
             plan = EpochPlan(dataset.groups, self.shuffle_rows if self.shuffle else None, self.seed, epoch)
             begun = Prefetcher(plan, reading, min(self._delivered * self.batch_size, dataset.num_rows))

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from viviane.batch import Bag, Batch
 
-_CUT_TOGETHER: Final = 16  # batches split per call: one call for several is cheaper, and the GPU does not wait for more
+_SPLIT_TOGETHER: Final = (
+    16  # batches split per call: one call for several is cheaper, and the GPU does not wait for more
+)
 _Bags = Mapping[str, Bag]
 _Part = tuple[Tensor, Tensor, Tensor, Tensor | None, _Bags]
 _T = TypeVar("_T", Tensor, Tensor | None)
-Cut = tuple["Run", int, str]
-"""A batch before its tensors are created: its run, its index in the run, and the origin of its rows, for messages."""
+PendingBatch = tuple["Run", int, str]
+"""A batch whose tensors do not exist yet: its run, its index in the run, and the origin of its rows, for messages."""
 
 
 class Run:
@@ -59,32 +61,32 @@ class Run:
 
     def batch(self, number: int, origin: str) -> Batch:
         """Return one batch."""
-        first = number // _CUT_TOGETHER * _CUT_TOGETHER
+        first = number // _SPLIT_TOGETHER * _SPLIT_TOGETHER
         if first != self._first:
-            self._parts, self._first = self._cut(first), first
+            self._parts, self._first = self._split(first), first
         labels, dense, one_hot, weight, bags = self._parts[number - first]
         return Batch(self.whole.layout, labels, dense, one_hot, bags, weight, origin)
 
-    def _cut(self, number: int) -> list[_Part]:
+    def _split(self, number: int) -> list[_Part]:
         """Split some batches, starting with this one."""
         whole, rows = self.whole, self._rows
         matrices = (whole.labels, whole.dense, whole.one_hot)
         if rows is None or whole.size <= rows:
             return [(*matrices, whole.weight, whole.bags)]
-        first, last = number * rows, min(whole.size, (number + _CUT_TOGETHER) * rows)
-        labels, dense, one_hot = (_split(matrix, first, last, rows) for matrix in matrices)
-        weight = _split(whole.weight, first, last, rows)
+        first, last = number * rows, min(whole.size, (number + _SPLIT_TOGETHER) * rows)
+        labels, dense, one_hot = (_split_rows(matrix, first, last, rows) for matrix in matrices)
+        weight = _split_rows(whole.weight, first, last, rows)
         bags: list[_Bags] = [{}] * len(labels)
         if whole.bags:
-            cut = [self._cut_bag(name, bag, first, last, rows) for name, bag in whole.bags.items()]
-            bags = [dict(zip(whole.bags, parts, strict=True)) for parts in zip(*cut, strict=True)]
+            parts_of_bags = [self._split_bag(name, bag, first, last, rows) for name, bag in whole.bags.items()]
+            bags = [dict(zip(whole.bags, parts, strict=True)) for parts in zip(*parts_of_bags, strict=True)]
         return list(zip(labels, dense, one_hot, weight, bags, strict=True))
 
-    def _cut_bag(self, name: str, bag: Bag, first: int, last: int, rows: int) -> list[Bag]:
+    def _split_bag(self, name: str, bag: Bag, first: int, last: int, rows: int) -> list[Bag]:
         """Split a bag of constant hotness: all batches have the same offsets."""
         hotness = self._hotness[name]
-        values = _split(bag.values, first * hotness, last * hotness, rows * hotness)
-        weights = _split(bag.weights, first * hotness, last * hotness, rows * hotness)
+        values = _split_rows(bag.values, first * hotness, last * hotness, rows * hotness)
+        weights = _split_rows(bag.weights, first * hotness, last * hotness, rows * hotness)
         offsets = [bag.offsets[: rows + 1]] * len(values)
         if (last - first) % rows:
             offsets[-1] = bag.offsets[: (last - first) % rows + 1]
@@ -113,7 +115,7 @@ class Run:
         return Run(self.whole.pin_memory, self._rows, self._hotness)
 
 
-def _split(tensor: _T, first: int, last: int, size: int) -> Sequence[_T]:
+def _split_rows(tensor: _T, first: int, last: int, size: int) -> Sequence[_T]:
     """Split rows [first, last) of a tensor into parts of this size."""
     if tensor is None:
         return [tensor] * -(-(last - first) // size)

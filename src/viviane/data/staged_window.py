@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.core.errors import DataError
-from viviane.data.batch_stack import BatchStack
-from viviane.data.block import Block, Jagged, Rows, take
 from viviane.data.buffers import Buffers, Maker
+from viviane.data.packed_layout import PackedLayout
 from viviane.data.plan import Window
 from viviane.data.rank_rows import Span, WindowRows
+from viviane.data.row_buffer import Jagged, RowBuffer, Rows, take
 from viviane.data.storage import DatasetFiles
 from viviane.ops.row_stacks import take_rows
 
 
 class _Sections:
-    """Supplies the matrices of a stack, in order, as the memory of a block."""
+    """Supplies the matrices of a stack, in order, as the memory of a row buffer."""
 
     def __init__(self, arrays: list[NDArray[Any]]) -> None:
         self._arrays = iter(arrays)
@@ -39,17 +39,17 @@ class StagedWindow(WindowRows):
     Work on the device uses the current stream, which must be the same in all calls.
 
     Args:
-        stacks: layout of the stack.
+        layout: layout of the stack.
         window: the row groups.
         device: the target device.
         spans: spans of the window's order whose rows are copied; None: all rows.
     """
 
     def __init__(
-        self, stacks: BatchStack, window: Window, device: torch.device, spans: Sequence[Span] | None = None
+        self, layout: PackedLayout, window: Window, device: torch.device, spans: Sequence[Span] | None = None
     ) -> None:
         super().__init__(window, spans)
-        self.stacks, self.device = stacks, device
+        self.layout, self.device = layout, device
         self._lock = threading.Lock()
         self._host: Tensor | None = None
         self._arrays: list[NDArray[Any]] = []
@@ -73,19 +73,19 @@ class StagedWindow(WindowRows):
         group, rows = self.window.groups[part], self.kept(part)
         count, start = self.num_kept(part), self.start(part)
         into = [array[start : start + count] for array in self._memory()]
-        block = Block(self.stacks.schema, count, 1, _Sections(into[: self.stacks.num_plain]))
+        buffer = RowBuffer(self.layout, count, 1, _Sections(into[: len(self.layout.plain)]))
         if rows is None:
-            storage.decode(group, block, 0, 0)
-            self._take_bags(block.finish().bags, count, slice(0, count), into)
+            storage.decode(group, buffer, 0, 0)
+            self._take_bags(buffer.finish().bags, count, slice(0, count), into)
         else:
             view = storage.view(group, memory)
-            block.take(view, rows, 0)
+            buffer.take(view, rows, 0)
             self._take_bags(view.bags, group.num_rows, rows, into)
 
     def _take_bags(self, bags: Mapping[str, Jagged], num_rows: int, rows: Rows, into: list[NDArray[Any]]) -> None:
         """Copy the ids and weights of some rows of a group to their position in the stack."""
-        for number in range(self.stacks.num_plain, len(into)):
-            before, matrix = self.stacks.matrices[number - 1 : number + 1]
+        for number in range(len(self.layout.plain), len(into)):
+            before, matrix = self.layout.matrices[number - 1 : number + 1]
             bag = bags[matrix.bag]
             numbers = bag.weights if before.bag == matrix.bag else bag.values  # a bag's ids precede its weights
             if numbers is None or len(numbers) != num_rows * matrix.width:
@@ -100,11 +100,11 @@ class StagedWindow(WindowRows):
         """Return the matrices of the stack; the first calling thread allocates its memory, which may take long."""
         with self._lock:
             if self._host is None:
-                form, pin = self.stacks.form, self.device.type == "cuda"
+                form, pin = self.layout.form, self.device.type == "cuda"
                 self._host = here = torch.empty(form.num_words(self.num_rows), dtype=torch.int32, pin_memory=pin)
                 self._arrays = [
                     form.matrix(here, number, self.num_rows).view(matrix.dtype).numpy()
-                    for number, matrix in enumerate(self.stacks.matrices)
+                    for number, matrix in enumerate(self.layout.matrices)
                 ]
             return self._arrays
 
@@ -154,7 +154,7 @@ class StagedWindow(WindowRows):
         return last - first
 
     def _copy(self, host: Tensor, first: int, last: int) -> None:
-        form, count = self.stacks.form, self.num_rows
+        form, count = self.layout.form, self.num_rows
         if self._device_stack is None:
             self._device_stack = torch.empty(form.num_words(count), dtype=torch.int32, device=self.device)
         if last - first == count:
@@ -176,7 +176,7 @@ class StagedWindow(WindowRows):
         assert order is not None
         taken = [order[a:b] for a, b in self.places(spans)]
         rows = taken[0] if len(taken) == 1 else torch.cat(taken)
-        take_rows(self.stacks.form, target, target_rows, first, there, self.num_rows, rows)
+        take_rows(self.layout.form, target, target_rows, first, there, self.num_rows, rows)
         return first + len(rows)
 
 

@@ -9,10 +9,11 @@ from typing import ClassVar, Final
 
 from viviane.core.errors import DataError
 from viviane.core.locations import AnyPath
-from viviane.data.block import Block, View
 from viviane.data.buffers import Memory
 from viviane.data.checks import CellLocation
+from viviane.data.packed_layout import PackedLayout
 from viviane.data.plan import RowGroup
+from viviane.data.row_buffer import RowBuffer, RowView
 from viviane.schema import Schema
 
 ROWS_PER_BLOCK: Final = 131_072
@@ -63,20 +64,21 @@ class DatasetFiles(ABC):
 
     def __init__(self, schema: Schema, files: Sequence[Path]) -> None:
         self.schema = schema
+        self.layout = PackedLayout(schema)
         self.files: list[Path] = list(files)
         self.stamps: list[FileStamp] = [stamp(file) for file in self.files]
         self.groups: list[RowGroup] = []
 
     @abstractmethod
-    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
-        """Read a group into block rows [start, start + num_rows); its bags become part number `part`.
+    def decode(self, group: RowGroup, buffer: RowBuffer, start: int, part: int) -> None:
+        """Read a group into buffer rows [start, start + num_rows); its bags become part number `part`.
 
         Raises:
             DataError: the file vanished, changed or is damaged; a value is null, not finite, not a label, or too long.
             KeyRangeError: an id is out of range.
         """
 
-    def view(self, group: RowGroup, memory: Memory | None = None) -> View:
+    def view(self, group: RowGroup, memory: Memory | None = None) -> RowView:
         """Return the rows of a group as stored in the file.
 
         Args:
@@ -86,9 +88,9 @@ class DatasetFiles(ABC):
         Raises:
             DataError, KeyRangeError: see `decode`.
         """
-        block = Block(self.schema, group.num_rows, 1, memory)
-        self.decode(group, block, 0, 0)
-        return block.finish()
+        buffer = RowBuffer(self.layout, group.num_rows, 1, memory)
+        self.decode(group, buffer, 0, 0)
+        return buffer.finish()
 
     def place(self, group: RowGroup, column: str) -> CellLocation:
         """Return the location of a column of a group, for messages."""

@@ -23,7 +23,7 @@ from viviane.core.errors import ConfigError
 from viviane.core.machine import usable_cores
 from viviane.core.ranges import time_range
 from viviane.data import Dataset, Reader
-from viviane.data.run import Cut, Run
+from viviane.data.run import PendingBatch, Run
 from viviane.data.streaming import KafkaStream, StreamReader
 from viviane.parallel import Group
 from viviane.training.look_ahead import LookAhead
@@ -54,7 +54,7 @@ class DeviceFeed:
         reader: reader of the batches; with pin_memory if the device is a GPU.
         device: device of the batches.
         shuffle_on: where rows are shuffled: "host", by the reader's threads; "device", on the GPU, which then keeps
-            shuffle windows in its memory; "auto": on the GPU if `Reader.why_not_mixed_on` returns None. The batches
+            shuffle windows in its memory; "auto": on the GPU if `Reader.no_device_shuffle_reason` is None. The batches
             are the same.
 
     Raises:
@@ -79,7 +79,7 @@ class DeviceFeed:
                 f"rows cannot be shuffled on the device: {reason}", value=shuffle_on, allowed="auto, host",
                 fix='set "auto", which falls back to the host',
             )  # fmt: skip
-        self._mixed_on = device if shuffle_on != "host" and reason is None else None
+        self._shuffle_device = device if shuffle_on != "host" and reason is None else None
         self._place = (reader.epoch, reader.position)
         self._waiting: deque[_Waiting] = deque()
         self.look_ahead: LookAhead | None = None
@@ -158,19 +158,19 @@ class DeviceFeed:
             return self._announced(iter(self.reader), self.look_ahead)
         if self._copies is None:
             return self._read_directly(iter(self.reader))
-        return self._prefetched(self._cuts(), self._copies)
+        return self._prefetched(self._pending_batches(), self._copies)
 
-    def _cuts(self) -> Iterator[Cut]:
+    def _pending_batches(self) -> Iterator[PendingBatch]:
         reader = self.reader
         if not isinstance(reader, Reader):
             return ((Run.one(batch), 0, batch.origin) for batch in reader)
-        return reader.cuts(self._mixed_on)
+        return reader.pending_batches(self._shuffle_device)
 
     @property
     def _only_copies(self) -> bool:
         """Whether the reader's threads only copy rows, and neither decode nor shuffle them."""
         reader = self.reader
-        return self._mixed_on is not None and isinstance(reader, Reader) and reader.dataset.storage.mapped
+        return self._shuffle_device is not None and isinstance(reader, Reader) and reader.dataset.storage.mapped
 
     def _ineligible_reason(self) -> str | None:
         """Return why rows cannot be shuffled on the device, or None if they can."""
@@ -178,7 +178,7 @@ class DeviceFeed:
             return "the device is not a GPU"
         if not isinstance(self.reader, Reader):
             return "rows of a stream are not shuffled"
-        return self.reader.why_not_mixed_on(self.device)
+        return self.reader.no_device_shuffle_reason(self.device)
 
     def read_on(self, until_epoch: int) -> None:
         """Read all epochs up to this one without a pause in between; see `until_epoch` of `Reader`.
@@ -226,13 +226,13 @@ class DeviceFeed:
             return _Waiting(error, self._place)
         return _Waiting(batch, (self.reader.epoch, self.reader.position))
 
-    def _prefetched(self, cuts: Iterator[Cut], copies: _Copies) -> Iterator[Batch]:
+    def _prefetched(self, pending_batches: Iterator[PendingBatch], copies: _Copies) -> Iterator[Batch]:
         waiting = self._waiting
         ended = False
         while True:
             # Wait for the first batch only: waiting for more would delay a step that is ready.
             while not ended and len(waiting) <= _AHEAD and (not waiting or self.reader.ready):
-                waiting.append(self._take(cuts, copies))
+                waiting.append(self._take(pending_batches, copies))
                 ended = not isinstance(waiting[-1].batch, Batch)
             first = waiting.popleft()
             self._place = first.place
@@ -243,18 +243,18 @@ class DeviceFeed:
             copies.finish(first)
             yield first.batch
 
-    def _take(self, cuts: Iterator[Cut], copies: _Copies) -> _Waiting:
+    def _take(self, pending_batches: Iterator[PendingBatch], copies: _Copies) -> _Waiting:
         """Take the reader's next batch and start its copy."""
         try:
             with time_range("read"):
-                cut = next(cuts, None)
+                pending = next(pending_batches, None)
         except Exception as error:
             return _Waiting(error, self._place)
         place = (self.reader.epoch, self.reader.position)
-        if cut is None:
+        if pending is None:
             return _Waiting(None, place)
         with time_range("to device"):
-            return copies.start(cut, place)
+            return copies.start(pending, place)
 
     def state(self) -> dict[str, Any]:
         """Return the reader's position after the batches that were yielded."""
@@ -306,12 +306,12 @@ class _Copies:
         self._num_finished = 0
         self._there: weakref.WeakKeyDictionary[Run, tuple[Run, torch.cuda.Event]] = weakref.WeakKeyDictionary()
 
-    def start(self, cut: Cut, place: tuple[int, int]) -> _Waiting:
+    def start(self, pending: PendingBatch, place: tuple[int, int]) -> _Waiting:
         """Queue the copy of a batch; its host memory is not reused before the copy is finished.
 
         All batches of a `Run` are copied together with its first.
         """
-        run, number, origin = cut
+        run, number, origin = pending
         found = self._there.get(run)
         if found is None:
             found = self._there[run] = self._copy(run)

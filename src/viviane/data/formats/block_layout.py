@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from viviane.data.block import View
+from viviane.data.row_buffer import RowView
 from viviane.schema import CategoricalColumn, Schema
 
 ALIGNMENT: Final = 64
@@ -99,7 +99,7 @@ def _planned(
             yield "id_weights", index, "<f4", (count,)
 
 
-def content(section: Section, view: View, schema: Schema) -> NDArray[Any]:
+def content(section: Section, view: RowView, schema: Schema) -> NDArray[Any]:
     """Return the content of a section, from rows that match the schema."""
     match section.kind:
         case "labels" | "dense" | "one_hot":

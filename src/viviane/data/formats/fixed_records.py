@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
 from viviane.data import checks
-from viviane.data.block import Block, Jagged, View
 from viviane.data.buffers import Memory
 from viviane.data.formats.format import FileEntry, Format, check_entries, check_stored, checked_views
 from viviane.data.plan import RowGroup
+from viviane.data.row_buffer import Jagged, RowBuffer, RowView
 from viviane.data.storage import ROWS_PER_BLOCK, DatasetFiles, refuse_changed
 from viviane.schema import Schema
 
@@ -68,7 +68,7 @@ class Record:
         ends = np.cumsum([0, *self.hotness]).tolist()
         return {column.name: start for column, start in zip(self.schema.categorical, ends, strict=False)}
 
-    def pack(self, view: View, rows: int, first_row: int) -> NDArray[Any]:
+    def pack(self, view: RowView, rows: int, first_row: int) -> NDArray[Any]:
         """Return rows as records.
 
         Raises:
@@ -182,7 +182,7 @@ class FixedRecordStorage(DatasetFiles):
         for index, start in enumerate(range(0, rows, ROWS_PER_BLOCK)):
             self.groups.append(RowGroup(number, index, start, min(ROWS_PER_BLOCK, rows - start)))
 
-    def view(self, group: RowGroup, memory: Memory | None = None) -> View:
+    def view(self, group: RowGroup, memory: Memory | None = None) -> RowView:
         """Return the records of a group, in place if no conversion is needed; see DatasetFiles."""
         if not self.mapped:
             return super().view(group, memory)
@@ -206,7 +206,7 @@ class FixedRecordStorage(DatasetFiles):
         if (group.file, group.index) not in self._checked:
             self._check(group, keys)
             self._checked.add((group.file, group.index))
-        return View(labels, dense, pieces, None, {})
+        return RowView(labels, dense, pieces, None, {})
 
     def _dense(self) -> Iterator[tuple[int, slice]]:
         """Yield (column in the batch, columns in the record) for each dense feature."""
@@ -237,23 +237,23 @@ class FixedRecordStorage(DatasetFiles):
         for feature in self.schema.one_hot:
             checks.check_ids(records["keys"][:, starts[feature.name]], feature, self.place(group, feature.name))
 
-    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
-        """Read the records of a group into a block; see DatasetFiles."""
+    def decode(self, group: RowGroup, buffer: RowBuffer, start: int, part: int) -> None:
+        """Read the records of a group into a buffer; see DatasetFiles."""
         if self.mapped:
-            block.fill(self.view(group), start, group.num_rows, part)
+            buffer.fill(self.view(group), start, group.num_rows, part)
             return
         records = self._records(group)
         stored, starts = self._record.schema, self._record.starts()
         rows = slice(start, start + group.num_rows)
         names = [label.name for label in stored.labels]
         for i, label in enumerate(self.schema.labels):
-            block.labels[rows, i] = records["labels"][:, names.index(label.name)]
+            buffer.labels[rows, i] = records["labels"][:, names.index(label.name)]
         for to, at in self._dense():
             values = records["dense"][:, at]
-            out = block.dense[rows, to : to + values.shape[1]]
+            out = buffer.dense[rows, to : to + values.shape[1]]
             out[:] = _log_counts(values) if self._record.whole_dense else values
         for i, feature in enumerate(self.schema.one_hot):
-            block.one_hot[rows, i] = records["keys"][:, starts[feature.name]]
+            buffer.one_hot[rows, i] = records["keys"][:, starts[feature.name]]
         self._check(group, records)
         for feature in self.schema.bags:
             first = starts[feature.name]
@@ -261,7 +261,7 @@ class FixedRecordStorage(DatasetFiles):
             bag = _bag(keys, feature.dtype, self._record.padding)
             checks.check_lengths(bag.offsets, feature, self.place(group, feature.name))
             checks.check_ids(bag.values, feature, self.place(group, feature.name), bag.offsets)
-            block.parts[feature.name][part] = bag
+            buffer.parts[feature.name][part] = bag
 
 
 def _log_counts(counts: NDArray[Any]) -> NDArray[Any]:

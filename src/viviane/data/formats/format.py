@@ -15,9 +15,10 @@ from viviane.config.base import Settings
 from viviane.core.errors import ConfigError, DataError, SchemaError, suggest
 from viviane.core.file_names import check_file_name
 from viviane.core.locations import AnyPath
-from viviane.data.block import Block, View
 from viviane.data.checks import CellLocation
 from viviane.data.decode import decode_table
+from viviane.data.packed_layout import PackedLayout
+from viviane.data.row_buffer import RowBuffer, RowView
 from viviane.data.storage import DatasetFiles
 from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
 
@@ -124,21 +125,21 @@ class Format(Settings):
         """
 
 
-def checked_views(schema: Schema, tables: Iterator[pa.Table]) -> Iterator[tuple[View, int]]:
+def checked_views(schema: Schema, tables: Iterator[pa.Table]) -> Iterator[tuple[RowView, int]]:
     """Yield tables as checked views with their number of rows.
 
     Raises:
         DataError, KeyRangeError: a value does not match the schema.
     """
-    row = 0
+    layout, row = PackedLayout(schema), 0
     for number, table in enumerate(tables):
-        block = Block(schema, table.num_rows, 1)
+        buffer = RowBuffer(layout, table.num_rows, 1)
 
         def place(name: str, number: int = number, row: int = row) -> CellLocation:
             return CellLocation("the rows to write", number, row, name, "part")
 
-        decode_table(table, place, schema, block, 0, 0)
-        yield block.finish(), table.num_rows
+        decode_table(table, place, schema, buffer, 0, 0)
+        yield buffer.finish(), table.num_rows
         row += table.num_rows
 
 

@@ -13,7 +13,6 @@ from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, DataError, SchemaError, suggest
 from viviane.core.file_names import file_inside
 from viviane.core.files import write_json_atomic
-from viviane.data.block import Block
 from viviane.data.columns import arrow_types, is_list
 from viviane.data.decode import decode_table, open_parquet, read_group
 from viviane.data.formats.file_list import FILE_LIST, METADATA_FILE, is_file_list, read_file_list, write_file_list
@@ -21,6 +20,7 @@ from viviane.data.formats.format import FileEntry, FilePattern, Format, check_en
 from viviane.data.formats.parquet import groups_of, write_parquet
 from viviane.data.formats.slots import check_slots, slots_of
 from viviane.data.plan import RowGroup
+from viviane.data.row_buffer import RowBuffer
 from viviane.data.storage import DatasetFiles
 from viviane.schema import CategoricalColumn, Schema
 
@@ -148,12 +148,12 @@ class HugectrParquetStorage(DatasetFiles):
                     allowed="integers for keys; integers or floats for labels and dense values",
                 )  # fmt: skip
 
-    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
-        """Read a row group into a block; see DatasetFiles."""
+    def decode(self, group: RowGroup, buffer: RowBuffer, start: int, part: int) -> None:
+        """Read a row group into a buffer; see DatasetFiles."""
         path = self.files[group.file]
         table = read_group(path, self.stamps[group.file], group, self.schema, named=True)
         table = _cast(table, self._types, self._shifts, f"{path}, row group {group.index}")
-        decode_table(table, lambda name: self.place(group, name), self.schema, block, start, part)
+        decode_table(table, lambda name: self.place(group, name), self.schema, buffer, start, part)
 
 
 def _cast(table: pa.Table, types: pa.Schema, shifts: dict[str, int], where: str) -> pa.Table:

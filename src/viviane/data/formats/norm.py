@@ -14,12 +14,12 @@ from pydantic import Field
 
 from viviane.core.errors import DataError
 from viviane.data import checks
-from viviane.data.block import Block, Jagged
 from viviane.data.formats.file_list import FILE_LIST, is_file_list, read_file_list, write_file_list
 from viviane.data.formats.format import FileEntry, FilePattern, Format, check_entries, check_stored, checked_views
 from viviane.data.formats.norm_pack import pack
 from viviane.data.formats.slots import check_slots, slots_of
 from viviane.data.plan import RowGroup
+from viviane.data.row_buffer import Jagged, RowBuffer
 from viviane.data.storage import ROWS_PER_BLOCK, DatasetFiles, refuse_changed
 from viviane.ops.norm_records import PROBLEMS, NormLayout, NormRecords, Problem, norm_records, skip_records
 from viviane.schema import CategoricalColumn, Schema
@@ -247,8 +247,8 @@ class NormStorage(DatasetFiles):
             value=f"{size - end} bytes", fix="copy the file again; or the schema or the width of keys is wrong",
         )  # fmt: skip
 
-    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
-        """Read rows into a block; see DatasetFiles."""
+    def decode(self, group: RowGroup, buffer: RowBuffer, start: int, part: int) -> None:
+        """Read rows into a buffer; see DatasetFiles."""
         refuse_changed(self.files[group.file], self.stamps[group.file])
         first, end = self._starts[group.file][group.index : group.index + 2]
         found = norm_records(self._data(group.file)[:end], first, group.num_rows, self._layout)
@@ -257,23 +257,23 @@ class NormStorage(DatasetFiles):
         if found.end != end:
             raise self._leftover(self.files[group.file], found.end, end)
         rows = slice(start, start + group.num_rows)
-        self._numbers(found, group, block, rows)
+        self._numbers(found, group, buffer, rows)
         ends = np.cumsum([0, *found.lengths.sum(axis=1, dtype=np.int64)])
         for i, slot in enumerate(self._slots):
             column = next((one for one in self.schema.categorical if one.name == slot.column.name), None)
             if column is not None:
                 keys = found.keys[ends[i] : ends[i + 1]]
                 keys -= slot.shift
-                self._ids(keys, found.lengths[i], column, group, block, rows, part)
+                self._ids(keys, found.lengths[i], column, group, buffer, rows, part)
 
-    def _numbers(self, found: NormRecords, group: RowGroup, block: Block, rows: slice) -> None:
+    def _numbers(self, found: NormRecords, group: RowGroup, buffer: RowBuffer, rows: slice) -> None:
         labels = [label.name for label in self._stored.labels]
         for i, label in enumerate(self.schema.labels):
             values = found.numbers[:, labels.index(label.name)]
             if self._options.version == "2.0":
                 values = values.view(np.int32).astype(np.float32)
             checks.check_labels(values, label, self.place(group, label.name))
-            block.labels[rows, i] = values
+            buffer.labels[rows, i] = values
         places, at = {}, len(labels)
         for column in self._stored.dense:
             places[column.name] = at
@@ -283,7 +283,7 @@ class NormStorage(DatasetFiles):
             values = found.numbers[:, places[column.name] : places[column.name] + column.dim]
             offsets = np.arange(len(values) + 1) * column.dim
             checks.check_finite(values.reshape(-1), self.place(group, column.name), offsets)
-            block.dense[rows, to : to + column.dim] = values
+            buffer.dense[rows, to : to + column.dim] = values
             to += column.dim
 
     def _ids(
@@ -292,7 +292,7 @@ class NormStorage(DatasetFiles):
         lengths: NDArray[np.int32],
         column: CategoricalColumn,
         group: RowGroup,
-        block: Block,
+        buffer: RowBuffer,
         rows: slice,
         part: int,
     ) -> None:
@@ -302,7 +302,7 @@ class NormStorage(DatasetFiles):
         checks.check_ids(keys, column, place, offsets)
         if column.kind != "one_hot":
             checks.check_lengths(offsets, column, place)
-            block.parts[column.name][part] = Jagged(keys.astype(column.dtype), offsets)
+            buffer.parts[column.name][part] = Jagged(keys.astype(column.dtype), offsets)
             return
         if len(lengths) and (lengths.min() != 1 or lengths.max() != 1):
             row = int(np.argmax(lengths != 1))
@@ -310,4 +310,4 @@ class NormStorage(DatasetFiles):
                 "a one-hot column needs exactly one key per row", where=place.row(row), value=f"{lengths[row]} keys",
                 fix='declare the column with kind "multi_hot"',
             )  # fmt: skip
-        block.one_hot[rows, self.schema.one_hot.index(column)] = keys
+        buffer.one_hot[rows, self.schema.one_hot.index(column)] = keys

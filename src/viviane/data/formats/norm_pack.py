@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from viviane.data.block import Jagged, View
 from viviane.data.formats.slots import Slot
+from viviane.data.row_buffer import Jagged, RowView
 from viviane.ops.norm_records import NormLayout, pack_records
 
 
 def pack(
-    view: View, rows: int, slots: Sequence[Slot], layout: NormLayout, *, whole_labels: bool = False
+    view: RowView, rows: int, slots: Sequence[Slot], layout: NormLayout, *, whole_labels: bool = False
 ) -> NDArray[np.uint8]:
     """Return rows as records.
 
@@ -25,7 +25,7 @@ def pack(
         >>> from viviane.schema import CategoricalColumn
         >>> slots = [Slot(CategoricalColumn(name="c", num_ids=9), shift=100)]
         >>> ids, nothing = np.array([[3]], np.int32), np.zeros((1, 0), np.float32)
-        >>> view = View(((0, np.ones((1, 1), np.float32)),), ((0, nothing),), ((0, ids),), None, {})
+        >>> view = RowView(((0, np.ones((1, 1), np.float32)),), ((0, nothing),), ((0, ids),), None, {})
         >>> layout = NormLayout(num_numbers=1, num_slots=1, key_bytes=4, check_sum=False)
         >>> pack(view, 1, slots, layout).tobytes().hex(" ", 4)
         '0000803f 01000000 67000000'
@@ -44,7 +44,7 @@ def pack(
     )
 
 
-def _bag(view: View, slots: Sequence[Slot], index: int, rows: int) -> Jagged:
+def _bag(view: RowView, slots: Sequence[Slot], index: int, rows: int) -> Jagged:
     column = slots[index].column
     if column.kind != "one_hot":
         bag = view.bags[column.name]

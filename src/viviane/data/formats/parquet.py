@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 
 from viviane.core.errors import DataError
 from viviane.core.locations import AnyPath
-from viviane.data.block import Block
 from viviane.data.columns import arrow_types, check_columns
 from viviane.data.decode import decode_group, open_parquet
 from viviane.data.formats.format import FileEntry, Format, check_entries
 from viviane.data.plan import RowGroup
+from viviane.data.row_buffer import RowBuffer
 from viviane.data.storage import DatasetFiles
 from viviane.schema import Schema
 
@@ -48,10 +48,10 @@ class ParquetStorage(DatasetFiles):
                     )  # fmt: skip
                 self.groups += groups_of(number, file)
 
-    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
-        """Read a row group into a block; see DatasetFiles."""
+    def decode(self, group: RowGroup, buffer: RowBuffer, start: int, part: int) -> None:
+        """Read a row group into a buffer; see DatasetFiles."""
         path, stamp, first = self.files[group.file], self.stamps[group.file], group not in self._verified
-        decode_group(path, stamp, group, self.schema, block, start, part, verify=first)
+        decode_group(path, stamp, group, self.schema, buffer, start, part, verify=first)
         self._verified.add(group)
 
 

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
 from viviane.data import checks
-from viviane.data.block import Block, Jagged, Matrix, View
 from viviane.data.buffers import Memory
 from viviane.data.formats.block_layout import IdLayout, content, sections
 from viviane.data.formats.format import BlockEntry, FileEntry, Format, check_entries, check_stored, checked_views
 from viviane.data.formats.mapped_file import MappedFile
 from viviane.data.plan import RowGroup
+from viviane.data.row_buffer import Columns, Jagged, RowBuffer, RowView
 from viviane.data.storage import DatasetFiles, refuse_changed
 from viviane.schema import CategoricalColumn, LabelColumn, Schema
 
@@ -86,7 +86,7 @@ class VivianeFormat(Format):
                 file.close()
         return tuple(files)
 
-    def _write_block(self, file: BinaryIO, schema: Schema, view: View, rows: int) -> BlockEntry:
+    def _write_block(self, file: BinaryIO, schema: Schema, view: RowView, rows: int) -> BlockEntry:
         nnz = tuple(int(view.bags[bag.name].offsets[-1]) for bag in schema.bags)
         planned, size = sections(schema, self.layout, rows, nnz)
         start = file.tell()
@@ -125,7 +125,7 @@ class VivianeStorage(DatasetFiles):
             self._add_blocks(number, entry)
         self._stricter = _stricter(stored, schema)
         self._maps: dict[int, MappedFile] = {}
-        self._views: dict[tuple[int, int], View] = {}
+        self._views: dict[tuple[int, int], RowView] = {}
 
     def _add_blocks(self, number: int, entry: FileEntry) -> None:
         row, end = 0, 0
@@ -144,11 +144,11 @@ class VivianeStorage(DatasetFiles):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}, "_views": {}}  # a memory map would be pickled with its complete content
 
-    def decode(self, group: RowGroup, block: Block, start: int, part: int) -> None:
+    def decode(self, group: RowGroup, buffer: RowBuffer, start: int, part: int) -> None:
         """Copy a block of the file; see DatasetFiles."""
-        block.fill(self.view(group), start, group.num_rows, part)
+        buffer.fill(self.view(group), start, group.num_rows, part)
 
-    def view(self, group: RowGroup, memory: Memory | None = None) -> View:
+    def view(self, group: RowGroup, memory: Memory | None = None) -> RowView:
         """Return a block as stored in the file; its checksum is compared at the first call."""
         path = self.files[group.file]
         refuse_changed(path, self.stamps[group.file])
@@ -168,7 +168,7 @@ class VivianeStorage(DatasetFiles):
             found = self._maps[group.file] = MappedFile(self.files[group.file])
         return found
 
-    def _open_block(self, group: RowGroup, data: NDArray[np.uint8]) -> View:
+    def _open_block(self, group: RowGroup, data: NDArray[np.uint8]) -> RowView:
         entry = self._entries[group.file].blocks[group.index]
         planned, size = sections(self._stored, self._options.layout, entry.rows, entry.nnz)
         if self._options.check_sums == "first":
@@ -187,7 +187,7 @@ class VivianeStorage(DatasetFiles):
             self._check(group, column, view)
         return view
 
-    def _check(self, group: RowGroup, column: LabelColumn | CategoricalColumn, view: View) -> None:
+    def _check(self, group: RowGroup, column: LabelColumn | CategoricalColumn, view: RowView) -> None:
         """Compare values with a schema that allows fewer values than the schema of the files."""
         place = self.place(group, column.name)
         if isinstance(column, LabelColumn):
@@ -206,9 +206,9 @@ def _contradiction(path: Path, value: str) -> DataError:
     )
 
 
-def _column(matrix: Matrix, wanted: int) -> NDArray[Any]:
-    first, piece = next(one for one in matrix if one[0] <= wanted < one[0] + one[1].shape[1])
-    return piece[:, wanted - first]
+def _column(matrix: Columns, wanted: int) -> NDArray[Any]:
+    first, values = next(one for one in matrix if one[0] <= wanted < one[0] + one[1].shape[1])
+    return values[:, wanted - first]
 
 
 _ANY = 1 << 64  # the range of raw ids
@@ -233,7 +233,7 @@ def _stricter(stored: Schema, schema: Schema) -> list[LabelColumn | CategoricalC
     return found
 
 
-def _view(stored: Schema, schema: Schema, arrays: dict[Any, NDArray[Any]]) -> View:
+def _view(stored: Schema, schema: Schema, arrays: dict[Any, NDArray[Any]]) -> RowView:
     # column -> kind and index of its section, first column in it, width
     places = {label.name: ("labels", 0, i, 1) for i, label in enumerate(stored.labels)}
     at = 0
@@ -249,16 +249,16 @@ def _view(stored: Schema, schema: Schema, arrays: dict[Any, NDArray[Any]]) -> Vi
         bags[column.name] = Jagged(
             arrays["ids", i], arrays["offsets", i], None if column.weights is None else arrays["id_weights", i]
         )
-    return View(
-        _pieces([places[column.name] for column in schema.labels], arrays),
-        _pieces([places[column.name] for column in schema.dense], arrays),
-        _pieces([places[column.name] for column in schema.one_hot], arrays),
+    return RowView(
+        _columns([places[column.name] for column in schema.labels], arrays),
+        _columns([places[column.name] for column in schema.dense], arrays),
+        _columns([places[column.name] for column in schema.one_hot], arrays),
         arrays["weight", 0] if schema.sample_weight is not None else None,
         bags,
     )
 
 
-def _pieces(places: list[tuple[str, int, int, int]], arrays: dict[Any, NDArray[Any]]) -> Matrix:
+def _columns(places: list[tuple[str, int, int, int]], arrays: dict[Any, NDArray[Any]]) -> Columns:
     """Return matrix columns as slices of sections: adjacent columns of the file form one slice."""
     runs: list[tuple[int, str, int, int, int]] = []
     width = 0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
 from viviane.core.logging import get_logger
-from viviane.data.block import View
+from viviane.data.row_buffer import RowView
 from viviane.data.streaming.bounds import Position, StreamBounds
 from viviane.data.streaming.merge import Merge
 from viviane.data.streaming.messages import BadMessageError, MessageDecoder
@@ -40,7 +40,7 @@ class Rows:
         taken: number of rows of each message that earlier batches took.
     """
 
-    def __init__(self, view: View, messages: list[Message], counts: NDArray[np.int64], taken: list[int]) -> None:
+    def __init__(self, view: RowView, messages: list[Message], counts: NDArray[np.int64], taken: list[int]) -> None:
         self.view, self.at = view, 0
         self._messages, self._taken = messages, np.minimum(taken, counts)
         ends = np.cumsum(counts)

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from viviane.batch import Batch
 from viviane.core.errors import CheckpointError, ConfigError, SchemaError, suggest
-from viviane.data.block import View
 from viviane.data.buffers import Buffers
-from viviane.data.slab import BatchShape, Slab
+from viviane.data.host_gather import gather
+from viviane.data.packed_layout import PackedLayout
+from viviane.data.row_buffer import RowView
 from viviane.data.streaming.ahead import POLL_S, DecodeAhead, Rows
 from viviane.data.streaming.bounds import Bound, Position, StreamBounds
 from viviane.data.streaming.messages import MessageDecoder, MessageKind, RowTransform
@@ -200,7 +201,7 @@ class StreamReader:
         self.rank, self.num_ranks = rank, num_ranks
         self.num_skipped = 0
         self._share = batch_size * (rank + 1) // num_ranks - batch_size * rank // num_ranks
-        self._shape = BatchShape.of(stream.schema)
+        self._layout = PackedLayout(stream.schema)
         self._decoder = MessageDecoder(stream.messages, stream.schema, stream.etl)
         self._buffers = Buffers(False)
         topic = stream.connect()
@@ -273,7 +274,7 @@ class StreamReader:
                 continue
             self._delivered += 1
             self._history.append((self._delivered, dict(self._places)))
-            yield Slab.gather(self._shape, parts, self._buffers).batch(self._shape, self._origin())
+            yield gather(self._layout, parts, self._buffers)(self._origin())
         self._epoch, self._delivered, self._places = self._epoch + 1, 0, dict(self._beginning)
         self._history.clear()
         self._history.append((0, dict(self._places)))
@@ -282,9 +283,9 @@ class StreamReader:
         ends = ", ".join(f"{partition}: {place[0]}" for partition, place in sorted(self._places.items()))
         return f"{self.stream.path}, batch {self._delivered - 1} (before offsets {ends})"
 
-    def _gather_rows(self, ahead: DecodeAhead) -> tuple[list[tuple[View, NDArray[np.int64]]], dict[int, Position]]:
+    def _gather_rows(self, ahead: DecodeAhead) -> tuple[list[tuple[RowView, NDArray[np.int64]]], dict[int, Position]]:
         """Collect rows of a batch until it is full, `max_wait_s` has passed, the stream ends or the run stops."""
-        parts: list[tuple[View, NDArray[np.int64]]] = []
+        parts: list[tuple[RowView, NDArray[np.int64]]] = []
         places: dict[int, Position] = {}
         count, wait = 0, self.stream.max_wait_s
         # one process: the wait begins with the first row; several: it begins now, so that no rank delays the others

@@ -11,10 +11,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, DataError, VivianeError
-from viviane.data.block import Block, View
 from viviane.data.checks import CellLocation
 from viviane.data.columns import arrow_types, check_columns
 from viviane.data.decode import decode_table
+from viviane.data.packed_layout import PackedLayout
+from viviane.data.row_buffer import RowBuffer, RowView
 from viviane.schema import Schema
 
 MessageKind = Literal["json", "arrow"]
@@ -64,11 +65,12 @@ class MessageDecoder:
         if kind not in ("json", "arrow"):
             raise ConfigError("unknown kind of messages", value=kind, allowed="json, arrow")
         self.kind, self.schema, self.etl = kind, schema, etl
+        self._layout = PackedLayout(schema)
         types = arrow_types(schema)
         self._types = pa.schema(list(types.items())) if etl is None else _raw_types(etl.config.input.columns)
         self._json_types = pa.schema([(one.name, _in_json(one.type)) for one in self._types])
 
-    def decode(self, values: Sequence[bytes | None]) -> tuple[View, NDArray[np.int64]]:
+    def decode(self, values: Sequence[bytes | None]) -> tuple[RowView, NDArray[np.int64]]:
         """Return the rows of messages, concatenated, and the number of rows of each message.
 
         Raises:
@@ -86,14 +88,14 @@ class MessageDecoder:
                     raise BadMessageError(index, str(cause)) from cause
             raise
 
-    def empty(self) -> View:
+    def empty(self) -> RowView:
         """Return a view without rows."""
-        block = Block(self.schema, 0, 1)
+        buffer = RowBuffer(self._layout, 0, 1)
         table = pa.schema(list(arrow_types(self.schema).items())).empty_table()
-        decode_table(table, lambda name: CellLocation("no message", 0, 0, name, "message"), self.schema, block, 0, 0)
-        return block.finish()
+        decode_table(table, lambda name: CellLocation("no message", 0, 0, name, "message"), self.schema, buffer, 0, 0)
+        return buffer.finish()
 
-    def _decode(self, values: Sequence[bytes | None]) -> tuple[View, NDArray[np.int64]]:
+    def _decode(self, values: Sequence[bytes | None]) -> tuple[RowView, NDArray[np.int64]]:
         if any(not value for value in values):
             raise DataError("the message is empty")
         present = [value for value in values if value]
@@ -102,9 +104,9 @@ class MessageDecoder:
             table = self.etl.transform_table(table)
         check_columns(table.schema, self.schema, "the message")
         table = table.select(self.schema.column_names)
-        block = Block(self.schema, table.num_rows, 1)
-        decode_table(table, lambda name: CellLocation("the message", 0, 0, name, "message"), self.schema, block, 0, 0)
-        return block.finish(), counts
+        buffer = RowBuffer(self._layout, table.num_rows, 1)
+        decode_table(table, lambda name: CellLocation("the message", 0, 0, name, "message"), self.schema, buffer, 0, 0)
+        return buffer.finish(), counts
 
     def _json(self, values: list[bytes]) -> tuple[pa.Table, NDArray[np.int64]]:
         from pyarrow import json

@@ -1,23 +1,23 @@
-"""Rows in memory, stacked by column kind as in a batch: the buffer into which row groups are decoded.
+"""Decoded rows, in the matrices of a packed batch: the buffer into which row groups are decoded.
 
-Shapes: R rows of the block, L labels, N dense values, F one-hot features, nnz ids of a bag feature.
+Shapes: R rows of the buffer, nnz ids of a bag feature.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from viviane.data.buffers import Buffers, Memory
-from viviane.schema import Schema
+from viviane.data.packed_layout import PackedLayout
 
 Rows = slice | NDArray[np.int64]
-Matrix = tuple[tuple[int, NDArray[Any]], ...]
-"""Pieces of a matrix with R rows: the first column of each piece, and its columns, (R, k), of any numeric type."""
+Columns = tuple[tuple[int, NDArray[Any]], ...]
+"""A matrix with R rows in column ranges: the first column of each, and its values, (R, k), of any numeric type."""
 
 
 @dataclass(frozen=True)
@@ -66,80 +66,71 @@ class Jagged:
 
 
 @dataclass(frozen=True)
-class View:
-    """Rows that can be taken in place: from a block, or from a memory-mapped file.
+class RowView:
+    """Rows that can be gathered: in a buffer, or in place in a memory-mapped file.
 
-    Columns may be narrower than in a batch; they are widened when taken.
+    Columns may be narrower than in a batch; they are widened when gathered.
     """
 
-    labels: Matrix
-    dense: Matrix
-    one_hot: Matrix
+    labels: Columns
+    dense: Columns
+    one_hot: Columns
     weight: NDArray[np.float32] | None
     bags: dict[str, Jagged]
 
+    @cached_property
+    def plain(self) -> tuple[Columns, ...]:
+        """The columns of the matrices in `PackedLayout.plain`."""
+        weight = () if self.weight is None else (((0, self.weight.reshape(-1, 1)),),)
+        return (self.labels, self.dense, self.one_hot, *weight)
 
-class Block:
-    """A buffer for a known number of rows, filled by row group in any order.
+
+class RowBuffer:
+    """A buffer for a known number of rows, into which row groups are decoded in any order.
 
     Args:
-        schema: the columns.
+        layout: the matrices.
         num_rows, num_parts: number of rows, and of the row groups that they come from.
-        memory: memory for labels, dense values, ids and weights, in this order; None allocates new memory.
+        memory: memory for the plain matrices, in the layout's order; None allocates new memory.
     """
 
-    def __init__(self, schema: Schema, num_rows: int, num_parts: int, memory: Memory | None = None) -> None:
+    def __init__(self, layout: PackedLayout, num_rows: int, num_parts: int, memory: Memory | None = None) -> None:
         make = (memory or Buffers(kept_bytes=0)).new
         self.num_rows = num_rows
-        _, self.labels = make((num_rows, len(schema.labels)), torch.float32)
-        _, self.dense = make((num_rows, schema.num_dense), torch.float32)
-        ids = torch.int64 if one_hot_type(schema) is np.int64 else torch.int32
-        _, self.one_hot = make((num_rows, len(schema.one_hot)), ids)
-        self.weight: NDArray[np.float32] | None = None
-        if schema.sample_weight is not None:
-            _, self.weight = make((num_rows,), torch.float32)
-        self.parts: dict[str, list[Jagged | None]] = {bag.name: [None] * num_parts for bag in schema.bags}
+        self.plain = [make((num_rows, matrix.width), matrix.dtype)[1] for matrix in layout.plain]
+        self.labels, self.dense, self.one_hot, *weight = self.plain
+        self.weight: NDArray[np.float32] | None = weight[0].reshape(-1) if weight else None
+        self.parts: dict[str, list[Jagged | None]] = {name: [None] * num_parts for name in layout.bags}
 
-    def finish(self) -> View:
+    def finish(self) -> RowView:
         """Join the bags after all parts have been filled, and return the rows."""
         bags = {name: Jagged.join([part for part in parts if part is not None]) for name, parts in self.parts.items()}
-        return View(((0, self.labels),), ((0, self.dense),), ((0, self.one_hot),), self.weight, bags)
+        return RowView(((0, self.labels),), ((0, self.dense),), ((0, self.one_hot),), self.weight, bags)
 
-    def fill(self, view: View, start: int, num_rows: int, part: int) -> None:
+    def fill(self, view: RowView, start: int, num_rows: int, part: int) -> None:
         """Copy all rows of a view to rows [start, start + num_rows); its bags become part number `part`."""
         rows = slice(start, start + num_rows)
-        for matrix, pieces in ((self.labels, view.labels), (self.dense, view.dense), (self.one_hot, view.one_hot)):
-            for first, piece in pieces:
-                np.copyto(matrix[rows, first : first + piece.shape[1]], piece)
-        if self.weight is not None and view.weight is not None:
-            self.weight[rows] = view.weight
+        for matrix, columns in zip(self.plain, view.plain, strict=True):
+            take(columns, slice(0, num_rows), matrix[rows])
         for name, bag in view.bags.items():
             self.parts[name][part] = bag
 
-    def take(self, view: View, rows: NDArray[np.int64], start: int) -> None:
+    def take(self, view: RowView, rows: NDArray[np.int64], start: int) -> None:
         """Copy selected rows of a view, without their bags, to rows from `start` on."""
-        place = slice(start, start + len(rows))
-        for matrix, pieces in ((self.labels, view.labels), (self.dense, view.dense), (self.one_hot, view.one_hot)):
-            take(pieces, rows, matrix[place])
-        if self.weight is not None and view.weight is not None:
-            np.take(view.weight, rows, mode="clip", out=self.weight[place])
+        for matrix, columns in zip(self.plain, view.plain, strict=True):
+            take(columns, rows, matrix[start : start + len(rows)])
 
 
-def one_hot_type(schema: Schema) -> type[np.signedinteger[Any]]:
-    """Return the type of the one-hot matrix: int64 if a column needs it."""
-    return np.int64 if any(column.dtype == "int64" for column in schema.one_hot) else np.int32
-
-
-def take(matrix: Matrix, rows: Rows, out: NDArray[Any]) -> None:
+def take(columns: Columns, rows: Rows, out: NDArray[Any]) -> None:
     """Copy selected rows of a matrix to `out`, converted to its type."""
-    for first, piece in matrix:
-        target = out[:, first : first + piece.shape[1]]
+    for first, values in columns:
+        target = out[:, first : first + values.shape[1]]
         if isinstance(rows, slice):
-            np.copyto(target, piece[rows])
-        elif not piece.flags.c_contiguous:
-            np.copyto(target, piece[rows])  # np.take would first copy the complete matrix
-        elif target.flags.c_contiguous and target.dtype == piece.dtype:
+            np.copyto(target, values[rows])
+        elif not values.flags.c_contiguous:
+            np.copyto(target, values[rows])  # np.take would first copy the complete matrix
+        elif target.flags.c_contiguous and target.dtype == values.dtype:
             # mode="clip" skips a second pass over the row numbers; they come from a permutation, so nothing is clipped
-            np.take(piece, rows, axis=0, mode="clip", out=target)
+            np.take(values, rows, axis=0, mode="clip", out=target)
         else:
-            np.copyto(target, np.take(piece, rows, axis=0, mode="clip"))
+            np.copyto(target, np.take(values, rows, axis=0, mode="clip"))
