@@ -1,5 +1,8 @@
+import importlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -63,3 +66,40 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout == "{"
     assert "Traceback" not in done.stderr
+
+
+def test_the_version_is_printed() -> None:
+    from importlib.metadata import version
+
+    done = run(main.app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"viviane {version('viviane')}\n")
+
+
+def test_quiet_and_verbose_exclude_each_other() -> None:
+    done = run(main.app, ["-q", "-v", "doctor"])
+    assert isinstance(done.exception, main.ConfigError)
+
+
+def test_a_shell_completes_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complete(line: str) -> list[str]:
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_VIVIANE_COMPLETE": "complete_bash"}
+        command = [sys.executable, "-c", "from viviane.cli.main import app; app(prog_name='viviane')"]
+        done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+        assert "Traceback" not in done.stderr
+        return done.stdout.split()
+
+    assert complete("viviane tr") == ["train", "trace"]
+    assert "--run-folder" in complete("viviane train --run")
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_no_help_loads_torch(name: str) -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from viviane.cli.main import app\n"
+        f"assert CliRunner().invoke(app, [{name!r}, '--help']).exit_code == 0\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    if name in ("train", "doctor", "etl", "compare"):  # one process each takes a second: the usual ones
+        subprocess.run([sys.executable, "-c", code], check=True)
+    else:
+        assert "\nimport torch" not in Path(str(importlib.import_module(main.COMMANDS[name]).__file__)).read_text()

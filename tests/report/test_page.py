@@ -4,7 +4,7 @@ import re
 import pytest
 
 from viviane.core.errors import DataError
-from viviane.report import sections, write_report
+from viviane.report import quality, write_report
 from viviane.schema import Schema
 
 
@@ -85,7 +85,7 @@ def test_a_folder_without_a_run_says_how_to_get_one(tmp_path):
 @pytest.mark.parametrize("count", [1, 20, 21, 50])
 def test_bins_are_joined_for_their_bars(count: int) -> None:
     bins = [{"mean_prediction": i / 100, "mean_label": 0.0, "count": i + 1} for i in range(count)]
-    bars = sections._rows_per_bin(bins)
+    bars = quality.rows_per_bin(bins)
     assert len(bars) <= 20
     assert sum(rows for _, rows in bars) == sum(one["count"] for one in bins)
     if count == 50:  # three to a bar: (0.00 * 1 + 0.01 * 2 + 0.02 * 3) / 6

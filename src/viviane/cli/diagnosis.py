@@ -32,6 +32,7 @@ EXTRAS: Final[dict[str, tuple[str, bool]]] = {
     "onnx": ("export to ONNX", True),
     "sklearn": ("estimators with scikit-learn's contract: CTRClassifier", True),
     "tune": ("search for settings: viviane tune", True),
+    "yaml": ("settings in YAML beside JSON", True),
     "hub": ("models on the Hugging Face Hub", True),
     "mlflow": ("runs in MLflow", True),
     "wandb": ("runs in Weights & Biases", True),

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from viviane.cli.diagnosis import Diagnosis, diagnose
 from viviane.core.machine import GIB
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from viviane.cli.diagnosis import Diagnosis
 
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Show machine, libraries and implementations, and try a small training run; exit code 1 if it is broken."""
+    from viviane.cli.diagnosis import diagnose  # loads torch
+
     diagnosis = diagnose()
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict(), indent=2))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
+from viviane.cli.console import Quiet
 from viviane.core.errors import ConfigError
 from viviane.core.files import write_bytes_atomic
-from viviane.core.json_files import read_json_object
 
 if TYPE_CHECKING:
     from viviane.etl import EtlConfig, FittedEtl, SequenceConfig, SequenceSummary, Summary
 
 SEQUENCES = "viviane-sequences"
+_LINE_S: Final = 10.0  # between lines of progress in a file or a pipe
 _SPLIT_HELP = (
     "hash:COLUMN:train=0.8,valid=0.1,test=0.1 | time:COLUMN:train=0.9,test=0.1 | time:COLUMN:test@2024-06-01 | "
     "file:train=day_0*,test=day_1 | rows:train=0.9,test=0.1 (in the order of the files)."
@@ -28,7 +30,7 @@ def command(
         list[str] | None, typer.Argument(metavar="INPUT...", help="Raw files, folders or patterns.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the data sets and etl.zip.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Declarative JSON file; of rows or of sequences.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Declarative file, JSON or YAML: rows, or sequences.")] = None,
     preset: Annotated[str | None, typer.Option(help="A ready-made file: criteo.")] = None,
     apply: Annotated[Path | None, typer.Option(help="Apply this fitted etl.zip; nothing is learned.")] = None,
     num_dense: Annotated[int | None, typer.Option(help="Preset: numeric columns [13].")] = None,
@@ -56,6 +58,7 @@ def command(
     picture: Annotated[
         Path | None, typer.Option(help="Draw what would be done as SVG into this file, no more.")
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Clean raw logs: learn on the training part, write Parquet and schema for every part."""
     from viviane.etl import SequenceConfig, run, sequences
@@ -83,9 +86,10 @@ def command(
             memory_limit=memory_limit, threads=threads, on_bad_row=_bad_row(on_bad_row), resume=resume,
             overwrite=overwrite,
         )  # fmt: skip
-        _print_sequences(made)
+        if not quiet:
+            _print_sequences(made)
         return
-    with _Progress() as progress:
+    with _Progress(quiet) as progress:
         summary = run(
             what,
             inputs,
@@ -102,7 +106,8 @@ def command(
             overwrite=overwrite,
             progress=progress.show,
         )
-    _print(summary)
+    if not quiet:
+        _print(summary)
 
 
 def _refuse_of_rows(split: str | None, engine: str, has_options: bool) -> None:
@@ -163,10 +168,17 @@ def _choose(
     if apply is not None:
         return FittedEtl.load(apply)
     if config is not None:
-        of_sequences = config.exists() and read_json_object(config).get("format") == SEQUENCES
+        of_sequences = config.exists() and _format_of(config) == SEQUENCES
         return SequenceConfig.from_json_file(config) if of_sequences else EtlConfig.from_json_file(config)
     made: EtlConfig = PRESETS[str(preset)](**options)
     return made
+
+
+def _format_of(config: Path) -> object:
+    from viviane.config.base import load_json
+
+    data = load_json(config)
+    return data.get("format") if isinstance(data, dict) else None
 
 
 def _bad_row(word: str) -> Literal["error", "reject"]:
@@ -192,16 +204,21 @@ def _print_sequences(summary: SequenceSummary) -> None:
 
 
 class _Progress:
-    """A line of progress at a terminal, nothing elsewhere."""
+    """A bar at a terminal; in a file or a pipe a line when a step begins, and every ten seconds."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._seen: dict[str, float] = {}
 
     def __enter__(self) -> _Progress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         console = Console(stderr=True)
+        self._terminal = console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=console, transient=True, disable=not console.is_terminal,
+            console=console, transient=True, disable=self._quiet or not self._terminal,
         )  # fmt: skip
         self._tasks: dict[str, object] = {}
         self._bar.start()
@@ -215,11 +232,21 @@ class _Progress:
         """Called by the ETL with a step, how much is done, of how much."""
 
         def update(step: str, done: int, total: int) -> None:
+            if not self._terminal:
+                self._line(step, done, total)
+                return
             if step not in self._tasks:
                 self._tasks[step] = self._bar.add_task(step, total=total or None)
             self._bar.update(self._tasks[step], completed=done, total=total or None)  # type: ignore[arg-type]
 
         return update
+
+    def _line(self, step: str, done: int, total: int) -> None:
+        now = perf_counter()
+        if self._quiet or now - self._seen.get(step, float("-inf")) < _LINE_S:
+            return
+        self._seen[step] = now
+        typer.echo(f"{step}: {done:,} of {total:,}" if total else f"{step}: {done:,}", err=True)
 
 
 def _print(summary: Summary) -> None:

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from viviane.core.errors import suggest
+from viviane.cli.console import set_quiet
+from viviane.core.errors import ConfigError, suggest
 from viviane.core.machine_errors import as_own_error
 
 # command -> module that defines a Typer function of that name
@@ -40,6 +41,9 @@ COMMANDS = {
     "trace": "viviane.cli.trace",
     "bench": "viviane.cli.bench",
     "checkpoint": "viviane.cli.checkpoint",
+    "report": "viviane.cli.report",
+    "compare": "viviane.cli.compare",
+    "schema": "viviane.cli.json_schema",
     "doctor": "viviane.cli.doctor",
     "hugectr": "viviane.cli.hugectr",
     "sok": "viviane.cli.sok",
@@ -67,6 +71,8 @@ class _LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
+            if ctx.resilient_parsing:  # a shell completes a name that is not finished
+                return None
             ctx.fail(f"no command {cmd_name!r}; {suggest(cmd_name, COMMANDS)}")
         module = importlib.import_module(COMMANDS[cmd_name])
         single = typer.Typer(add_completion=False)
@@ -75,14 +81,29 @@ class _LazyGroup(TyperGroup):
         return typer.main.get_command(single)
 
 
-app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, add_completion=False)
+app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, add_completion=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"viviane {version('viviane')}")
+        raise typer.Exit
 
 
 @app.callback()
 def options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors only.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Train and serve large deep-learning recommenders."""
+    if verbose and quiet:
+        raise ConfigError("--verbose and --quiet exclude each other", fix="leave one of them out")
+    set_quiet(quiet)
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
 

@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from viviane.cli.console import Quiet, say
 from viviane.core.errors import ConfigError
 from viviane.core.locations import AnyPath, RemotePath, location
 
 if TYPE_CHECKING:
+    from viviane.data import Dataset
+    from viviane.model import Model
     from viviane.training import History
 
 _INTERRUPTED = 130
 _MAX_COLUMNS = 8
+_IMPORTANCE_ROWS = 10_000
+_IMPORTANCE_S = 5.0
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="JSON file: data, solver, optimizer, model.")],
+    config: Annotated[Path, typer.Argument(help="JSON or YAML file: data, solver, optimizer, model.")],
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: solver.lr=0.01.")
     ] = None,
@@ -35,6 +40,7 @@ def command(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Maximum restarts after a process has died, from the last checkpoint.")
     ] = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Train a model; writes a run folder with the saved model and report.html."""
     if processes is not None or gpus is not None:
@@ -63,13 +69,13 @@ def command(
         validation = settings.data.open_validation()
         model = settings.build(train.schema)
         model.compile(settings.optimizer, settings.embedding_optimizer, settings.metrics, statistics=train.info)
-        if group.rank == 0:
+        if group.rank == 0 and not quiet:
             model.summary()
         if publish is not None:
             published = model.publish(publish, outbox=folder.path / "outbox", every_s=publish_every)
             held.callback(published.close)
         files = {"train.json": settings.to_dict()}
-        history = model.fit(train, validation, run_folder=place, resume=resume, files=files)
+        history = model.fit(train, validation, run_folder=place, resume=resume, files=files, verbose=0 if quiet else 1)
         if history.interrupted:
             if group.rank == 0:
                 typer.echo(f"interrupted; resume with: viviane train {config} --run-folder {place} --resume")
@@ -77,15 +83,27 @@ def command(
         saved = model.save(place / "model")
         if group.rank:
             return
+        if validation is not None and group.size == 1:
+            _measure_importance(model, validation, folder.path)
         report: AnyPath = write_report(folder.path)
         if mirror is not None:
             mirror.push_files()
             report = mirror.url / report.name
+    if quiet:
+        return
     _show(history)
     best = train.info.get("best_auc")
     if best is not None and settings.data.negatives is None:
-        typer.echo(f"best reachable AUC of this synthetic data: {best:.4f}")
-    typer.echo(f"model:  {saved}\nreport: {report}")
+        say(f"best reachable AUC of this synthetic data: {best:.4f}")
+    say(f"model:  {saved}\nreport: {report}")
+
+
+def _measure_importance(model: Model, validation: Dataset, folder: Path) -> None:
+    """Measure which columns the model looks at, on as many rows as a few seconds allow."""
+    from viviane.report import permutation_importance
+
+    if any(label.task == "binary" for label in model.schema.labels):
+        permutation_importance(model, validation, rows=_IMPORTANCE_ROWS, seconds=_IMPORTANCE_S).save(folder)
 
 
 def _show(history: History) -> None:

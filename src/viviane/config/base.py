@@ -10,6 +10,7 @@ from viviane.config.aliases import suggest_setting
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.json_files import read_json
 from viviane.core.locations import AnyPath
+from viviane.core.yaml_files import is_yaml, read_yaml
 
 
 class Settings(BaseModel):
@@ -58,7 +59,7 @@ class Settings(BaseModel):
 
     @classmethod
     def from_json_file(cls, path: str | AnyPath) -> Self:
-        """Build from a JSON file."""
+        """Build from a JSON file, or a YAML file by its ending."""
         return cls.from_dict(load_json(path), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,12 +68,17 @@ class Settings(BaseModel):
 
 
 def load_json(path: str | AnyPath) -> Any:
-    """Read strict JSON from a file or URL, with the bounds of `viviane.core.json_files.parse_json`.
+    """Read strict JSON from a file or URL, or plain YAML where the name ends in .yaml or .yml.
+
+    Both have the bounds of `viviane.core.json_files.parse_json`. The key "$schema", which editors read, is left out.
 
     Raises:
-        ConfigError: the JSON is invalid; names file, line and column.
+        ConfigError: the file is invalid; names file, line and column.
     """
-    return read_json(path)
+    data = read_yaml(path) if is_yaml(path) else read_json(path)
+    if isinstance(data, dict):
+        data.pop("$schema", None)
+    return data
 
 
 def validate(kind: Any, data: Any, where: str | None = None) -> Any:

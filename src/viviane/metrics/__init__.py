@@ -14,6 +14,7 @@ from viviane.metrics.means import (
 )
 from viviane.metrics.ranking import Gauc, GroupHitRate, GroupNdcg, Mrr, Ndcg, ndcg
 from viviane.metrics.registry import METRICS, Metric, MetricName, build_metric
+from viviane.metrics.score_curve import ScoreCurve
 
 __all__ = [
     "METRICS",
@@ -36,6 +37,7 @@ __all__ = [
     "Ndcg",
     "NormalizedEntropy",
     "RootMeanSquaredError",
+    "ScoreCurve",
     "Smape",
     "build_metric",
     "ndcg",

@@ -232,8 +232,8 @@ class Model:
             resume: continue from the newest checkpoint of the run folder.
             files: more JSON files of the run folder, by name.
             tracker: "mlflow", "wandb" or "tensorboard", a `viviane.training.Tracker`, or several of these.
-            verbose: 0 shows nothing, 1 a line of progress, 2 a line for each evaluation too; None shows progress at a
-                terminal and in a notebook.
+            verbose: 0 shows nothing; 1 progress, in a file or a pipe as a line every ten seconds; 2 a line for each
+                evaluation too. None shows progress at a terminal and in a notebook, and logs it elsewhere.
         """
         if verbose is not None and verbose not in (0, 1, 2):
             raise ConfigError("unknown verbose", value=verbose, allowed="0, 1, 2, None")

@@ -91,29 +91,34 @@ def _visible(points: Sequence[Point], log_x: bool, log_y: bool) -> list[Point]:
     return thin(good)
 
 
-def bar_chart(bars: Sequence[tuple[str, float]], *, x_label: str, log: bool = False, width: int = 520) -> str:
+def bar_chart(
+    bars: Sequence[tuple[str, float]], *, x_label: str, log: bool = False, share: bool = False, width: int = 520
+) -> str:
     """Return an SVG of horizontal bars with their values written at the end.
 
     Args:
         bars: (name, value) from top to bottom; values >= 0.
         log: bar lengths follow the logarithm; for values over many powers of ten.
+        share: write the percentage of the sum beside each value.
     """
     if not bars:
         return '<p class="empty">Nothing was recorded for this chart.</p>'
     row, left = 20, 130
     height = row * len(bars) + 30
     top_value = max(value for _, value in bars) or 1.0
-    length = Scale(0.0, math.log10(1 + top_value) if log else top_value, 0, width - left - 70)
+    total = sum(value for _, value in bars) or 1.0
+    length = Scale(0.0, math.log10(1 + top_value) if log else top_value, 0, width - left - (110 if share else 70))
     parts = []
     for index, (name, value) in enumerate(bars):
         y = index * row + 4
         size = length(math.log10(1 + value) if log else value)
+        text = f"{short(value)} ({value / total:.1%})" if share else short(value)
         label = name if len(name) <= 18 else name[:17] + "…"
         parts.append(
             f'<text class="name" x="{left - 8}" y="{y + 11}" text-anchor="end">{escape(label)}</text>'
             f'<rect class="bar c0" x="{left}" y="{y}" width="{max(size, 1):.1f}" height="14" rx="3">'
             f"<title>{escape(name)}: {value:,.6g}</title></rect>"
-            f'<text class="value" x="{left + max(size, 1) + 6:.1f}" y="{y + 11}">{short(value)}</text>'
+            f'<text class="value" x="{left + max(size, 1) + 6:.1f}" y="{y + 11}">{text}</text>'
         )
     scale_note = " (logarithmic length)" if log else ""
     parts.append(f'<text class="label" x="{left}" y="{height - 8}">{escape(x_label + scale_note)}</text>')

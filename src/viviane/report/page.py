@@ -7,7 +7,7 @@ from pathlib import Path
 
 from viviane.core.errors import DataError
 from viviane.core.files import write_bytes_atomic
-from viviane.report import html, sections
+from viviane.report import html, quality, sections
 from viviane.report.record import RunRecord
 from viviane.training import History
 
@@ -53,9 +53,12 @@ def render(run: RunRecord) -> str:
         (
             sections.cards(run),
             sections.curves(run),
-            sections.calibration(run),
+            quality.separation(run),
+            quality.calibration(run),
+            quality.importance(run),
             sections.data(run),
             sections.stages(run),
+            sections.machine(run),
             sections.model(run, _graph(run)),
         )
     )

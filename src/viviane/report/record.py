@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from viviane.core.errors import DataError
 from viviane.core.json_files import json_object, parse_json, read_json
+from viviane.report.importance import IMPORTANCE_FILE
 from viviane.schema import SCHEMA_FILE, Schema
+from viviane.training.run_folder import MACHINE_FILE
+
+NOT_METRICS: Final = frozenset(("step", "epoch", "split", "loss", "seconds", "samples_per_second", "lr"))
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,9 @@ class RunRecord:
         histogram: bins of predicted probability at the last evaluation.
         data: the training set's info.json: rows, value counts, best reachable AUC where the data is synthetic.
         graph: the model's graph as JSON; empty for a module that is not a graph.
+        machine: machine, versions, and start and time of each fit.
+        importance: what `permutation_importance` measured.
+        model_bytes: size of the saved model; 0 if there is none.
     """
 
     folder: Path
@@ -34,6 +41,9 @@ class RunRecord:
     histogram: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     graph: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    importance: dict[str, Any] = field(default_factory=dict)
+    model_bytes: int = 0
 
     @classmethod
     def load(cls, folder: str | Path) -> RunRecord:
@@ -59,6 +69,9 @@ class RunRecord:
             histogram=_read(path / "valid_histogram.json"),
             data=_read(path / "data_info.json"),
             graph=_read(path / "model" / "model.json"),
+            machine=_read(path / MACHINE_FILE),
+            importance=_read(path / IMPORTANCE_FILE),
+            model_bytes=sum(file.stat().st_size for file in (path / "model").rglob("*") if file.is_file()),
         )
 
     def curve(self, split: str, key: str) -> list[tuple[float, float]]:
@@ -72,7 +85,7 @@ class RunRecord:
     @property
     def metric_names(self) -> list[str]:
         """Measures of the validation rows besides the loss, in the order they were recorded."""
-        skip = {"step", "epoch", "split", "loss", "seconds", "samples_per_second", "lr"}
+        skip = NOT_METRICS
         names: dict[str, None] = {}
         for row in self.rows:
             if row.get("split") == "valid":

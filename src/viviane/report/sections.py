@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from viviane.report import html
 from viviane.report.chart import Line, bar_chart, line_chart, share_bar
+from viviane.report.panels import Panel, section
 from viviane.report.record import RunRecord
 from viviane.report.scale import short
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 TITLES = {"auc": "AUC", "log_loss": "log loss", "calibration": "calibration", "accuracy": "accuracy"}
 # One line a column would hide the others: the widest columns are the ones that matter for memory.
 MAX_CURVES = 8
 MAX_BARS = 40
-MAX_BINS = 20
 
 
 def cards(run: RunRecord) -> str:
@@ -41,26 +38,23 @@ def cards(run: RunRecord) -> str:
         speed = [row["samples_per_second"] for row in train if row.get("samples_per_second")]
         if speed:
             items.append((short(sorted(speed)[len(speed) // 2]), "samples per second, median"))
+    fits = run.machine.get("fits", [])
+    if fits:
+        items.append((duration(sum(float(fit["seconds"]) for fit in fits)), "total time"))
+    if run.model_bytes:
+        items.append((short_bytes(run.model_bytes), "saved model"))
     if run.data.get("rows"):
         items.append((short(float(run.data["rows"])), "training rows"))
-    return html.part("cards", items)
+    return str(html.part("cards", items))
 
 
 def curves(run: RunRecord) -> str:
     """Loss, every validation measure, and the learning rate, over steps."""
-    panels = [
-        _panel(
-            "Loss",
-            line_chart(
-                [
-                    Line("training", run.curve("train", "loss")),
-                    Line("validation", run.curve("valid", "loss") or run.curve("valid", "log_loss"), marks=True),
-                ],
-                x_label="step",
-                y_label="loss",
-            ),
-        )
+    losses = [
+        Line("training", run.curve("train", "loss"), marks=True),
+        Line("validation", run.curve("valid", "loss") or run.curve("valid", "log_loss"), marks=True),
     ]
+    panels = [_chart("Loss", losses, "loss")]
     for name in run.metric_names:
         if name == "log_loss":
             continue
@@ -70,45 +64,18 @@ def curves(run: RunRecord) -> str:
         if reach is not None and points:
             edge = [(0.0, float(reach)), (points[-1][0], float(reach))]
             lines.append(Line("best that this data allows", edge, dashed=True, tone=7))
-        panels.append(_panel(TITLES.get(name, name), line_chart(lines, x_label="step", y_label=TITLES.get(name, name))))
+        panels.append(_chart(TITLES.get(name, name), lines, TITLES.get(name, name)))
     rate = run.curve("train", "lr")
     if rate:
-        panels.append(_panel("Learning rate", line_chart([Line("lr", rate, tone=2)], x_label="step", y_label="lr")))
-    return _section("How it learned", panels)
+        panels.append(_chart("Learning rate", [Line("lr", rate, tone=2, marks=True)], "lr"))
+    speed = run.curve("train", "samples_per_second")
+    if speed:
+        panels.append(_chart("Throughput", [Line("training", speed, tone=3, marks=True)], "samples per second"))
+    return section("How it learned", panels)
 
 
-def calibration(run: RunRecord) -> str:
-    """Mean label against mean prediction in bins, and the ratio of their sums, of the evaluation of the saved model."""
-    bins = [one for one in run.histogram.get("bins", []) if one["count"] > 0]
-    if not bins:
-        return ""
-    points = [(float(one["mean_prediction"]), float(one["mean_label"])) for one in bins]
-    ideal = Line("perfectly calibrated", [(0.0, 0.0), (1.0, 1.0)], dashed=True, tone=7)
-    chart = line_chart(
-        [Line("this model", points, marks=True), ideal], x_label="mean prediction", y_label="mean label", square=True
-    )
-    counts = _rows_per_bin(bins)
-    said, seen = (sum(float(one[name]) * one["count"] for one in bins) for name in ("mean_prediction", "mean_label"))
-    ratio = f"; their sum is {said / seen:.3g} times that of the labels" if seen else ""
-    return _section(
-        "Calibration",
-        [
-            _panel("Predicted against seen", chart, f"Each dot is one bin of predictions{ratio}."),
-            _panel("Rows per bin", bar_chart(counts, x_label="rows", log=True), "Named by the bin's mean prediction."),
-        ],
-    )
-
-
-def _rows_per_bin(bins: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    """Join neighbouring bins so that at most MAX_BINS are left, each named by its rows' mean prediction."""
-    together = -(-len(bins) // MAX_BINS)
-    bars = []
-    for start in range(0, len(bins), together):
-        group = bins[start : start + together]
-        count = sum(one["count"] for one in group)
-        mean = sum(one["mean_prediction"] * one["count"] for one in group) / count
-        bars.append((f"{mean:.3f}", float(count)))
-    return bars
+def _chart(title: str, lines: list[Line], y_label: str) -> Panel:
+    return Panel(title, lambda width: line_chart(lines, x_label="step", y_label=y_label, width=width))
 
 
 def data(run: RunRecord) -> str:
@@ -118,7 +85,8 @@ def data(run: RunRecord) -> str:
     if not sizes:
         return ""
     note = f"The {MAX_BARS} largest of {len(sizes)}." if len(sizes) > MAX_BARS else ""
-    panels = [_panel("Ids per feature", bar_chart(sizes[:MAX_BARS], x_label="ids", log=True), note)]
+    bars = sizes[:MAX_BARS]
+    panels = [Panel("Ids per feature", lambda width: bar_chart(bars, x_label="ids", log=True, width=width), note)]
     columns: dict[str, Any] = run.data.get("columns", {})
     lines: list[Line] = []
     for name, _ in sizes:
@@ -126,12 +94,19 @@ def data(run: RunRecord) -> str:
         if len(points) > 2 and len(lines) < MAX_CURVES:
             lines.append(Line(name, points))
     if lines:
-        chart = line_chart(lines, x_label="rank of the id", y_label="rows", log_x=True, log_y=True, height=420)
-        panels.append(_panel("Popularity", chart, "A straight line is a power law: few ids make up most rows."))
-    table = _missing_table(columns)
+        panels.append(
+            Panel(
+                "Popularity",
+                lambda width: line_chart(
+                    lines, x_label="rank of the id", y_label="rows", log_x=True, log_y=True, width=width, height=420
+                ),
+                "A straight line is a power law: few ids make up most rows.",
+            )
+        )
+    table = _missing_table(columns, float(run.data.get("rows") or 0))
     if table:
-        panels.append(_panel("Missing and unknown", table))
-    return _section("The data", panels)
+        panels.append(Panel("Missing and unknown", table, wide=not lines and len(sizes) < 8))
+    return section("The data", panels)
 
 
 def _rank_counts(counts: Sequence[Any]) -> list[tuple[float, float]]:
@@ -141,7 +116,7 @@ def _rank_counts(counts: Sequence[Any]) -> list[tuple[float, float]]:
     return [(float(rank), float(count)) for rank, count in enumerate(counts, 1)]
 
 
-def _missing_table(columns: dict[str, Any]) -> str:
+def _missing_table(columns: dict[str, Any], total: float) -> str:
     rows = [
         (name, float(info.get("num_missing", 0)), float(info.get("num_unknown", 0)))
         for name, info in columns.items()
@@ -150,8 +125,12 @@ def _missing_table(columns: dict[str, Any]) -> str:
     if not rows:
         return ""
     rows.sort(key=lambda row: -(row[1] + row[2]))
-    cells = [(name, f"{missing:,.0f}", f"{unknown:,.0f}") for name, missing, unknown in rows[:MAX_BARS]]
-    return html.part("table", ("feature", "missing", "rare or unseen"), cells)
+    cells = [(name, _counted(missing, total), _counted(unknown, total)) for name, missing, unknown in rows[:MAX_BARS]]
+    return str(html.part("table", ("feature", "missing", "rare or unseen"), cells))
+
+
+def _counted(count: float, total: float) -> str:
+    return f"{count:,.0f} ({count / total:.1%})" if total else f"{count:,.0f}"
 
 
 def stages(run: RunRecord) -> str:
@@ -159,28 +138,62 @@ def stages(run: RunRecord) -> str:
     parts = [(name.replace("_", " "), float(value)) for name, value in run.stages.items() if _is_number(value)]
     if not parts:
         return ""
-    return _section("Where the time went", [_panel("Seconds per stage", share_bar(parts, unit="s"), wide=True)])
+    return section("Where the time went", [Panel("Seconds per stage", share_bar(parts, unit="s"), wide=True)])
+
+
+def machine(run: RunRecord) -> str:
+    """Where the run was made: machine, versions, start, time and memory of each fit."""
+    if not run.machine:
+        return ""
+    rows = [("machine", str(run.machine.get("machine", "")))]
+    versions: dict[str, str] = run.machine.get("versions", {})
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    for fit in run.machine.get("fits", []):
+        text = f"{duration(float(fit['seconds']))}, begun {fit['started']}"
+        for key, what in (("peak_memory_bytes", "peak memory"), ("peak_gpu_memory_bytes", "on the GPU")):
+            text += f", {what} {short_bytes(float(fit[key]))}" if fit.get(key) else ""
+        rows.append(("fit", text))
+    if run.model_bytes:
+        rows.append(("saved model", short_bytes(run.model_bytes)))
+    return section("Where it ran", [Panel("Machine", str(html.part("facts", rows)), wide=True)])
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text.
+
+    Example:
+        >>> duration(3.21), duration(75), duration(7384)
+        ('3.2 s', '1 min 15 s', '2 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def short_bytes(count: float) -> str:
+    """Return a number of bytes as text.
+
+    Example:
+        >>> short_bytes(512), short_bytes(3 << 20)
+        ('512 B', '3 MiB')
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log(max(count, 1), 1024)), len(units) - 1)
+    return f"{count / 1024**power:.3g} {units[power]}"
 
 
 def model(run: RunRecord, graph_svg: str) -> str:
     """The model's graph and the run's settings."""
-    panels = []
+    panels: list[Panel] = []
     if graph_svg:
-        panels.append(_panel("Graph", f'<div class="scroll">{graph_svg}</div>', wide=True))
+        panels.append(Panel("Graph", f'<div class="scroll drawing">{graph_svg}</div>', wide=True))
     text = json.dumps(run.config, indent=2, ensure_ascii=False)
-    panels.append(_panel("Settings", html.part("details", text), wide=True))
+    panels.append(Panel("Settings", str(html.part("details", text)), wide=True))
     columns = json.dumps(run.schema.to_dict(), indent=1, ensure_ascii=False)
-    panels.append(_panel("Schema", html.part("details", columns), wide=True))
-    return _section("The model", panels)
+    panels.append(Panel("Schema", str(html.part("details", columns)), wide=True))
+    return section("The model", panels)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _panel(title: str, body: str, note: str = "", *, wide: bool = False) -> Markup:
-    return html.part("panel", title, html.trusted(body), note, wide)
-
-
-def _section(title: str, panels: Sequence[Markup]) -> Markup:
-    return html.part("section", title, panels)

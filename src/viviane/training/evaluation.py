@@ -16,7 +16,7 @@ from viviane.batch import Batch
 from viviane.config.base import shortened
 from viviane.core.errors import ConfigError, SchemaError
 from viviane.embedding.module_parts import collections_of
-from viviane.metrics import METRICS, AverageLoss, CalibrationHistogram, Metric, MetricName, build_metric
+from viviane.metrics import METRICS, AverageLoss, CalibrationHistogram, Metric, MetricName, ScoreCurve, build_metric
 from viviane.nn.cross_entropy import IGNORED
 from viviane.parallel import Group
 from viviane.schema import LabelColumn, Schema
@@ -95,6 +95,7 @@ class Evaluation:
             for i, label in enumerate(schema.labels)
             if label.task == "binary"
         }
+        self._curves = {name: ScoreCurve() for name in self._bins}
         self._names = tuple(metrics)
         self._loss: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0
@@ -113,9 +114,11 @@ class Evaluation:
             group = self._groups.get(name)
             for i, _, metric in parts:
                 self._feed(metric, predictions[:, i], batch, i, present.get(i), group)
-        for i, histogram in self._bins.values():
+        for name, (i, histogram) in self._bins.items():
             keep = present.get(i)
-            histogram.update(_kept(predictions[:, i], keep), _kept(batch.labels[:, i], keep))
+            kept = _kept(predictions[:, i], keep), _kept(batch.labels[:, i], keep)
+            histogram.update(*kept)
+            self._curves[name].update(*kept)
 
     def _feed(
         self, metric: Metric, p: Tensor, batch: Batch, label: int, keep: Tensor | None, group: str | None
@@ -147,8 +150,9 @@ class Evaluation:
         for parts in self._metrics.values():
             for _, _, metric in parts:
                 metric.join(group)
-        for _, histogram in self._bins.values():
+        for name, (_, histogram) in self._bins.items():
             histogram.join(group)
+            self._curves[name].join(group)
         return self
 
     def compute(self) -> dict[str, float]:
@@ -167,10 +171,15 @@ class Evaluation:
         return result
 
     def histogram(self, step: int) -> dict[str, Any]:
-        """Return calibration bins: "bins" for the first binary label, "labels" for each label by name."""
+        """Return calibration bins and curves of each binary label.
+
+        "bins" are those of the first label, "labels" those of each label by name if there are several; "curves" has
+        what `ScoreCurve.compute` returns, by label.
+        """
         by_label = {name: [asdict(one) for one in bins.compute()] for name, (_, bins) in self._bins.items()}
         first = next(iter(by_label.values()), [])
-        return {"step": step, "bins": first, **({"labels": by_label} if len(by_label) > 1 else {})}
+        curves = {name: curve.compute() for name, curve in self._curves.items()}
+        return {"step": step, "bins": first, **({"labels": by_label} if len(by_label) > 1 else {}), "curves": curves}
 
 
 def _kept(column: Tensor, keep: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -88,6 +89,7 @@ class FitLoop:
         self.best: float | None = None
         self.best_histogram: dict[str, Any] | None = None
         self.last_evaluated = self.last_saved = -1
+        self.resumed = False
         self.score: float | None = None
         self.rows = FitRows(trainer, self.folder if self.writes else None)
         self.times: StageTimes = trainer.stepper.stages
@@ -135,6 +137,7 @@ class FitLoop:
         with tempfile.TemporaryDirectory(prefix="viviane-best-") as spare, ExitStack() as held:
             if self.folder is not None:
                 self.group.from_first(partial(hold_folder, self.folder, held))
+            started, begun = datetime.now().astimezone(), perf_counter()
             self._open(resume, Path(spare))
             events = self._open_events()
             shown = self.trainer.progress if self.writes else False
@@ -156,6 +159,7 @@ class FitLoop:
                 if self.folder is not None and self.writes:
                     with suppress(OSError):  # a full disk: the error that ends the run already reports it
                         self.folder.write_stages(self.times.seconds)
+                        self.folder.write_machine(started, perf_counter() - begun, resumed=self.resumed)
         self.trainer.history.run_folder = None if self.folder is None else str(self.folder.path)
         return self.trainer.history
 
@@ -190,6 +194,7 @@ class FitLoop:
                 self._go_back(Path(found))
             elif resume:
                 _log.info("no checkpoint in %s yet: starting at the beginning", self.folder.path)
+            self.resumed = found is not None
             # Nothing is written before the checkpoint is loaded: a refused resume changes nothing.
             self.group.from_first(partial(self._start_folder, self.folder, self.store, resumed=found is not None))
         agree_on_weights(trainer.module, self.group)

@@ -1,32 +1,47 @@
-"""One progress line in a terminal: samples/s, loss, metric, remaining time. Silent elsewhere."""
+"""Progress of a run: a line that is redrawn at a terminal and in a notebook, else a line every few seconds."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
-_REFRESH_S = 0.5
+from viviane.core.logging import get_logger
+
+_REFRESH_S: Final = 0.5
+_LINE_S: Final = 10.0  # between lines of a log file
+
+_log = get_logger("training.progress")
 
 
 class ProgressLine:
-    """A rich progress bar on stderr, refreshed at most twice per second.
+    """Progress on stderr: a bar of rich, redrawn twice per second at most, or a plain line every ten seconds.
+
+    The bar needs a terminal or a notebook. In a file or a pipe the plain lines are printed if `shown` is True; if it is
+    None they go to the logger, at level INFO.
 
     Args:
         total_steps: number of steps of the complete run.
         done_steps: number of steps done before a resume.
-        shown: True or False; None shows it if stderr is a terminal, and in a notebook.
+        shown: True or False; None shows the bar where it is possible.
     """
 
     def __init__(self, total_steps: int, done_steps: int = 0, shown: bool | None = None) -> None:
-        self.shown = (sys.stderr.isatty() or in_notebook()) if shown is None else shown
+        redrawn = sys.stderr.isatty() or in_notebook()
+        self.shown = redrawn if shown is None else shown
         self._bar: Any = None
         self._metric = ""
         self._rows = 0
-        self._last = perf_counter()
-        if self.shown:
+        self._last = self._start = perf_counter()
+        self._total, self._first = total_steps, done_steps
+        self._lines: Callable[[str], None] | None = None
+        if self.shown and redrawn:
             self._bar = self._make(total_steps, done_steps)
+        elif self.shown:
+            self._lines = _print_line
+        elif shown is None:
+            self._lines = _log.info
 
     def _make(self, total_steps: int, done_steps: int) -> Any:
         from rich.console import Console
@@ -56,15 +71,27 @@ class ProgressLine:
 
     def step(self, step: int, num_rows: int, read_loss: Callable[[], float]) -> None:
         """Count a step; the loss is read from the device only when the line is redrawn."""
-        if self._bar is None:
+        if self._bar is None and self._lines is None:
             return
         self._rows += num_rows
         now = perf_counter()
-        if now - self._last < _REFRESH_S:
+        if now - self._last < (_LINE_S if self._bar is None else _REFRESH_S):
             return
         rate = self._rows / (now - self._last)
         self._rows, self._last = 0, now
+        if self._lines is not None:
+            self._lines(self._line(step, rate, read_loss(), now))
+            return
         self._bar.update(self._task, completed=step, rate=rate, loss=read_loss(), metric=self._metric, refresh=True)
+
+    def _line(self, step: int, rate: float, loss: float, now: float) -> str:
+        """Return a line for a log file."""
+        of, left = "", ""
+        if self._total < sys.maxsize:
+            of = f" of {self._total:,}"
+            seconds = (now - self._start) / max(step - self._first, 1) * max(self._total - step, 0)
+            left = f", {_clock(seconds)} left"
+        return f"step {step:,}{of}, {rate:,.0f} samples/s, loss {loss:.4f}{self._metric}{left}"
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Show these validation metrics from now on."""
@@ -78,6 +105,21 @@ class ProgressLine:
             self._bar.refresh()
             self._bar.stop()
             self._bar = None
+
+
+def _print_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _clock(seconds: float) -> str:
+    """Return a duration as text.
+
+    Example:
+        >>> _clock(59), _clock(3700)
+        ('0:00:59', '1:01:40')
+    """
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def in_notebook() -> bool:

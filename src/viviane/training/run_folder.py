@@ -6,7 +6,8 @@ runs/mine/
     data_info.json          free-form statistics of the training set, if it has any
     metrics.jsonl           one row of metrics per line
     stages.json             seconds per stage
-    valid_histogram.json    calibration at the last evaluation
+    valid_histogram.json    calibration and curves at the last evaluation
+    machine.json            machine, library versions, start, seconds and peak memory of each fit
     tensorboard/            events, if tensorboard is installed
     checkpoints/            step-00001000/, ..., index.json
 """
@@ -14,19 +15,27 @@ runs/mine/
 from __future__ import annotations
 
 import json
+import platform
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
+from viviane.core import machine
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
+from viviane.core.json_files import read_json_object
 from viviane.core.locks import locked
 from viviane.schema import Schema
 from viviane.training.history import finite_or_none
 
 METRICS_FILE: Final = "metrics.jsonl"
 CONFIG_FILE: Final = "config.json"
+MACHINE_FILE: Final = "machine.json"
 
 
 class RunFolder:
@@ -128,9 +137,38 @@ class RunFolder:
         spent = {name: round(value, 6) for name, value in seconds.items() if value or name != "replay"}
         write_json_atomic(self.path / "stages.json", spent)
 
+    def write_machine(self, started: datetime, seconds: float, *, resumed: bool) -> None:
+        """Write machine and versions, and add a fit: its start, its seconds, the peak memory of the process."""
+        file = self.path / MACHINE_FILE
+        fits: list[Any] = []
+        if resumed and file.exists():
+            before = read_json_object(file)
+            fits = before["fits"] if isinstance(before.get("fits"), list) else []
+        fit = {"started": started.isoformat(timespec="seconds"), "seconds": round(seconds, 3), **_peaks()}
+        content = {"machine": machine.describe(), "versions": _versions(), "fits": [*fits, fit]}
+        write_json_atomic(file, content)
+
     def write_histogram(self, histogram: Mapping[str, Any]) -> None:
         """Write the calibration bins of an evaluation."""
         write_json_atomic(self.path / "valid_histogram.json", dict(histogram))
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), **machine.versions("viviane", "torch", "numpy", "pyarrow", "numba")}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _peaks() -> dict[str, int]:
+    """Return peak memory in bytes: of this process on the host, and of torch on its GPU."""
+    found = {}
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["peak_gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return found
 
 
 def hold_folder(folder: RunFolder, stack: ExitStack) -> None:
