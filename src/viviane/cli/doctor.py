@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from viviane.core.machine import GIB
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -55,6 +53,8 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _machine(diagnosis: Diagnosis) -> Table:
+    from viviane.core.machine import GIB
+
     here = diagnosis.machine
     table = _table("Machine", "what", "here")
     table.add_row("system", here["system"])

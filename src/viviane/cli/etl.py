@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from viviane.cli.console import Quiet
+from viviane.cli.console import Quiet, is_quiet
 from viviane.core.errors import ConfigError
 from viviane.core.files import write_bytes_atomic
 
@@ -86,10 +86,9 @@ def command(
             memory_limit=memory_limit, threads=threads, on_bad_row=_bad_row(on_bad_row), resume=resume,
             overwrite=overwrite,
         )  # fmt: skip
-        if not quiet:
-            _print_sequences(made)
+        _print_sequences(made)
         return
-    with _Progress(quiet) as progress:
+    with _Progress() as progress:
         summary = run(
             what,
             inputs,
@@ -106,8 +105,7 @@ def command(
             overwrite=overwrite,
             progress=progress.show,
         )
-    if not quiet:
-        _print(summary)
+    _print(summary)
 
 
 def _refuse_of_rows(split: str | None, engine: str, has_options: bool) -> None:
@@ -196,6 +194,8 @@ def _draw(what: EtlConfig | FittedEtl | SequenceConfig, file: Path) -> None:
 
 
 def _print_sequences(summary: SequenceSummary) -> None:
+    if is_quiet():
+        return
     from dataclasses import asdict
 
     for name, value in asdict(summary).items():
@@ -206,8 +206,8 @@ def _print_sequences(summary: SequenceSummary) -> None:
 class _Progress:
     """A bar at a terminal; in a file or a pipe a line when a step begins, and every ten seconds."""
 
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
+    def __init__(self) -> None:
+        self._quiet = is_quiet()
         self._seen: dict[str, float] = {}
 
     def __enter__(self) -> _Progress:
@@ -250,6 +250,8 @@ class _Progress:
 
 
 def _print(summary: Summary) -> None:
+    if is_quiet():
+        return
     from rich import box
     from rich.table import Table
 

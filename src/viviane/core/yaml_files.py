@@ -69,6 +69,8 @@ def parse_yaml(data: str | bytes, *, where: str) -> Any:
         place = where if mark is None else f"{where}, line {mark.line + 1}, column {mark.column + 1}"
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError("not plain YAML", where=place, value=problem) from None
+    except ConfigError:  # a limit of JSON, already explained
+        raise
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ConfigError("not plain YAML", where=where, value=str(error).splitlines()[0]) from None
 

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from pyarrow import csv
 
 from viviane.core.errors import DataError, DataNotFoundError, SchemaError, suggest
@@ -28,6 +29,8 @@ ROWS_PER_VALUE: Final = 100
 _MOST_COUNTED: Final = 200_000  # rows inspected to distinguish numbers from ids
 _BINS: Final = (10, 40)
 _MOST_MIN_COUNT: Final = 100
+_FEWEST_COMPARED: Final = 1_000  # rows that tell whether single values matter
+_PRIOR_ROWS: Final = 20.0
 _ID_NAME: Final = re.compile(r"(^|_)(id|uid|uuid|guid|hash|code|zip|zipcode|cookie)$|[a-z](Id|ID|Code)$")
 _LABEL_NAMES: Final = frozenset(("label", "click", "clicked", "is_click", "target", "y", "converted", "conversion"))
 _DELIMITERS: Final = (",", "\t", ";", "|")
@@ -93,8 +96,8 @@ def infer_config(
     """Infer what each column is from its type and values, and write the declarative file for it.
 
     Text and booleans become categories. Real numbers become dense numbers and, cut at quantiles, categories. Whole
-    numbers of few values become categories by their exact value as well; those that look like ids become categories
-    only. Lists become bags, times the hour and the day of the week. A column without two different values is ignored.
+    numbers of few values become categories by their exact value as well, and so do those of which single values tell
+    more about the label than quantiles do; those that look like ids become categories only. Lists become bags, times the hour and the day of the week. A column without two different values is ignored.
 
     Args:
         table: rows, or a sample of them.
@@ -120,6 +123,7 @@ def infer_config(
     if min_count is None:
         min_count = _rare(table.column(labels[0])) if labels else 2
     found, columns, label_specs = _Found(), [], []
+    target = _numbers_of(table.column(labels[0])) if labels else None
     for name in table.column_names:
         values = table.column(name)
         if name in labels:
@@ -129,7 +133,7 @@ def infer_config(
             found.inputs.append({"name": name, "type": "float"})
             columns.append(InferredColumn(name, "weight", "weight of the row"))
         else:
-            columns.append(_feature(name, values, known.get(name), min_count, bins, found))
+            columns.append(_feature(name, values, known.get(name), min_count, bins, found, target))
     if not found.dense and not found.categorical:
         raise SchemaError("no column to learn from", value=[f"{one.name}: {one.note}" for one in columns])
     config = EtlConfig.from_dict(
@@ -228,7 +232,13 @@ def _label(name: str, values: Any, found: _Found) -> dict[str, Any]:
 
 
 def _feature(
-    name: str, values: Any, known: str | None, min_count: int, bins: Sequence[int], found: _Found
+    name: str,
+    values: Any,
+    known: str | None,
+    min_count: int,
+    bins: Sequence[int],
+    found: _Found,
+    target: NDArray[np.float64] | None,
 ) -> InferredColumn:
     kind = values.type
     if pa.types.is_nested(kind):
@@ -245,7 +255,7 @@ def _feature(
         return _category(name, values, distinct, min_count, found)
     if known != "number" and (reason := _id_reason(name, values, distinct)):
         return _category(name, values, distinct, min_count, found, reason)
-    return _number(name, values, distinct, min_count, bins, found)
+    return _number(name, values, distinct, min_count, bins, found, target)
 
 
 def _list(name: str, kind: Any, min_count: int, found: _Found) -> InferredColumn:
@@ -293,7 +303,13 @@ def _id_reason(name: str, values: Any, distinct: int) -> str:
 
 
 def _number(
-    name: str, values: Any, distinct: int, min_count: int, bins: Sequence[int], found: _Found
+    name: str,
+    values: Any,
+    distinct: int,
+    min_count: int,
+    bins: Sequence[int],
+    found: _Found,
+    target: NDArray[np.float64] | None,
 ) -> InferredColumn:
     whole = pa.types.is_integer(values.type)
     found.inputs.append({"name": name, "type": "int" if whole else "float"})
@@ -303,6 +319,10 @@ def _number(
     found.dense.append({"name": name, "operators": _operators(skewed)})
     exact = distinct * ROWS_PER_VALUE <= len(values) or distinct <= min(bins, default=0)
     notes = ["logarithm" if skewed else "value"]
+    if not exact and whole and target is not None:
+        exact = identity_matters(
+            _numbers_of(values), target, max(bins, default=1)
+        )  # an id in disguise, or a number whose values have names, such as a size of an advertisement
     if exact:
         encoding = {"type": "categorify", "min_count": max(min_count, 3)}
         found.categorical.append({"name": f"{name}_value", "source": name, "encoding": encoding})
@@ -312,6 +332,52 @@ def _number(
         found.categorical.append({"name": f"{name}_bin{num_bins}", "source": name, "encoding": encoding})
         notes.append(f"{num_bins} quantiles")
     return InferredColumn(name, "number", ", ".join(notes))
+
+
+def _numbers_of(values: Any) -> NDArray[np.float64] | None:
+    """Return the first values as numbers, missing ones as NaN; None where they are no numbers."""
+    kind = values.type
+    if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        return None
+    found: NDArray[np.float64] = values.slice(0, _MOST_COUNTED).cast(pa.float64(), safe=False).to_numpy()
+    return found
+
+
+def identity_matters(values: NDArray[np.float64] | None, target: NDArray[np.float64], num_bins: int) -> bool:
+    """Return whether single values of a number tell more about the target than its quantiles do.
+
+    Half of the rows learn the mean of the target of each value, and of each quantile; the other half tells which of the
+    two predicts better. It has to be better by three standard errors of the squared error.
+
+    Example:
+        >>> rows = np.random.default_rng(0).integers(0, 500, 20_000)
+        >>> by_value, by_size = (rows * 7919 % 2).astype(float), (rows > 250).astype(float)
+        >>> identity_matters(rows.astype(float), by_value, 40), identity_matters(rows.astype(float), by_size, 40)
+        (True, False)
+    """
+    if values is None:
+        return False
+    known = np.isfinite(values) & np.isfinite(target)
+    x, y = values[known], target[known]
+    if len(x) < _FEWEST_COMPARED:
+        return False
+    _, codes = np.unique(x, return_inverse=True)
+    edges = np.unique(np.quantile(x, np.linspace(0, 1, num_bins + 1)[1:-1]))
+    errors = [(y - _means_of_other_half(groups, y)) ** 2 for groups in (np.searchsorted(edges, x), codes)]
+    gain = errors[0] - errors[1]
+    return bool(gain.mean() > 3 * gain.std() / math.sqrt(len(gain)))
+
+
+def _means_of_other_half(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return for each row the mean of the target in the other half's rows of its group, drawn to the mean of all."""
+    found = np.empty(len(y))
+    for half in (0, 1):
+        own, other = np.arange(len(y)) % 2 == half, np.arange(len(y)) % 2 != half
+        counts = np.bincount(groups[other], minlength=groups.max() + 1)
+        sums = np.bincount(groups[other], y[other], minlength=groups.max() + 1)
+        mean = float(y[other].mean())
+        found[own] = ((sums + _PRIOR_ROWS * mean) / (counts + _PRIOR_ROWS))[groups[own]]
+    return found
 
 
 def _operators(skewed: bool) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ def _curves(found: Comparison) -> list[Panel]:
         pairs = zip(found.runs, found.records, strict=True)
         lines = [Line(run.name, record.curve(split, key), marks=True) for run, record in pairs]
         if any(len(line.points) for line in lines):
-            panels.append(Panel(title.capitalize(), _drawing(lines, title)))
+            panels.append(Panel(title[:1].upper() + title[1:], _drawing(lines, title)))
     return panels
 
 
