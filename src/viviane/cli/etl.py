@@ -39,8 +39,7 @@ def command(
     hash_ids: Annotated[int | None, typer.Option(help="Preset: hash into this many ids, learn no vocabulary.")] = None,
     raw_ids: Annotated[bool, typer.Option(help="Preset: keep ids as they are, for dynamic tables.")] = False,
     infer: Annotated[
-        bool,
-        typer.Option("--infer", help="Infer column types of the first INPUT; print them and the declarative file."),
+        bool, typer.Option("--infer", help="Infer column types of INPUT; print them and the declarative file.")
     ] = False,
     label: Annotated[list[str] | None, typer.Option(help="With --infer: a column to predict; several times.")] = None,
     split: Annotated[str | None, typer.Option(help=_SPLIT_HELP)] = None,

@@ -97,7 +97,8 @@ def infer_config(
 
     Text and booleans become categories. Real numbers become dense numbers and, cut at quantiles, categories. Whole
     numbers of few values become categories by their exact value as well, and so do those of which single values tell
-    more about the label than quantiles do; those that look like ids become categories only. Lists become bags, times the hour and the day of the week. A column without two different values is ignored.
+    more about the label than quantiles do; those that look like ids become categories only. Lists become bags, times
+    the hour and the day of the week. A column without two different values is ignored.
 
     Args:
         table: rows, or a sample of them.
@@ -319,10 +320,8 @@ def _number(
     found.dense.append({"name": name, "operators": _operators(skewed)})
     exact = distinct * ROWS_PER_VALUE <= len(values) or distinct <= min(bins, default=0)
     notes = ["logarithm" if skewed else "value"]
-    if not exact and whole and target is not None:
-        exact = identity_matters(
-            _numbers_of(values), target, max(bins, default=1)
-        )  # an id in disguise, or a number whose values have names, such as a size of an advertisement
+    if not exact and whole and target is not None:  # an id in disguise, such as a number of a banner
+        exact = identity_matters(_numbers_of(values), target, max(bins, default=1))
     if exact:
         encoding = {"type": "categorify", "min_count": max(min_count, 3)}
         found.categorical.append({"name": f"{name}_value", "source": name, "encoding": encoding})
