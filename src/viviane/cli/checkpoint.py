@@ -24,6 +24,7 @@ ACTIONS = {
     "inspect": "PATH: what it holds",
     "diff": "A B: which tensors differ, and by how much; exit code 1 where any does",
     "reshard": "PATH OUT --processes N or --plan FILE: cut its tables another way",
+    "compact": "PATH OUT: an incremental checkpoint with whole tables, which needs no other",
     "export": "PATH OUT --format npy, safetensors or parquet: tables by key, dense weights",
 }
 
@@ -43,7 +44,7 @@ def command(
     from viviane.parallel import ShardingPlan
     from viviane.training import verify_checkpoint
     from viviane.training.checkpoint.export import export_checkpoint
-    from viviane.training.checkpoint.tools import compare_checkpoints, reshard
+    from viviane.training.checkpoint.tools import compact, compare_checkpoints, reshard
 
     if action not in ACTIONS:
         raise ConfigError("no such action", value=action, fix=suggest(action, ACTIONS))
@@ -52,7 +53,7 @@ def command(
                           allowed=ACTIONS[action])  # fmt: skip
     path = local_copy(path)
     if action == "inspect":
-        _inspect(verify_checkpoint(path), as_json)
+        _inspect(path, verify_checkpoint(path), as_json)
         return
     assert other is not None
     if action == "diff":
@@ -63,6 +64,9 @@ def command(
         if action == "reshard":
             reshard(path, out, processes=processes, plan=None if plan is None else ShardingPlan.from_json_file(plan))
             typer.echo(f"{place}: {_num_files(verify_checkpoint(out))} files of tables")
+        elif action == "compact":
+            compact(path, out)
+            typer.echo(f"{place}: whole tables, {_num_bytes(verify_checkpoint(out)):,} bytes")
         else:
             for file in export_checkpoint(path, out, kind):
                 typer.echo(place / file.relative_to(out).as_posix())
@@ -72,12 +76,23 @@ def _num_files(manifest: Manifest) -> int:
     return sum(len(table.files) for table in manifest.tables.values())
 
 
-def _inspect(manifest: Manifest, as_json: bool) -> None:
+def _num_bytes(manifest: Manifest) -> int:
+    return sum(file.bytes for file in manifest.files.values())
+
+
+def _inspect(path: Path, manifest: Manifest, as_json: bool) -> None:
+    from viviane.training.checkpoint.increments import chain_of
+
+    bases = [
+        {"folder": place.name, "step": content.step, "bytes": _num_bytes(content)}
+        for place, content in list(chain_of(path, manifest))[1:]
+    ]
     tables = [
         {
             "table": full, "type": entry.weight.dtype, "rows": entry.weight.shape[0], "dim": entry.weight.shape[1],
             "bytes": sum(manifest.files[name].bytes for name in entry.files), "files": len(entry.files),
             "state": list(entry.state), "step": entry.step, "dynamic": entry.is_dynamic,
+            "increment": entry.is_increment,
         }
         for full, entry in manifest.tables.items()
     ]  # fmt: skip
@@ -85,13 +100,15 @@ def _inspect(manifest: Manifest, as_json: bool) -> None:
     head: dict[str, Any] = {
         "step": manifest.step, "epoch": manifest.epoch, "viviane": manifest.viviane, "torch": manifest.torch,
         "format": manifest.version, "optimizer_state": manifest.optimizer_state,
-        "bytes": sum(file.bytes for file in manifest.files.values()),
+        "bytes": _num_bytes(manifest),
     }  # fmt: skip
     if as_json:
-        typer.echo(json.dumps({**head, "dense": dense, "tables": tables}, indent=2))
+        typer.echo(json.dumps({**head, "bases": bases, "dense": dense, "tables": tables}, indent=2))
         return
     for name, value in head.items():
         typer.echo(f"{name.replace('_', ' '):<16} {f'{value:,}' if name in ('step', 'bytes') else value}")
+    for one in bases:
+        typer.echo(f"base   {one['folder']}  step {one['step']:,}, {one['bytes']:,} bytes")
     for name, text in dense.items():
         typer.echo(f"dense  {name}  {text}")
     for one in tables:
@@ -99,7 +116,7 @@ def _inspect(manifest: Manifest, as_json: bool) -> None:
         state = ", ".join(one["state"]) or "none"  # type: ignore[arg-type]
         typer.echo(
             f"table  {one['table']}  {rows} x {one['dim']} {one['type']}, {one['bytes']:,} bytes in {one['files']} "
-            f"file(s), optimizer state: {state}, step {one['step']}"
+            f"file(s){', changed rows alone' if one['increment'] else ''}, optimizer state: {state}, step {one['step']}"
         )
 
 

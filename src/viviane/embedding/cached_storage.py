@@ -346,7 +346,10 @@ class CachedStorage(Storage):
     # Update -----------------------------------------------------------------------------------------------------
 
     def _updating(self, rows: Tensor) -> ExitStack:
-        self.slots.mark_dirty(rows.cpu().numpy())
+        slots = rows.cpu().numpy()
+        self.slots.mark_dirty(slots)
+        if self.changed is not None:
+            self.changed.mark(torch.from_numpy(self.slots.owner[slots]).to(rows.device))
         return ExitStack()
 
     def norm_squared(self) -> Tensor:
@@ -483,6 +486,11 @@ class CachedStorage(Storage):
         self.finish_moves()
         return self._rows_of(name, np.arange(first, stop))
 
+    def rows_at(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return some distinct rows of a table with their state, as `read_rows` does."""
+        self.finish_moves()
+        return self._rows_of(name, keys)
+
     def _rows_of(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return rows of distinct keys of a table out of their slots and tier, while nothing moves."""
         slots = self.slots.slot_of[keys + self.regions[name].first_row].astype(np.int64) - 1
@@ -498,6 +506,8 @@ class CachedStorage(Storage):
         self.finish_moves()
         region = self.regions[name]
         stop = first + len(rows)
+        if self.changed is not None:
+            self.changed.mark_range(region.first_row + first, region.first_row + stop)
         resident, slots = self.slots.resident(region.first_row + first, region.first_row + stop)
         if name in self.tiers:
             self.tiers[name].put(np.arange(first, stop), rows)

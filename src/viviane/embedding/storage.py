@@ -18,6 +18,7 @@ from torch import Tensor
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.core.seeds import derive_seed
+from viviane.embedding.changed_marks import ChangedMarks
 from viviane.embedding.config import TableConfig
 from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
 from viviane.embedding.initializers import fill_initial
@@ -121,6 +122,8 @@ class Storage(TableStorage):
         self.snapshots: dict[int, RowSnapshot] = {}
         """By rule_range, what a checkpoint in progress still has to read."""
         self._all_read: threading.Event | None = None
+        self.changed: ChangedMarks | None = None
+        """Rows that have changed since `follow_changes`, of all tables as `key_bases` counts them."""
         self.is_joined = False
         """Whether what waits is a sum over all processes already."""
 
@@ -138,6 +141,26 @@ class Storage(TableStorage):
                 state = torch.empty(shape, dtype=torch.float32, device=device)
                 advise_huge_pages(state)
                 self.register_buffer(f"{name}_{i}", state.fill_(value), persistent=False)
+
+    def follow_changes(self) -> None:
+        """Note from now on which rows change; what changed before is forgotten."""
+        if self.changed is None:
+            self.changed = ChangedMarks(self.key_null + ZERO_ROWS, self.weight.device)
+        self.changed.clear()
+
+    def changed_rows(self, table: str) -> Tensor | None:
+        """Return the rows of a table that have changed since `follow_changes`, rising; None: all may have."""
+        rule = next(one.optimizer for one in self.rule_ranges if table in one.tables)
+        if self.changed is None or self.row_mean is not None or getattr(rule, "update", "local") == "global":
+            return None
+        start = self.key_bases[table]
+        return self.changed.rows(start, start + self.tables[table].num_rows)
+
+    def _note_table(self, table: str) -> None:
+        """Note that a whole table has been replaced."""
+        if self.changed is not None:
+            start = self.key_bases[table]
+            self.changed.mark_range(start, start + self.tables[table].num_rows)
 
     def num_rows(self, table: str) -> int:
         """Return the number of rows of a table."""
@@ -177,6 +200,7 @@ class Storage(TableStorage):
     def reset_table_state(self, name: str) -> None:
         """Put a table's optimizer state back to its beginning."""
         self.settle()
+        self._note_table(name)
         rule_range = next(one for one in self.rule_ranges if name in one.tables)
         initial = initial_state(rule_range.optimizer)
         for state_name, state in self.table_state(name).items():
@@ -191,6 +215,8 @@ class Storage(TableStorage):
 
     def clear_row(self, name: str, row: int) -> None:
         """Make a row of a table zero, and leave its optimizer state alone."""
+        if self.changed is not None:
+            self.changed.mark_range(self.key_bases[name] + row, self.key_bases[name] + row + 1)
         self.table_rows(name)[row] = 0.0
 
     @serialized
@@ -374,6 +400,7 @@ class Storage(TableStorage):
             given |= content.state
         check_content(table, own, given)
         self.settle()
+        self._note_table(table)
         for name, part in given.items():
             own[name].copy_(part)
         if content.state:
@@ -387,6 +414,7 @@ class Storage(TableStorage):
     def copy_rows(self, table: str, rows: Tensor) -> None:
         """Replace a table's rows, (num_rows, dim), and leave its optimizer state alone."""
         self.settle()
+        self._note_table(table)
         self.table_rows(table).copy_(rows)
 
     def state_entries(self, table: str, prefix: str) -> dict[str, Tensor]:
@@ -400,6 +428,7 @@ class Storage(TableStorage):
     ) -> set[str]:
         """Copy a table's part of a state_dict in, as `nn.Module.load_state_dict` does; return the keys it read."""
         own = self.state_entries(table, prefix)
+        self._note_table(table)
         for key, target in own.items():
             if key not in given:
                 missing_keys.append(key)
@@ -442,6 +471,8 @@ class Storage(TableStorage):
         return None, start
 
     def _updating(self, rows: Tensor) -> ExitStack:
+        if self.changed is not None:
+            self.changed.mark(rows)
         stack = ExitStack()
         for index, snapshot in self.snapshots.items():
             one = self.rule_ranges[index]

@@ -11,7 +11,8 @@ from viviane.core.errors import ConfigError, ExportError
 from viviane.core.locations import AnyPath
 from viviane.export.manifest import ExportManifest, OutsideTable
 from viviane.model.saving import WEIGHTS, find_model, read_model
-from viviane.training.checkpoint.manifest import Manifest, verify_checkpoint
+from viviane.training.checkpoint.increments import verify_checkpoint
+from viviane.training.checkpoint.manifest import Manifest
 from viviane.training.checkpoint.saved_table import SavedTable
 
 _ZERO_ROWS = 2  # see viviane.ops.key_rows

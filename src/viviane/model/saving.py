@@ -34,7 +34,8 @@ from viviane.parallel import Group
 from viviane.schema import SCHEMA_FILE, Schema
 from viviane.training import load_checkpoint, write_checkpoint
 from viviane.training.checkpoint.group_results import on_first_rank
-from viviane.training.checkpoint.manifest import MANIFEST_FILE, FileEntry, verify_checkpoint
+from viviane.training.checkpoint.increments import verify_checkpoint
+from viviane.training.checkpoint.manifest import MANIFEST_FILE, FileEntry
 
 T = TypeVar("T")
 

@@ -1,8 +1,9 @@
 """The training loop, evaluation, checkpoints and run folders."""
 
 from viviane.training.callbacks import Callback, EvaluationLines, StopAtTarget, StopWithoutGain
+from viviane.training.checkpoint.increments import verify_checkpoint
 from viviane.training.checkpoint.load import load_checkpoint
-from viviane.training.checkpoint.manifest import Manifest, read_manifest, verify_checkpoint
+from viviane.training.checkpoint.manifest import Manifest, read_manifest
 from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.checkpoint.store import CheckpointStore
 from viviane.training.checkpoint.write import write_checkpoint

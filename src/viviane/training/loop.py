@@ -186,12 +186,16 @@ class FitLoop:
                 self.store = CheckpointStore(spare, 1, higher_is_better=up, group=self.group)
         else:
             keep = self.solver.keep_checkpoints
-            self.store = CheckpointStore(self.folder.checkpoints, keep, higher_is_better=up, group=self.group)
+            self.store = CheckpointStore(
+                self.folder.checkpoints, keep, higher_is_better=up, group=self.group,
+                most_increments=self.solver.incremental_checkpoints,
+            )  # fmt: skip
             self.store.mirror = self.trainer.mirror
             resume = resume or num_restarts() > 0  # torchrun restarted the processes
             found = self.group.from_first(partial(self._find_checkpoint, self.folder, self.store, resume))
             if found is not None:
                 self._go_back(Path(found))
+                self.store.begin_increments(trainer.module, trainer.step)
             elif resume:
                 _log.info("no checkpoint in %s yet: starting at the beginning", self.folder.path)
             self.resumed = found is not None

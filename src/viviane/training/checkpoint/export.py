@@ -12,7 +12,8 @@ from torch import Tensor
 
 from viviane.core.errors import ConfigError
 from viviane.core.files import replace_folder
-from viviane.training.checkpoint.manifest import DENSE_FILE, Manifest, verify_checkpoint
+from viviane.training.checkpoint.increments import open_table, verify_checkpoint
+from viviane.training.checkpoint.manifest import DENSE_FILE, Manifest
 from viviane.training.checkpoint.saved_table import SavedTable
 from viviane.training.checkpoint.table_files import table_file
 from viviane.training.checkpoint.tensor_files import write_tensors
@@ -38,7 +39,7 @@ def export_checkpoint(source: str | Path, target: str | Path, kind: str = "npy")
     with replace_folder(folder, overwrite=False) as work:
         shutil.copyfile(Path(source) / DENSE_FILE, work / DENSE_FILE)
         for full, entry in manifest.tables.items():
-            saved, stem = SavedTable(Path(source), entry), stems[full]
+            saved, stem = open_table(source, manifest, full), stems[full]
             keys = saved.content()["keys"] if entry.is_dynamic else None
             if kind == "safetensors":
                 whole = {"weight": saved.read("weight", range(saved.num_rows))}

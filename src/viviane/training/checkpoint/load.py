@@ -21,6 +21,7 @@ from viviane.optim import DenseOptimizer
 from viviane.parallel import Group
 from viviane.training.checkpoint.dense_state import dense_tensors, restore_optimizer
 from viviane.training.checkpoint.group_results import on_all_ranks
+from viviane.training.checkpoint.increments import needed_files
 from viviane.training.checkpoint.manifest import (
     DENSE_FILE,
     HISTORY_FILE,
@@ -136,8 +137,9 @@ def _verified(
 ) -> tuple[Manifest, list[tuple[TableFile, SavedTable]]]:
     """Verify this process's share of the files, and map the tables that it needs."""
     manifest = read_manifest(path)
-    by_size = sorted(manifest.files, key=lambda name: (manifest.files[name].bytes, name))
-    verify_files(path, manifest, by_size[group.rank :: group.size])
+    by_size = sorted(needed_files(path, manifest), key=lambda one: (one[1].files[one[2]].bytes, str(one[0]), one[2]))
+    for place, content, name in by_size[group.rank :: group.size]:
+        verify_files(place, content, [name])
     _compare(path, manifest, module)
     if not weights_only and not manifest.optimizer_state:
         raise CheckpointError(
@@ -145,9 +147,7 @@ def _verified(
             where=str(path),
             fix="load it with weights_only=True, or resume from a checkpoint of a run folder",
         )
-    return manifest, [
-        (table, table.read(path, manifest.tables[table.full], weights_only)) for table in table_files(module)
-    ]
+    return manifest, [(table, table.read(path, manifest, weights_only)) for table in table_files(module)]
 
 
 def _dense(path: Path, manifest: Manifest) -> dict[str, Tensor]:

@@ -38,6 +38,8 @@ HISTORY_FILE: Final = "history.json"
 FORMAT: Final = "viviane-checkpoint"
 VERSION: Final = 1
 SHARDED_VERSION: Final = 2  # tables with several files, which readers of version 1 do not support
+INCREMENT_VERSION: Final = 3  # tables with a part of their rows, over those of another checkpoint
+KEYS: Final = "keys"
 MAX_SHARDS: Final = 4096
 """Maximum number of files per table; comparing all pairs of that many takes seconds."""
 _Size = Annotated[int, Field(ge=0, le=1 << 62)]
@@ -97,6 +99,7 @@ class TableEntry(Settings):
         shards: together they cover the table without overlap.
         weight: shape and type of the complete table; a dynamic table has one row per key.
         has_mean: whether the running mean of its rows is stored too, as "mean".
+        is_increment: whether its files hold only rows that changed since the base of the checkpoint, and their keys.
     """
 
     file: str | None = None
@@ -106,6 +109,7 @@ class TableEntry(Settings):
     has_mean: bool = False
     step: int = 0
     is_dynamic: bool = False
+    is_increment: bool = False
 
     @property
     def signature(self) -> str:
@@ -123,6 +127,8 @@ class TableEntry(Settings):
             raise ValueError("a table must have either a file or shards")
         if len(self.weight.shape) != 2:
             raise ValueError(f"a table must have two dimensions, not the shape {list(self.weight.shape)}")
+        if self.is_increment and (self.is_dynamic or self.has_mean):
+            raise ValueError("a dynamic table and a table with a mean are whole in every checkpoint")
         if self.shards:
             self._check_shards()
         return self
@@ -147,9 +153,22 @@ class TableEntry(Settings):
         """Omit absent fields: a table without shards is described as in version 1."""
         body: dict[str, Any] = serialize(self)
         del body["shards" if self.file is not None else "file"]
-        if not self.has_mean:
-            del body["has_mean"]
+        for name in ("has_mean", "is_increment"):
+            if not body[name]:
+                del body[name]
         return body
+
+
+class BaseEntry(Settings):
+    """The checkpoint that an incremental one continues.
+
+    Args:
+        folder: its name, beside the incremental one.
+        sha256: the check sum of its manifest.
+    """
+
+    folder: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=255)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class Manifest(Settings):
@@ -163,6 +182,7 @@ class Manifest(Settings):
         progress: state of the training loop: reader position, generators, early stopping.
         files: every other file of the folder.
         plans: sharding plans of collections over several processes, by name, as `Solver.plan` accepts them.
+        base: the checkpoint that has the rows which an incremental one leaves out; None if all tables are whole.
     """
 
     format: Literal["viviane-checkpoint"] = FORMAT
@@ -178,6 +198,21 @@ class Manifest(Settings):
     progress: dict[str, Any]
     files: dict[str, FileEntry]
     plans: dict[str, Any] = Field(default_factory=dict)
+    base: BaseEntry | None = None
+
+    @model_validator(mode="after")
+    def _check_base(self) -> Manifest:
+        if self.base is None and any(table.is_increment for table in self.tables.values()):
+            raise ValueError("a table is an increment, but the checkpoint names no base")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_base(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit an absent base: a checkpoint without one is described as in version 2."""
+        body: dict[str, Any] = serialize(self)
+        if self.base is None:
+            body.pop("base", None)
+        return body
 
 
 def _overlapping(shards: Sequence[ShardEntry]) -> Iterator[tuple[ShardEntry, ShardEntry]]:
@@ -201,6 +236,8 @@ def _overlapping(shards: Sequence[ShardEntry]) -> Iterator[tuple[ShardEntry, Sha
 
 def version_of(tables: Mapping[str, TableEntry]) -> int:
     """Return the version of the format that tables need."""
+    if any(table.is_increment for table in tables.values()):
+        return INCREMENT_VERSION
     return SHARDED_VERSION if any(table.shards for table in tables.values()) else VERSION
 
 
@@ -216,7 +253,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read and verify the manifest only; `verify_checkpoint` also verifies the other files.
+    """Read and verify the manifest only; `increments.verify_checkpoint` also verifies the other files.
 
     Raises:
         CheckpointError: the folder has no checkpoint, its format is unknown, the manifest was altered, or it names
@@ -234,12 +271,12 @@ def read_manifest(folder: str | Path) -> Manifest:
         ) from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError("not a checkpoint of Viviane", where=str(path), allowed=f"format {FORMAT!r}")
-    if body.get("version") not in (VERSION, SHARDED_VERSION):
+    if body.get("version") not in (VERSION, SHARDED_VERSION, INCREMENT_VERSION):
         raise CheckpointError(
             "the checkpoint has an unsupported format version",
             where=str(path),
             value=body.get("version"),
-            allowed=f"version {VERSION} or {SHARDED_VERSION}",
+            allowed=f"version {VERSION} to {INCREMENT_VERSION}",
             fix=f"read it with viviane {body.get('viviane')}, which wrote it",
         )
     sealed = body.pop("sha256", None)
@@ -279,15 +316,10 @@ def _check_names(manifest: Manifest, path: Path) -> None:
         owner[name] = what
 
 
-def verify_checkpoint(folder: str | Path) -> Manifest:
-    """Read every file of a checkpoint and compare sizes and checksums.
-
-    Raises:
-        CheckpointError: a file is missing, truncated or altered; the message names it.
-    """
-    manifest = read_manifest(folder)
-    verify_files(Path(folder), manifest, manifest.files)
-    return manifest
+def manifest_seal(folder: str | Path) -> str:
+    """Return the check sum of a checkpoint's manifest, which stands in it; `read_manifest` verifies it."""
+    found: str = load_json(Path(folder) / MANIFEST_FILE)["sha256"]
+    return found
 
 
 def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:

@@ -12,13 +12,14 @@ from torch import nn
 from viviane.core.errors import CheckpointError, VivianeError
 from viviane.core.files import write_json_atomic
 from viviane.core.logging import get_logger
-from viviane.embedding import CachedStorage
+from viviane.embedding import CachedStorage, Storage
 from viviane.embedding.module_parts import collections_of
 from viviane.optim import DenseOptimizer
 from viviane.parallel import Group
 from viviane.training.checkpoint.background import BackgroundWriter
 from viviane.training.checkpoint.group_results import on_all_ranks, on_first_rank
-from viviane.training.checkpoint.manifest import read_manifest, verify_checkpoint
+from viviane.training.checkpoint.increments import base_of, chain_of, verify_checkpoint
+from viviane.training.checkpoint.manifest import BaseEntry, read_manifest
 from viviane.training.checkpoint.remote_run import RunMirror
 from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.checkpoint.write import Content, collect, write_content
@@ -42,6 +43,7 @@ class CheckpointStore:
         keep: how many of the newest are kept; the best is kept in addition.
         higher_is_better: how scores compare.
         group: the processes that save together; only rank 0 manages the folder.
+        most_increments: how many checkpoints after a whole one hold only the rows that changed since the one before.
 
     Example:
         >>> CheckpointStore("runs/none", keep=2).steps()
@@ -49,14 +51,18 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, folder: str | Path, keep: int, *, higher_is_better: bool = True, group: Group | None = None
-    ) -> None:
+        self, folder: str | Path, keep: int, *, higher_is_better: bool = True, group: Group | None = None,
+        most_increments: int = 0,
+    ) -> None:  # fmt: skip
         self.folder = Path(folder)
         self.keep = keep
         self.higher_is_better = higher_is_better
         self.group = group or Group()
         self._writer = BackgroundWriter()
         self._thread_group: Group | None = None
+        self.most_increments = most_increments
+        self._base: int | None = None
+        """Step of the checkpoint since which storages follow changes; None: the next one is whole."""
         self.mirror: RunMirror | None = None
         """URL to which each complete checkpoint is also published."""
 
@@ -102,13 +108,52 @@ class CheckpointStore:
         """
         self.finish()
         path, hold = self.path(progress.step), beside if isinstance(beside, bool) else self._is_large(module)
-        content = on_all_ranks(self.group, lambda: collect(module, optimizer, progress, self.group, hold=hold))
+        base, self._base = self._usable_base(progress.step), None
+        content = on_all_ranks(
+            self.group, lambda: collect(module, optimizer, progress, self.group, hold=hold, base=base)
+        )
+        self.begin_increments(module, progress.step)  # if the write fails, `finish` makes the next one whole
         if hold:
             group = self._group_of_thread()
             self._writer.start(str(path), lambda: self._write(path, content, progress.step, group))
         else:
-            self._write(path, content, progress.step, self.group)
+            try:
+                self._write(path, content, progress.step, self.group)
+            except BaseException:
+                self._base = None
+                raise
         return path
+
+    def begin_increments(self, module: nn.Module, step: int) -> None:
+        """Take the checkpoint of a step, which a module has just been saved in or loaded from, as the next one's base.
+
+        It does nothing where `most_increments` is 0.
+        """
+        if not self.most_increments:
+            return
+        for collection in collections_of(module).values():
+            for part in collection.parts():
+                for storage in part.all_storages():
+                    if isinstance(storage, Storage):
+                        storage.follow_changes()
+        self._base = step
+
+    def _usable_base(self, step: int) -> BaseEntry | None:
+        """Return the base of a step's checkpoint; None if it is to be whole."""
+        before = self._base
+
+        def find() -> dict[str, str] | None:
+            if before is None or before >= step:
+                return None
+            folder = self.path(before)
+            try:
+                chain = list(chain_of(folder, read_manifest(folder)))
+            except CheckpointError:
+                return None  # it was removed or damaged: a whole checkpoint does not need it
+            return base_of(folder).to_dict() if len(chain) <= self.most_increments else None
+
+        found = self.group.from_first(find)
+        return None if found is None else BaseEntry.from_dict(found)
 
     def _write(self, path: Path, content: Content, step: int, group: Group) -> None:
         try:
@@ -146,7 +191,10 @@ class CheckpointStore:
         """
         try:
             self._writer.finish()
-        except CheckpointError as error:
+        except VivianeError as error:
+            self._base = None
+            if not isinstance(error, CheckpointError):
+                raise
             raise self.group.all_know(error) from error.__cause__
 
     def close(self) -> None:
@@ -165,11 +213,22 @@ class CheckpointStore:
         }
         write_json_atomic(self.folder / INDEX_FILE, index)
         kept = {*have[-self.keep :], step, *([] if best is None else [best[0]])}
+        kept |= {base for one in kept for base in self._bases(one)}
         for old in have:
             if old not in kept:
                 self._remove(old)
         if self.mirror is not None:
             self.mirror.push()
+
+    def _bases(self, step: int) -> list[int]:
+        """Return the steps of the checkpoints that this one needs; of a damaged one those that are known."""
+        found: list[int] = []
+        try:
+            for _, manifest in chain_of(self.path(step), read_manifest(self.path(step))):
+                found.append(manifest.step)
+        except CheckpointError:
+            pass  # `latest_whole` reports it
+        return found
 
     def latest_whole(self) -> Path | None:
         """Return the newest checkpoint that passes verification; None if there are no checkpoints.

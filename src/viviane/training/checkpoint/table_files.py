@@ -19,7 +19,8 @@ from viviane.embedding import CachedStorage, DynamicStorage, DynamicTableConfig,
 from viviane.embedding.dynamic_content import misfits, state_entries
 from viviane.embedding.module_parts import collections_of
 from viviane.ops.row_update import initial_state
-from viviane.training.checkpoint.manifest import ShardEntry, TableEntry, TensorEntry
+from viviane.training.checkpoint.increments import open_table
+from viviane.training.checkpoint.manifest import Manifest, ShardEntry, TableEntry, TensorEntry
 from viviane.training.checkpoint.saved_table import MEAN, STATE, SavedTable
 from viviane.training.checkpoint.table_parts import TablePart, parts_of
 from viviane.training.checkpoint.tiered_restore import restore_rows
@@ -88,13 +89,16 @@ class TableFile:
 
     # Writing ------------------------------------------------------------------------------------------------
 
-    def describe(self, part: TablePart, num_rows: int, optimizer_state: bool) -> TableEntry:
+    def describe(
+        self, part: TablePart, num_rows: int, optimizer_state: bool, *, is_increment: bool = False
+    ) -> TableEntry:
         """Describe the table, on a process that holds a part of it.
 
         Args:
             part: a part on this process.
             num_rows: number of rows in the part's file.
             optimizer_state: False: the file has weights only.
+            is_increment: the file has only rows that changed.
         """
         table, storage, count = self.collection.tables[self.name], part.storage, len(self.parts)
         if isinstance(storage, DynamicStorage):
@@ -118,16 +122,18 @@ class TableFile:
             has_mean=optimizer_state and storage.row_mean is not None,
             step=step if optimizer_state else 0,
             is_dynamic=self.is_dynamic,
+            is_increment=is_increment,
         )
 
     # Reading ------------------------------------------------------------------------------------------------
 
-    def read(self, folder: Path, entry: TableEntry, weights_only: bool) -> SavedTable:
+    def read(self, folder: Path, manifest: Manifest, weights_only: bool) -> SavedTable:
         """Memory-map the table's files and compare them with the table; the table is not changed.
 
         Raises:
             CheckpointError: the table was trained with another optimizer, or its keys do not match.
         """
+        entry = manifest.tables[self.full]
         where = f"{folder / entry.files[0]}, table {self.name!r}"
         if not weights_only and set(self._state) != set(entry.state):
             raise CheckpointError(
@@ -137,7 +143,7 @@ class TableFile:
                 allowed=", ".join(self._state) or "none",
                 fix="resume with the embedding optimizer of that run, or load with weights_only=True",
             )
-        saved = SavedTable(folder, entry)
+        saved = open_table(folder, manifest, self.full)
         for part in self.parts:
             if isinstance(part.storage, DynamicStorage):
                 tensors = self._dynamic(saved, weights_only)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from viviane.core.exchange import tidy
 from viviane.core.files import file_sha256, replace_folder
 from viviane.embedding import TableConfig
 from viviane.parallel import ShardingPlan, TablePlan, shards_of
+from viviane.training.checkpoint.increments import open_table, verify_checkpoint
 from viviane.training.checkpoint.manifest import (
     DENSE_FILE,
     MAX_SHARDS,
@@ -24,7 +25,6 @@ from viviane.training.checkpoint.manifest import (
     Manifest,
     ShardEntry,
     TableEntry,
-    verify_checkpoint,
     version_of,
     write_manifest,
 )
@@ -32,6 +32,8 @@ from viviane.training.checkpoint.saved_table import SavedTable
 from viviane.training.checkpoint.table_files import table_file
 from viviane.training.checkpoint.tensor_files import read_tensors, write_tensors
 
+_Cut: TypeAlias = "list[tuple[range, int, int]]"
+"""Keys and columns of each file of a table."""
 _PIECE_ELEMENTS = 1 << 22
 _OF_ALL_COLUMNS = ("state.last_step",)  # one element per row, equal in all column shards
 _DENSE_FILES = (DENSE_FILE, OPTIMIZER_FILE, PROGRESS_FILE)
@@ -56,6 +58,11 @@ def reshard(
         raise ConfigError("give either a number of processes or a plan", value=processes)
     if processes is not None and not 1 <= processes <= MAX_SHARDS:
         raise ConfigError("invalid number of processes", value=processes, allowed=f"1 to {MAX_SHARDS}")
+    _rewrite(source, target, lambda full, entry: _shards(full, entry, processes, plan))
+
+
+def _rewrite(source: str | Path, target: str | Path, cut: Callable[[str, TableEntry], _Cut]) -> None:
+    """Write a checkpoint with whole tables in other files."""
     folder = new_folder(target)
     manifest = verify_checkpoint(source)
     with replace_folder(folder, overwrite=False) as work:
@@ -65,11 +72,31 @@ def reshard(
             shutil.copyfile(Path(source) / name, work / name)
         tables = {}
         for full, entry in manifest.tables.items():
-            tables[full] = _cut(Path(source), work, full, entry, _shards(full, entry, processes, plan))
+            tables[full] = _cut(open_table(source, manifest, full), work, full, cut(full, entry))
         names = sorted({*(manifest.files.keys() - old), *(name for entry in tables.values() for name in entry.files)})
         files = {n: FileEntry(bytes=(work / n).stat().st_size, sha256=file_sha256(work / n)) for n in names}
-        changes = {"tables": tables, "files": files, "version": version_of(tables)}
+        changes = {"tables": tables, "files": files, "version": version_of(tables), "base": None}
         write_manifest(work, Manifest(**{**dict(manifest), **changes}))
+
+
+def compact(source: str | Path, target: str | Path) -> None:
+    """Write an incremental checkpoint with whole tables, in the files of its own cut; its bases are not needed then.
+
+    Args:
+        source: the checkpoint, beside its bases; all are verified first.
+        target: the new folder.
+
+    Raises:
+        ConfigError: the target exists.
+        CheckpointError: the source or a base is missing or damaged, or the disk is full.
+    """
+    _rewrite(source, target, lambda full, entry: _own_shards(entry))
+
+
+def _own_shards(entry: TableEntry) -> list[tuple[range, int, int]]:
+    if not entry.shards:
+        return [(range(entry.weight.shape[0]), 0, entry.weight.shape[1])]
+    return [(one.rows, *one.columns) for one in entry.shards]
 
 
 def new_folder(target: str | Path) -> Path:
@@ -107,8 +134,9 @@ def _shards(
     return [(shard.keys, shard.start, shard.stop) for shard in shards_of(found, table)]
 
 
-def _cut(source: Path, work: Path, full: str, entry: TableEntry, shards: list[tuple[range, int, int]]) -> TableEntry:
-    saved, count = SavedTable(source, entry), len(shards)
+def _cut(saved: SavedTable, work: Path, full: str, shards: list[tuple[range, int, int]]) -> TableEntry:
+    entry = saved.entry.model_copy(update={"is_increment": False})
+    count = len(shards)
     if entry.is_dynamic:
         write_tensors(work / table_file(full), saved.content())
         return entry.model_copy(update={"file": table_file(full), "shards": ()})
@@ -156,7 +184,7 @@ def compare_checkpoints(one: str | Path, other: str | Path) -> list[dict[str, An
             where = "second" if entries[0] is None else "first"
             rows.append({"tensor": f"table {full}", "difference": f"only in the {where}"})
         else:
-            rows += _table_differences(full, SavedTable(Path(one), entries[0]), SavedTable(Path(other), entries[1]))
+            rows += _table_differences(full, open_table(one, first, full), open_table(other, second, full))
     return rows
 
 

@@ -30,11 +30,13 @@ from viviane.parallel import Group, ShardedCollection
 from viviane.training.checkpoint.dense_state import dense_tensors, optimizer_tensors
 from viviane.training.checkpoint.group_results import on_all_ranks, on_first_rank
 from viviane.training.checkpoint.held_rows import CopyStream, held_rows
+from viviane.training.checkpoint.increments import changed_sources
 from viviane.training.checkpoint.manifest import (
     DENSE_FILE,
     HISTORY_FILE,
     OPTIMIZER_FILE,
     PROGRESS_FILE,
+    BaseEntry,
     FileEntry,
     Manifest,
     TableEntry,
@@ -44,7 +46,7 @@ from viviane.training.checkpoint.manifest import (
 )
 from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.checkpoint.table_files import table_file, table_files
-from viviane.training.checkpoint.table_parts import choose_writers, group_of
+from viviane.training.checkpoint.table_parts import TablePart, choose_writers, group_of
 from viviane.training.checkpoint.tensor_files import Source, unchanged_tensors, write_sources
 from viviane.training.checkpoint.tiered_rows import tiered_sources
 
@@ -128,11 +130,13 @@ def collect(
     *,
     optimizer_state: bool = True,
     hold: bool = False,
+    base: BaseEntry | None = None,
 ) -> Content:
     """Collect everything that this process writes.
 
     Args:
         hold: keep the current content while training continues, until `Content.close`; False reads the live memory.
+        base: the checkpoint since which storages follow changes: tables get only the rows that have changed.
 
     Raises:
         CheckpointError: the module has state that a checkpoint cannot store.
@@ -149,12 +153,13 @@ def collect(
         "dense_optimizer_values": plain,
         "progress": copy.deepcopy(place.values),
         "plans": _plans(module),
+        "base": base,
     }
     content = Content(values, {name: TensorEntry.of(tensor) for name, tensor in dense.items()})
     stream = CopyStream(next((one.collection.device for one in table_files(module)), _device_of(dense)))
     keep: Callable[[Mapping[str, Tensor]], dict[str, Source]] = stream.hold if hold else unchanged_tensors
     try:
-        _collect_tables(content, module, group, optimizer_state, hold, stream)
+        _collect_tables(content, module, group, optimizer_state, hold, stream, base is not None)
         if group.rank == 0:
             content.files[DENSE_FILE] = keep(dense)
             if trained is not None:
@@ -171,32 +176,43 @@ def collect(
 
 
 def _collect_tables(
-    content: Content, module: nn.Module, group: Group, optimizer_state: bool, hold: bool, stream: CopyStream
-) -> None:
+    content: Content, module: nn.Module, group: Group, optimizer_state: bool, hold: bool, stream: CopyStream,
+    changed_only: bool,
+) -> None:  # fmt: skip
     files = table_files(module)
     content.order = [file.full for file in files]
     writers = choose_writers({file.full: file.parts for file in files}, group.size)
     own = [(file, i) for file in files for i in range(len(file.parts)) if writers[file.full, i] == group.rank]
     tensors = [file.tensors(file.parts[i], optimizer_state) for file, i in own]  # this may update means of rows
+    changed = [_changed_rows(file.parts[i]) if changed_only else None for file, i in own]
     if hold:
-        for file, i in own:
+        for (file, i), rows in zip(own, changed, strict=True):
             storage = file.parts[i].storage
-            if isinstance(storage, CachedStorage):
+            if isinstance(storage, CachedStorage) or rows is not None:
                 continue
             if isinstance(storage, Storage) and not storage.weight.is_cuda and storage not in content.storages:
                 content.storages.append(storage)
                 storage.take_snapshots()
-    for (file, i), live in zip(own, tensors, strict=True):
+    for (file, i), live, rows in zip(own, tensors, changed, strict=True):
         part = file.parts[i]
         sources: dict[str, Source]
-        if isinstance(part.storage, CachedStorage):
+        if rows is not None:
+            sources = changed_sources(part, live, rows)
+        elif isinstance(part.storage, CachedStorage):
             sources = dict(tiered_sources(part.storage, file.name, list(live)))
         elif not hold:
             sources = unchanged_tensors(live)
         else:
             sources = held_rows(part, live) if part.storage in content.storages else stream.hold(live)
         content.files[table_file(file.full, i, len(file.parts))] = sources
-        content.tables[file.full] = file.describe(part, sources["weight"].shape[0], optimizer_state)
+        content.tables[file.full] = file.describe(
+            part, sources["weight"].shape[0], optimizer_state, is_increment=rows is not None
+        )
+
+
+def _changed_rows(part: TablePart) -> Tensor | None:
+    """Return the rows of a part that changed since its storage follows changes; None: the part is written whole."""
+    return part.storage.changed_rows(part.table) if isinstance(part.storage, Storage) else None
 
 
 def _plans(module: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,40 @@
+"""Which rows have changed since a time: what an incremental checkpoint holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class ChangedMarks:
+    """A bit a row, in one byte, on the device of the rows; marked inside of recorded steps too.
+
+    Args:
+        num_rows: of all tables together.
+        device: of the rows that are marked.
+
+    Example:
+        >>> marks = ChangedMarks(6, torch.device("cpu"))
+        >>> marks.mark(torch.tensor([4, 2, 4]))
+        >>> marks.rows(2, 6).tolist()
+        [0, 2]
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._marks = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    def mark(self, rows: Tensor) -> None:
+        """Note that rows have changed, repeated as they are."""
+        self._marks[rows.to(torch.int64)] = True
+
+    def mark_range(self, start: int, stop: int) -> None:
+        """Note that all rows from `start` on and below `stop` have changed."""
+        self._marks[start:stop] = True
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return which rows of a range have changed, rising, counted from its start; int64 on the host."""
+        return self._marks[start:stop].nonzero().view(-1).cpu()
+
+    def clear(self) -> None:
+        """Take all rows as unchanged from now on."""
+        self._marks.zero_()
