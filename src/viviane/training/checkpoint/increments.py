@@ -1,8 +1,8 @@
 """Incremental checkpoints: tables that hold only the rows that changed since a base, and the chain back to whole ones.
 
 A file of an increment has "keys" (n,), rising, and the rows of these keys, "weight" and "state.<name>". A table is read
-from the newest whole table of the chain and all increments after it. A checkpoint names its base by its folder, which stands
-beside it, and by the check sum of the base's manifest, so that another checkpoint is not taken for it.
+from the newest whole table of the chain and all increments after it. A checkpoint names its base by its folder, which
+stands beside it, and by the check sum of the base's manifest, so that another checkpoint is not taken for it.
 
 `viviane.store.delta` has another purpose: messages of at most 1 MiB with weights alone, which servers apply in turn.
 These files hold optimizer state, of any size, and are mapped by key.
