@@ -12,6 +12,7 @@ from viviane.batch import Batch, Layout
 from viviane.core.errors import KeyRangeError
 from viviane.schema import Schema
 from viviane.serving import InferenceSession
+from viviane.serving.batches import cut
 from viviane.serving.program import prevented
 
 NAMES = [name for name in ZOO if name not in ("din", "bst", "two_tower")]
@@ -76,7 +77,7 @@ def test_other_settings(recipe, user, tmp_path) -> None:
     model = saved(tmp_path / "m", schema, recipe)
     session = InferenceSession(tmp_path / "m", device="cpu", num_threads=2)
     assert session.execution == "program"
-    for size in (1, 100):
+    for size in (1, 100, 129, 500):
         batch = batch_of(schema, size)
         np.testing.assert_array_equal(session.predict(batch), model.predict(batch)[:, 0])
         dense, ids = batch.dense.t().contiguous().t(), batch.one_hot.long().t().contiguous().t()
@@ -151,3 +152,33 @@ def test_instances_do_not_share_buffers(tmp_path) -> None:
 def test_what_cannot_be_a_program_says_why(models) -> None:
     assert "bags" in InferenceSession(models.path("dlrm"), device="cpu").execution
     assert "torch module" in str(prevented(torch.nn.Linear(1, 1), Layout.of(schema_of("dlrm"))))
+
+
+def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(tmp_path) -> None:
+    schema = schema_of("deepfm")
+    saved(tmp_path / "m", schema, ZOO["deepfm"])
+    one, four = (InferenceSession(tmp_path / "m", device="cpu", num_threads=count) for count in (1, 4))
+    batch = batch_of(schema, 700)
+    whole = one.predict(batch)
+    np.testing.assert_array_equal(four.predict(batch), whole)
+    for first, last in ((0, 1), (699, 700), (3, 67), (100, 612)):
+        np.testing.assert_array_equal(one.predict(cut(batch, first, last)), whole[first:last])
+
+
+def test_a_key_out_of_range_in_any_threads_share_is_named(tmp_path) -> None:
+    schema = schema_of("dlrm")
+    model = vv.Model(vv.Solver(device="cpu"), schema)
+    model.add(vv.Input(label="label", dense="dense", sparse="cats"))
+    model.add(vv.SparseEmbedding("emb", bottom="cats", dim=4, out_of_range="raise"))
+    model.add(vv.DenseLayer("flat", "Reshape", bottom="emb", shape=[-1]))
+    model.add(vv.DenseLayer("logit", "InnerProduct", bottom="flat", num_output=1))
+    model.add(vv.DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["logit", "label"]))
+    model.compile()
+    model.save(tmp_path / "m")
+    session = InferenceSession(tmp_path / "m", device="cpu", num_threads=3)
+    assert session.execution == "program"
+    batch = batch_of(schema, 300)
+    session.predict(batch)
+    batch.one_hot[250, 1] = 40
+    with pytest.raises(KeyRangeError, match="row 250"):
+        session.predict(batch)

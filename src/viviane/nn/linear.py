@@ -8,11 +8,11 @@ from typing import Literal, cast
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer, InitializerName
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.ops.linear import linear
 from viviane.ops.mlp import mlp, reason
 
 ActivationName = Literal["relu", "none"]
@@ -69,7 +69,7 @@ class InnerProduct(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class MLPParameters(Settings):

@@ -30,6 +30,11 @@ class Forward:
             output = self._module(batch)
         return self._objective.predictions(output, batch.size)
 
+    @property
+    def sigmoid_shift(self) -> float | None:
+        """See `Objective.sigmoid_shift`."""
+        return self._objective.sigmoid_shift
+
     def predictions(self, output: Tensor) -> Tensor:
         """Return the predictions of what the module returned, (B, L), float32."""
         return self._objective.predictions(output, len(output))

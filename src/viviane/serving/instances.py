@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Final, Protocol, cast
 
@@ -16,16 +17,19 @@ from viviane.batch import Batch, Layout
 from viviane.core.errors import ConfigError
 from viviane.model.module import GraphModule
 from viviane.ops.packing_ahead import PackedWeights
-from viviane.serving.batches import random_batch
+from viviane.serving.batches import cut, random_batch
 from viviane.serving.forward import Forward
 from viviane.serving.graphs import graph_instance, graphs_prevented
 from viviane.serving.loading import LoadedModel
 from viviane.serving.program import Program, prevented
+from viviane.serving.program_steps import Packed
 from viviane.serving.settings import SessionSettings
 from viviane.training.step.precision import Precision
 
 _COMPARED: Final = (1, 33)
 """Batch sizes for which a program has to give the bits of the module before it is used."""
+_ROWS_PER_THREAD: Final = 64
+"""Fewest rows that are worth a thread."""
 
 
 class Instance(Protocol):
@@ -66,32 +70,42 @@ class ProgramInstance:
 
     Args:
         forward: the module operation by operation.
+        programs: one for each thread; rows are shared out, unless a layer is called between two native calls.
     """
 
-    def __init__(self, forward: Forward, program: Program, num_threads: int) -> None:
-        self._forward, self._program, self._num_threads = forward, program, num_threads
+    def __init__(self, forward: Forward, programs: Sequence[Program], num_threads: int) -> None:
+        self._forward, self._program, self._num_threads = forward, programs[0], num_threads
+        self._programs = programs
+        self._pool = ThreadPoolExecutor(num_threads) if len(programs) > 1 else None
 
     def run(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
         """Return predictions, (B, L)."""
         if not batch.one_hot.is_cpu:
             batch = batch.to("cpu")
         program = self._program
-        if not program.calls_layers and torch.get_num_threads() == self._num_threads:
-            logits = program(batch)  # nothing here that autograd would look at
-            if logits is not None:
-                plain: NDArray[np.float32] = self._forward.predictions(logits).numpy()
-                return plain
+        if not program.calls_torch:
+            scores = program(batch) if self._pool is None else self._on_threads(batch, self._pool)
+            if scores is not None:
+                return scores
         with torch_threads(self._num_threads), torch.no_grad():
-            logits = program(batch)
-            scores = self._forward(batch) if logits is None else self._forward.predictions(logits)
-        found: NDArray[np.float32] = scores.numpy()
+            scores = program(batch) if program.calls_torch else None
+            found: NDArray[np.float32] = self._forward(batch).numpy() if scores is None else scores
         return found
+
+    def _on_threads(self, batch: Batch, pool: ThreadPoolExecutor) -> NDArray[np.float32] | None:
+        share = max(_ROWS_PER_THREAD, -(-batch.size // len(self._programs)))
+        if batch.size <= share:
+            return self._program(batch)
+        parts = [cut(batch, first, first + share) for first in range(0, batch.size, share)]
+        found = list(pool.map(lambda program, part: program(part), self._programs, parts))
+        whole = [one for one in found if one is not None]
+        return np.concatenate(whole) if len(whole) == len(found) else None
 
     def agrees(self, batch: Batch) -> bool:
         """Whether it gives the bits of the module."""
         with torch_threads(self._num_threads), torch.no_grad():
-            logits = self._program(batch)
-            return logits is not None and torch.equal(self._forward.predictions(logits), self._forward(batch))
+            scores = self._program(batch)
+            return scores is not None and np.array_equal(scores, self._forward(batch).numpy())
 
 
 @contextmanager
@@ -136,11 +150,15 @@ class Instances:
         if why is None:
             wide = any(column.dtype == "int64" for column in model.schema.one_hot)
             id_dtype = torch.int64 if wide else torch.int32
-            found = []
+            found, packed = [], Packed()
             for number in range(count):
                 module = cast(GraphModule, model.module if number == 0 else model.replica())
                 forward = Forward(module, model.objective, self.precision, model.device)
-                found.append(ProgramInstance(forward, Program(module, layout, id_dtype), settings.num_threads))
+                programs = [Program(module, layout, id_dtype, forward, packed)]
+                if not programs[0].calls_torch:
+                    more = settings.num_threads - 1
+                    programs += [Program(module, layout, id_dtype, forward, packed) for _ in range(more)]
+                found.append(ProgramInstance(forward, programs, settings.num_threads))
             if all(found[0].agrees(random_batch(model.schema, size)) for size in _COMPARED):
                 self.execution = "program"
                 return [*found]

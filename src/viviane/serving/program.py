@@ -13,21 +13,25 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.batch import Batch, Layout
 from viviane.embedding import EmbeddingCollection
 from viviane.embedding.plan import OneHotPlan
 from viviane.model.module import GraphModule, Structure
-from viviane.nn.cross import MultiCross, MultiCrossParameters
+from viviane.nn.basic import Add, ReduceSum
+from viviane.nn.cross import FmOrder2, MultiCross, MultiCrossParameters, WeightMultiply
 from viviane.nn.interaction import Interaction, InteractionParameters
 from viviane.nn.linear import MLP, InnerProduct, is_heard
 from viviane.nn.registry import Layer
 from viviane.nn.rows import BATCH, rows_of
 from viviane.nn.shape import Concat, ConcatParameters, Reshape, ReshapeParameters
 from viviane.ops.programs import reason
-from viviane.serving.program_steps import Steps
+from viviane.serving.forward import Forward
+from viviane.serving.program_steps import Packed, Steps
 
 
 @dataclass
@@ -70,28 +74,36 @@ def prevented(module: object, layout: Layout) -> str | None:
 
 
 class Program:
-    """Computes the logits of batches of one layout; one thread at a time.
+    """Computes the predictions of batches of one layout; one thread at a time.
 
     Args:
         module: for which `prevented` gave None, in eval mode, on the CPU, in float32.
+        forward: what makes predictions of logits, where that is not one sigmoid.
+        packed: packed weights, which the programs of one model share.
         capacity: C to begin with; it grows with the batches.
     """
 
-    def __init__(self, module: GraphModule, layout: Layout, id_dtype: torch.dtype, capacity: int = 64) -> None:
+    def __init__(
+        self, module: GraphModule, layout: Layout, id_dtype: torch.dtype, forward: Forward, packed: Packed,
+        capacity: int = 64,
+    ) -> None:  # fmt: skip
         self._structure, self._layout, self._id_dtype = module.structure, layout, id_dtype
+        self._forward, self._packed = forward, packed
         self._build(capacity)
 
     def _build(self, capacity: int) -> None:
         self._capacity = capacity
-        plan = _Planner(self._structure, self._layout, Steps(capacity, self._id_dtype), capacity)
+        shift = self._forward.sigmoid_shift
+        plan = _Planner(self._structure, self._layout, Steps(capacity, self._id_dtype, self._packed), capacity, shift)
         self._segments, self._places, self._steps = plan.segments, plan.places, plan.steps
         places = [plan.places[slot] for slot in self._structure.outputs]
         self._outputs = [place.view(capacity, (place.width,)) for place in places]
+        self._scores = None if plan.scores is None else plan.scores.numpy()
         # Autograd has to be off for layers of the module; steps it never sees.
-        self.calls_layers = any(step is not None for _, _, step in plan.segments)
+        self.calls_torch = plan.scores is None or any(step is not None for _, _, step in plan.segments)
 
-    def __call__(self, batch: Batch) -> Tensor | None:
-        """Return the logits, (B, W), valid until the next call; None where a key is out of its table's range."""
+    def __call__(self, batch: Batch) -> NDArray[np.float32] | None:
+        """Return the predictions, (B, L); None where a key is out of its table's range."""
         size = batch.size
         if size > self._capacity:
             self._build(1 << (size - 1).bit_length())
@@ -106,9 +118,13 @@ class Program:
                     self._view(slot, shape, size, dense).copy_(result)
         if self._steps.found_bad_key():
             return None
-        if len(self._outputs) == 1:
-            return self._outputs[0][:size]
-        return torch.cat([one[:size] for one in self._outputs], 1)
+        if self._scores is not None:
+            return self._scores[:size].copy()
+        logits = [one[:size] for one in self._outputs]
+        scores: NDArray[np.float32] = self._forward.predictions(
+            logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+        ).numpy()
+        return scores
 
     def _view(self, slot: int, shape: tuple[int, ...], size: int, dense: Tensor) -> Tensor:
         place = self._places[slot]
@@ -122,7 +138,7 @@ Segment = tuple[int, int, tuple[Layer, list[Shaped], list[Shaped]] | None]
 class _Planner:
     """Settles where every tensor is, and writes the steps."""
 
-    def __init__(self, structure: Structure, layout: Layout, steps: Steps, capacity: int) -> None:
+    def __init__(self, structure: Structure, layout: Layout, steps: Steps, capacity: int, shift: float | None) -> None:
         self.structure, self.layout, self.steps, self.capacity = structure, layout, steps, capacity
         self.places: dict[int, Place] = {}
         self.segments: list[Segment] = []
@@ -136,8 +152,19 @@ class _Planner:
             self._lookup(slot, cast(EmbeddingCollection, collection))
         for layer, bottoms, tops in structure.steps:
             self._step(cast(Layer, layer), bottoms, tops)
+        self.scores = None if shift is None else self._probabilities(shift)
         self._close()
         steps.settle()
+
+    def _probabilities(self, shift: float) -> Tensor:
+        outputs = [self._whole(self.places[slot]) for slot in self.structure.outputs]
+        width = sum(place.width for place in outputs)
+        scores, column = self._new(width), 0
+        for place in outputs:
+            to = scores.address + 4 * column
+            self.steps.probabilities(place.address, place.stride, to, width, place.width, shift)
+            column += place.width
+        return scores.view(self.capacity, (width,))
 
     def _new(self, width: int) -> Place:
         buffer = torch.empty(self.capacity * max(width, 1))
@@ -200,10 +227,29 @@ class _Planner:
             self.places[tops[0]] = place
         elif type(layer) is InnerProduct and len(layer.in_shapes[0]) == 1:
             self.places[tops[0]] = self._linear(places[0], layer.weight, layer.bias, relu=False)
+        elif type(layer) in (Add, ReduceSum, WeightMultiply, FmOrder2):
+            self._small_step(layer, places, bottoms, tops)
         elif type(layer) is Interaction and self._interacts(places):
             self._interaction(layer, places, tops[0])
         elif type(layer) is MultiCross and layer.weights_to_pack():
             self._cross(layer, places[0], tops[0])
+        else:
+            self._call(layer, bottoms, tops)
+
+    def _small_step(self, layer: Layer, places: list[Place], bottoms: tuple[int, ...], tops: tuple[int, ...]) -> None:
+        x = places[0]
+        if isinstance(layer, Add):
+            self._add(places, tops[0])
+        elif isinstance(layer, ReduceSum) and layer.sums_rows:
+            self.places[tops[0]] = self._linear(x, torch.ones(1, x.width), torch.zeros(1), relu=False)
+        elif isinstance(layer, WeightMultiply):
+            self.places[tops[0]] = out = self._new(math.prod(layer.out_shapes[0]))
+            self.steps.scaled_vectors(self._address(x), x.stride, layer.weight, out.address, out.stride)
+        elif isinstance(layer, FmOrder2):
+            [dim] = layer.out_shapes[0]
+            x, self.places[tops[0]] = self._whole(x), self._new(dim)
+            shape, out = (x.width // dim, dim), self.places[tops[0]]
+            self.steps.pair_sums(x.address, self._new(dim).address, out.address, shape)
         else:
             self._call(layer, bottoms, tops)
 
@@ -256,13 +302,26 @@ class _Planner:
         )
         self.places[top] = out
 
+    def _whole(self, x: Place) -> Place:
+        """Return a place whose rows lie side by side."""
+        if x.buffer is not None and x.stride == x.width:
+            return x
+        whole = self._new(x.width)
+        self.steps.copy(self._address(x), x.stride, whole.address, x.width, x.width)
+        return whole
+
+    def _add(self, places: list[Place], top: int) -> None:
+        total, out = places[0], self._new(places[0].width)
+        for one in places[1:]:
+            self.steps.add(
+                self._address(total), total.stride, self._address(one), one.stride, out.address, out.width
+            )  # fmt: skip
+            total = out
+        self.places[top] = out
+
     def _cross(self, layer: MultiCross, x: Place, top: int) -> None:
         settings = cast(MultiCrossParameters, layer.settings)
-        if x.buffer is None or x.stride != x.width:
-            whole = self._new(x.width)
-            self.steps.copy(self._address(x), x.stride, whole.address, x.width, x.width)
-            x = whole
-        first = x
+        first = x = self._whole(x)
         for index, (weight, bias) in enumerate(zip(layer.weights, layer.biases, strict=True)):
             u = x
             if settings.projection_dim:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ _ROOM: Final = 16
 _MOST_STEPS: Final = 512
 _NEVER: Final = 2**63 - 1
 
+Packed: TypeAlias = dict[tuple[int, torch.Size], tuple[Tensor, Tensor]]
+"""Weights, which stay alive, and what `viviane.ops.linear` packs them into."""
+
 
 class Steps:
     """Writes steps, and runs them.
@@ -25,21 +28,25 @@ class Steps:
     Args:
         capacity: most rows of a batch.
         id_dtype: of the ids of batches.
+        packed: weights as products read them, by the address of the weight; programs of one model share them.
     """
 
-    def __init__(self, capacity: int, id_dtype: torch.dtype) -> None:
+    def __init__(self, capacity: int, id_dtype: torch.dtype, packed: Packed) -> None:
+        from viviane.ops.linear.cpu import ROWS
         from viviane.ops.programs.cpu import kernels_key, program_kernel
 
         self._capacity, self._id_dtype, self._key = capacity, id_dtype, kernels_key()
+        self._packed = packed
         self._calls = np.zeros((_MOST_STEPS, _ROOM), np.int64)
         self._table = np.zeros((_MOST_STEPS, 2), np.int64)
         self._first_wrong = np.zeros(_MOST_STEPS, np.int64)
-        self._driver = program_kernel(self._key)
+        self._driver, self._block = program_kernel(self._key), ROWS
         self._run = np.array([0, 1, 0, 0], np.int64)
         self._kept: list[Any] = []
         self._sizes: list[int] = []
         self._dense: list[int] = []
         self._keys: list[int] = []
+        self._blocks: list[int] = []
         self.count = 0
 
     def keep(self, *things: Any) -> None:
@@ -97,14 +104,44 @@ class Steps:
         crossed: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Add a fully connected layer, of the batch's dense numbers where x is None; `crossed`: x_0 and x_l."""
-        from viviane.ops.programs.cpu import linear_kernel, sgemm_address
+        from viviane.ops.linear.cpu import linear_kernel, linear_operands, pack
 
-        weight, bias = weight.detach().contiguous(), bias.detach().contiguous()
-        self.keep(weight, bias)
-        operands = [0, x or 0, stride, weight.data_ptr(), bias.data_ptr(), out, *weight.shape, sgemm_address()]
-        first = self._add(linear_kernel(relu, crossed is not None, self._key), [*operands, *(crossed or (0, 0))])
+        place = weight.data_ptr(), weight.shape
+        if place not in self._packed:
+            self._packed[place] = weight, pack(weight)
+        packed, bias = self._packed[place][1], bias.detach().contiguous()
+        self.keep(packed, bias)
+        operands = linear_operands(
+            0, x or 0, stride, packed, bias, out, len(bias), relu, self._block, [*(crossed or (0, 0))]
+        )  # fmt: skip
+        first = self._add(linear_kernel(self._key), operands)
+        self._blocks.append(first - _OPERANDS + 1)
         if x is None:
             self._dense.append(first + 1)
+
+    def add(self, a: int | None, a_stride: int, b: int | None, b_stride: int, out: int, width: int) -> None:
+        """Add two tensors' rows; None stands for the batch's dense numbers."""
+        from viviane.ops.programs.cpu import add_kernel
+
+        first = self._add(add_kernel(self._key), [0, a or 0, 4 * a_stride, b or 0, 4 * b_stride, out, width])
+        self._dense += [first + at for at, one in ((1, a), (3, b)) if one is None]
+
+    def scaled_vectors(self, x: int | None, stride: int, weight: Tensor, out: int, out_stride: int) -> None:
+        """Add rows of W (s, d), each times one of x's s numbers."""
+        from viviane.ops.programs.cpu import scaled_vectors_kernel
+
+        weight = weight.detach().contiguous()
+        self.keep(weight)
+        operands = [0, x or 0, 4 * stride, weight.data_ptr(), out, 4 * out_stride, *weight.shape]
+        first = self._add(scaled_vectors_kernel(self._key), operands)
+        if x is None:
+            self._dense.append(first + 1)
+
+    def pair_sums(self, vectors: int, sums: int, out: int, shape: tuple[int, int]) -> None:
+        """Add sums over all pairs of vectors, shape (S, D); `sums` has room for (C, D)."""
+        from viviane.ops.pair_sums.cpu import sum_kernel
+
+        self._add(sum_kernel(shape[1], self._key), [0, shape[0], vectors, sums, out])
 
     def interaction(
         self, dense: int, embeddings: int, out: int, shape: tuple[int, int], *, pad: bool, itself: bool
@@ -115,11 +152,19 @@ class Steps:
         front = int(dense != 0)
         self._add(dots_kernel(shape[0] + front, front, shape[1], pad, itself, self._key), [0, dense, embeddings, out])
 
+    def probabilities(self, z: int, stride: int, out: int, out_stride: int, width: int, shift: float) -> None:
+        """Add probabilities of logits."""
+        from viviane.ops.probabilities.cpu import bits_of, probabilities_kernel
+
+        operands = [0, z, 4 * stride, out, 4 * out_stride, width, bits_of(shift)]
+        self._add(probabilities_kernel(self._key), operands)
+
     # Running ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Mark the program as complete."""
         self._words = self._calls.reshape(-1)
+        self._at_blocks = np.array(self._blocks, np.int64)
         self._at_sizes, self._at_dense = np.array(self._sizes, np.int64), np.array(self._dense, np.int64)
         self._first_wrong = self._first_wrong[: len(self._keys)]
         self._untouched = [_NEVER] * len(self._keys)
@@ -135,6 +180,7 @@ class Steps:
         words = self._words
         if size != self._size:
             words[self._at_sizes] = self._size = size
+            words[self._at_blocks] = -(-size // self._block)
         words[self._at_dense] = dense.data_ptr()
         if self._keys:
             address, width = ids.data_ptr(), ids.shape[1]
@@ -150,5 +196,7 @@ class Steps:
 
     def found_bad_key(self) -> bool:
         """Whether a key of the last run was out of the range of a table that refuses it."""
+        if not self._keys:
+            return False
         found: list[int] = self._first_wrong.tolist()
         return found != self._untouched

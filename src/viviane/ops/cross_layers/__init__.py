@@ -4,7 +4,8 @@ Shapes: B rows, n their width, k the rank, L layers.
 
 On a GPU the product W_l u_l forms x_{l+1} before it is stored, and the backward product forms both what flows down and
 x_0 times it, with the sums of the columns for the bias; what flows to x_0 from all layers is added up once, in the last
-product. Elsewhere, and where `reason` returns a reason, plain torch computes it.
+product. On the CPU `viviane.ops.linear` makes predictions. Elsewhere, and where `reason` returns a reason, plain torch
+computes it.
 
 Source: Wang et al. 2021 (DCN v2).
 """
@@ -20,6 +21,8 @@ from viviane.core.errors import SchemaError
 from viviane.ops.cross_layers.operator import cross_layers_kernels
 from viviane.ops.cross_layers.reference import cross_layers as plain
 from viviane.ops.dispatch import kernels_serve
+from viviane.ops.linear import linear
+from viviane.ops.linear import reason as linear_reason
 
 __all__ = ["cross_layers", "reason"]
 
@@ -57,10 +60,22 @@ def cross_layers(
             "cross layers take x (B, n), projections (k, n), weights (n, k) and biases (n), one each a layer",
             value=given,
         )
+    if linear_reason(x, weights[0]) is None:
+        return _in_linear_layers(x, projections, weights, biases)
     if reason(x, weights) is not None:
         return plain(x, projections, weights, biases)
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     return cross_layers_kernels(x, projections or [], weights, biases, dtype)
+
+
+def _in_linear_layers(
+    x: Tensor, projections: Sequence[Tensor] | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    first = x
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        u = x if projections is None else linear(x, projections[index], None)
+        x = linear(u, weight, bias, cross=(first, x))
+    return x
 
 
 def reason(x: Tensor, weights: Sequence[Tensor]) -> str | None:

@@ -6,8 +6,9 @@ On a GPU no pass over activations is made that a matrix product could make on it
 forward product; the backward product of a layer masks its result by the ReLU below and sums the columns for the bias
 below; weight gradients are summed in float32 and stay float32 where the weights are. An output of width 1 has kernels
 of its own, that read its input once. In 16 bits and without gradients one launch computes four or more layers of up to
-8 rows, whose results do not depend on their number. On the CPU all layers are one step of backward, and ReLU and its
-gradient overwrite what the products wrote. Where `reason` returns a reason, plain torch computes it.
+8 rows, whose results do not depend on their number. On the CPU `viviane.ops.linear` makes predictions; in training all
+layers are one step of backward, and ReLU and its gradient overwrite what the products wrote. Where `reason` returns a
+reason, plain torch computes it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from viviane.core.errors import SchemaError
 from viviane.ops.dispatch import choose, kernels_serve
+from viviane.ops.linear import linear
+from viviane.ops.linear import reason as linear_reason
 from viviane.ops.mlp.in_place import mlp as mlp_in_place
 from viviane.ops.mlp.operator import mlp_kernels
 from viviane.ops.mlp.reference import mlp as plain
@@ -69,6 +72,10 @@ def mlp(
     if not serves:
         return plain(x, weights, biases, relu)
     all_biases = [bias for bias in biases if bias is not None]
+    if linear_reason(x, weights[0]) is None:
+        for weight, bias, positive in zip(weights, biases, relu, strict=True):
+            x = linear(x, weight, bias, relu=positive)
+        return x
     if not kernels_serve(x.device):
         return mlp_in_place(x, weights, all_biases, relu)
     return mlp_kernels(x, weights, all_biases, relu, _product_dtype(x))

@@ -1,8 +1,8 @@
 """Probabilities of logits: p = 1 / (1 + e^(s - z)), float32.
 
 On a GPU one kernel widens 16-bit logits, computes them, and writes them where the caller wants them, into page-locked
-memory of the host too; torch needs three launches for it, which are a tenth of a small batch's time. It may differ from
-torch's sigmoid in the last bit, so that all who predict on a GPU take it.
+memory of the host too; torch needs three launches for it, which are a tenth of a small batch's time. On the CPU it is
+rounded once. Both may differ from torch's sigmoid in the last bit, so that all who predict take them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from viviane.ops.dispatch import kernels_serve, load
+from viviane.ops.dispatch import choose, kernels_serve, load
 from viviane.ops.probabilities.reference import write_probabilities as plain
 
 __all__ = ["probabilities", "reason", "write_probabilities"]
@@ -33,6 +33,9 @@ def probabilities(logits: Tensor, shift: float = 0.0) -> Tensor:
     """
     if reason(logits) is not None:
         return ((logits.float() - shift) if shift else logits.float()).sigmoid()
+    if logits.device.type == "cpu" and not kernels_serve(logits.device):
+        found: Tensor = load("probabilities", "cpu").probabilities(logits, shift)
+        return found
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     write_probabilities(logits, out, shift)
     return out
@@ -56,7 +59,7 @@ def write_probabilities(
         >>> out.item(), bool(flag)
         (0.5, True)
     """
-    if reason(logits) is not None:
+    if reason(logits) is not None or not kernels_serve(out.device):
         plain(logits, out, shift, records, flag)
     else:
         load("probabilities", "gpu").write_probabilities(logits, out, shift, records, flag)
@@ -66,11 +69,11 @@ def reason(logits: Tensor) -> str | None:
     """Return the reason why plain torch is used for these logits, or None if the kernel does.
 
     Example:
-        >>> reason(torch.ones(1))
-        'no GPU, or VIVIANE_OPS: plain torch'
+        >>> reason(torch.ones(1, dtype=torch.float64))
+        'only float32, bfloat16 and float16 have a kernel'
     """
-    if not kernels_serve(logits.device):
-        return "no GPU, or VIVIANE_OPS: plain torch"
+    if choose(logits.device) == "reference":
+        return "VIVIANE_OPS: plain torch"
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return "a trace reads plain torch"
     if logits.dtype not in _TYPES:

@@ -1,7 +1,7 @@
 """A forward pass on the CPU as one call: a list of kernels that runs without Python between them.
 
-A step is a kernel of `viviane.ops.native` and its operands, `call`, whose addresses are settled in advance. `linear`
-calls the matrix product that torch itself calls, with the same arguments, and so gives the bits of `torch.addmm`.
+A step is a kernel of `viviane.ops.native` and its operands, `call`, whose addresses are settled in advance. Kernels
+are those that layers call outside of programs, too, when no gradients are asked for, and so give the same bits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from viviane.ops.dispatch import choose
+from viviane.ops.linear import machine_reason
 
 __all__ = ["reason"]
 
@@ -25,8 +26,4 @@ def reason() -> str | None:
     """
     if choose(torch.device("cpu")) != "cpu":
         return "kernels for CPUs are switched off"
-    from viviane.ops.programs.cpu import sgemm_address
-
-    if not sgemm_address():
-        return "torch's library exports no matrix product of the BLAS interface"
-    return None
+    return machine_reason()

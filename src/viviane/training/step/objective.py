@@ -246,6 +246,11 @@ class Objective:
                 result[:, label] = torch.sigmoid(torch.logit(part[:, j]) - self._shift) if weighted else part[:, j]
         return result
 
+    @property
+    def sigmoid_shift(self) -> float | None:
+        """What s is, where predictions are 1 / (1 + e^(s - z)) of the logits one by one, (B, L); else None."""
+        return self._shift if self._one_sigmoid and self.own_loss is None else None
+
     def write_predictions(self, output: object, out: Tensor, records: Sequence[Tensor], flag: Tensor | None) -> None:
         """Write the result of `predictions`, (B, L), float32, to `out`, and to `flag` whether a record is set.
 
