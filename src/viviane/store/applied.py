@@ -34,7 +34,8 @@ class AppliedRocksTier(RocksTier):
         Raises:
             StoreError: the disk is full or not writable; nothing was changed then.
         """
-        keys, rows, erased = np.ascontiguousarray(keys), np.ascontiguousarray(rows), np.ascontiguousarray(erased)
+        order = np.argsort(keys, kind="stable")  # RocksDB's sorted memory takes neighbours faster
+        keys, rows, erased = keys[order], rows[order], np.ascontiguousarray(erased)
         self.layout.check_rows(keys, rows)
         batch, handle = self.database.batch(), self.database.handle(self.table)
         data, size = rows.tobytes(), self.layout.row_bytes

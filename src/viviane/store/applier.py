@@ -17,7 +17,7 @@ from viviane.core.errors import StoreError
 from viviane.core.json_files import expected_form, json_object, parse_json
 from viviane.core.logging import get_logger
 from viviane.store.delta import Delta, DeltaKind, decode_delta
-from viviane.store.row_layout import Keys, Rows
+from viviane.store.row_layout import Found, Keys, Rows
 
 Stream = tuple[str, int]
 """A table and a partition."""
@@ -82,16 +82,28 @@ class Changes:
     def merged(self, row_bytes: int) -> tuple[Keys, Rows, Keys]:
         """Return keys (n,), their last rows (n, row_bytes), and the keys whose last change removes them."""
         keys = np.concatenate([part.keys for part in self.parts])
-        removed = np.concatenate([np.full(len(p.keys), p.header.kind == DeltaKind.ERASED) for p in self.parts])
-        rows = np.concatenate([
-            part.rows if part.header.kind == DeltaKind.ROWS else np.zeros((len(part.keys), row_bytes), np.uint8)
-            for part in self.parts
-        ])  # fmt: skip
-        if len(self.parts) > 1 or len(np.unique(keys)) < len(keys):
-            _, first = np.unique(keys[::-1], return_index=True)
-            last = np.sort(len(keys) - 1 - first)
-            keys, removed, rows = keys[last], removed[last], rows[last]
-        return keys[~removed], rows[~removed], keys[removed]
+        kept = _last_of_each(keys)
+        lengths = [len(part.keys) for part in self.parts]
+        removed = np.repeat([part.header.kind == DeltaKind.ERASED for part in self.parts], lengths)
+        wanted = kept & ~removed
+        rows = np.empty((np.count_nonzero(wanted), row_bytes), np.uint8)
+        start = place = 0
+        for part in self.parts:  # each row is copied once
+            own = wanted[start : start + len(part.keys)]
+            count = int(np.count_nonzero(own))
+            if count:
+                rows[place : place + count] = part.rows if count == len(own) else part.rows[own]
+            start, place = start + len(own), place + count
+        return keys[wanted], rows, keys[kept & removed]
+
+
+def _last_of_each(keys: Keys) -> Found:
+    """Return which keys do not come again."""
+    order = np.argsort(keys, kind="stable")
+    by_key = keys[order]
+    kept = np.ones(len(keys), np.bool_)
+    kept[order[:-1]] = by_key[1:] != by_key[:-1]
+    return kept
 
 
 class DeltaTarget(Protocol):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from viviane.core.errors import ConfigError, StoreError
 from viviane.core.optional import require
-from viviane.ops.resp import CHECKSUM_BYTES, clear_damaged, sealed_rows
+from viviane.ops.resp import RowReplies, key_elements, sealed_rows
 from viviane.store.delta import partition_of
 from viviane.store.redis_wire import MovedError, RowConnection, TlsOptions, client_options
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
@@ -79,6 +78,9 @@ class RedisTier:
         self._client: Any = None
         self._nodes: list[tuple[str, int]] = []
         self._node_of: list[int] = []
+        self._by_node: list[int] = []
+        self._rank_of = np.empty(0, np.int16)
+        """Of each partition its place in `_by_node`."""
         self._find_nodes()
 
     # Nodes ------------------------------------------------------------------------------------------------------
@@ -105,6 +107,9 @@ class RedisTier:
             before, self._client = self._client, client
             self._nodes = sorted(set(found))
             self._node_of = [self._nodes.index(one) for one in found]
+            self._by_node = sorted(range(self.partitions), key=lambda one: (self._node_of[one], one))
+            self._rank_of = np.empty(self.partitions, np.int16)
+            self._rank_of[self._by_node] = np.arange(self.partitions)
             self._generation += 1
         if before is not None:
             before.close()
@@ -161,16 +166,17 @@ class RedisTier:
 
     def _groups(self, keys: Keys) -> tuple[Keys, list[list[tuple[int, int, int]]]]:
         """Sort keys by node and partition: their order, and by node (partition, start, stop) in that order."""
-        parts = partition_of(keys, self.partitions)
-        ranks = np.asarray(self._node_of, np.int64)[parts] * self.partitions + parts
-        order = np.argsort(ranks, kind="stable")
-        sorted_parts = parts[order]
-        edges = np.flatnonzero(np.diff(ranks[order])) + 1
-        starts = [0, *edges.tolist(), len(keys)] if len(keys) else [0]
-        found: list[list[tuple[int, int, int]]] = [[] for _ in self._nodes]
-        for start, stop in pairwise(starts):
-            partition = int(sorted_parts[start])
-            found[self._node_of[partition]].append((partition, start, stop))
+        with self._lock:
+            by_node, rank_of, node_of, num_nodes = self._by_node, self._rank_of, self._node_of, len(self._nodes)
+        ranks = rank_of[partition_of(keys, self.partitions)]
+        order = np.argsort(ranks, kind="stable")  # of 16-bit numbers by radix
+        stops = np.cumsum(np.bincount(ranks, minlength=self.partitions))
+        found: list[list[tuple[int, int, int]]] = [[] for _ in range(num_nodes)]
+        start = 0
+        for partition, stop in zip(by_node, stops.tolist(), strict=True):
+            if stop > start:
+                found[node_of[partition]].append((partition, start, stop))
+            start = stop
         return order, found
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
@@ -187,25 +193,18 @@ class RedisTier:
         return found
 
     def _fetch(self, keys: Keys, out: Rows, found: Found) -> int:
+        """Fetch rows to `out`, and return how many were damaged."""
         connections = self._connections()
         order, groups = self._groups(keys)
-        sorted_keys = keys[order]
-        size = self.layout.row_bytes
-        rows, there = np.empty((len(keys), size + CHECKSUM_BYTES), np.uint8), np.zeros(len(keys), np.bool_)
-        for connection, own in zip(connections, groups, strict=True):
-            if own:
-                connection.ask([(self._names[partition], sorted_keys[a:b]) for partition, a, b in own])
-        for connection, own in zip(connections, groups, strict=True):
-            if own:
-                first, last = own[0][1], own[-1][2]
-                connection.answers([b - a for _, a, b in own], rows[first:last], there[first:last])
-        damaged = clear_damaged(sorted_keys, rows, there)
-        if there.all():
-            out[order] = rows[:, :size]
-        else:
-            out[order[there]] = rows[there, :size]
-        found[order] = there
-        return damaged
+        replies = RowReplies(keys[order], order, out, found)
+        elements = memoryview(key_elements(replies.keys))
+        named = [[(self._names[partition], a, b) for partition, a, b in own] for own in groups]
+        for connection, hashes in zip(connections, named, strict=True):
+            if hashes:
+                connection.ask(hashes, elements)
+        for connection, hashes in zip(connections, named, strict=True):
+            connection.answers(hashes, replies)
+        return replies.damaged
 
     def put(self, keys: Keys, rows: Rows) -> None:
         """Insert or replace rows; see `viviane.store.Tier`. A server that fails on the way has some of them."""

@@ -13,8 +13,16 @@ import numpy as np
 
 from viviane.core.errors import StoreError
 from viviane.core.optional import require
-from viviane.ops.resp import MORE, PARSED, key_elements, pair_elements, parse_rows
-from viviane.store.row_layout import Found, Keys, Rows
+from viviane.ops.resp import (
+    CHECKSUM_BYTES,
+    KEY_ELEMENT_BYTES,
+    MORE,
+    PARSED,
+    RowReplies,
+    key_elements,
+    pair_elements,
+)
+from viviane.store.row_layout import Keys, Rows
 
 USER_VARIABLE: Final = "VIVIANE_REDIS_USERNAME"
 PASSWORD_VARIABLE: Final = "VIVIANE_REDIS_PASSWORD"
@@ -80,6 +88,7 @@ class RowConnection:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket: socket.socket = plain
         self._buffer = np.empty(_RECEIVE_BYTES, np.uint8)
+        self._address: int = self._buffer.ctypes.data
         self._start = self._end = 0
         try:
             if tls is not None:
@@ -101,25 +110,29 @@ class RowConnection:
 
     # Rows -------------------------------------------------------------------------------------------------------
 
-    def ask(self, hashes: Sequence[tuple[bytes, Keys]]) -> None:
-        """Send HMGETs of many keys, one a hash; `answers` reads the replies."""
-        parts = []
-        for name, keys in hashes:
-            parts += [b"*%d\r\n$5\r\nHMGET\r\n" % (len(keys) + 2), _element(name), key_elements(keys)]
+    def ask(self, hashes: Sequence[tuple[bytes, int, int]], elements: memoryview) -> None:
+        """Send HMGETs of many keys, one a hash; `answers` reads the replies.
+
+        Args:
+            hashes: name, first and last key of each.
+            elements: `key_elements` of all keys.
+        """
+        parts: list[bytes | memoryview] = []
+        for name, start, stop in hashes:
+            parts += [b"*%d\r\n$5\r\nHMGET\r\n" % (stop - start + 2), _element(name)]
+            parts.append(elements[KEY_ELEMENT_BYTES * start : KEY_ELEMENT_BYTES * stop])
         self._socket.sendall(b"".join(parts))
 
-    def answers(self, counts: Sequence[int], out: Rows, found: Found) -> None:
-        """Read replies to `ask` into rows and flags, one hash's after another's.
+    def answers(self, hashes: Sequence[tuple[bytes, int, int]], replies: RowReplies) -> None:
+        """Read replies to `ask`, one hash's after another's.
 
         Raises:
             StoreError: a row has another length, or the server reports an error.
             MovedError: the cluster has changed.
         """
-        at = 0
-        for count in counts:
-            self._expect_array(count)
-            self._rows(count, out[at : at + count], found[at : at + count])
-            at += count
+        for _, start, stop in hashes:
+            self._expect_array(stop - start)
+            self._rows(replies, start, stop - start)
 
     def write(self, hashes: Sequence[tuple[bytes, Keys, Rows]]) -> None:
         """Send HSETs, one a hash; `written` reads the replies."""
@@ -160,24 +173,22 @@ class RowConnection:
             return MovedError(text)
         return StoreError("the server does not answer with rows", where=self.where, value=text)
 
-    def _rows(self, count: int, out: Rows, found: Found) -> None:
+    def _rows(self, replies: RowReplies, first: int, count: int) -> None:
         item = 0
-        whole = np.ascontiguousarray(out)
         while True:
-            state, self._start, item = parse_rows(self._buffer, self._start, self._end, item, count, whole, found)
+            state, self._start, item = replies.parse(self._address, self._start, self._end, first, item, count)
             if state == PARSED:
-                break
+                return
             if state != MORE:
                 shown = bytes(self._buffer[self._start : self._start + 16])
                 raise StoreError("a stored row has another length", where=self.where, value=shown,
-                                 allowed=f"{out.shape[1]} bytes", fix="use another name for other rows")  # fmt: skip
+                                 allowed=f"{replies.row_bytes + CHECKSUM_BYTES} bytes",
+                                 fix="use another name for other rows")  # fmt: skip
             self._receive()
-        if whole is not out:
-            out[:] = whole
 
     def _line(self) -> bytes:
         while True:
-            held = self._buffer[self._start : self._end].tobytes()[:_LONGEST_LINE]
+            held = self._buffer[self._start : min(self._end, self._start + _LONGEST_LINE)].tobytes()
             end = held.find(b"\r\n")
             if end >= 0:
                 self._start += end + 2
@@ -195,7 +206,7 @@ class RowConnection:
         if self._end == len(self._buffer):
             bigger = np.empty(2 * len(self._buffer), np.uint8)
             bigger[: self._end] = self._buffer
-            self._buffer = bigger
+            self._buffer, self._address = bigger, bigger.ctypes.data
         count = self._socket.recv_into(self._buffer[self._end :].data)
         if not count:
             raise ConnectionError(f"{self.where}: the server has closed the connection")

@@ -16,29 +16,26 @@ _AHEAD = 12
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     import numba
 
-    from viviane.ops.native.memory import prefetch
+    from viviane.ops.native.memory import copy_bytes, int64_at, prefetch
 
     @numba.njit(nogil=True, cache=True)
-    def gather(memory: Any, address: int, places: Any, out: Any) -> int:
-        count, words, hits = len(places), memory.shape[1], 0
+    def gather(memory: int, row_bytes: int, places: int, count: int, out: int) -> int:
+        hits = 0
         for n in range(count):
-            later = places[min(n + _AHEAD, count - 1)]
+            later = int64_at(places)[min(n + _AHEAD, count - 1)]
             if later >= 0:
-                for line in range(0, words * 8, 64):
-                    prefetch(address + later * words * 8 + line)
-            place = places[n]
+                for line in range(0, row_bytes, 64):
+                    prefetch(memory + later * row_bytes + line)
+            place = int64_at(places)[n]
             if place >= 0:
                 hits += 1
-                for j in range(words):
-                    out[n, j] = memory[place, j]
+                copy_bytes(out + n * row_bytes, memory + place * row_bytes, row_bytes)
         return hits
 
     @numba.njit(nogil=True, cache=True)
-    def scatter(memory: Any, places: Any, rows: Any) -> None:
-        for n in range(len(places)):
-            place = places[n]
-            for j in range(memory.shape[1]):
-                memory[place, j] = rows[n, j]
+    def scatter(memory: int, row_bytes: int, places: int, count: int, rows: int) -> None:
+        for n in range(count):
+            copy_bytes(memory + int64_at(places)[n] * row_bytes, rows + n * row_bytes, row_bytes)
 
     return gather, scatter
 
@@ -58,8 +55,8 @@ def gather_rows(memory: NDArray[np.uint8], places: NDArray[np.int64], out: NDArr
     """
     if not len(places):
         return 0
-    words = memory.view(np.int64)
-    return int(_kernels()[0](words, words.ctypes.data, places, out.view(np.int64)))
+    gather = _kernels()[0]
+    return int(gather(memory.ctypes.data, memory.shape[1], places.ctypes.data, len(places), out.ctypes.data))
 
 
 def copy_to_rows(memory: NDArray[np.uint8], places: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
@@ -71,4 +68,5 @@ def copy_to_rows(memory: NDArray[np.uint8], places: NDArray[np.int64], rows: NDA
         [0, 0, 8]
     """
     if len(places):
-        _kernels()[1](memory.view(np.int64), places, rows.view(np.int64))
+        scatter = _kernels()[1]
+        scatter(memory.ctypes.data, memory.shape[1], places.ctypes.data, len(places), rows.ctypes.data)

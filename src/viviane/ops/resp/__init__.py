@@ -1,8 +1,8 @@
 """Redis' protocol for rows of one length: requests and replies of many keys as arrays, without an object a key.
 
 request_rows    what follows "*<n>" of HMGET (keys) and HSET (keys and rows), each element "$<length>", data
-parse_rows      "$<row_bytes>" and the row, or "$-1", one after another, as the bytes come in
-sealed_rows     rows, each followed by the CRC-32C of its key and itself; clear_damaged compares them
+RowReplies      "$<row_bytes + 4>" and the sealed row, or "$-1", one after another, as the bytes come in
+sealed_rows     rows, each followed by the CRC-32C of its key and itself
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 PARSED: Final = 0
 MORE: Final = 1
 OTHER: Final = 2
-"""What `parse_rows` found: all rows, the beginning of some, or something else than rows of that length."""
+"""What `RowReplies.parse` found: all rows, the beginning of some, or something else than rows of that length."""
+
+
+KEY_ELEMENT_BYTES: Final = 14
+"""Of each key in `key_elements`."""
 
 
 def key_elements(keys: NDArray[np.int64]) -> bytes:
@@ -47,26 +51,53 @@ def pair_elements(keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> bytes:
     return elements.tobytes()
 
 
-def parse_rows(
-    data: NDArray[np.uint8], start: int, end: int, item: int, count: int, out: NDArray[np.uint8],
-    found: NDArray[np.bool_],
-) -> tuple[int, int, int]:  # fmt: skip
-    """Copy the rows of a reply as far as they have come.
+class RowReplies:
+    """Where the rows of replies go, and how many were damaged so far.
+
+    A stored row is `sealed_rows`; one whose checksum differs, since it was altered or is another key's, is not found.
 
     Args:
-        data: bytes that were received, up to `end`; those before `start` were parsed.
-        item: elements that were parsed before.
-        count: elements of the reply.
-        out, found: rows (count, row_bytes), and which there are (count,).
-
-    Returns:
-        PARSED, MORE or OTHER; where parsing ended; the number of elements parsed.
+        keys: (n,), int64, in the order of the replies.
+        targets: (n,), int64: row of `out`, and place in `found`, of each.
+        out: (m, row_bytes), uint8; rows may lie apart.
+        found: (m,).
     """
-    from viviane.ops.resp.cpu import parse
 
-    place = np.array([start, item], np.int64)
-    state = parse(data.ctypes.data, end, count, out.ctypes.data, out.shape[1], found.ctypes.data, place.ctypes.data)
-    return int(state), int(place[0]), int(place[1])
+    def __init__(
+        self, keys: NDArray[np.int64], targets: NDArray[np.int64], out: NDArray[np.uint8], found: NDArray[np.bool_]
+    ) -> None:
+        self.keys, self.row_bytes = keys, out.shape[1]
+        self._held = (targets, out, found)  # whose addresses are below
+        self._place = np.zeros(3, np.int64)
+        self._keys, self._targets, self._at = keys.ctypes.data, targets.ctypes.data, self._place.ctypes.data
+        self._out, self._stride, self._found = out.ctypes.data, out.strides[0], found.ctypes.data
+
+    @property
+    def damaged(self) -> int:
+        """Rows with another checksum."""
+        return int(self._place[2])
+
+    def parse(self, address: int, start: int, end: int, first: int, item: int, count: int) -> tuple[int, int, int]:
+        """Copy the rows of one reply to where they go, as far as they have come.
+
+        Args:
+            address: of the bytes that were received, up to `end`; those before `start` were parsed.
+            first: the reply's first key.
+            item: elements that were parsed before.
+            count: elements of the reply.
+
+        Returns:
+            PARSED, MORE or OTHER; where parsing ended; the number of elements parsed.
+        """
+        from viviane.ops.resp.cpu import parse
+
+        place = self._place
+        place[0], place[1] = start, item
+        state = parse(
+            address, end, count, self._keys + 8 * first, self._targets + 8 * first, self._out, self._stride,
+            self.row_bytes, self._found, self._at,
+        )  # fmt: skip
+        return int(state), int(place[0]), int(place[1])
 
 
 CHECKSUM_BYTES: Final = 4
@@ -76,10 +107,8 @@ def sealed_rows(keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> NDArray[np.
     """Return rows with a checksum, (n, row_bytes + 4): CRC-32C of the key's 8 bytes and the row, little-endian.
 
     Example:
-        >>> sealed = sealed_rows(np.array([1, 2]), np.zeros((2, 8), np.uint8))
-        >>> found = np.ones(2, np.bool_)
-        >>> clear_damaged(np.array([1, 3]), sealed, found), found.tolist()
-        (1, [True, False])
+        >>> sealed_rows(np.array([1, 2]), np.zeros((2, 8), np.uint8)).shape
+        (2, 12)
     """
     from viviane.ops.resp.cpu import seal
 
@@ -87,11 +116,3 @@ def sealed_rows(keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> NDArray[np.
     out = np.empty((len(rows), rows.shape[1] + CHECKSUM_BYTES), np.uint8)
     seal(keys.ctypes.data, rows.ctypes.data, len(rows), rows.shape[1], out.ctypes.data)
     return out
-
-
-def clear_damaged(keys: NDArray[np.int64], rows: NDArray[np.uint8], found: NDArray[np.bool_]) -> int:
-    """Clear `found` for rows of `sealed_rows` that were altered or belong to another key; returns how many."""
-    from viviane.ops.resp.cpu import unseal
-
-    width = rows.shape[1] - CHECKSUM_BYTES
-    return int(unseal(keys.ctypes.data, rows.ctypes.data, len(keys), width, found.ctypes.data))

@@ -14,11 +14,22 @@ _PARSED, _MORE, _OTHER = 0, 1, 2
 _DOLLAR, _MINUS, _ONE, _ZERO, _NINE, _RETURN, _LINE = 36, 45, 49, 48, 57, 13, 10
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def parse(data, end, count, out, row_bytes, found, place):
-    """Parse elements from place[0] on; place[1] counts them. See `viviane.ops.resp.parse_rows`."""
+@njit(forceinline=True)
+def _take(row, row_bytes, key, target):
+    """Copy a row to an address if its checksum is right; return whether it was."""
+    sum_ = update(row, row_bytes, update(key, 8, 0))
+    if (int32_at(row + row_bytes)[0] ^ sum_) & 0xFFFFFFFF != 0:
+        return False
+    copy_bytes(target, row, row_bytes)
+    return True
+
+
+@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def parse(data, end, count, keys, targets, out, stride, row_bytes, found, place):
+    """Parse elements from place[0] on; place[1] counts them, place[2] those damaged. See `RowReplies.parse`."""
     text = uint8_at(data)
     at, item = int64_at(place)[0], int64_at(place)[1]
+    sealed_bytes = row_bytes + 4
     state = _PARSED
     while item < count:
         start = at
@@ -34,7 +45,7 @@ def parse(data, end, count, out, row_bytes, found, place):
                 state = _OTHER
                 at = start
                 break
-            uint8_at(found)[item] = 0
+            uint8_at(found)[int64_at(targets)[item]] = 0
             at += 4
             item += 1
             continue
@@ -47,7 +58,7 @@ def parse(data, end, count, out, row_bytes, found, place):
         if end - at < 2:
             at, state = start, _MORE
             break
-        if text[at] != _RETURN or text[at + 1] != _LINE or length != row_bytes:
+        if text[at] != _RETURN or text[at + 1] != _LINE or length != sealed_bytes:
             at, state = start, _OTHER
             break
         at += 2
@@ -57,8 +68,10 @@ def parse(data, end, count, out, row_bytes, found, place):
         if text[at + length] != _RETURN or text[at + length + 1] != _LINE:
             at, state = start, _OTHER
             break
-        copy_bytes(out + item * row_bytes, data + at, row_bytes)
-        uint8_at(found)[item] = 1
+        target = int64_at(targets)[item]
+        right = _take(data + at, row_bytes, keys + 8 * item, out + target * stride)
+        uint8_at(found)[target] = right
+        int64_at(place)[2] += not right
         at += length + 2
         item += 1
     int64_at(place)[0] = at
@@ -73,17 +86,3 @@ def seal(keys, rows, count, row_bytes, out):
         row = out + i * (row_bytes + 4)
         copy_bytes(row, rows + i * row_bytes, row_bytes)
         int32_at(row + row_bytes)[0] = update(row, row_bytes, update(keys + 8 * i, 8, 0))
-
-
-@njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def unseal(keys, rows, count, row_bytes, found):
-    """Clear `found` of rows whose checksum differs, and return how many these are."""
-    damaged = 0
-    for i in range(count):
-        if uint8_at(found)[i]:
-            row = rows + i * (row_bytes + 4)
-            sum_ = update(row, row_bytes, update(keys + 8 * i, 8, 0))
-            if (int32_at(row + row_bytes)[0] ^ sum_) & 0xFFFFFFFF != 0:
-                uint8_at(found)[i] = 0
-                damaged += 1
-    return damaged

@@ -18,7 +18,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types, uint64
 
-from viviane.ops.native.memory import copy_bytes, int64_at, prefetch, primitive, uint8_at
+from viviane.ops.native.memory import copy_bytes, int64_at, prefetch, primitive, stack_integers, uint8_at
 
 EMPTY = 0
 ERASED = 1
@@ -26,7 +26,10 @@ FIRST = 2
 """What is added to a place in an index entry."""
 META = 4
 _KEY, _VERSION, _USED, _SLOT = 0, 1, 2, 3
-_GROUP = 16
+_AHEAD = 8
+"""Keys between asking for an index entry, for the row that it names, and reading the row."""
+_RING = 32  # a power of two, above 2 * _AHEAD
+_PREFETCHED = 1024
 _LOW = 0xFFFFFFFF
 
 
@@ -54,11 +57,22 @@ def _store(typing, address, value):
 
 
 @primitive
-def _fence(typing):
-    """Keep loads and stores on their side."""
+def _loads_before(typing):
+    """Keep earlier loads before later ones. On x86 this costs nothing; a full fence would wait for all stores."""
 
     def build(context, builder, signature, args):
-        builder.fence("seq_cst")
+        builder.fence("acquire")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+@primitive
+def _stores_before(typing):
+    """Keep earlier stores before later ones."""
+
+    def build(context, builder, signature, args):
+        builder.fence("release")
         return context.get_dummy_value()
 
     return types.void(), build
@@ -93,9 +107,10 @@ def _read(key, bits, mask, index, meta, rows, row_bytes, target, now):
             version = _load(own + 8 * _VERSION)
             if version & 1 == 0 and int64_at(own)[_KEY] == key:
                 copy_bytes(target, rows + place * row_bytes, row_bytes)
-                _fence()
+                _loads_before()
                 if _load(own + 8 * _VERSION) == version:
-                    int64_at(own)[_USED] = now
+                    if int64_at(own)[_USED] != now:  # a store takes the line from other readers
+                        int64_at(own)[_USED] = now
                     return True
                 continue  # the slot was overwritten while it was read
             if _load(index + 8 * slot) != entry:
@@ -103,25 +118,36 @@ def _read(key, bits, mask, index, meta, rows, row_bytes, target, now):
         slot = (slot + 1) & mask
 
 
+@njit(forceinline=True)
+def _ask_for_row(bits, mask, index, meta, rows, row_bytes):
+    """Prefetch the row that the first entry for a key names."""
+    entry = int64_at(index)[np.int64(bits & uint64(mask))]
+    if entry > ERASED and (entry >> 32) == _tag(bits):
+        place = (entry & _LOW) - FIRST
+        prefetch(meta + 8 * META * place)
+        for byte in range(0, min(row_bytes, _PREFETCHED), 64):
+            prefetch(rows + place * row_bytes + byte)
+
+
 @njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def find(keys, count, mask, index, meta, rows, row_bytes, out, stride, found, now):
-    """Copy the rows of keys to `out`, `stride` bytes apart, note which were there, and return how many."""
+    """Copy the rows of keys to `out`, `stride` bytes apart, note which were there, and return how many.
+
+    A pipeline of three steps, `_AHEAD` keys apart: ask for a key's index entry, for its row, copy it.
+    """
     hits = 0
-    for start in range(0, count, _GROUP):
-        end = min(start + _GROUP, count)
-        for i in range(start, end):
-            prefetch(index + 8 * np.int64(mix(int64_at(keys)[i]) & uint64(mask)))
-        for i in range(start, end):
-            bits = mix(int64_at(keys)[i])
-            entry = int64_at(index)[np.int64(bits & uint64(mask))]
-            if entry > ERASED and (entry >> 32) == _tag(bits):
-                place = (entry & _LOW) - FIRST
-                prefetch(meta + 8 * META * place)
-                for byte in range(0, min(row_bytes, 512), 64):
-                    prefetch(rows + place * row_bytes + byte)
-        for i in range(start, end):
-            key = int64_at(keys)[i]
-            there = _read(key, mix(key), mask, index, meta, rows, row_bytes, out + i * stride, now)
+    ring = stack_integers(_RING)
+    for step in range(count + 2 * _AHEAD):
+        if step < count:
+            bits = mix(int64_at(keys)[step])
+            ring[step & (_RING - 1)] = np.int64(bits)
+            prefetch(index + 8 * np.int64(bits & uint64(mask)))
+        if _AHEAD <= step < count + _AHEAD:
+            _ask_for_row(uint64(ring[(step - _AHEAD) & (_RING - 1)]), mask, index, meta, rows, row_bytes)
+        i = step - 2 * _AHEAD
+        if i >= 0:
+            bits = uint64(ring[i & (_RING - 1)])
+            there = _read(int64_at(keys)[i], bits, mask, index, meta, rows, row_bytes, out + i * stride, now)
             uint8_at(found)[i] = there
             hits += there
     return hits
@@ -175,7 +201,7 @@ def insert(keys, given, count, mask, index, meta, rows, row_bytes, ring, state, 
         own = meta + 8 * META * place
         version = int64_at(own)[_VERSION]
         _store(own + 8 * _VERSION, version + 1)
-        _fence()
+        _stores_before()
         copy_bytes(rows + place * row_bytes, given + i * row_bytes, row_bytes)
         int64_at(own)[_KEY] = key
         int64_at(own)[_USED] = now
