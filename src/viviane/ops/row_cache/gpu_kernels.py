@@ -1,0 +1,126 @@
+"""Triton kernels of a row cache on a GPU: search and copy of rows in one launch, and the writer's stores.
+
+A line of the index has 64 bytes: how many keys passed the line because it was full, then seven entries. An entry is 0,
+or 31 bits of the key's hash above 32 bits with its place + 1. A place has its key and its table beside its row. The
+first places are in the GPU's memory, the others in the host's: to kernels one range of addresses.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from viviane.ops.hash_table.gpu_kernels import mix64
+
+LINE_WORDS: Final = 8
+LINE_ENTRIES: Final = 7
+
+_spread = tl.constexpr(0x9E3779B97F4A7C15)
+_low = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def _search(lines, place_keys, place_tables, own, table, active, num_lines):
+    """Return the place of each key of a table, -1 where it is absent."""
+    bits = mix64(own.to(tl.uint64) ^ (table.to(tl.uint64) + 1) * _spread)
+    tag = (bits >> 33).to(tl.int64)
+    line = bits.to(tl.int64) & (num_lines - 1)
+    place = tl.zeros_like(own) - 1
+    j = tl.arange(0, 8)[None, :]
+    steps = num_lines
+    while (tl.max(active.to(tl.int32), axis=0) > 0) & (steps > 0):
+        words = tl.load(lines + line[:, None] * 8 + j, mask=active[:, None], other=0)
+        at = (words & _low) - 1
+        here = active[:, None] & (j > 0) & (at >= 0) & ((words >> 32) == tag[:, None])
+        same = here & (tl.load(place_keys + at, mask=here, other=0) == own[:, None])
+        same = same & (tl.load(place_tables + at, mask=same, other=-1) == table[:, None])
+        found = tl.max(tl.where(same, at, -1), axis=1)
+        place = tl.where(active & (found >= 0), found, place)
+        passed = tl.sum(tl.where(j == 0, words, 0), axis=1)
+        active = active & (found < 0) & (passed > 0)
+        line = (line + 1) & (num_lines - 1)
+        steps -= 1
+    return place
+
+
+@triton.jit(do_not_specialize=["count", "num_lines", "now"])
+def find_kernel(
+    keys,
+    tables,
+    lines,
+    place_keys,
+    place_tables,
+    used,
+    memory,
+    out,
+    places,
+    count,
+    num_lines,
+    stride,
+    now,
+    words: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Copy the rows of keys, `stride` words apart, and put the place of each, -1 where it is absent."""
+    n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    active = n < count
+    own = tl.load(keys + n, mask=active, other=0)
+    table = tl.load(tables + n, mask=active, other=0)
+    place = _search(lines, place_keys, place_tables, own, table, active, num_lines)
+    found = active & (place >= 0)
+    tl.store(places + n, place, mask=active)
+    before = tl.load(used + place, mask=found, other=0)
+    tl.store(used + place, tl.zeros_like(before) + now, mask=found & (before != now))
+    cols = tl.arange(0, width)[None, :]
+    here = found[:, None] & (cols < words)
+    rows = tl.load(memory + (place * words)[:, None] + cols, mask=here, other=0)
+    tl.store(out + (n * stride)[:, None] + cols, rows, mask=here)
+
+
+@triton.jit(do_not_specialize=["count", "now"])
+def write_kernel(
+    keys,
+    tables,
+    rows,
+    sources,
+    places,
+    place_keys,
+    place_tables,
+    used,
+    memory,
+    count,
+    now,
+    words: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Fill spare places, which no entry names: from `rows`, or from the places `sources` of rows that move."""
+    n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    active = n < count
+    place = tl.load(places + n, mask=active, other=0)
+    cols = tl.arange(0, width)[None, :]
+    here = active[:, None] & (cols < words)
+    if sources is not None:
+        source = tl.load(sources + n, mask=active, other=0)
+        row = tl.load(memory + (source * words)[:, None] + cols, mask=here, other=0)
+        use = tl.load(used + source, mask=active, other=0)
+    else:
+        row = tl.load(rows + (n * words)[:, None] + cols, mask=here, other=0)
+        use = tl.zeros((block,), tl.int32) + now
+    tl.store(place_keys + place, tl.load(keys + n, mask=active, other=0), mask=active)
+    tl.store(place_tables + place, tl.load(tables + n, mask=active, other=0), mask=active)
+    tl.store(used + place, use, mask=active)
+    tl.store(memory + (place * words)[:, None] + cols, row, mask=here)
+
+
+@triton.jit(do_not_specialize=["count"])
+def switch_kernel(numbers, content, lines, count, block: tl.constexpr):
+    """Store lines of the index: each entry is one store of 64 bits, which names the old place or the new one."""
+    n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    line, word = n // 8, n % 8
+    active = line < count
+    number = tl.load(numbers + line, mask=active, other=0)
+    tl.store(lines + number * 8 + word, tl.load(content + n, mask=active, other=0), mask=active)
