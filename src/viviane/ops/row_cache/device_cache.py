@@ -241,7 +241,7 @@ class DeviceRowCache:
     # Places -----------------------------------------------------------------------------------------------------
 
     def _places_of(self, keys: NDArray[np.int64], table: int) -> _Places:
-        from viviane.ops.row_cache.line_index import locate
+        from viviane.ops.row_cache.cpu_lines import locate
 
         tables = np.full(len(keys), table, np.int32)
         keys = np.ascontiguousarray(keys)
@@ -318,7 +318,7 @@ class DeviceRowCache:
         sources: _Places | None = None,
     ) -> None:  # fmt: skip
         """Fill places with rows, and let the index name them."""
-        from viviane.ops.row_cache.line_index import RETIRED, TOUCHED, assign
+        from viviane.ops.row_cache.cpu_lines import RETIRED, TOUCHED, assign
 
         counts, retired = np.zeros(4, np.int64), np.empty(len(keys), np.int64)
         assign(
@@ -337,7 +337,7 @@ class DeviceRowCache:
         self._change(keys, tables, self._take(pool, len(places)), sources=places)
 
     def _remove(self, places: _Places) -> int:
-        from viviane.ops.row_cache.line_index import TOUCHED, remove
+        from viviane.ops.row_cache.cpu_lines import TOUCHED, remove
 
         if not len(places):
             return 0
