@@ -81,6 +81,8 @@ class CachedStorage(Storage):
         ConfigError: a table's optimizer moves rows that no batch has.
     """
 
+    in_tiers = True
+
     def __init__(
         self,
         tables: Sequence[TableConfig],
@@ -379,10 +381,20 @@ class CachedStorage(Storage):
         """Refuse, as `table_rows`."""
         raise self._no_view(name)
 
-    def slot_rows(self, name: str) -> Tensor:
+    @property
+    def capture_ineligible_reason(self) -> str | None:
+        """Always one: the host must run before a lookup."""
+        return f"table {next(iter(self.tiers or self.tables))!r} is in tiers: the host fetches its rows"
+
+    def checkpoint_tensors(self, table: str) -> dict[str, Tensor]:
+        """Return the shapes of what a checkpoint has of a table, on the meta device."""
+        found = self.column_shapes(table)
+        return {name if name == "weight" else f"state.{name}": one for name, one in found.items()}
+
+    def rows_in_memory(self, table: str) -> Tensor:
         """Return a view of the slots of a table, (slots, D), whatever rows they hold."""
         self.finish_moves()
-        return self.weight[self.bases[name] : self.bases[name] + self.room[name]]
+        return self.weight[self.bases[table] : self.bases[table] + self.room[table]]
 
     def tables_of(self, rows: Tensor) -> set[str]:
         """Return the names of the tables that own slots."""

@@ -286,7 +286,7 @@ class EmbeddingCollection(LocalCollection):
     def one_hot_plans(self, one_hot: Sequence[str]) -> tuple[OneHotPlan, ...] | None:
         """Return how batches with these one-hot columns are looked up, where nothing else is; else None."""
         plan = self._plan(tuple(one_hot))
-        cached = any(isinstance(one.storage, CachedStorage) for one in plan.one_hot)
+        cached = any(one.storage.in_tiers for one in plan.one_hot)
         return None if cached or plan.pooled or plan.concat or plan.dynamic else plan.one_hot
 
     def check(self) -> None:
@@ -402,7 +402,8 @@ class EmbeddingCollection(LocalCollection):
     def rows_in_memory(self, table: str) -> Tensor:
         """Return a view of the rows of a table that are in memory: all of them, where it is not in tiers."""
         storage = self._storage(table)
-        return storage.slot_rows(table) if isinstance(storage, CachedStorage) else self.table_rows(table)
+        storage.settle()  # the view may be written to
+        return storage.rows_in_memory(table)
 
     def import_table(self, table: str, content: TableState) -> None:
         """Replace a table's rows and optimizer state.

@@ -73,6 +73,11 @@ class DynamicStorage(TableStorage):
         """The same, as maps of keys to rows count."""
         return self.table.null_row
 
+    @property
+    def capture_ineligible_reason(self) -> str | None:
+        """Always one: the host must run during a lookup."""
+        return f"table {self.table.table.name!r} is dynamic: the host assigns rows to its keys"
+
     @serialized
     def rows(self, keys: Sequence[Tensor], training: bool) -> list[Tensor]:
         """Return the rows of a batch's keys, given in several vectors; called once a batch.
@@ -162,6 +167,10 @@ class DynamicStorage(TableStorage):
     def table_rows(self, table: str) -> Tensor:
         """Return a view of the rows that have had a key."""
         return self.table.weight[: self.table.index.num_rows]
+
+    def checkpoint_tensors(self, table: str) -> dict[str, Tensor]:
+        """Return a copy of the table's content."""
+        return state_entries(self.table, "")
 
     def state_entries(self, table: str, prefix: str) -> dict[str, Tensor]:
         """Return the table's part of a state_dict: keys, and everything that belongs to them."""

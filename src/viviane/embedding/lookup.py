@@ -174,7 +174,7 @@ def whole_table(storage: Storage, table: str, dtype: torch.dtype, *, trains: boo
         dtype: of the result.
         trains: whether backward keeps the gradients.
     """
-    if isinstance(storage, CachedStorage):
+    if storage.in_tiers:
         raise ConfigError(
             "a lookup of all rows needs the whole table in memory", where=f"table {table!r}",
             fix="leave it out of embedding_memory",

@@ -184,6 +184,23 @@ class Storage(TableStorage):
         """Raise the errors that the device found in captured steps since the last call."""
         self.steps.check()
 
+    @property
+    def num_steps_was_set(self) -> bool:
+        """Whether the number of updates was set since the last step, other than by a step."""
+        return self.steps.were_set
+
+    def checkpoint_tensors(self, table: str) -> dict[str, Tensor]:
+        """Return views of a table's rows, "weight", and of its optimizer state, "state.<name>"."""
+        return {"weight": self.table_rows(table), **{f"state.{n}": one for n, one in self.table_state(table).items()}}
+
+    def mean_rows(self, table: str) -> Tensor | None:
+        """Return an up-to-date view of the running mean of a table's rows; None if there is none."""
+        if self.row_mean is None:
+            return None
+        self.settle()
+        start = self.bases[table]
+        return self.row_mean.catch_up(self.weight).mean[start : start + self.tables[table].num_rows]
+
     def table_state(self, name: str) -> dict[str, Tensor]:
         """Return the views of a table's optimizer state, each (num_rows, dim), or (num_rows,)."""
         i = next(i for i, one in enumerate(self.rule_ranges) if name in one.tables)

@@ -38,6 +38,8 @@ class TableStorage(nn.Module, ABC):
 
     is_dynamic: ClassVar[bool] = False
     """Whether the host assigns rows to keys during a lookup, so that neither lookup nor step can be captured."""
+    in_tiers: ClassVar[bool] = False
+    """Whether `weight` has only the rows of current batches, and all others are in tiers."""
     tables: Mapping[str, AnyTable]
     dim: int
     dtype: torch.dtype
@@ -46,6 +48,16 @@ class TableStorage(nn.Module, ABC):
     key_null: int
     lock: TableLock
     row_mean: RowMean | None
+
+    @property
+    def capture_ineligible_reason(self) -> str | None:
+        """Why a step with this storage cannot be captured in a CUDA graph; None if it can."""
+        return None
+
+    @property
+    def num_steps_was_set(self) -> bool:
+        """Whether the number of updates was set since the last step, other than by a step."""
+        return False
 
     # Gradients ----------------------------------------------------------------------------------------------
 
@@ -141,6 +153,21 @@ class TableStorage(nn.Module, ABC):
     @abstractmethod
     def table_rows(self, table: str) -> Tensor:
         """Return a view of a table's rows, (num_rows, D); of a dynamic table, those that have had a key."""
+
+    def rows_in_memory(self, table: str) -> Tensor:
+        """Return a view of those rows of a table that are in memory."""
+        return self.table_rows(table)
+
+    @abstractmethod
+    def checkpoint_tensors(self, table: str) -> dict[str, Tensor]:
+        """Return what a checkpoint has of a table: "weight", "state.<name>", and what else a dynamic table needs.
+
+        Of a table in tiers it returns only shapes, on the meta device.
+        """
+
+    def mean_rows(self, table: str) -> Tensor | None:
+        """Return an up-to-date view of the running mean of a table's rows; None if there is none."""
+        return None
 
     @abstractmethod
     def state_entries(self, table: str, prefix: str) -> dict[str, Tensor]:

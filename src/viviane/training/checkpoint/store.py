@@ -12,7 +12,7 @@ from torch import nn
 from viviane.core.errors import CheckpointError, VivianeError
 from viviane.core.files import write_json_atomic
 from viviane.core.logging import get_logger
-from viviane.embedding import CachedStorage, Storage
+from viviane.embedding import Storage
 from viviane.embedding.module_parts import collections_of
 from viviane.optim import DenseOptimizer
 from viviane.parallel import Group
@@ -166,7 +166,7 @@ class CheckpointStore:
         """Return whether any process has more than `SMALL_BYTES` to write."""
         storages = [one for collection in collections_of(module).values() for one in collection.all_storages()]
         own = sum(one.weight.numel() * one.weight.element_size() for one in storages)
-        in_tiers = any(isinstance(one, CachedStorage) for one in storages)
+        in_tiers = any(one.in_tiers for one in storages)
         told = self.group.gather_numbers([own, int(in_tiers)])
         if any(one[1] for one in told):
             return False  # rows in tiers can be read only while no step updates them
@@ -195,7 +195,7 @@ class CheckpointStore:
             self._base = None
             if not isinstance(error, CheckpointError):
                 raise
-            raise self.group.all_know(error) from error.__cause__
+            raise self.group.mark_reported(error) from error.__cause__
 
     def close(self) -> None:
         """Wait for an active save after training has failed; an error of the save is logged, not raised."""

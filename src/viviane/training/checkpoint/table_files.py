@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError
 from viviane.embedding import CachedStorage, DynamicStorage, DynamicTableConfig, Storage, TableCollection
-from viviane.embedding.dynamic_content import misfits, state_entries
+from viviane.embedding.dynamic_content import misfits
 from viviane.embedding.module_parts import collections_of
 from viviane.ops.row_update import initial_state
 from viviane.training.checkpoint.increments import open_table
@@ -79,12 +79,9 @@ class TableFile:
     def tensors(self, part: TablePart, optimizer_state: bool) -> dict[str, Tensor]:
         """Return the tensors of a part of this process; views of the live memory, unless the table is dynamic."""
         left_out = () if optimizer_state else _FOR_TRAINING
-        if isinstance(part.storage, DynamicStorage):
-            entries = state_entries(part.storage.table, "")
-        else:
-            entries = part.tensors()
-            if optimizer_state and part.mean is not None:
-                entries[MEAN] = part.mean
+        entries = part.tensors()
+        if optimizer_state and part.mean is not None:
+            entries[MEAN] = part.mean
         return {name: one for name, one in entries.items() if not name.startswith(left_out)}
 
     # Writing ------------------------------------------------------------------------------------------------
@@ -101,11 +98,8 @@ class TableFile:
             is_increment: the file has only rows that changed.
         """
         table, storage, count = self.collection.tables[self.name], part.storage, len(self.parts)
-        if isinstance(storage, DynamicStorage):
-            step, rows = storage.table.num_steps, num_rows
-        else:
-            assert isinstance(storage, Storage)
-            step, rows = storage.steps[self.name], max(one.keys[-1] for one in self.parts if one.keys) + 1
+        assert storage is not None
+        rows = num_rows if self.is_dynamic else max(one.keys[-1] for one in self.parts if one.keys) + 1
         shards = [
             ShardEntry(
                 file=table_file(self.full, i, count),
@@ -120,7 +114,7 @@ class TableFile:
             weight=TensorEntry(shape=(rows, table.dim), dtype=table.dtype),
             state=self._state if optimizer_state else (),
             has_mean=optimizer_state and storage.row_mean is not None,
-            step=step if optimizer_state else 0,
+            step=storage.num_steps(self.name) if optimizer_state else 0,
             is_dynamic=self.is_dynamic,
             is_increment=is_increment,
         )

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError
-from viviane.embedding import CachedStorage, Storage, TableCollection, TableStorage
+from viviane.embedding import TableCollection, TableStorage
 from viviane.embedding.module_parts import collections_of
 from viviane.parallel import Group, ShardedCollection
-from viviane.training.checkpoint.tiered_rows import shapes_of
 
 
 @dataclass(frozen=True)
@@ -39,25 +38,14 @@ class TablePart:
         return len(self.keys) * (self.stop - self.start)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of its rows, "weight", and of its optimizer state, "state.<name>"; not for a dynamic table.
-
-        For a table in tiers only shapes, without memory.
-        """
-        assert isinstance(self.storage, Storage)
-        if isinstance(self.storage, CachedStorage):
-            return shapes_of(self.storage, self.table)
-        state = self.storage.table_state(self.table)
-        return {"weight": self.storage.table_rows(self.table), **{f"state.{name}": one for name, one in state.items()}}
+        """Return what a checkpoint has of it on this process: see `TableStorage.checkpoint_tensors`."""
+        assert self.storage is not None
+        return self.storage.checkpoint_tensors(self.table)
 
     @property
     def mean(self) -> Tensor | None:
         """An up-to-date view of the running mean of its rows; None if there is none."""
-        storage = self.storage
-        if not isinstance(storage, Storage) or storage.row_mean is None:
-            return None
-        storage.settle()
-        start = storage.bases[self.table]
-        return storage.row_mean.catch_up(storage.weight).mean[start : start + storage.tables[self.table].num_rows]
+        return None if self.storage is None else self.storage.mean_rows(self.table)
 
 
 def parts_of(collection: TableCollection, table: str) -> list[TablePart]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from viviane.embedding import CachedStorage
 from viviane.embedding.cached_storage import PIECE_ROWS
@@ -37,9 +36,3 @@ class TieredRows:
 def tiered_sources(storage: CachedStorage, table: str, names: list[str]) -> dict[str, TieredRows]:
     """Return the sources of a table's tensors, by their names in a checkpoint."""
     return {name: TieredRows(storage, table, name.removeprefix(STATE)) for name in names}
-
-
-def shapes_of(storage: CachedStorage, table: str) -> dict[str, Tensor]:
-    """Return meta tensors with the shapes of a table's tensors in a checkpoint."""
-    found = storage.column_shapes(table)
-    return {name if name == "weight" else f"{STATE}{name}": one for name, one in found.items()}

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from torch import nn
 
 from viviane.batch import Batch
-from viviane.embedding import CachedStorage, DynamicStorage
 from viviane.ops.dense_update import reason as dense_reason
 from viviane.ops.dispatch import kernels_serve
 from viviane.training.step.program import TrainStep
@@ -68,10 +67,9 @@ def ineligible_reasons(step: TrainStep) -> Iterator[str]:
         yield f"dense parameters: {unfit}"
     for collection in step.collections.values():
         for storage in collection.all_storages():
-            if isinstance(storage, DynamicStorage):
-                yield f"table {next(iter(storage.tables))!r} is dynamic: the host assigns rows to its keys"
-            if isinstance(storage, CachedStorage):
-                yield f"table {next(iter(storage.tiers))!r} is in tiers: the host fetches its rows"
+            reason = storage.capture_ineligible_reason
+            if reason is not None:
+                yield reason
     yield from _module_ineligible_reasons(step.module, trusts=solver.cuda_graph is True)
     if solver.cuda_graph == "auto" and step.objective.own_loss is not None:
         yield f"a custom loss runs Python in every step; {_TRUST}"

@@ -25,7 +25,7 @@ from viviane.batch import Batch
 from viviane.core.errors import ConfigError, NumericsError
 from viviane.core.logging import get_logger
 from viviane.core.ranges import timed_as
-from viviane.embedding import Storage, TableStorage
+from viviane.embedding import TableStorage
 from viviane.training.graph.capture import CapturedGraph, GraphCapture
 from viviane.training.graph.capture_rules import ineligible_reason, is_short, shape_mismatch_reason
 from viviane.training.graph.captured_step import StepStatus
@@ -349,7 +349,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 def _table_state(storage: TableStorage) -> Hashable:
     """Return the address of a storage's rows, and whether a table and its step count were replaced."""
-    return storage.weight.data_ptr(), isinstance(storage, Storage) and storage.steps.were_set
+    return storage.weight.data_ptr(), storage.num_steps_was_set
 
 
 def _first_words(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError, ConfigError
-from viviane.embedding import CachedStorage, RowMean, Storage
+from viviane.embedding import RowMean, TableStorage
 from viviane.embedding.module_parts import collections_of, dense_buffers, dense_parameters
 from viviane.embedding.row_mean import NUMBERS
 from viviane.training.checkpoint.saved_table import MEAN, Progress
@@ -52,18 +52,18 @@ class WeightMean:
         floating = {name: b for name, b in dense_buffers(module).items() if b.is_floating_point()}
         self._dense: dict[str, Tensor] = {**dense_parameters(module), **floating}
         self._means = {name: tensor.detach().clone() for name, tensor in self._dense.items()}
-        self._storages: list[Storage] = []
+        self._storages: list[TableStorage] = []
         self._of_rows: list[RowMean] = []
         self._module = module
         for collection in collections_of(module).values():
             for storage in collection.all_storages():
-                if not isinstance(storage, Storage):
+                if storage.is_dynamic:
                     raise ConfigError(
                         "a running mean needs permanent rows: dynamic tables add and evict rows",
                         where=f"table {next(iter(storage.tables))!r}",
                         fix="give the table a TableConfig (num_ids in the schema), or remove ema_decay",
                     )
-                if isinstance(storage, CachedStorage):
+                if storage.in_tiers:
                     raise ConfigError(
                         "a running mean needs tables that are completely in memory",
                         where=f"tables {', '.join(storage.tables)}",
@@ -144,7 +144,7 @@ class WeightMean:
         """Memory addresses of the means."""
         return tuple(one.data_ptr() for one in (*self._means.values(), *(mean.mean for _, mean in self._row_means())))
 
-    def _row_means(self) -> list[tuple[Storage, RowMean]]:
+    def _row_means(self) -> list[tuple[TableStorage, RowMean]]:
         return [(storage, storage.row_mean) for storage in self._storages if storage.row_mean is not None]
 
     def tensors(self) -> dict[str, Tensor]:
