@@ -9,7 +9,7 @@ from viviane.ops.rules import NUM_DENSE_NUMBERS
 from viviane.optim import build_dense_optimizer
 from viviane.training.graph.captured_step import StepStatus
 from viviane.training.graph.controls import Controls, step_values
-from viviane.training.step.dense_mover import DenseMover
+from viviane.training.step.dense_parameters import DenseMover
 
 RULES = [
     SGD(weight_decay=0.01),

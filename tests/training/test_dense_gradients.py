@@ -21,7 +21,7 @@ from viviane.training import Trainer
 from viviane.training import trainer_base as trainers
 from viviane.training.graph import captured
 from viviane.training.step.dense_exchange import DenseExchange
-from viviane.training.step.dense_gradients import DenseGradients
+from viviane.training.step.dense_parameters import DenseGradients
 
 CASES = [
     ({}, Adam()),

@@ -30,8 +30,7 @@ from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import LookupPlan, LookupPlanner, OneHotPlan, place_features
 from viviane.embedding.state import TableState, TableSummary, summarize
 from viviane.embedding.storage import Storage
-from viviane.embedding.storage_updates import begin_updates
-from viviane.embedding.table_storage import StorageLookup, TableStorage
+from viviane.embedding.table_storage import StorageLookup, TableStorage, begin_updates
 from viviane.embedding.wide_rows import WideRows, output_memory
 from viviane.store.slots import CacheFullError
 

@@ -6,7 +6,7 @@ Shapes: B rows of the batch, S columns of vectors in a lookup, N entries, U dist
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from viviane.embedding.gradients import RowGradients
 from viviane.embedding.locking import TableLock
 from viviane.embedding.row_lease import RowLease
 from viviane.embedding.row_mean import RowMean
+from viviane.ops.capture import URGENT, branch
 
 
 class TableStorage(nn.Module, ABC):
@@ -208,3 +209,44 @@ class StorageLookup:
     def weight(self) -> Tensor:
         """What the rows count in."""
         return self.storage.weight if self.aside is None else self.aside
+
+
+def begin_updates(
+    storages: Sequence[TableStorage],
+    device: torch.device,
+    name: str,
+    move: Callable[[TableStorage], None],
+) -> Callable[[], None]:
+    """Update storages one after another; during capture each in its own branch, so that tails of updates overlap.
+
+    Args:
+        storages: whose gradients wait.
+        device: of the storages.
+        name: of the branches; storages of the same name follow one another.
+        move: takes a storage's step.
+
+    Returns:
+        a function that makes the current stream wait for all updates and releases their inputs; it must be called.
+    """
+    if device.type != "cuda":
+        for storage in storages:
+            move(storage)
+        return _nothing
+    held: list[list[Tensor]] = []
+    joins: list[Callable[[], None]] = []
+    for i, storage in enumerate(storages):
+        held.append(storage.waiting_tensors())
+        with branch(device, f"{name}.{i}", is_open=True, priority=URGENT) as join:
+            move(storage)
+        joins.append(join)
+
+    def finish() -> None:
+        for join in joins:
+            join()
+        held.clear()
+
+    return finish
+
+
+def _nothing() -> None:
+    """Do nothing: updates on a CPU are finished when they return."""

@@ -28,7 +28,7 @@ from viviane.parallel.exchange import OutputDist
 from viviane.parallel.exchanges import AnyInput, Exchanges
 from viviane.parallel.group import Group
 from viviane.parallel.jagged_exchange import JaggedInput
-from viviane.parallel.kept_keys import KeptKeys
+from viviane.parallel.keys import KeptKeys
 from viviane.parallel.plan import AnyTable, ShardingPlan
 from viviane.parallel.replicas import check_unmixed, join_replicas
 from viviane.parallel.sharded_tables import ShardedTables

@@ -9,7 +9,7 @@ from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWi
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import use_implementation
 from viviane.ops.row_update import Entries, Scratch, gpu, initial_state, norm_squared, reference, rounding, state_shape
-from viviane.ops.triton_parts.rounding import rounded
+from viviane.ops.triton_parts.arithmetic import rounded
 
 ON_GPU = torch.cuda.is_available()
 MANY = 700 if ON_GPU else 200  # the interpreter is slow; spans of 16 make several levels still

@@ -6,8 +6,7 @@ from viviane.data.formats.hugectr_parquet import HugectrParquetFormat
 from viviane.data.formats.manifest import Manifest
 from viviane.data.formats.norm import NormFormat
 from viviane.data.formats.parquet import ParquetFormat
-from viviane.data.formats.raw import RawFormat
-from viviane.data.formats.raw_async import RawAsyncFormat
+from viviane.data.formats.raw import RawAsyncFormat, RawFormat
 from viviane.data.formats.registry import FORMATS, format_of, guess_format, named_format
 from viviane.data.formats.viviane import VivianeFormat
 

@@ -11,8 +11,7 @@ from viviane.data.formats.format import Format
 from viviane.data.formats.hugectr_parquet import HugectrParquetFormat
 from viviane.data.formats.norm import NormFormat
 from viviane.data.formats.parquet import ParquetFormat
-from viviane.data.formats.raw import RawFormat
-from viviane.data.formats.raw_async import RawAsyncFormat
+from viviane.data.formats.raw import RawAsyncFormat, RawFormat
 from viviane.data.formats.viviane import VivianeFormat
 
 FORMATS: Final[dict[str, type[Format]]] = {

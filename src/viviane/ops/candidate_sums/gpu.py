@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from viviane.ops.candidate_sums.gpu_kernels import candidate_kernel, row_kernel, sum_kernel
+from viviane.ops.triton_parts.arithmetic import dot_precision
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
-from viviane.ops.triton_parts.precision import dot_precision
 
 _WIDE = 128  # from here on tiles are half as large
 

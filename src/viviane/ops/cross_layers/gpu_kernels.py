@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from viviane.ops.triton_parts.finite import report_largest
+from viviane.ops.triton_parts.arithmetic import report_largest
 from viviane.ops.triton_parts.product import tile_product
 
 

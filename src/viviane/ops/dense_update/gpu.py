@@ -21,8 +21,8 @@ from viviane.ops.dense_update.gpu_kernels import (
     update_status_kernel,
 )
 from viviane.ops.rules import dense_rules
+from viviane.ops.triton_parts.arithmetic import KINDS
 from viviane.ops.triton_parts.launch import ceil_div, on_device
-from viviane.ops.triton_parts.precision import KINDS
 
 if TYPE_CHECKING:
     from viviane.ops.dense_update import Workspace

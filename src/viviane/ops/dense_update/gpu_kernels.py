@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from viviane.ops.triton_parts.finite import is_bad, report_bad
+from viviane.ops.triton_parts.arithmetic import is_bad, report_bad
 
 
 @triton.jit

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from viviane.ops.dot_interaction.gpu_kernels import interaction_backward_kernel, interaction_forward_kernel
 from viviane.ops.dot_interaction.reference import num_pairs
+from viviane.ops.triton_parts.arithmetic import KINDS, dot_precision
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
-from viviane.ops.triton_parts.precision import KINDS, dot_precision
 from viviane.ops.watch import watched
 
 

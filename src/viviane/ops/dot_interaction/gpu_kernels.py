@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from viviane.ops.triton_parts.finite import report_largest
+from viviane.ops.triton_parts.arithmetic import report_largest
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from viviane.ops.pointwise_attention.gpu_kernels import bias_kernel, forward_kernel, key_value_kernel, query_kernel
+from viviane.ops.triton_parts.arithmetic import dot_precision
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
-from viviane.ops.triton_parts.precision import dot_precision
 
 _BLOCK = 32  # places of a tile
 _SHARES = 64  # of the rows and heads, for the biases

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from viviane.ops.triton_parts.rounding import rounded
+from viviane.ops.triton_parts.arithmetic import rounded
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from viviane.training.checkpoint.increments import open_table
 from viviane.training.checkpoint.manifest import Manifest, ShardEntry, TableEntry, TensorEntry
 from viviane.training.checkpoint.saved_table import MEAN, STATE, SavedTable
 from viviane.training.checkpoint.table_parts import TablePart, parts_of
-from viviane.training.checkpoint.tiered_restore import restore_rows
+from viviane.training.checkpoint.tiered_rows import restore_rows
 
 _FOR_TRAINING = (STATE, "admission.")
 

@@ -1,15 +1,17 @@
-"""Columns of a table in tiers as checkpoints write and read them: chunk by chunk, never the complete table."""
+"""Tables in tiers in checkpoints: written and read chunk by chunk, never the complete table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from viviane.embedding import CachedStorage
 from viviane.embedding.cached_storage import PIECE_ROWS
-from viviane.training.checkpoint.saved_table import STATE
+from viviane.training.checkpoint.saved_table import STATE, SavedTable
+from viviane.training.checkpoint.table_parts import TablePart
 
 
 class TieredRows:
@@ -36,3 +38,20 @@ class TieredRows:
 def tiered_sources(storage: CachedStorage, table: str, names: list[str]) -> dict[str, TieredRows]:
     """Return the sources of a table's tensors, by their names in a checkpoint."""
     return {name: TieredRows(storage, table, name.removeprefix(STATE)) for name in names}
+
+
+def restore_rows(storage: CachedStorage, saved: SavedTable, part: TablePart, *, weights_only: bool) -> None:
+    """Write the rows of a part, and their state unless `weights_only`, into tiers and cache.
+
+    Args:
+        storage: storage of the part.
+        saved: the table in the checkpoint.
+        part: the part to restore.
+    """
+    names = [name for name in storage.column_shapes(part.table) if name == "weight" or not weights_only]
+    for first in range(0, len(part.keys), PIECE_ROWS):
+        keys = part.keys[first : first + PIECE_ROWS]
+        given: dict[str, torch.Tensor] = {}
+        for name in names:
+            given[name] = saved.read("weight" if name == "weight" else f"{STATE}{name}", keys, part.start, part.stop)
+        storage.write_columns(part.table, first, given)

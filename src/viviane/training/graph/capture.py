@@ -21,7 +21,7 @@ from viviane.training.graph.controls import Controls
 from viviane.training.graph.host_control_block import HostControlBlock
 from viviane.training.graph.overlap import OverlappedInput
 from viviane.training.graph.static_batch import StaticBatch
-from viviane.training.step.dense_mover import DenseMover
+from viviane.training.step.dense_parameters import DenseMover
 from viviane.training.step.precision import Precision
 from viviane.training.step.program import TrainStep
 

@@ -22,8 +22,7 @@ from viviane.training.profiling.stages import StageTimes
 from viviane.training.step.average import WeightMean
 from viviane.training.step.batch_norm import join_batch_norms
 from viviane.training.step.dense_exchange import DenseExchange
-from viviane.training.step.dense_gradients import DenseGradients
-from viviane.training.step.dense_mover import DenseMover
+from viviane.training.step.dense_parameters import DenseGradients, DenseMover
 from viviane.training.step.group_guard import GroupGuard
 from viviane.training.step.guard import NanGuard
 from viviane.training.step.loss_scale import LossScale

@@ -1,9 +1,39 @@
-"""Stochastic rounding to 16 bits in Triton: bit by bit that of `viviane.ops.row_update.rounding`."""
+"""Arithmetic of kernels: types and precision of products, checks for NaN and infinite numbers, stochastic rounding."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+_largest = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+
+
+@triton.jit
+def is_bad(x):
+    """Whether float32 numbers are NaN, which no comparison holds for, or infinite."""
+    return (tl.abs(x) <= _largest) == 0
+
+
+@triton.jit
+def report_largest(x, status):
+    """Set status[0] where one of a tile's numbers, of 32 or 16 bits, is NaN or infinite.
+
+    Without their signs such numbers are the largest as whole ones, so that one comparison does for all.
+    """
+    bits: tl.constexpr = x.dtype.primitive_bitwidth
+    mantissa: tl.constexpr = x.dtype.fp_mantissa_width
+    whole = x.to(tl.int32 if bits == 32 else tl.int16, bitcast=True) & ((1 << (bits - 1)) - 1)
+    infinite: tl.constexpr = (1 << (bits - 1)) - (1 << mantissa)
+    if tl.max(whole) >= infinite:
+        tl.store(status, tl.full([], 1, tl.int64))
+
+
+@triton.jit
+def report_bad(bad, status):
+    """Set status[0] where one of these (N,) numbers is not 0."""
+    if tl.max(bad, 0) > 0:
+        tl.store(status, tl.full([], 1, tl.int64))  # every program that finds one stores the same value
 
 
 @triton.jit
@@ -47,3 +77,16 @@ def rounded(values, kind: tl.constexpr, start, rows, columns):
     elif kind == tl.float16:
         result = round_float16(values, noise(start, rows, columns))
     return result
+
+
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def dot_precision() -> str:
+    """Return how float32 products are made: as `torch.set_float32_matmul_precision` says.
+
+    Example:
+        >>> dot_precision()
+        'ieee'
+    """
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
