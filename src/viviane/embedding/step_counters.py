@@ -24,8 +24,8 @@ class StepCounters(MutableMapping[str, int]):
     Example:
         >>> counters = StepCounters(["a", "b"])
         >>> counters.count(frozenset(["a"]))
-        >>> dict(counters), counters.share_count("a", "b")
-        ({'a': 1, 'b': 0}, False)
+        >>> dict(counters)
+        {'a': 1, 'b': 0}
     """
 
     def __init__(self, tables: Sequence[str]) -> None:
@@ -106,16 +106,12 @@ class StepCounters(MutableMapping[str, int]):
 
     @property
     def were_set(self) -> bool:
-        """Whether an count on the device was set and tables have not been sorted by their counters since."""
+        """Whether a count on the device was set and tables have not been sorted by their counters since."""
         return self._is_stale
-
-    def share_count(self, first: str, second: str) -> bool:
-        """Whether two tables are of one count, and are counted together where graphs count."""
-        return self.shared_counts[first] == self.shared_counts[second]
 
     @property
     def shared_counts(self) -> dict[str, int]:
-        """A number for each table, equal for tables that share a count; see `share_count`."""
+        """A number for each table, equal for tables that have one count and are counted together."""
         return self._counts if self._on_device is None else self._group
 
     def counter(self, name: str) -> int | Tensor:

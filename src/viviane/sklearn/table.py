@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,11 +179,6 @@ def folds(
 def positives(y: NDArray[np.float64]) -> float:
     """Return the number of rows of the rarer class."""
     return float(min(y.sum(), len(y) - y.sum()))
-
-
-def round_up(value: float) -> int:
-    """Return the next whole number, 1 at least."""
-    return max(math.ceil(value), 1)
 
 
 def names_of(columns: Sequence[str] | str | None) -> tuple[str, ...]:
