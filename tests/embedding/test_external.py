@@ -80,6 +80,22 @@ def test_lookups_without_gradient_raise() -> None:
         own.end(12345, torch.ones(1, 5), lr=0.5)
 
 
+def test_a_step_that_lacks_one_of_its_gradients_raises() -> None:
+    batch = KEYS.batch(torch.tensor([[1, 5, 6]]))
+    for later in ("begin", "read", "check"):
+        own = lookups()
+        own.begin(batch)
+        number, _ = own.begin(batch)
+        own.end(number, torch.ones(1, 5), lr=0.5)
+        with pytest.raises(LostUpdateError, match="1 without and 1 with"):
+            getattr(own, later)(*([] if later == "check" else [batch]))
+        assert own.num_updates == 0
+        number, _ = own.begin(batch)  # the next step is made
+        own.read(batch)
+        own.end(number, torch.ones(1, 5), lr=0.5)
+        assert own.num_updates == 1
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_step_with_an_overflow_is_left_out_under_loss_scaling(bad: float) -> None:
     own = lookups()

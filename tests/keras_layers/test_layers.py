@@ -18,7 +18,8 @@ BACKENDS = ("torch", pytest.param("jax", marks=pytest.mark.slow), pytest.param("
 
 @cache
 def results(backend: str) -> dict[str, Any]:
-    environment = {**os.environ, "KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1",
+                   "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(SCENARIOS)], capture_output=True, text=True, env=environment, timeout=280, check=False
     )
@@ -176,3 +177,48 @@ def test_a_data_set_of_vivianes_is_input_of_fit(backend: str) -> None:
 def test_strings_by_keras_lookup(backend: str) -> None:
     found = result(backend, "strings")
     assert backend != "tensorflow" or found == {"updates": 1}
+
+
+def test_a_step_that_lacks_one_of_its_gradients_raises(backend: str) -> None:
+    assert "got no gradient" in result(backend, "partly_lost")["raised"]
+
+
+def test_a_loop_without_training_raises_when_it_differentiates(backend: str) -> None:
+    assert "was not in training" in result(backend, "outside_of_training")["raised"]
+
+
+def test_a_step_that_is_differentiated_twice_raises(backend: str) -> None:
+    assert "a gradient came for a lookup that does not wait" in result(backend, "persistent_tape")["raised"]
+
+
+def test_several_devices_of_one_process_are_refused(backend: str) -> None:
+    assert "several" in result(backend, "several_devices")["raised"]
+
+
+def test_weights_in_memory_bring_the_rows_back(backend: str) -> None:
+    found = result(backend, "weights_in_memory")
+    assert found["own"] == [True, 0.0, 0.0]
+    assert found["stock"] == [True, 0.0, 0.0]
+    assert "without the rows" in found["refused"]
+
+
+def test_a_loaded_model_and_its_tables_have_one_rate(backend: str) -> None:
+    assert result(backend, "rate_after_loading") == {"same": True, "updates": 1}
+
+
+def test_eager_steps_and_several_steps_a_call(backend: str) -> None:
+    for way, found in result(backend, "ways_to_run").items():
+        assert found["rows"] <= 1e-6, way
+        assert found["updates"] == 6, way
+
+
+def test_the_fast_form_has_the_figures_of_fit(backend: str) -> None:
+    found = result(backend, "fast_metrics")
+    assert found["rows"] <= 1e-6
+    assert set(found["logs"]) == {"loss", "mae", "val_loss", "val_mae"}
+    assert max(found["logs"].values()) <= 1e-6
+
+
+def test_a_64_bit_key_is_not_cut(backend: str) -> None:
+    raised = result(backend, "wide_keys")["raised"]
+    assert backend == "jax" or "key out of range" in raised  # JAX itself cuts the array that it is given

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from viviane.batch import Bag, Batch, Layout
 from viviane.core.errors import ConfigError, DataError, VivianeError
+from viviane.core.logging import get_logger
 from viviane.embedding.base import TableCollection
 from viviane.embedding.dynamic_storage import DynamicStorage
 
 _MOST_WAITING: Final = 64
+_log = get_logger("embedding")
 
 
 _numbers = itertools.count()
@@ -80,18 +82,17 @@ class ExternalLookups:
             LostUpdateError: lookups in training before this one got no gradient.
         """
         with self._lock, torch.no_grad():
-            if len(self._waiting) > 1 and not self._handed:
-                self._lost()
+            self._raise_lost()
             return self.collection(keys).flat  # type: ignore[no-any-return]
 
     def begin(self, keys: Batch | Mapping[str, Any]) -> tuple[int, Tensor]:
         """Look up in training: the lookup's number, and the vectors (B, W).
 
         Raises:
-            LostUpdateError: too many lookups wait for their gradients.
+            LostUpdateError: too many lookups wait for their gradients, or some of a step whose other gradients came.
         """
         with self._lock, torch.enable_grad():
-            if len(self._waiting) >= _MOST_WAITING:
+            if len(self._waiting) >= _MOST_WAITING or (self._waiting and self._handed):
                 self._lost()
             flat = self.collection(keys).flat
             self._let_go()
@@ -140,10 +141,25 @@ class ExternalLookups:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Raise where lookups in training got no gradient, before rows are saved."""
+        """Raise where lookups in training got no gradient, before rows are saved.
+
+        A single one may be a forward pass that was made to look at its result: of that the log tells.
+        """
         with self._lock:
-            if len(self._waiting) > 1 and not self._handed:
-                self._lost()
+            self._raise_lost()
+            if self._waiting:
+                _log.warning("%s: a lookup in training got no gradient: its rows were not updated", self.where)
+
+    def _raise_lost(self) -> None:
+        if len(self._waiting) > 1 or (self._waiting and self._handed):
+            self._lost()
+
+    def not_in_training(self) -> LostUpdateError:
+        """Return the error of a lookup outside of training that is differentiated."""
+        return LostUpdateError(
+            "a lookup that was not in training is differentiated: its rows would not be updated", where=self.where,
+            fix="call the model with training=True, and pass `training` on to the layer in a `call` of your own",
+        )  # fmt: skip
 
     def _usable(self, gradient: Tensor, scale: float) -> bool:
         return scale == 1.0 or (math.isfinite(scale) and bool(torch.isfinite(gradient).all()))
@@ -164,11 +180,12 @@ class ExternalLookups:
                 storage.lock.free()
 
     def _lost(self) -> None:
-        count = len(self._waiting)
+        count, handed = len(self._waiting), self._handed
         self.discard()
         raise LostUpdateError(
-            "lookups in training got no gradient: their rows were not updated", where=self.where, value=count,
-            fix="keep the layer trainable and its output in the loss, or call the model with training=False",
+            "lookups in training got no gradient: their rows were not updated", where=self.where,
+            value=f"{count} without and {handed} with a gradient" if handed else count,
+            fix="keep the layer trainable and its output in the loss, or call the layer with training=False",
         )  # fmt: skip
 
 

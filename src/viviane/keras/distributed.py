@@ -204,6 +204,7 @@ class DistributedEmbedding(TableLayer):
             "returns_list": self._returns_list,
             "optimizer": save_optimizer(self.held.optimizer),
             "rule": save_optimizer(self.rule.settings),
+            "source": save_optimizer(self.rule.source),
             "rate": keras.saving.serialize_keras_object(self.rule.rate) if callable(self.rule.rate) else self.rule.rate,
             "key_dtype": self.key_dtype,
             "seed": self.seed,
@@ -216,9 +217,9 @@ class DistributedEmbedding(TableLayer):
         own = dict(config)
         features = [load_feature(one) for one in own.pop("feature_configs")]
         returns_list, optimizer = own.pop("returns_list"), load_optimizer(own.pop("optimizer"))
-        rule, rate = load_optimizer(own.pop("rule")), own.pop("rate")
+        rule, rate, source = load_optimizer(own.pop("rule")), own.pop("rate"), load_optimizer(own.pop("source", None))
         rate = keras.saving.deserialize_keras_object(rate) if isinstance(rate, dict) else rate
         layer = cls(features, optimizer=optimizer, **own)
         layer._returns_list = returns_list
-        layer.rule = Rule(rule, rate, layer.rule.source)
+        layer.rule = Rule(rule, rate, source if layer.rule.source is None else layer.rule.source)
         return layer

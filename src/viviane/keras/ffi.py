@@ -55,6 +55,11 @@ def register(lookups: ExternalLookups) -> int:
     return lookups.number
 
 
+def lookups_of(number: int) -> ExternalLookups:
+    """Return the tables of a number."""
+    return _served[number]
+
+
 # The call in Python ------------------------------------------------------------------------------------------
 
 
@@ -66,7 +71,7 @@ def _serve(frame: int, address: int) -> int:
             raise ConfigError("XLA lays calls out in another way", fix="install the jax that viviane[jax] allows")
         tensors = _tensors(words)
         number, kind = divmod(words[0], _KINDS)
-        lookups = _served[number]
+        lookups = lookups_of(number)
         assert lookups.columns is not None
         if kind == END:
             waiting, gradient, rate, token, zero = tensors

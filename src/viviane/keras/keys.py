@@ -68,4 +68,4 @@ def checked_keys(inputs: Any, key_dtype: str, where: str) -> Any:
             "keys are whole numbers", where=where, value=dtype, allowed=", ".join(_WHOLE),
             fix="strings become numbers by keras.layers.StringLookup or Hashing",
         )  # fmt: skip
-    return keys if dtype == key_dtype else keras.ops.cast(keys, key_dtype)
+    return keys if dtype in (key_dtype, "int64") else keras.ops.cast(keys, key_dtype)

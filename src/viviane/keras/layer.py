@@ -23,6 +23,7 @@ from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.external import ExternalLookups, KeyColumns
 from viviane.keras.backends import backend_of, table_device
 from viviane.keras.optimizers import Rule, rule_of
+from viviane.keras.weights import keep_rows, plain_assign, rows_alone
 from viviane.parallel.automatic import make_tables
 from viviane.parallel.start import join_processes
 
@@ -76,6 +77,7 @@ class TableLayer(keras.layers.Layer):
         )
         if self.rule.source is not None and not callable(self.rule.rate):
             _watch_rate(self.rule.source, self.learning_rate)
+        keep_rows(self.anchor, self.where, self._rows, self._restore_rows)
 
     def _fill(self, collection: TableCollection) -> None:
         """Put initial rows into new tables, where Keras draws them."""
@@ -216,7 +218,23 @@ class TableLayer(keras.layers.Layer):
         except RuntimeError as error:
             raise CheckpointError("the file does not fit the tables", where=self.where, value=str(error)) from error
         for variable in (self.anchor, self.learning_rate, self.iterations):
-            variable.assign(np.asarray(store[f"own.{variable.name}"]))
+            plain_assign(variable, np.asarray(store[f"own.{variable.name}"]))
+
+    def _rows(self) -> dict[str, Tensor]:
+        self.lookups.check()
+        return {name: rows.clone() for name, rows in rows_alone(self._state()).items()}
+
+    def _restore_rows(self, rows: Mapping[str, Tensor]) -> None:
+        state = rows_alone(self._state())
+        if rows.keys() != state.keys():
+            raise CheckpointError(
+                "the rows are of other tables", where=self.where, value=", ".join(rows), allowed=", ".join(state)
+            )
+        self.lookups.discard()
+        try:
+            self.collection.load_state_dict(dict(rows), strict=False)
+        except RuntimeError as error:
+            raise CheckpointError("the rows do not fit the tables", where=self.where, value=str(error)) from error
 
     def _state(self) -> Mapping[str, Tensor]:
         return self.collection.state_dict()
@@ -275,8 +293,8 @@ def _layers(layer: Any) -> Iterator[TableLayer]:
 def follow_optimizer(model: Any) -> None:
     """Let all table layers of a compiled model follow its optimizer's learning rate.
 
-    After `load_model` the layers' optimizers are copies of their own: without this call a callback that sets the rate
-    of the model's optimizer does not reach them.
+    Layers that were given the model's optimizer follow it already, after `load_model` too. This is for layers without
+    an optimizer, and for those that were given another object with the same arithmetic.
     """
     for layer in table_layers(model):
         layer.follow(model.optimizer)

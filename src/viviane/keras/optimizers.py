@@ -137,7 +137,9 @@ def save_optimizer(optimizer: Any) -> Any:
         return optimizer
     if isinstance(optimizer, get_args(AnyOptimizer)):
         return {"viviane": optimizer.model_dump(mode="json")}
-    return keras.saving.serialize_keras_object(optimizer)
+    # Keras writes this mark into the settings of an object that it meets twice, but not into a layer's copy of them.
+    # With it `load_model` makes one optimizer of the model's and the layers', as it was before.
+    return {**keras.saving.serialize_keras_object(optimizer), "shared_object_id": id(optimizer)}
 
 
 def load_optimizer(data: Any) -> Any:

@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
+import keras
+
 from viviane.core.errors import ConfigError
 from viviane.core.optional import require
-from viviane.keras.ffi import BEGIN, END, READ, REFUSE, call_number, register
+from viviane.keras.ffi import BEGIN, END, READ, REFUSE, call_number, lookups_of, register
 
 
 def _jax() -> Any:
@@ -34,17 +36,27 @@ def eagerly() -> AbstractContextManager[Any]:
     return _jax().ensure_compile_time_eval()  # type: ignore[no-any-return]
 
 
+def _refuse_several_devices(where: str) -> None:
+    distribution = keras.distribution.distribution()
+    if distribution is not None and distribution.device_mesh.devices.size > 1:
+        raise ConfigError(
+            "tables are not updated from several devices of one process", where=where,
+            value=type(distribution).__name__,
+            fix="start one process for each device, see docs/how-to/keras.md, or train without the distribution",
+        )  # fmt: skip
+
+
 def look_up(layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tuple[Any, Any]:
     """Look up keys (B, K): the vectors (B, W), and a zero whose gradient is the loss scale."""
     jax = _jax()
+    _refuse_several_devices(layer.where)
     number = register(layer.lookups)
     given = (keys,) if weights is None else (keys, weights)
     if trains:
         flat, token = _training(number, layer.width, layer.compute_dtype)(layer.anchor.value, rate, *given)
         return flat, token
-    shape = jax.ShapeDtypeStruct((keys.shape[0], layer.width), layer.compute_dtype)
-    flat = _call(READ, number, shape)(layer.anchor.value, *given)
-    return flat, jax.numpy.zeros(())
+    anchor = layer.anchor.value if layer.trainable else jax.lax.stop_gradient(layer.anchor.value)
+    return _reading(number, layer.width, layer.compute_dtype)(anchor, *given), jax.numpy.zeros(())
 
 
 def _call(kind: int, number: int, results: Any) -> Any:
@@ -54,6 +66,23 @@ def _call(kind: int, number: int, results: Any) -> Any:
     jax = _jax()
     call = jax.ffi.ffi_call("viviane_tables", results, has_side_effect=True, vmap_method=None)
     return lambda *arrays: call(*arrays, call=np.int64(call_number(kind, number)))
+
+
+@cache
+def _reading(number: int, width: int, dtype: str) -> Any:
+    """Return the lookup outside of training, which is not to be differentiated."""
+    jax = _jax()
+
+    @jax.custom_jvp
+    def look_up(anchor: Any, keys: Any, *weights: Any) -> Any:
+        shape = jax.ShapeDtypeStruct((keys.shape[0], width), dtype)
+        return _call(READ, number, shape)(anchor, keys, *weights)
+
+    @look_up.defjvp
+    def _(values: Any, tangents: Any) -> Any:
+        raise lookups_of(number).not_in_training()
+
+    return look_up
 
 
 @cache

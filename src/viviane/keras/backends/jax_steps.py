@@ -24,21 +24,35 @@ class Steps:
         step = self._step
         self._compiled = self._jax.jit(step) if jit_compile is not False else step
         self._state: tuple[list[Any], list[Any]] | None = None
+        self._ready = False
 
     def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
         """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
-        if self._state is None or len(self._state[1]) != len(self._metrics_too()):
-            self.refresh()
-        assert self._state is not None
         given = [self._jax.dlpack.from_dlpack(row) for row in rows]
+        if self._state is None or not self._ready:
+            self.sync()
+            self._build_metrics(inputs, given, y, weight)
+            self.refresh()
+            self._ready = True
+        assert self._state is not None
         trained, others, logs, gradients, rates, scale = self._compiled(*self._state, list(inputs), given, y, weight)
         self._state = (trained, others)
         found = [torch.utils.dlpack.from_dlpack(one) for one in gradients]
         numbers = [float(np.asarray(rate)) for rate in rates]
         return logs, found, numbers, float(np.asarray(scale))
 
+    def _build_metrics(self, inputs: Sequence[Any], rows: Sequence[Any], y: Any, weight: Any) -> None:
+        """Let metrics make their variables, as they do with their first batch: inside of the step they could not."""
+        model = self._model
+        if all(getattr(one, "built", True) for one in model.metrics):
+            return
+        given, y, weight = keras.tree.map_structure(keras.ops.convert_to_tensor, (list(inputs), y, weight))
+        predicted = self._rest([*given, *rows], training=False)
+        model.compute_loss(given, y, predicted, weight, training=False)
+        model.compute_metrics(given, y, predicted, weight)
+        model.reset_metrics()
+
     def _metrics_too(self) -> list[Any]:
-        # Metrics make their variables with the first batch.
         known = {id(one) for one in self._others}
         self._others += [one for one in self._model.metrics_variables if id(one) not in known]
         return self._others

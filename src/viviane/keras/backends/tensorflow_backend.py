@@ -74,6 +74,12 @@ def look_up(layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tup
             "XLA compiles no host calls of TensorFlow", where=layer.where, value="jit_compile=True",
             fix="compile(jit_compile=False), or train with viviane.keras.fit(model, data), which compiles the rest",
         )  # fmt: skip
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        raise ConfigError(
+            "tables are not updated from several replicas of a strategy", where=layer.where,
+            value=type(tf.distribute.get_strategy()).__name__,
+            fix="start one process for each device, see docs/how-to/keras.md, or train without the strategy",
+        )  # fmt: skip
     lookups: ExternalLookups = layer.lookups
     given = [keys] if weights is None else [keys, weights]
 
@@ -91,9 +97,21 @@ def look_up(layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tup
         return np.float32(0.0)
 
     shape = (keys.shape[0], layer.width)
-    if not trains:
-        flat = tf.numpy_function(read, given, tf.float32)
+
+    @tf.custom_gradient
+    def guarded(anchor: Any) -> Any:
+        with tf.control_dependencies([anchor]):
+            flat = tf.numpy_function(read, given, tf.float32)
         flat.set_shape(shape)
+
+        def backward(gradient: Any) -> Any:
+            raise lookups.not_in_training()
+
+        return flat, backward
+
+    if not trains:
+        anchor = tf.convert_to_tensor(layer.anchor.value)
+        flat = guarded(anchor if layer.trainable else tf.stop_gradient(anchor))
         return tf.cast(flat, layer.compute_dtype), tf.zeros(())
 
     @tf.custom_gradient

@@ -48,6 +48,20 @@ class _Update(torch.autograd.Function):
         return torch.zeros((), device=gradient.device), None, None, None
 
 
+class _Guard(torch.autograd.Function):
+    """Rows that were looked up outside of training; their backward is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookups: ExternalLookups, flat: Tensor) -> Tensor:
+        ctx.lookups = lookups
+        return flat.view_as(flat)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ctx.lookups.not_in_training()
+
+
 @torch.compiler.disable
 def look_up(layer: Any, keys: Tensor, weights: Tensor | None, rate: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     """Look up keys (B, K): the vectors (B, W), and a zero whose gradient is the loss scale."""
@@ -57,7 +71,10 @@ def look_up(layer: Any, keys: Tensor, weights: Tensor | None, rate: Tensor, trai
     lookups: ExternalLookups = layer.lookups
     batch = layer.columns.batch(keys.detach(), weights)
     if not trains:
-        return lookups.read(batch).to(dtype), rate.new_zeros(())
+        flat = lookups.read(batch)
+        if layer.trainable and torch.is_grad_enabled():
+            flat = _Guard.apply(layer.anchor.value, lookups, flat)  # type: ignore[no-untyped-call]
+        return flat.to(dtype), rate.new_zeros(())
     if not torch.is_grad_enabled():
         raise lookups.undifferentiated()
     flat, token = _Update.apply(layer.anchor.value, lookups, batch, rate)  # type: ignore[no-untyped-call]
