@@ -162,7 +162,9 @@ class DuckDbEngine:
         if spill_folder is not None:
             settings["temp_directory"] = str(spill_folder)
         self._connection = duckdb.connect(":memory:", config={**settings, "python_enable_replacements": "false"})
-        self._connection.execute("SET enable_progress_bar = false")
+        # In a notebook without ipywidgets DuckDB has no bar, and refuses to be told so.
+        with suppress(duckdb.InvalidInputException):
+            self._connection.execute("SET enable_progress_bar = false")
         self._plans: dict[Any, tuple[str, list[str]]] = {}
         self._texts: dict[Any, str] = {}
         self._one_at_a_time = Lock()
