@@ -28,7 +28,6 @@ def test_it_was_executed_from_top_to_bottom(file):
     cells = code_cells(file)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert not [out for cell in cells for out in cell["outputs"] if out["output_type"] == "error"]
-    assert not re.search(r"(?:/home|/root|/tmp|/Users)/", file.read_text()), "a path of the machine that executed it"
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ _ROWS_OF_MOST = 20_000  # of more rows, three folds hold out enough
 class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     """Predicts the probability of a click, or of any binary label, from the columns of a table.
 
-    `fit` infers the type of each column, learns the ETL, trains, and calibrates. With model="auto" it trains a linear
-    model, DeepFM and Wide & Deep. Up to 100,000 rows, each is trained on three or five folds, so that every row is
+    `fit` infers the type of each column, learns the ETL, trains, and calibrates. With model="auto" it trains linear
+    models, DeepFM and Wide & Deep. Up to 100,000 rows, each is trained on three or five folds, so that every row is
     predicted by a model that was not trained on it; the models are weighed by the log loss of those predictions, and
     together become one graph, `model_`. Of more rows, one part is held out.
 
