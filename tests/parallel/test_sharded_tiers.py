@@ -7,7 +7,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "embedding"))
 import processes
+from staged import use_staged
 
 from viviane.config import Adam
 from viviane.core.errors import ConfigError
@@ -52,6 +54,20 @@ def compare() -> None:
     assert in_tiers
     for name, part in truth.items():
         assert torch.equal(part, found[name]), name
+
+
+def compare_staged() -> None:
+    truth, _ = train(None)
+    streams = use_staged(pytest.MonkeyPatch())
+    found, in_tiers = train(CACHE)
+    assert in_tiers
+    assert streams[-1].num_jobs > 0
+    for name, part in truth.items():
+        assert torch.equal(part, found[name]), name
+
+
+def test_two_processes_that_move_rows_as_on_a_gpu_train_the_same_bits() -> None:
+    processes.run(2, compare_staged)
 
 
 def test_two_processes_train_the_bits_of_tables_in_memory() -> None:

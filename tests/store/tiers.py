@@ -7,7 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from viviane.store import Column, FileTier, HostTier, RocksDatabase, RocksTier, RowLayout, SortedRunTier, Tier
+from viviane.store import (
+    ArrayTier,
+    Column,
+    FileTier,
+    HostCacheTier,
+    HostTier,
+    RocksDatabase,
+    RocksTier,
+    RowLayout,
+    SortedRunTier,
+    Tier,
+)
 
 LAYOUT = RowLayout([Column("weight", "float32", 3), Column("sum", "float32", 3)])
 NUM_IDS = 64
@@ -34,9 +45,11 @@ def _rocks(folder: Path) -> Tier:
 
 
 OPENERS: dict[str, Callable[[Path], Tier]] = {
+    "array": lambda folder: ArrayTier(LAYOUT, NUM_IDS),
+    "host cache": lambda folder: HostCacheTier(FileTier(folder / "file", LAYOUT, NUM_IDS), NUM_IDS, max_rows=7),
     "host": lambda folder: HostTier(LAYOUT, max_rows=1000),
     "file": lambda folder: FileTier(folder / "file", LAYOUT, NUM_IDS),
     "sorted runs": lambda folder: SortedRunTier(folder / "runs", LAYOUT, memory_rows=12, most_runs=2),
     "rocksdb": _rocks,
 }
-SURVIVORS = ("file", "sorted runs", "rocksdb")
+SURVIVORS = ("file", "host cache", "sorted runs", "rocksdb")

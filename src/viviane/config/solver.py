@@ -109,10 +109,13 @@ class Solver(Settings):
     one shape, if the step can be captured; True raises an error if it cannot; False never captures."""
 
     embedding_memory: int | str | dict[str, int | str] | None = None
-    """Memory for embedding tables with their optimizer state, per process: bytes, or text such as "8 GiB"; or by table,
-    such as {"item": "2 GiB"}, with all other tables completely in memory. Rows that do not fit are stored on disk and
-    read when a batch needs them; results are the same as for tables in memory. None: tables that do not fit into the
-    free memory get half of it."""
+    """Memory for embedding tables with their optimizer state, per process, of the GPU if training runs on one: bytes,
+    or text such as "8 GiB"; or by table, such as {"item": "2 GiB"}, with all other tables completely in memory. Rows
+    that do not fit are stored on disk, with a GPU in host memory, and read when a batch needs them; results are the
+    same as for tables in memory. None: tables that do not fit into the free memory get half of it."""
+    embedding_host_memory: int | str | None = None
+    """With a GPU and embedding_memory: host memory per process for rows that are not on the GPU, such as "64 GiB"; rows
+    that do not fit there either are stored on disk. None: as much as they need, at most half of the free memory."""
     embedding_folder: str | None = None
     """Folder of the rows that do not fit in memory during training; None: the folder of temporary files. Checkpoints do
     not refer to it."""
@@ -153,6 +156,13 @@ class Solver(Settings):
         if value is None:  # written by runs of earlier versions
             return "auto"
         return value.to_dict() if isinstance(value, Settings) else dict(value) if isinstance(value, Mapping) else value
+
+    @field_validator("embedding_host_memory")
+    @classmethod
+    def _check_host_memory(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            num_bytes(value, "embedding_host_memory")
+        return value
 
     @field_validator("embedding_memory")
     @classmethod

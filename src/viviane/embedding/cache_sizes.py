@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Final
 from viviane.config.memory_sizes import MemorySize, num_bytes
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
+from viviane.core.machine import free_memory
 from viviane.embedding.config import TableConfig
 from viviane.ops.rules import rule_of
 from viviane.store import Column, RowLayout
 
-_SLOT_BYTES: Final = 18  # what a cache notes of each slot
+_SLOT_BYTES: Final = 18  # what a cache notes of each slot, rounded up
+_HOST_SHARE: Final = 0.5
+"""The share of the free host memory that rows beside a GPU take at most, where nothing is set."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,14 @@ class CacheSettings:
         memory: bytes, or text such as "8 GiB", of all tables together; None: no limit but those by table.
         tables: of single tables, by name.
         folder: of files with rows that do not fit; None: a temporary folder.
+        host_memory: of a GPU's tables: host memory of all tables together, for rows that are not on the GPU; the others
+            lie in files. None: what they need, at most half of what is free.
     """
 
     memory: MemorySize | None = None
     tables: Mapping[str, MemorySize] = field(default_factory=dict)
     folder: Path | None = None
+    host_memory: MemorySize | None = None
 
 
 def row_layout(table: TableConfig, rule: AnyOptimizer | None) -> RowLayout:
@@ -95,11 +102,7 @@ def slots_of_tables(tables: Sequence[TableConfig], optimizer: AnyOptimizer, sett
     if settings.memory is not None:
         left = num_bytes(settings.memory, "embedding_memory")
         left -= sum(found[name] * costs[name] for name in settings.tables)
-        shared.sort(key=lambda one: one.num_rows * costs[one.name])
-        for i, table in enumerate(shared):
-            share = max(left, 0) // (len(shared) - i)
-            found[table.name] = min(table.num_rows, share // costs[table.name])
-            left -= found[table.name] * costs[table.name]
+        found |= _shared_out({one.name: one.num_rows for one in shared}, costs, left)
     for table in tables:
         if found[table.name] < 1:
             raise ConfigError(
@@ -107,3 +110,44 @@ def slots_of_tables(tables: Sequence[TableConfig], optimizer: AnyOptimizer, sett
                 value=settings.tables.get(table.name, settings.memory), fix="give it more memory",
             )  # fmt: skip
     return found
+
+
+def _shared_out(num_rows: Mapping[str, int], costs: Mapping[str, int], memory: int) -> dict[str, int]:
+    """Return how many rows of each table memory holds: small tables whole, an even share of the rest for the others."""
+    found, left = {}, memory
+    names = sorted(num_rows, key=lambda name: num_rows[name] * costs[name])
+    for i, name in enumerate(names):
+        share = max(left, 0) // (len(names) - i)
+        found[name] = min(num_rows[name], share // costs[name])
+        left -= found[name] * costs[name]
+    return found
+
+
+def host_rows_of_tables(
+    tables: Sequence[TableConfig], optimizer: AnyOptimizer, settings: CacheSettings, slots: Mapping[str, int]
+) -> dict[str, int]:
+    """Return how many rows of each table that is not whole on its GPU the host's memory holds, at least one.
+
+    Args:
+        tables: of one process.
+        optimizer: the rule of tables without their own.
+        settings: its host_memory is for all tables together.
+        slots: rows of each table that the GPU holds.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> small, large = (TableConfig(name=n, num_rows=r, dim=2) for n, r in (("a", 10), ("b", 10**6)))
+        >>> host_rows_of_tables([small, large], SGD(), CacheSettings(host_memory=26_000), {"a": 10, "b": 100})
+        {'b': 1000}
+    """
+    own = [one for one in tables if slots[one.name] < one.num_rows]
+    costs = {one.name: slot_bytes(one, optimizer) for one in own}
+    if settings.host_memory is not None:
+        memory = num_bytes(settings.host_memory, "embedding_host_memory")
+    else:
+        free = free_memory()
+        if free is None:
+            return {one.name: one.num_rows for one in own}
+        memory = int(_HOST_SHARE * free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = _shared_out({one.name: one.num_rows for one in own}, costs, memory)
+    return {name: max(1, rows) for name, rows in found.items()}

@@ -8,10 +8,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,17 +21,17 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding.cache_sizes import row_layout, slot_bytes_of
 from viviane.embedding.config import TableConfig
-from viviane.embedding.initializers import fill_keys
 from viviane.embedding.row_lease import RowLease
+from viviane.embedding.row_moves import PIECE_ROWS, HostMoves, RowMoves, SlotGroup, TableRows
+from viviane.embedding.staged_moves import StagedMoves
 from viviane.embedding.state import TableState
 from viviane.embedding.storage import ZERO_ROWS, RuleRange, Storage, check_content
+from viviane.embedding.tier_rows import TierRows, bytes_of
 from viviane.ops.native.pages import advise_huge_pages
-from viviane.ops.row_update import initial_state, state_shape
-from viviane.store import FileTier, RowLayout, Tier, TierStats
-from viviane.store.row_mover import RowMover
+from viviane.ops.row_update import Scratch, initial_state, norm_squared, state_shape
+from viviane.store import ArrayTier, FileTier, HostCacheTier, RowLayout, Tier, TierStats
 from viviane.store.slots import Admission, CacheFullError, Region, SlotMap
-
-PIECE_ROWS: Final = 65_536
+from viviane.store.streams import TransferStreams
 
 MakeTier = Callable[[TableConfig, RowLayout], Tier]
 
@@ -68,14 +67,16 @@ class CachedStorage(Storage):
     it takes back. A row is in its slot or in its tier, and what the tier holds of a row in a slot is not read. A row
     that was never trained is in no tier: it begins as in memory, by `viviane.embedding.initializers`.
 
-    On the CPU a thread moves rows, in order, while the caller computes. Rows of a batch stay as long as its `RowLease`.
-    The same batches give the same bits as a `Storage`, whatever the number of slots: sums of gradients go by entries,
-    stochastic rounding by rows.
+    Threads move rows, in order, while the caller computes: on the CPU straight between slots and tiers, on a GPU
+    through page-locked memory and streams of their own (`viviane.embedding.staged_moves`). Rows of a batch stay as long
+    as its `RowLease`. The same batches give the same bits as a `Storage`, whatever the number of slots: sums of
+    gradients go by entries, stochastic rounding by rows.
 
     Args:
         tables, optimizer, device, seed: as of a `Storage`.
         num_slots: of each table.
         make_tier: opens the tier of a table.
+        streams: copy rows between host memory and the device; None: slots lie in host memory, where tiers reach them.
 
     Raises:
         ConfigError: a table's optimizer moves rows that no batch has.
@@ -92,9 +93,8 @@ class CachedStorage(Storage):
         *,
         num_slots: Mapping[str, int],
         make_tier: MakeTier,
+        streams: TransferStreams | None = None,
     ) -> None:
-        self._table_seed = seed
-        self._begun_as: dict[str, Callable[[Tensor, Tensor], None]] = {}
         super().__init__(tables, optimizer, device, seed, room=num_slots)
         self._check(device)
         regions, first = [], 0
@@ -105,7 +105,6 @@ class CachedStorage(Storage):
         self.key_bases = {one.name: one.first_row for one in regions}
         self.key_null = first
         self.slots = SlotMap(regions, pinned=ZERO_ROWS)
-        self.row_names = torch.from_numpy(self.slots.owner)
         rules = {name: segment.optimizer for segment in self.rule_ranges for name in segment.tables}
         self.layouts = {name: row_layout(table, rules[name]) for name, table in self.tables.items()}
         self.tiers: dict[str, Tier] = {
@@ -114,10 +113,19 @@ class CachedStorage(Storage):
             if self.room[name] < table.num_rows
         }
         """Of tables that are not whole in memory."""
+        self._below = {
+            name: TierRows(table, self.layouts[name], rules[name], seed, self.tiers.get(name))
+            for name, table in self.tables.items()
+        }
         self._live: dict[int, int] = {}
         self._leases: list[RowLease] = []
         self._clock = 0
-        self._mover = RowMover("row mover") if device.type == "cpu" else None
+        self._is_staged = streams is not None
+        groups = tuple(self._group(i) for i in range(len(self.rule_ranges)))
+        self._moves: RowMoves = (
+            HostMoves(groups, self.slots.owner) if streams is None else StagedMoves(groups, self.slots.owner, streams)
+        )
+        self._norm_scratch = Scratch()
         for name in self.tables:
             if name not in self.tiers:
                 self._fill_whole(name)
@@ -151,7 +159,7 @@ class CachedStorage(Storage):
         for low in range(0, region.num_rows, PIECE_ROWS):
             rows = np.arange(low, min(low + PIECE_ROWS, region.num_rows)) + region.first_row
             self._clock += 1
-            self._store(self.slots.admit(rows, self._clock, 0), in_order=True)
+            self._moves.start(self.slots.admit(rows, self._clock, 0))
         self.finish_moves()
 
     # Slots ------------------------------------------------------------------------------------------------------
@@ -172,9 +180,11 @@ class CachedStorage(Storage):
         guard = min(self._live, default=self._clock)
         flat = np.ascontiguousarray(rows.reshape(-1).cpu().numpy())
         admission = self.slots.admit(flat, self._clock, guard)
-        ticket = self._store(admission) if len(admission.new_rows) else None
+        if len(admission.new_rows):
+            self._moves.start(admission)
         found = torch.from_numpy(admission.slots).to(rows.device).view(rows.shape)
-        return found, RowLease(self._live, self._clock, ticket)
+        # Rows that have slots already may be on their way for another batch: all moves so far are waited for.
+        return found, RowLease(self._live, self._clock, self._moves.arrival(), admission.slots)
 
     def begin_pass(self, keys: Mapping[str, NDArray[np.int64]]) -> PassMove:
         """Give the rows of a pass slots: write changed rows that leave, then read those that are missing, by address.
@@ -204,27 +214,9 @@ class CachedStorage(Storage):
             region = self.regions[name]
             admission = self.slots.admit(own + region.first_row, self._clock, guard)
             moved = moved.plus(len(own), admission)
-            self._run(partial(self._switch, name, region, admission))
+            self._moves.start(admission)
+            self.finish_moves()
         return moved
-
-    def _run(self, move: Callable[[], None]) -> None:
-        """Move rows and wait; an error stays, as after any other move, since slots and rows no longer agree."""
-        if self._mover is None:
-            move()
-        else:
-            self._mover.wait(self._mover.start(move))
-
-    @torch.no_grad()
-    def _switch(self, name: str, region: Region, admission: Admission) -> None:
-        left = np.flatnonzero(admission.old_dirty)
-        left = left[np.argsort(admission.old_rows[left])]
-        for low in range(0, len(left), PIECE_ROWS):
-            part = left[low : low + PIECE_ROWS]
-            rows = self._pack(name, admission.new_slots[part])
-            self.tiers[name].put(admission.old_rows[part] - region.first_row, rows)
-        for low in range(0, len(admission.new_rows), PIECE_ROWS):
-            keys = admission.new_rows[low : low + PIECE_ROWS] - region.first_row
-            self._unpack(name, admission.new_slots[low : low + PIECE_ROWS], self._fetch(name, keys))
 
     def copies(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the distinct rows of a batch, (U + 2, D), then zeros, and where each entry's is, (N,)."""
@@ -240,9 +232,8 @@ class CachedStorage(Storage):
         return values.to(self.weight.device), found.to(rows.device)
 
     def arrive(self, lease: RowLease) -> None:
-        """Wait for the rows of a batch."""
-        if lease.ticket is not None and self._mover is not None:
-            self._mover.wait(lease.ticket)
+        """Let lookups wait for the rows of a batch."""
+        lease.arrive()
 
     def hold(self, lease: RowLease) -> None:
         """Keep the rows of a batch until the next step: their gradients wait.
@@ -259,61 +250,21 @@ class CachedStorage(Storage):
 
     def finish_moves(self) -> None:
         """Wait until no row is on its way."""
-        if self._mover is not None:
-            self._mover.wait()
+        self._moves.finish()
 
-    def _store(self, admission: Admission, *, in_order: bool = False) -> int | None:
-        def move() -> None:
-            for name, region in self.regions.items():
-                self._move(name, region, admission)
-
-        if self._mover is None:
-            move()
-            return None
-        return self._mover.start(move)
-
-    @torch.no_grad()
-    def _move(self, name: str, region: Region, admission: Admission) -> None:
-        """Write back what a table's slots held, then bring what they are to hold."""
-        own = (admission.new_rows >= region.first_row) & (admission.new_rows < region.first_row + region.num_rows)
-        if not own.any():
-            return
-        dirty = own & admission.old_dirty
-        if dirty.any():
-            rows = self._pack(name, admission.new_slots[dirty])
-            self.tiers[name].put(admission.old_rows[dirty] - region.first_row, rows)
-        keys, slots = admission.new_rows[own] - region.first_row, admission.new_slots[own]
-        self._unpack(name, slots, self._fetch(name, keys))
-
-    def _fetch(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return the rows of keys out of the table's tier, or as they begin."""
-        rows = self.layouts[name].zeros(len(keys))
-        tier = self.tiers.get(name)
-        found = np.zeros(len(keys), np.bool_) if tier is None else tier.fetch(keys, rows)
-        if not found.all():
-            fresh = np.flatnonzero(~found)
-            rows[fresh] = self._beginning(name, keys[fresh])
-        return rows
-
-    def _beginning(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return rows as they are before the first step."""
-        layout = self.layouts[name]
-        rows = layout.zeros(len(keys))
-        weight = torch.empty(len(keys), self.dim, dtype=self.dtype)
-        given = torch.from_numpy(keys)
-        if name in self._begun_as:
-            self._begun_as[name](weight, given)
-        else:
-            fill_keys(weight, given, self.tables[name], self._table_seed)
-        layout.column(rows, "weight")[:] = _bytes_of(weight)
-        for state, value in initial_state(self._segment(name)[1].optimizer).items():
-            column = layout.column(rows, state)
-            column[:] = np.full(column.shape[1] // 4, value, np.float32).view(np.uint8)
-        return rows
+    def _group(self, index: int) -> SlotGroup:
+        """Return the tables of a rule as moves see them."""
+        segment = self.rule_ranges[index]
+        state = {one: getattr(self, f"{one}_{index}") for one in initial_state(segment.optimizer)}
+        columns = {"weight": self.weight[segment.start : segment.stop], **state}
+        tables = [
+            TableRows(self.regions[name], self._below[name].fetch, self._below[name].put) for name in segment.tables
+        ]
+        return SlotGroup(self.layouts[segment.tables[0]], columns, segment.start, tuple(tables))
 
     def begin_as(self, name: str, fill: Callable[[Tensor, Tensor], None]) -> None:
         """Let rows of a table begin as `fill(weight (K, D), keys (K,))` makes them; before the first lookup."""
-        self._begun_as[name] = fill
+        self._below[name].fill = fill
         self.finish_moves()
         self.slots.clear(self.regions[name])
         if name not in self.tiers:
@@ -322,42 +273,44 @@ class CachedStorage(Storage):
     def _segment(self, name: str) -> tuple[int, RuleRange]:
         return next((i, one) for i, one in enumerate(self.rule_ranges) if name in one.tables)
 
-    def _columns(self, name: str) -> dict[str, Tensor]:
-        """Return the slots of all tables of a table's rule, by column, and where they begin."""
-        index, segment = self._segment(name)
-        state = {one: getattr(self, f"{one}_{index}") for one in initial_state(segment.optimizer)}
-        return {"weight": self.weight[segment.start : segment.stop], **state}
-
     def _pack(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return rows out of their slots."""
-        layout, start = self.layouts[name], self._segment(name)[1].start
-        rows, places = layout.zeros(len(slots)), torch.from_numpy(slots - start)
-        for column, part in self._columns(name).items():
-            layout.column(rows, column)[:] = _bytes_of(part.index_select(0, places.to(part.device)).cpu())
+        group = self._group(self._segment(name)[0])
+        packed = torch.zeros(len(slots), group.layout.row_bytes, dtype=torch.uint8, device=self.weight.device)
+        group.pack(torch.from_numpy(slots - group.first_slot).to(packed.device), packed)
+        rows: NDArray[np.uint8] = packed.cpu().numpy()
         return rows
 
     def _unpack(self, name: str, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
         """Put rows into slots."""
-        layout, start = self.layouts[name], self._segment(name)[1].start
-        places = torch.from_numpy(slots - start)
-        for column, part in self._columns(name).items():
-            data = torch.from_numpy(np.ascontiguousarray(layout.column(rows, column)))
-            values = data.view(-1).view(part.dtype).view(len(slots), *part.shape[1:])
-            part.index_copy_(0, places.to(part.device), values.to(part.device))
+        group, device = self._group(self._segment(name)[0]), self.weight.device
+        places = torch.from_numpy(slots - group.first_slot).to(device)
+        group.unpack(places, torch.from_numpy(np.ascontiguousarray(rows)).to(device))
 
     # Update -----------------------------------------------------------------------------------------------------
 
     def _updating(self, rows: Tensor) -> ExitStack:
-        slots = rows.cpu().numpy()
-        self.slots.mark_dirty(slots)
         if self.changed is not None:
-            self.changed.mark(torch.from_numpy(self.slots.owner[slots]).to(rows.device))
+            self.changed.mark(self._moves.names[rows.to(torch.int64)])
+        if not self._is_staged:
+            self.slots.mark_dirty(rows.numpy())
+            return ExitStack()
+        # The host does not read which rows a device moves: all of the batch in the tables that move may be.
+        slots = np.concatenate([lease.slots for lease in self._leases]) if self._leases else np.empty(0, np.int64)
+        for name in self.waiting_tables():
+            base = self.bases[name]
+            self.slots.mark_dirty(slots[(slots >= base) & (slots < base + self.room[name])])
         return ExitStack()
 
     def norm_squared(self) -> Tensor:
         """Return the sum of squares of the waiting gradients; summed in the order that a `Storage` has."""
+        if self._summed is None and self.weight.is_cuda:
+            entries = self._entries()
+            rows = self._moves.names[entries.rows.to(torch.int64)].to(entries.rows.dtype)
+            named = replace(entries, rows=rows, order=None, bound=self.key_null + ZERO_ROWS)
+            return norm_squared(named, self.dim, num_rows=self.key_null, scratch=self._norm_scratch)
         rows, sums = self.summed_gradients()
-        order = torch.argsort(self.row_names[rows.cpu()]).to(sums.device)
+        order = torch.argsort(self._moves.names[rows])
         norm: Tensor = torch.linalg.vector_norm(sums[order], dtype=torch.float64)
         return norm.square()
 
@@ -369,7 +322,7 @@ class CachedStorage(Storage):
         self._leases.clear()
 
     def _names(self, start: int, stop: int, table: str) -> tuple[Tensor, int]:
-        return self.row_names[start:stop], self.key_bases[table]
+        return self._moves.names[start:stop], self.key_bases[table]
 
     # Content ----------------------------------------------------------------------------------------------------
 
@@ -427,7 +380,7 @@ class CachedStorage(Storage):
         rows = layout.zeros(count) if given.keys() == shapes.keys() else self.read_rows(name, first, first + count)
         for column, part in given.items():
             values = part.detach().cpu().to(shapes[column].dtype).contiguous()
-            layout.column(rows, column)[:] = _bytes_of(values)
+            layout.column(rows, column)[:] = bytes_of(values)
         self.write_rows(name, first, rows)
 
     def _replace(self, name: str, given: Mapping[str, Tensor]) -> None:
@@ -508,7 +461,9 @@ class CachedStorage(Storage):
         slots = self.slots.slot_of[keys + self.regions[name].first_row].astype(np.int64) - 1
         rows, there = self.layouts[name].empty(len(keys)), slots >= 0
         if not there.all():
-            rows[~there] = self._fetch(name, keys[~there])
+            rest = self.layouts[name].zeros(int((~there).sum()))
+            self._below[name].fetch(keys[~there], rest)
+            rows[~there] = rest
         if there.any():
             rows[there] = self._pack(name, slots[there])
         return rows
@@ -532,7 +487,7 @@ class CachedStorage(Storage):
         layout = self.layouts[name]
         for first in range(0, self.tables[name].num_rows, PIECE_ROWS):
             stop = min(first + PIECE_ROWS, self.tables[name].num_rows)
-            rows, fresh = self.read_rows(name, first, stop), self._beginning(name, np.arange(1))
+            rows, fresh = self.read_rows(name, first, stop), self._below[name].beginning(np.arange(1))
             for column in layout.columns[1:]:
                 layout.column(rows, column.name)[:] = layout.column(fresh, column.name)
             self.write_rows(name, first, rows)
@@ -550,7 +505,11 @@ class CachedStorage(Storage):
         """Return what was counted: "memory", the cache, and by name of the tiers below it."""
         found: dict[str, TierStats] = {"memory": TierStats(hits=self.slots.hits, misses=self.slots.misses)}
         for tier in self.tiers.values():
-            found[tier.name] = found[tier.name].plus(tier.stats()) if tier.name in found else tier.stats()
+            below: Tier | None = tier
+            while below is not None:
+                stats = below.stats()
+                found[below.name] = found[below.name].plus(stats) if below.name in found else stats
+                below = below.below if isinstance(below, HostCacheTier) else None
         return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -558,6 +517,24 @@ class CachedStorage(Storage):
             raise ConfigError("a cache of tables stays on its device", value=str(self.weight.device),
                               fix="build the collection with device=")  # fmt: skip
         return super()._apply(fn, recurse)
+
+
+def host_tiers(folder: Path | None, host_rows: Mapping[str, int]) -> MakeTier:
+    """Return what opens host memory for each table, over a working file where not all of its rows fit.
+
+    Args:
+        folder: around the files; see `file_tiers`.
+        host_rows: rows of each table that host memory holds.
+    """
+    below = file_tiers(folder)
+
+    def make(table: TableConfig, layout: RowLayout) -> Tier:
+        rows = host_rows[table.name]
+        if rows >= table.num_rows:
+            return ArrayTier(layout, table.num_rows)
+        return HostCacheTier(below(table, layout), table.num_rows, max_rows=rows)
+
+    return make
 
 
 def file_tiers(folder: Path | None) -> MakeTier:
@@ -574,9 +551,3 @@ def file_tiers(folder: Path | None) -> MakeTier:
         return FileTier(place, layout, table.num_rows, durable=False, name="file")
 
     return make
-
-
-def _bytes_of(values: Tensor) -> NDArray[np.uint8]:
-    """Return numbers (n, ...) as bytes (n, bytes)."""
-    found: NDArray[np.uint8] = values.contiguous().view(len(values), -1).view(torch.uint8).numpy()
-    return found

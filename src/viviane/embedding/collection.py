@@ -30,7 +30,7 @@ from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.plan import LookupPlan, LookupPlanner, OneHotPlan, place_features
 from viviane.embedding.state import TableState, TableSummary, summarize
 from viviane.embedding.storage import Storage
-from viviane.embedding.table_storage import StorageLookup, TableStorage, begin_updates
+from viviane.embedding.table_storage import StorageLookup, TableStorage, begin_updates, sent
 from viviane.embedding.wide_rows import WideRows, output_memory
 from viviane.store.slots import CacheFullError
 
@@ -228,18 +228,34 @@ class EmbeddingCollection(LocalCollection):
         """Whether some tables are not whole in memory."""
         return any(isinstance(one, CachedStorage) and one.tiers for one in self.all_storages())
 
-    def resolve_ahead(self, batch: AnyKeys) -> bool:
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `resolve_ahead` can fetch rows; a GPU gives keys of dynamic tables rows when their batch comes."""
+        on_host = self.device.type == "cpu" or not any(one.is_dynamic for one in self.all_storages())
+        return self.has_tiers and on_host
+
+    def resolve_ahead(self, batch: AnyKeys, host: AnyKeys | None = None) -> bool:
         """Begin to fetch the rows of a batch that will be trained on; for the next lookup of the same object.
+
+        Args:
+            batch: what will be looked up.
+            host: the same keys in host memory, where `batch` is on a GPU: the host gives its rows slots.
 
         Returns:
             False where that is not possible: its lookup has the reason, or it is too early, since rows of other batches
             fill the cache.
         """
         try:
-            self._ahead[id(batch)] = batch, self.resolve(batch, training=True)
+            self._ahead[id(batch)] = batch, self._resolve_on_host(batch if host is None else host)
         except (VivianeError, IndexError):
             return False
         return True
+
+    def _resolve_on_host(self, batch: AnyKeys) -> Resolved:
+        """Resolve keys in host memory for a lookup on the collection's device."""
+        size, parts, masks = self.resolve(batch, training=True, where=torch.device("cpu"))
+        there = {name: sent(mask, self.device) for name, mask in masks.items()}
+        return size, [part.to(self.device) for part in parts], there
 
     def forget_ahead(self, batch: AnyKeys) -> None:
         """Let go of a batch that was resolved ahead, if it was not looked up."""
@@ -249,12 +265,17 @@ class EmbeddingCollection(LocalCollection):
         """Let go of batches that were resolved ahead and not looked up."""
         self._ahead.clear()
 
-    def resolve(self, batch: AnyKeys, training: bool) -> Resolved:
-        """Find the rows of a batch's keys: rows of the batch, lookups, and the masks of "concat" features."""
+    def resolve(self, batch: AnyKeys, training: bool, where: torch.device | None = None) -> Resolved:
+        """Find the rows of a batch's keys: rows of the batch, lookups, and the masks of "concat" features.
+
+        Args:
+            where: the device of the keys, which computes; None: the collection's.
+        """
         if self._violations.num_lookups >= _MOST_UNCHECKED:
             self.check()
-        keys = read_keys(batch, self.features, self.device, self._violations)
-        parts, masks = self._plan(keys.one_hot_names).parts(keys, self._frozen, training)
+        device = where or self.device
+        keys = read_keys(batch, self.features, device, self._violations)
+        parts, masks = self._plan(keys.one_hot_names, device).parts(keys, self._frozen, training)
         return keys.size, parts, masks
 
     def settle_rows(self) -> None:
@@ -273,18 +294,18 @@ class EmbeddingCollection(LocalCollection):
         own = autocast_buffers(self._memory, self._width, device)
         return output_memory(own, self.margins, self._width, device)
 
-    def _plan(self, one_hot: tuple[str, ...]) -> LookupPlan:
-        key = (one_hot, self.device)
+    def _plan(self, one_hot: tuple[str, ...], device: torch.device) -> LookupPlan:
+        key = (one_hot, device)
         if key not in self._plans:
             make = LookupPlanner(
-                self.features, self.tables, self.all_storages(), self._places, self._violations, self.device
+                self.features, self.tables, self.all_storages(), self._places, self._violations, device
             )
             self._plans[key] = make.plan(one_hot)
         return self._plans[key]
 
     def one_hot_plans(self, one_hot: Sequence[str]) -> tuple[OneHotPlan, ...] | None:
         """Return how batches with these one-hot columns are looked up, where nothing else is; else None."""
-        plan = self._plan(tuple(one_hot))
+        plan = self._plan(tuple(one_hot), self.device)
         cached = any(one.storage.in_tiers for one in plan.one_hot)
         return None if cached or plan.pooled or plan.concat or plan.dynamic else plan.one_hot
 

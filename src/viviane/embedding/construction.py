@@ -9,13 +9,14 @@ import torch
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
-from viviane.embedding.cache_sizes import CacheSettings, slots_of_tables
-from viviane.embedding.cached_storage import CachedStorage, file_tiers
+from viviane.embedding.cache_sizes import CacheSettings, host_rows_of_tables, slots_of_tables
+from viviane.embedding.cached_storage import CachedStorage, file_tiers, host_tiers
 from viviane.embedding.config import TableConfig
 from viviane.embedding.dynamic_config import AnyTable, DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import TableStorage
+from viviane.store.streams import DeviceStreams, TransferStreams
 
 
 def make_storages(
@@ -35,16 +36,27 @@ def make_storages(
                 fix="bound it by max_capacity and when_full='evict', and leave it out of embedding_memory",
             )  # fmt: skip
     slots = {} if cache is None else slots_of_tables(plain, optimizer, cache)
+    if cache is None:
+        make_tier = None
+    elif transfer_streams(device) is None:
+        make_tier = file_tiers(cache.folder)
+    else:
+        make_tier = host_tiers(cache.folder, host_rows_of_tables(plain, optimizer, cache, slots))
     for kind in dict.fromkeys((table.dim, table.dtype) for table in plain):
         own = [table for table in plain if (table.dim, table.dtype) == kind]
-        if cache is None or all(slots[table.name] == table.num_rows for table in own):
+        if make_tier is None or all(slots[table.name] == table.num_rows for table in own):
             yield Storage(own, optimizer, device, seed)
         else:
-            make_tier = file_tiers(cache.folder)
-            yield CachedStorage(own, optimizer, device, seed, num_slots=slots, make_tier=make_tier)
+            streams = transfer_streams(device)
+            yield CachedStorage(own, optimizer, device, seed, num_slots=slots, make_tier=make_tier, streams=streams)
     for table in tables:
         if isinstance(table, DynamicTableConfig):
             yield DynamicStorage(table, optimizer, device, seed)
+
+
+def transfer_streams(device: torch.device) -> TransferStreams | None:
+    """Return what copies rows between host memory and a device; None for the CPU, which reads the tiers itself."""
+    return DeviceStreams(device) if device.type == "cuda" else None
 
 
 def by_name(kind: str, items: Sequence[Any]) -> dict[str, Any]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class RowLease:
@@ -11,20 +15,23 @@ class RowLease:
     Args:
         live: stamps in use and how many leases each has.
         stamp: of the batch.
-        ticket: of the job that brings its rows.
+        arrive: waits for its rows.
+        slots: (N,), that the batch was given.
 
     Example:
         >>> live = {}
-        >>> lease = RowLease(live, 7, None)
+        >>> lease = RowLease(live, 7, lambda: None, np.zeros(1, np.int64))
         >>> live, lease.is_live
         ({7: 1}, True)
         >>> lease.end(); live, lease.is_live
         ({}, False)
     """
 
-    def __init__(self, live: dict[int, int], stamp: int, ticket: int | None) -> None:
+    def __init__(
+        self, live: dict[int, int], stamp: int, arrive: Callable[[], None], slots: NDArray[np.integer]
+    ) -> None:
         live[stamp] = live.get(stamp, 0) + 1
-        self.stamp, self.ticket = stamp, ticket
+        self.stamp, self.arrive, self.slots = stamp, arrive, slots
         self._end = weakref.finalize(self, _end_lease, live, stamp)
         self._end.atexit = False
 

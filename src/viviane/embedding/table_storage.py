@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -209,6 +209,27 @@ class StorageLookup:
     def weight(self) -> Tensor:
         """What the rows count in."""
         return self.storage.weight if self.aside is None else self.aside
+
+    def to(self, device: torch.device) -> StorageLookup:
+        """Return the lookup of rows that were found in host memory, for the device of the storage."""
+        weights = None if self.weights is None else sent(self.weights, device)
+        offsets = None if self.offsets is None else sent(self.offsets, device)
+        return replace(self, rows=sent(self.rows, device), offsets=offsets, weights=weights)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of host memory on a device; a GPU's current stream copies it, and the host does not wait.
+
+    The copy is out of memory of its own, which torch keeps until it is done: the tensor's may be written to at once.
+
+    Example:
+        >>> sent(torch.ones(1), torch.device("cpu"))
+        tensor([1.])
+    """
+    if device.type == "cpu":
+        return tensor
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return staged.to(device, non_blocking=True)
 
 
 def begin_updates(

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from viviane.config import AnyOptimizer, Solver
+from viviane.config.memory_sizes import num_bytes
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.logging import get_logger
 from viviane.core.machine import free_memory
@@ -42,6 +43,11 @@ def table_memory(
     own = {node: [one for one in every if isinstance(one, TableConfig)] for node, every in tables.items()}
     joined = [one.model_copy(update={"name": f"{node}.{one.name}"}) for node, every in own.items() for one in every]
     given = solver.embedding_memory
+    if solver.embedding_host_memory is not None and device.type == "cpu":
+        raise ConfigError(
+            "embedding_host_memory is of rows beside a GPU", where="device cpu", value=solver.embedding_host_memory,
+            fix="leave it out: embedding_memory is host memory on a CPU",
+        )  # fmt: skip
     settings = _chosen(joined, optimizer, device, num_processes) if given is None else _given(given, tables)
     if settings is None:
         return {}
@@ -55,8 +61,21 @@ def table_memory(
         }
         if sizes:
             folder = solver.embedding_folder
-            found[node] = CacheSettings(tables=sizes, folder=None if folder is None else Path(folder))
+            place = None if folder is None else Path(folder)
+            found[node] = CacheSettings(
+                tables=sizes, folder=place, host_memory=_host_share(solver, own, node, optimizer)
+            )
     return found
+
+
+def _host_share(
+    solver: Solver, tables: Mapping[str, Sequence[TableConfig]], node: str, optimizer: AnyOptimizer
+) -> int | None:
+    """Return the part of a collection in `embedding_host_memory`, by the bytes of its tables."""
+    if solver.embedding_host_memory is None:
+        return None
+    sizes = {name: sum(table_bytes(one, optimizer) for one in every) for name, every in tables.items()}
+    return num_bytes(solver.embedding_host_memory, "embedding_host_memory") * sizes[node] // sum(sizes.values())
 
 
 def _given(given: int | str | Mapping[str, int | str], tables: Mapping[str, Sequence[object]]) -> CacheSettings:
@@ -92,7 +111,8 @@ def _chosen(
     memory = int(free * _SHARE)
     _log.info(
         "embedding tables take %.1f GiB with their optimizer state, and %.1f GiB are free: %.1f GiB of rows stay in "
-        "memory, the others lie on disk (Solver.embedding_memory sets the size)",
+        "memory, the others lie %s (Solver.embedding_memory sets the size)",
         needed / 2**30, free / 2**30, memory / 2**30,
+        "in host memory, and on disk where that is too small" if device.type == "cuda" else "on disk",
     )  # fmt: skip
     return CacheSettings(memory=memory)

@@ -3,8 +3,10 @@
 Training keeps tables that are larger than device or host memory in tiers; serving keeps its parameter server there.
 """
 
+from viviane.store.array import ArrayTier
 from viviane.store.file import FileTier
 from viviane.store.host import HostTier
+from viviane.store.host_cache import HostCacheTier
 from viviane.store.rocks import RocksDatabase, RocksTier
 from viviane.store.row_layout import Column, RowLayout
 from viviane.store.sorted_runs import SortedRunTier
@@ -12,8 +14,10 @@ from viviane.store.statistics import LatencyHistogram, TierStats
 from viviane.store.tier import Tier
 
 __all__ = [
+    "ArrayTier",
     "Column",
     "FileTier",
+    "HostCacheTier",
     "HostTier",
     "LatencyHistogram",
     "RocksDatabase",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import StoreError
 from viviane.ops.hash_table import reserved
+from viviane.store.threads import run_all, shares
 
-_NEVER = np.int64(-1)
+_TICKETS: Final = 1 << 30
+_SMALL: Final = 32_768  # entries: fewer are not shared out among threads
 
 
 class CacheFullError(StoreError):
@@ -44,9 +46,11 @@ class Admission:
 
     Args:
         slots: (N,), of each entry; int32 or int64 as the rows were given.
-        new_rows, new_slots: (M,), rows that were not there, each once, and the slots they got.
-        old_rows: (M,), the rows that had these slots; -1: none.
+        new_rows, new_slots: (M,), rows that were not there, each once, rising, and the slots they got.
+        old_rows: (M,), the rows that had these slots, rising within a table where they have to be written; -1: none.
         old_dirty: (M,), whether those had been changed since they were fetched.
+        left: (M,), the ticket of the admission that wrote the new row back when it took its slot; 0: none did.
+        ticket: of this admission.
     """
 
     slots: NDArray[Any]
@@ -54,6 +58,8 @@ class Admission:
     new_slots: NDArray[np.int64]
     old_rows: NDArray[np.int64]
     old_dirty: NDArray[np.bool_]
+    left: NDArray[np.int64]
+    ticket: int
 
 
 class SlotMap:
@@ -62,7 +68,10 @@ class SlotMap:
     A row in use has the stamp of a batch that is not done; such rows are never evicted. Of the others, those that were
     used since the clock's hand passed them stay for one more round (CLOCK, Corbato 1968).
 
-    Memory: 4 bytes for each row of the tables, which take memory only where rows were used, and 18 bytes a slot.
+    New rows and the rows they replace are paired in the order of their addresses, so that tiers read and write in
+    address order. Threads share large batches by entries, then by tables; the result does not depend on their number.
+
+    Memory: 4 bytes for each row of the tables, which take memory only where rows were used, and 17 bytes a slot.
 
     Args:
         regions: tables; their rows follow one another from 0, and so do their slots.
@@ -92,17 +101,16 @@ class SlotMap:
         rows = sum(one.num_rows for one in self.regions)
         self.num_slots = sum(one.num_slots for one in self.regions)
         self.slot_of: NDArray[np.int32] = reserved(rows + pinned, torch.int32).numpy()
-        """Of each row its slot + 1, or 0."""
+        """Of each row its slot + 1; 0 or less: it has none."""
         every = self.num_slots + pinned
         self.owner = np.full(every, -1, np.int64)
         """Of each slot its row, or -1."""
         self.dirty = np.zeros(every, np.bool_)
-        self._stamps = np.full(every, _NEVER)
-        self._used = np.zeros(every, np.bool_)
-        self._bounds = np.array([one.first_row for one in self.regions] + [rows], np.int64)
-        self._first = np.array([one.first_slot for one in self.regions], np.int64)
-        self._count = np.array([one.num_slots for one in self.regions], np.int64)
-        self._hands = np.zeros(len(self.regions), np.int64)
+        self._marks = np.zeros(every + 1, np.int64)[1:]
+        self._bounds = np.array([one.first_row for one in self.regions] + [rows + pinned], np.int64)
+        self._hands = [0] * len(self.regions)
+        self._absent = np.empty(0, np.int64)
+        self._room = np.empty((5, 0), np.int64)
         self.slot_of[rows:] = np.arange(self.num_slots + 1, every + 1)
         self.owner[self.num_slots :] = np.arange(rows, rows + pinned)
         self.hits = self.misses = 0
@@ -112,39 +120,93 @@ class SlotMap:
 
         Args:
             rows: (N,), int32 or int64, repeated as they are.
-            stamp: of the batch; rises from call to call.
+            stamp: of the batch; rises from call to call, from 1.
             guard: rows with this stamp or a later one are in use.
 
         Raises:
-            CacheFullError: too many rows are in use; nothing has changed.
+            CacheFullError: too many rows are in use; no row has lost its slot.
         """
-        absent = int(_kernels()[0](rows, self.slot_of, self._stamps, self._used, stamp))
+        if len(self._absent) < len(rows):
+            self._absent = np.empty(len(rows), np.int64)
         slots = np.empty(len(rows), rows.dtype)
-        new_rows, new_slots, old_rows = (np.empty(absent, np.int64) for _ in range(3))
-        old_dirty = np.empty(absent, np.bool_)
-        found, failed = _kernels()[1](
-            rows, slots, self.slot_of, self.owner, self.dirty, self._stamps, self._used, self._bounds, self._first,
-            self._count, self._hands, stamp, guard, new_rows, new_slots, old_rows, old_dirty,
-        )  # fmt: skip
-        if failed >= 0:
-            self._take_back(new_rows[:found], new_slots[:found], old_rows[:found], old_dirty[:found])
-            raise self._full(rows, self.regions[failed], guard)
-        self.misses += found
-        self.hits += len(rows) - absent
-        return Admission(slots, new_rows[:found], new_slots[:found], old_rows[:found], old_dirty[:found])
+        pieces = self._find(rows, slots, 2 * stamp + 1)
+        chosen = self._choose(rows, pieces, stamp, guard)
+        ticket = 1 + stamp % _TICKETS
+        total = sum(chosen)
+        new_rows, new_slots, old_rows, left = (np.empty(total, np.int64) for _ in range(4))
+        old_dirty = np.empty(total, np.bool_)
+        start, jobs = 0, []
+        for (region, own, room), count in zip(self._rooms(pieces), chosen, strict=True):
+            part = slice(start, start + count)
+            start += count
+            if count:
+                jobs.append(partial(
+                    _kernels().give_slots, rows, self._absent, own, region.first_row, slots, self.slot_of, self.owner,
+                    self.dirty, room, ticket, new_rows[part], new_slots[part], old_rows[part], old_dirty[part],
+                    left[part],
+                ))  # fmt: skip
+        self._run(jobs, total)
+        self.misses += total
+        self.hits += len(rows) - int(pieces[:, :, 1].sum())
+        return Admission(slots, new_rows, new_slots, old_rows, old_dirty, left, ticket)
 
-    def _take_back(
-        self, rows: NDArray[np.int64], slots: NDArray[np.int64], old: NDArray[np.int64], dirty: NDArray[np.bool_]
-    ) -> None:
-        self.slot_of[rows] = 0
-        self.owner[slots], self.dirty[slots], self._stamps[slots] = old, dirty, _NEVER
-        there = old >= 0
-        self.slot_of[old[there]] = slots[there] + 1
+    def _find(self, rows: NDArray[Any], slots: NDArray[Any], mark: int) -> NDArray[np.int64]:
+        """Write the slots that rows have; return (T, P, 2): start and length of each table's absent entries."""
+        parts = shares(len(rows), _SMALL)
+        counts = np.empty((len(parts), len(self.regions)), np.int64)
+        run_all([
+            partial(
+                _kernels().find_slots, rows, slots, self.slot_of.ctypes.data, self._marks.ctypes.data, low, high, mark,
+                self._bounds, self._absent, counts[i],
+            )
+            for i, (low, high) in enumerate(parts)
+        ])  # fmt: skip
+        lows = np.array([low for low, _ in parts], np.int64)[:, None]
+        starts = lows + np.cumsum(counts, axis=1) - counts
+        return np.ascontiguousarray(np.stack([starts, counts], axis=-1).transpose(1, 0, 2))
+
+    def _rooms(self, pieces: NDArray[np.int64]) -> list[tuple[Region, NDArray[np.int64], NDArray[np.int64]]]:
+        """Return for each table its pieces and its part of the working memory."""
+        sizes = pieces[:, :, 1].sum(1).tolist()
+        if self._room.shape[1] < sum(sizes):
+            self._room = np.empty((5, 2 * sum(sizes)), np.int64)
+        stops = np.cumsum(sizes).tolist()
+        return [
+            (region, pieces[t], self._room[:, stops[t] - sizes[t] : stops[t]]) for t, region in enumerate(self.regions)
+        ]
+
+    def _choose(self, rows: NDArray[Any], pieces: NDArray[np.int64], stamp: int, guard: int) -> list[int]:
+        """Choose the slots that each table's new rows get, and return how many."""
+        found: list[tuple[int, int]] = [(0, hand) for hand in self._hands]
+
+        def choose(t: int, region: Region, own: NDArray[np.int64], room: NDArray[np.int64]) -> None:
+            found[t] = _kernels().choose_slots(
+                rows, self._absent, own, region.first_row, region.num_rows, region.first_slot, region.num_slots,
+                self._hands[t], guard, 2 * stamp + 1, self.owner, self._marks, room,
+            )  # fmt: skip
+
+        rooms = self._rooms(pieces)
+        jobs = [partial(choose, t, *one) for t, one in enumerate(rooms) if one[2].shape[1]]
+        self._run(jobs, sum(one[2].shape[1] for one in rooms))
+        failed = next((t for t, (count, _) in enumerate(found) if count < 0), None)
+        if failed is not None:
+            for (count, _), (_, _, room) in zip(found, rooms, strict=True):
+                self._marks[room[1, : max(count, 0)]] = 0
+            raise self._full(rows, self.regions[failed], guard)
+        self._hands = [hand for _, hand in found]
+        return [count for count, _ in found]
+
+    def _run(self, jobs: Sequence[partial[Any]], entries: int) -> None:
+        if entries < _SMALL:
+            for job in jobs:
+                job()
+        elif jobs:
+            run_all(jobs)
 
     def _full(self, rows: NDArray[Any], region: Region, guard: int) -> CacheFullError:
         first, stop = region.first_row, region.first_row + region.num_rows
         inside = slice(region.first_slot, region.first_slot + region.num_slots)
-        in_use = self.owner[inside][(self._stamps[inside] >= guard) & (self.owner[inside] >= 0)]
+        in_use = self.owner[inside][(self._marks[inside] >= 2 * guard) & (self.owner[inside] >= 0)]
         own = rows[(rows >= first) & (rows < stop)]
         needed = len(np.union1d(own, in_use))
         return CacheFullError(
@@ -157,10 +219,24 @@ class SlotMap:
         """Note that slots were changed."""
         self.dirty[slots] = True
 
+    def release(self, slots: NDArray[Any]) -> None:
+        """Let rows go, without writing anything back."""
+        self.slot_of[self.owner[slots]] = 0
+        self.owner[slots], self.dirty[slots], self._marks[slots] = -1, False, 0
+
+    def put_back(self, admission: Admission) -> None:
+        """Undo an admission whose evicted rows could not be written: rows that it evicted have their slots again."""
+        slots, old = admission.new_slots, admission.old_rows
+        self.slot_of[admission.new_rows] = 0
+        self.owner[slots], self.dirty[slots] = old, admission.old_dirty
+        self._marks[slots] = np.where(old >= 0, 2, 0)
+        there = old >= 0
+        self.slot_of[old[there]] = slots[there] + 1
+
     def resident(self, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return which rows from `first` on and below `stop` have slots, and these."""
         slots = self.slot_of[first:stop]
-        rows = np.flatnonzero(slots)
+        rows = np.flatnonzero(slots > 0)
         return rows + first, slots[rows].astype(np.int64) - 1
 
     def dirty_slots(self) -> NDArray[np.int64]:
@@ -173,65 +249,10 @@ class SlotMap:
         inside = slice(region.first_slot, region.first_slot + region.num_slots)
         rows = self.owner[inside]
         self.slot_of[rows[rows >= 0]] = 0
-        self.owner[inside], self.dirty[inside], self._stamps[inside], self._used[inside] = -1, False, _NEVER, False
+        self.owner[inside], self.dirty[inside], self._marks[inside] = -1, False, 0
 
 
-@cache
-def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    import numba
+def _kernels() -> Any:
+    from viviane.store import cpu_slot_kernels
 
-    @numba.njit(nogil=True, cache=True)
-    def note_use(rows: Any, slot_of: Any, stamps: Any, used: Any, stamp: int) -> int:
-        absent = 0
-        for n in range(len(rows)):
-            slot = slot_of[rows[n]]
-            if slot > 0:
-                stamps[slot - 1] = stamp
-                used[slot - 1] = True
-            else:
-                absent += 1
-        return absent
-
-    @numba.njit(nogil=True, cache=True)
-    def free_slot(owner: Any, stamps: Any, used: Any, first: int, count: int, hand: int, guard: int) -> int:
-        for step in range(2 * count + 1):
-            slot = first + (hand + step) % count
-            if owner[slot] < 0:
-                return step
-            if stamps[slot] < guard:
-                if not used[slot]:
-                    return step
-                used[slot] = False
-        return -1
-
-    @numba.njit(nogil=True, cache=True)
-    def place(
-        rows: Any, slots: Any, slot_of: Any, owner: Any, dirty: Any, stamps: Any, used: Any, bounds: Any, firsts: Any,
-        counts: Any, hands: Any, stamp: int, guard: int, new_rows: Any, new_slots: Any, old_rows: Any, old_dirty: Any,
-    ) -> tuple[int, int]:  # fmt: skip
-        found = 0
-        for n in range(len(rows)):
-            row = rows[n]
-            slot = slot_of[row]
-            if slot == 0:
-                t = np.searchsorted(bounds, row, side="right") - 1
-                first, count, hand = firsts[t], counts[t], hands[t]
-                step = free_slot(owner, stamps, used, first, count, hand, guard)
-                if step < 0:
-                    return found, t
-                at = (hand + step) % count
-                hands[t] = (at + 1) % count
-                slot = first + at + 1
-                old = owner[slot - 1]
-                new_rows[found], new_slots[found], old_rows[found] = row, slot - 1, old
-                old_dirty[found] = old >= 0 and dirty[slot - 1]
-                if old >= 0:
-                    slot_of[old] = 0
-                owner[slot - 1], stamps[slot - 1] = row, stamp
-                dirty[slot - 1], used[slot - 1] = False, True
-                slot_of[row] = slot
-                found += 1
-            slots[n] = slot - 1
-        return found, -1
-
-    return note_use, place
+    return cpu_slot_kernels

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -20,6 +20,7 @@ import torch
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError
+from viviane.core.logging import get_logger
 from viviane.core.machine import usable_cores
 from viviane.core.ranges import time_range
 from viviane.data import Dataset, Reader
@@ -34,14 +35,20 @@ _STEPS_BETWEEN: Final = 2  # an event is recorded before every second step: it c
 _MOST_THREADS: Final = 8
 _MOST_COPYING: Final = 4
 ShuffleOn = Literal["auto", "host", "device"]
+_log = get_logger("training.feed")
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A prefetched batch, or an error, or None at the end; and the reader's position after it."""
+    """A prefetched batch, or an error, or None at the end; and the reader's position after it.
+
+    Args:
+        host: the batch in host memory, where rows of its tables are to be fetched and `batch` is on a GPU.
+    """
 
     batch: Batch | Exception | None
     place: tuple[int, int]
+    host: Batch | None = None
 
 
 class DeviceFeed:
@@ -79,6 +86,7 @@ class DeviceFeed:
                 f"rows cannot be shuffled on the device: {reason}", value=shuffle_on, allowed="auto, host",
                 fix='set "auto", which falls back to the host',
             )  # fmt: skip
+        self._shuffle_on = shuffle_on
         self._shuffle_device = device if shuffle_on != "host" and reason is None else None
         self._place = (reader.epoch, reader.position)
         self._waiting: deque[_Waiting] = deque()
@@ -154,8 +162,8 @@ class DeviceFeed:
         """Continue at the current position."""
         if self._waiting:
             self.close()
-        if self._copies is None and self.look_ahead is not None and self.look_ahead.is_needed:
-            return self._announced(iter(self.reader), self.look_ahead)
+        if self._copies is None and self._ahead is not None:
+            return self._announced(iter(self.reader), self._ahead)
         if self._copies is None:
             return self._read_directly(iter(self.reader))
         return self._prefetched(self._pending_batches(), self._copies)
@@ -164,7 +172,18 @@ class DeviceFeed:
         reader = self.reader
         if not isinstance(reader, Reader):
             return ((Run.one(batch), 0, batch.origin) for batch in reader)
+        if self._ahead is not None and self._shuffle_device is not None:
+            # Rows of tables are fetched by keys that the host knows: it shuffles, and the batches are the same.
+            if self._shuffle_on == "device":
+                _log.info("rows are shuffled by the host, not by the GPU: tables in tiers need their keys there")
+            return reader.pending_batches(None)
         return reader.pending_batches(self._shuffle_device)
+
+    @property
+    def _ahead(self) -> LookAhead | None:
+        """What batches are announced to, if it fetches rows."""
+        ahead = self.look_ahead
+        return ahead if ahead is not None and ahead.is_needed else None
 
     @property
     def _only_copies(self) -> bool:
@@ -205,10 +224,7 @@ class DeviceFeed:
                 with time_range("read"):
                     waiting.append(self._next(batches))
                 ended = not isinstance(waiting[-1].batch, Batch)
-            for one in [*waiting][announced:]:
-                if not isinstance(one.batch, Batch) or not ahead.announce(one.batch):
-                    break
-                announced += 1
+            announced = self._announce(ahead, announced)
             first = waiting.popleft()
             announced = max(0, announced - 1)
             self._place = first.place
@@ -219,6 +235,14 @@ class DeviceFeed:
             yield first.batch
             ahead.forget(first.batch)
 
+    def _announce(self, ahead: LookAhead, announced: int) -> int:
+        """Announce waiting batches behind those that were, as far as that is possible; return how many are now."""
+        for one in [*self._waiting][announced : ahead.num_batches + 1]:
+            if not isinstance(one.batch, Batch) or not ahead.announce(one.batch, one.host):
+                break
+            announced += 1
+        return announced
+
     def _next(self, batches: Iterator[Batch]) -> _Waiting:
         try:
             batch = next(batches, None)
@@ -227,13 +251,15 @@ class DeviceFeed:
         return _Waiting(batch, (self.reader.epoch, self.reader.position))
 
     def _prefetched(self, pending_batches: Iterator[PendingBatch], copies: _Copies) -> Iterator[Batch]:
-        waiting = self._waiting
-        ended = False
+        waiting, ahead = self._waiting, self._ahead
+        announced, ended = 0, False
         while True:
             # Wait for the first batch only: waiting for more would delay a step that is ready.
             while not ended and len(waiting) <= _AHEAD and (not waiting or self.reader.ready):
                 waiting.append(self._take(pending_batches, copies))
                 ended = not isinstance(waiting[-1].batch, Batch)
+            if ahead is not None:
+                announced = max(0, self._announce(ahead, announced) - 1)
             first = waiting.popleft()
             self._place = first.place
             if first.batch is None:
@@ -242,6 +268,8 @@ class DeviceFeed:
                 raise first.batch
             copies.finish(first)
             yield first.batch
+            if ahead is not None:
+                ahead.forget(first.batch)
 
     def _take(self, pending_batches: Iterator[PendingBatch], copies: _Copies) -> _Waiting:
         """Take the reader's next batch and start its copy."""
@@ -254,7 +282,9 @@ class DeviceFeed:
         if pending is None:
             return _Waiting(None, place)
         with time_range("to device"):
-            return copies.start(pending, place)
+            waiting = copies.start(pending, place)
+        run, number, origin = pending
+        return waiting if self._ahead is None else replace(waiting, host=run.batch(number, origin))
 
     def state(self) -> dict[str, Any]:
         """Return the reader's position after the batches that were yielded."""

@@ -24,19 +24,22 @@ class LookAhead:
     def __init__(self, module: nn.Module, num_batches: int = 3) -> None:
         self.num_batches = num_batches
         self._collections = [
-            one
-            for one in collections_of(module).values()
-            if isinstance(one, EmbeddingCollection) and one.has_tiers and one.device.type == "cpu"
+            one for one in collections_of(module).values() if isinstance(one, EmbeddingCollection) and one.looks_ahead
         ]
 
     @property
     def is_needed(self) -> bool:
-        """Whether a collection can prefetch rows; collections on a GPU or of several processes cannot."""
+        """Whether a collection can prefetch rows; those of several processes cannot."""
         return bool(self._collections)
 
-    def announce(self, batch: Batch) -> bool:
-        """Start fetching a batch's rows; return False if it is too early, also for later batches."""
-        return all(one.resolve_ahead(batch) for one in self._collections)
+    def announce(self, batch: Batch, host: Batch | None = None) -> bool:
+        """Start fetching a batch's rows; return False if it is too early, also for later batches.
+
+        Args:
+            batch: what the module will be called with.
+            host: the same batch in host memory, where `batch` is on a GPU.
+        """
+        return all(one.resolve_ahead(batch, host) for one in self._collections)
 
     def forget(self, batch: Batch) -> None:
         """Release a batch whose step has finished or was never run."""

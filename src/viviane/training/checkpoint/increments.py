@@ -21,7 +21,7 @@ from torch import Tensor
 
 from viviane.core.errors import CheckpointError, CheckpointNotFoundError
 from viviane.embedding import CachedStorage
-from viviane.embedding.cached_storage import PIECE_ROWS
+from viviane.embedding.row_moves import PIECE_ROWS
 from viviane.training.checkpoint.manifest import (
     KEYS,
     BaseEntry,

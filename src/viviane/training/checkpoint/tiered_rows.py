@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from viviane.embedding import CachedStorage
-from viviane.embedding.cached_storage import PIECE_ROWS
+from viviane.embedding.row_moves import PIECE_ROWS
 from viviane.training.checkpoint.saved_table import STATE, SavedTable
 from viviane.training.checkpoint.table_parts import TablePart
 

@@ -1,0 +1,74 @@
+"""The rows of a table outside of a cache: in its tier, or as they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from viviane.config.optimizers import AnyOptimizer
+from viviane.embedding.config import TableConfig
+from viviane.embedding.initializers import fill_keys
+from viviane.ops.row_update import initial_state
+from viviane.store import RowLayout, Tier
+
+
+class TierRows:
+    """Rows of one table by key, with their optimizer state.
+
+    Args:
+        table: its settings.
+        layout: of the rows.
+        rule: its optimizer; None: it is not trained.
+        seed: of the initial values.
+        tier: where rows are that were trained and have no slot; None: the table is whole in its slots.
+    """
+
+    def __init__(
+        self, table: TableConfig, layout: RowLayout, rule: AnyOptimizer | None, seed: int, tier: Tier | None
+    ) -> None:
+        self._table, self._layout, self._seed, self._tier = table, layout, seed, tier
+        self._state = initial_state(rule)
+        self.fill: Callable[[Tensor, Tensor], None] | None = None
+        """Writes the weights of keys as they begin, (K, D); None: as the table's settings say."""
+
+    def fetch(self, keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Write the rows of keys, (n, row_bytes), out of the tier, or as they begin."""
+        found = np.zeros(len(keys), np.bool_) if self._tier is None else self._tier.fetch(keys, rows)
+        if not found.all():
+            fresh = np.flatnonzero(~found)
+            rows[fresh] = self.beginning(keys[fresh])
+
+    def put(self, keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Write changed rows to the tier."""
+        assert self._tier is not None
+        self._tier.put(keys, rows)
+
+    def beginning(self, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return rows as they are before the first step."""
+        rows = self._layout.zeros(len(keys))
+        weight = torch.empty(len(keys), self._table.dim, dtype=self._table.torch_dtype)
+        given = torch.from_numpy(keys)
+        if self.fill is not None:
+            self.fill(weight, given)
+        else:
+            fill_keys(weight, given, self._table, self._seed)
+        self._layout.column(rows, "weight")[:] = bytes_of(weight)
+        for state, value in self._state.items():
+            column = self._layout.column(rows, state)
+            column[:] = np.full(column.shape[1] // 4, value, np.float32).view(np.uint8)
+        return rows
+
+
+def bytes_of(values: Tensor) -> NDArray[np.uint8]:
+    """Return numbers (n, ...) as bytes (n, bytes).
+
+    Example:
+        >>> bytes_of(torch.ones(2, 1, dtype=torch.float16)).tolist()
+        [[0, 60], [0, 60]]
+    """
+    found: NDArray[np.uint8] = values.contiguous().view(len(values), -1).view(torch.uint8).numpy()
+    return found
