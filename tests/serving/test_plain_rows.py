@@ -115,6 +115,31 @@ def test_the_bits_of_the_etl(encoders, rows) -> None:
         same(again, wanted)
 
 
+@pytest.mark.parametrize("size", [7, 200, MOST_ROWS])
+@pytest.mark.parametrize("absent", [0, 0.2, 1])
+def test_the_bits_of_the_etl_for_many_rows(encoders, size, absent) -> None:
+    encoder, slow = encoders
+    rng = np.random.default_rng(size)
+    made = {
+        "price": lambda: float(rng.choice([rng.normal() * 9, 0.0, -0.0, 2.0, 1e9, -1e-9])),
+        "age": lambda: int(rng.integers(-50, 150)),
+        "user": lambda: str(rng.choice(["u1", "u39", "u99", "NA", "", "é"])),
+        "item": lambda: int(rng.choice([-2, 3, 9, 99, -(2**63)])),
+        "hist": lambda: "|".join(map(str, rng.integers(-2, 12, rng.integers(0, 6)))),
+        "tags": lambda: ";".join(f"t{n}" for n in rng.integers(0, 12, rng.integers(1, 4))),
+        "code": lambda: f"{rng.integers(0, 2**40):x}",
+    }
+    rows = [{name: None if rng.random() < absent else make() for name, make in made.items()} for _ in range(size)]
+    plain = encoder._plain.encode(rows)
+    wanted, problems = slow.encode(rows, raw=True)
+    assert plain is not None
+    assert not problems
+    same(plain, wanted)
+    if absent == 0:
+        same(encoder._plain.encode(pa.Table.from_pylist(rows)), wanted)
+        same(encoder._plain.encode({name: np.array([row[name] for row in rows]) for name in made}), wanted)
+
+
 @settings(max_examples=12)
 @given(ROWS, st.sampled_from([column["name"] for column in COLUMNS[1:]]), ODD)
 def test_whatever_a_value_is(encoders, row, name, value) -> None:
@@ -132,7 +157,8 @@ def test_what_is_made_here_and_what_is_left_to_the_etl(etl, encoders) -> None:
     assert encoder._plain.encode([row]) is not None
     assert encoder._plain.encode({name: np.array([value, value]) for name, value in row.items()}) is not None
     left = [
-        [], [row] * (MOST_ROWS + 1), [{**row, "age": 2.0}], [{"price": 1.0}], [[1]], pa.table({"price": [1.0]}),
+        [], [row] * (MOST_ROWS + 1), [{**row, "age": 2.0}], [row] * 9 + [{**row, "age": 2.0}],
+        [{"price": 1.0}], [[1]], pa.table({"price": [1.0]}),
         {name: [value] * (1 + (name == "age")) for name, value in row.items()},
         row,
     ]  # fmt: skip
