@@ -130,6 +130,8 @@ def test_the_direction_of_better():
         "ndcg": True,
         "mrr": True,
         "gauc": True,
+        "auprc": True,
+        "rauc": True,
     }
 
 

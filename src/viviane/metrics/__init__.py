@@ -12,6 +12,7 @@ from viviane.metrics.means import (
     LogLoss,
     NormalizedEntropy,
 )
+from viviane.metrics.pairs import Auprc, MulticlassRecall, Rauc, SegmentedNormalizedEntropy
 from viviane.metrics.ranking import Gauc, GroupHitRate, GroupNdcg, Mrr, Ndcg, ndcg
 from viviane.metrics.registry import METRICS, Metric, MetricName, build_metric
 from viviane.metrics.score_curve import ScoreCurve
@@ -20,6 +21,7 @@ __all__ = [
     "METRICS",
     "Accuracy",
     "Auc",
+    "Auprc",
     "AverageLoss",
     "Calibration",
     "CalibrationHistogram",
@@ -34,10 +36,13 @@ __all__ = [
     "Metric",
     "MetricName",
     "Mrr",
+    "MulticlassRecall",
     "Ndcg",
     "NormalizedEntropy",
+    "Rauc",
     "RootMeanSquaredError",
     "ScoreCurve",
+    "SegmentedNormalizedEntropy",
     "Smape",
     "build_metric",
     "ndcg",

@@ -24,7 +24,7 @@ from viviane.metrics.registry import GROUPED, METRICS, Metric, Processes
 _log = get_logger("metrics")
 
 
-class _Rows(Metric):
+class StoredRows(Metric):
     """Stores scores, labels, weights and groups."""
 
     def __init__(self, k: int | None = None) -> None:
@@ -153,7 +153,7 @@ def _dcg(group: Groups, key: Groups, label: Doubles, starts: NDArray[np.intp], k
 
 
 @METRICS.register("ndcg")
-class Ndcg(_Rows):
+class Ndcg(StoredRows):
     """NDCG of all rows as one list, as in HugeCTR (see `ndcg`). Sample weights are ignored.
 
     "ndcg@10:user" is the usual NDCG: the mean over users of the NDCG of their ten best rows.
@@ -180,7 +180,7 @@ class GroupNdcg(Ndcg):
     by_group: ClassVar[bool] = True
 
 
-class _FirstPositive(_Rows):
+class _FirstPositive(StoredRows):
     by_group: ClassVar[bool] = True
 
     def first_places(self, groups: Groups, scores: Floats, labels: Floats) -> NDArray[np.int64]:
@@ -245,7 +245,7 @@ class Mrr(_FirstPositive):
 
 @METRICS.register("gauc")
 @GROUPED.register("gauc")
-class Gauc(_Rows):
+class Gauc(StoredRows):
     """AUC within each group, averaged with the groups' weights: "gauc:user".
 
         GAUC = sum_g n_g AUC_g / sum_g n_g        n_g the rows (or their sample weight) of group g
