@@ -278,14 +278,14 @@ def test_what_is_made_ahead_is_taken_once_and_waited_for(monkeypatch):
             return next(events)
 
     events, device, main, side = iter("ab"), torch.device("cpu"), Stream(), Stream()
-    capture.make_ahead(device, "first", lambda: pytest.fail("no graph is recorded"))
+    capture.run_ahead(device, "first", lambda: pytest.fail("no graph is recorded"))
     monkeypatch.setattr(capture, "is_capturing", lambda device: True)
     monkeypatch.setattr(capture, "_stream", lambda device, name, priority: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     made = torch.ones(1)
-    capture.make_ahead(device, "first", lambda: made)
-    capture.make_ahead(device, "nobody's", lambda: torch.zeros(1))
+    capture.run_ahead(device, "first", lambda: made)
+    capture.run_ahead(device, "nobody's", lambda: torch.zeros(1))
     assert capture.take_ahead(device, "another") is None
     assert main.waited == []
     assert capture.take_ahead(device, "first") is made

@@ -58,15 +58,15 @@ def command(
     if what not in BENCHES:
         raise ConfigError("no such benchmark", value=what, fix=suggest(what, BENCHES))
     if what == "train":
-        from viviane.cli.bench_train import Asked, run
+        from viviane.cli.bench_train import BenchOptions, run
 
         if processor_time:
             raise ConfigError("train is timed on the wall alone", where="--processor-time", fix="leave it out")
         sizes = table_sizes(tables, rows, max_rows or _TRAIN_MAX_ROWS)
         batches = whole_numbers(batch, "batch")
         rule = optimizer or "sgd"
-        asked = Asked(model, sizes, dim, batches, rule, num_dense, precision, ids, exponent, device)
-        run(asked, peers, seconds, to_json)
+        options = BenchOptions(model, sizes, dim, batches, rule, num_dense, precision, ids, exponent, device)
+        run(options, peers, seconds, to_json)
         return
     from viviane.bench.embedding import choose_libraries, compare
     from viviane.bench.workload import Draw, Tables, draw_ids, known_rule

@@ -22,7 +22,7 @@ _PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchOptions:
     """The command's options.
 
     Args:
@@ -67,15 +67,15 @@ class Asked:
         ]
 
 
-def run(asked: Asked, peers: str, seconds: float, to_json: Path | None) -> None:
+def run(options: BenchOptions, peers: str, seconds: float, to_json: Path | None) -> None:
     """Measure, print, and write the file."""
     from viviane.bench.train import choose_train_libraries, compare_training
 
-    trainings = asked.trainings()
-    names = choose_train_libraries(peers, asked.model)
+    trainings = options.trainings()
+    names = choose_train_libraries(peers, options.model)
     tables = trainings[0].tables
-    words = f"{asked.model}, {len(tables.rows)} tables, {sum(tables.rows):,} rows x {asked.dim}, {asked.ids} ids"
-    typer.echo(f"{words}, {asked.precision}, {tables.rule}, on {tables.device}; the first step compiles", err=True)
+    words = f"{options.model}, {len(tables.rows)} tables, {sum(tables.rows):,} rows x {options.dim}, {options.ids} ids"
+    typer.echo(f"{words}, {options.precision}, {tables.rule}, on {tables.device}; the first step compiles", err=True)
     found = compare_training(trainings, names, seconds=seconds, heard=tell)
     show(found)
     if to_json is not None:

@@ -57,7 +57,7 @@ def command(
         fix = "plan with a data set of such rows: --set data.train=FOLDER"
         raise ConfigError("a stream has no statistics to plan by", where="data", value=settings.data.train, fix=fix)
     graph = settings.build(data.schema).plan()
-    told = _Told(memory_gb, memory_gb_per_s, link_gb_per_s)
+    told = _DeviceOptions(memory_gb, memory_gb_per_s, link_gb_per_s)
     machine = _machine("cuda" if gpus else settings.solver.device, count, told, may_be_elsewhere=gpus is not None)
     planned = _planner(settings, graph, data, count, machine).best()
     _show(planned)
@@ -69,7 +69,7 @@ def command(
         typer.echo(f"picture: {picture}")
 
 
-class _Told(NamedTuple):
+class _DeviceOptions(NamedTuple):
     """Properties of a device from the command line."""
 
     memory_gb: float | None
@@ -91,7 +91,7 @@ class _Told(NamedTuple):
             raise ConfigError(f"{why}, so that its figures are not known", fix=f"give them; an H200's: {options}")
 
 
-def _machine(device: str, count: int, told: _Told, *, may_be_elsewhere: bool) -> Machine:
+def _machine(device: str, count: int, told: _DeviceOptions, *, may_be_elsewhere: bool) -> Machine:
     """Describe a process's device: as told, else as measured here.
 
     Args:

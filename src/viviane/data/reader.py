@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -15,6 +14,7 @@ import torch
 from viviane.batch import Batch
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.core.locations import AnyPath
+from viviane.core.renamed import renamed_method
 from viviane.data.buffers import Buffers
 from viviane.data.device_shuffle import DeviceShuffle
 from viviane.data.packed_layout import PackedLayout
@@ -210,15 +210,8 @@ class Reader:
         window = min(window, (window // self.batch_size + 2) * own)  # a window may begin and end within a batch
         return DeviceShuffle.too_large_reason(self._layout, window, device)
 
-    def cuts(self, mixed_on: torch.device | None = None) -> Iterator[PendingBatch]:
-        """Continue as `pending_batches`, under its old, deprecated name."""
-        warnings.warn("Reader.cuts is now pending_batches", DeprecationWarning, stacklevel=2)
-        return self.pending_batches(mixed_on)
-
-    def why_not_mixed_on(self, device: torch.device) -> str | None:
-        """Return `no_device_shuffle_reason`, under its old, deprecated name."""
-        warnings.warn("Reader.why_not_mixed_on is now no_device_shuffle_reason", DeprecationWarning, stacklevel=2)
-        return self.no_device_shuffle_reason(device)
+    cuts = renamed_method("cuts", "pending_batches")
+    why_not_mixed_on = renamed_method("why_not_mixed_on", "no_device_shuffle_reason")
 
     def _begun(self, iteration: Generator[_T, None, None]) -> Generator[_T, None, None]:
         self._stop()

@@ -47,10 +47,10 @@ class RowMean:
 
     @property
     def place(self) -> float:
-        """The position of its steps; see `go_back`."""
+        """The position of its steps; see `roll_back_to`."""
         return self._log_decay
 
-    def go_back(self, place: float) -> None:
+    def roll_back_to(self, place: float) -> None:
         """Take steps back that moved no row and no mean."""
         self._log_decay = place
 

@@ -38,7 +38,7 @@ from viviane.ops.row_update import (
     initial_state,
     join_rows,
     norm_squared,
-    prepare_aside,
+    prepare_overlapped,
     prepare_rows,
     state_shape,
     sum_rows,
@@ -115,7 +115,7 @@ class Storage(TableStorage):
         self._all: Entries | None = None
         self._summed: tuple[Tensor, Tensor] | None = None
         self._prepared: Prepared | None = None
-        self._apart = (0, 0)
+        self._detached_view = (0, 0)
         """An output's width, and how far apart the rows of its last gradient began."""
         self._scratch = Scratch()
         self.row_mean: RowMean | None = None
@@ -251,9 +251,9 @@ class Storage(TableStorage):
         device = self.weight.device
         if self._pending or not kernels_serve(device) or not any(part.rows.numel() for part in lookups):
             return
-        apart = self._apart[1] if self._apart[0] == width else width
+        apart = self._detached_view[1] if self._detached_view[0] == width else width
         read = [one for part in lookups for one in (part.rows, part.offsets, part.weights) if one is not None]
-        with prepare_aside(device, self._scratch, read):
+        with prepare_overlapped(device, self._scratch, read):
             joined = prepare_entries(lookups, size, width, apart)
             prepare_rows(joined.rows, self._scratch, self.null_row + ZERO_ROWS)
             self._prepared = joined.placed()
@@ -269,7 +269,7 @@ class Storage(TableStorage):
         if self._prepared is None or self._prepared.sources_of(lookup) is None:
             return None
         if self._prepared.size > 1:
-            self._apart = (self._prepared.width, stride)
+            self._detached_view = (self._prepared.width, stride)
         self._prepared = self._prepared.at(stride)
         return self._prepared.sources_of(lookup)
 

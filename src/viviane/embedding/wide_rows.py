@@ -79,7 +79,7 @@ class WideRows:
         """Return a matrix (B, W) with any content, with a row stride of L + W + R."""
         margins = self._margins
         self._whole = self._memory.take(size, margins.front + width + margins.behind, device)
-        return _apart(self._whole, margins.front, (size, width))
+        return _detached_view(self._whole, margins.front, (size, width))
 
     @torch.no_grad()
     def put(self, front: Sequence[Tensor], behind: Sequence[Tensor]) -> None:
@@ -158,7 +158,7 @@ def _fit(parts: Sequence[Tensor], place: int, margins: Margins) -> bool:
     return sum(columns[:place]) == margins.front and sum(columns[place + 1 :]) == margins.behind
 
 
-def _apart(whole: Tensor, column: int, shape: Sequence[int]) -> Tensor:
+def _detached_view(whole: Tensor, column: int, shape: Sequence[int]) -> Tensor:
     """Return rows of a matrix, from a column on, as a tensor that autograd takes for no view of it.
 
     A view's history would be recomputed from the matrix once a write next to it happened.
@@ -178,7 +178,7 @@ class _Join(torch.autograd.Function):
         counts = [part.shape[1] for part in parts]
         ctx.counts = counts
         [whole] = memory
-        out = _apart(whole, 0, (len(whole), sum(counts), *parts[0].shape[2:]))
+        out = _detached_view(whole, 0, (len(whole), sum(counts), *parts[0].shape[2:]))
         for target, part, copies in zip(torch.split(out, counts, 1), parts, wanted, strict=True):
             if copies:
                 target.copy_(part)

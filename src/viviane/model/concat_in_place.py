@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from viviane.embedding.wide_rows import Margins, WideRows
 from viviane.model.fusion import Step
-from viviane.nn.linear import is_heard
+from viviane.nn.linear import has_hooks
 from viviane.nn.registry import Layer
 from viviane.nn.rows import BATCH, rows_of
 from viviane.nn.shape import Concat, ConcatParameters, Reshape, ReshapeParameters
@@ -55,7 +55,7 @@ class ConcatInPlace(nn.Module):
         parts: tuple[Tensor, ...] = inputs[:-1]
         wide: WideRows | None = inputs[-1]
         [concat] = self._concat
-        joined = None if wide is None or is_heard([concat]) else wide.join(parts, self._place)
+        joined = None if wide is None or has_hooks([concat]) else wide.join(parts, self._place)
         return cast(Tensor, concat(*parts)) if joined is None else joined
 
 

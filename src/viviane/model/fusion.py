@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from viviane.nn.interaction import Interaction, InteractionParameters
-from viviane.nn.linear import MLP, InnerProduct, is_heard
+from viviane.nn.linear import MLP, InnerProduct, has_hooks
 from viviane.ops.dot_interaction import dot_interaction
 from viviane.ops.mlp import mlp, zeros_behind
 
@@ -41,7 +41,7 @@ class FusedMLP(nn.Module):
         """Return what the last of the layers returns."""
         pairs, deep, last = self._parts
         outer = [one for one in self._parts if one is not None]
-        if torch.compiler.is_compiling() or deep.unfused(inputs[-1]) is not None or is_heard(outer):
+        if torch.compiler.is_compiling() or deep.unfused(inputs[-1]) is not None or has_hooks(outer):
             return self._one_by_one(*inputs)
         weights, biases, relu = deep.chain()
         if last is not None:

@@ -283,7 +283,7 @@ class Model:
             progress=progress,
         )
         if before.step:
-            self._trainer.go_on_from(before)
+            self._trainer.continue_from(before)
         elif solver.init_output_bias and not isinstance(train, KafkaStream) and self._own_module is None:
             self.init_output_bias(train.parts[0].data if isinstance(train, DataPasses) else train)
         self._remember_etl(train)

@@ -343,7 +343,7 @@ class _Stack:
         """
         if isinstance(self.collection, ShardedCollection):
             inputs = self.collection.begin(batch)
-            return lambda: self(inputs), self.collection.room_of(inputs) if self._leaves_margins else None
+            return lambda: self(inputs), self.collection.wide_rows_of(inputs) if self._leaves_margins else None
         if not _records(batch):
             looked_up = self(batch)
             return lambda: looked_up, None

@@ -21,11 +21,11 @@ ActivationName = Literal["relu", "none"]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def is_heard(modules: Iterable[nn.Module]) -> bool:
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Return whether any of some modules has hooks, which an operator that computes several of them would not call.
 
     Example:
-        >>> is_heard([nn.ReLU()])
+        >>> has_hooks([nn.ReLU()])
         False
     """
     return any(getattr(one, hooks) for one in modules for hooks in _HOOKS)
@@ -178,7 +178,7 @@ class MLP(Layer):
             return "there is a normalisation between a product and its activation"
         if settings.dropout and self.training:
             return "dropout draws new zeros after each activation"
-        if is_heard(self.layers):
+        if has_hooks(self.layers):
             return "a hook listens to one of the layers"
         return reason(x, *self._weights())
 

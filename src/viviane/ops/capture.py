@@ -43,7 +43,7 @@ def refuse_capture(device: torch.device, what: str, fix: str) -> None:
 
 
 _ahead: dict[torch.device, dict[Hashable, tuple[Tensor, Callable[[], None]]]] = {}
-"""What was begun beside the rest, by its key, with what waits for it; see `make_ahead`."""
+"""What was begun beside the rest, by its key, with what waits for it; see `run_ahead`."""
 _inline = threading.local()
 _branches: dict[torch.device, set[torch.cuda.Stream]] = {}
 _read: dict[torch.device, list[Tensor]] = {}
@@ -119,7 +119,7 @@ def join_branches(device: torch.device) -> None:
     _read.pop(device, None)
 
 
-def make_ahead(device: torch.device, key: Hashable, make: Callable[[], Tensor]) -> None:
+def run_ahead(device: torch.device, key: Hashable, make: Callable[[], Tensor]) -> None:
     """Record how a tensor is made beside what the current stream records until it is taken.
 
     While no graph is recorded nothing is made. `join_ahead` waits for what was not taken.
@@ -130,7 +130,7 @@ def make_ahead(device: torch.device, key: Hashable, make: Callable[[], Tensor]) 
         make: returns the tensor; what it reads is not written to before.
 
     Example:
-        >>> make_ahead(torch.device("cpu"), "weights", lambda: torch.ones(1))
+        >>> run_ahead(torch.device("cpu"), "weights", lambda: torch.ones(1))
         >>> take_ahead(torch.device("cpu"), "weights") is None
         True
     """

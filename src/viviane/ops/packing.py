@@ -50,7 +50,7 @@ def packing(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> Packing:
 
 
 def key_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[object, ...]:
-    """Return under which key tensors that are packed ahead of their use lie; see `viviane.ops.capture.make_ahead`.
+    """Return under which key tensors that are packed ahead of their use lie; see `viviane.ops.capture.run_ahead`.
 
     Example:
         >>> one = torch.ones(2)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from viviane.ops.capture import is_capturing, make_ahead, take_ahead
+from viviane.ops.capture import is_capturing, run_ahead, take_ahead
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.packing import key_of
 
@@ -70,7 +70,7 @@ def pack_ahead(tensors: Sequence[Tensor]) -> None:
     from viviane.ops.triton_parts.weights import pack_weights
 
     dtype = torch.get_autocast_dtype(device.type)
-    make_ahead(device, key_of(tensors, dtype), lambda: pack_weights(list(tensors), dtype))
+    run_ahead(device, key_of(tensors, dtype), lambda: pack_weights(list(tensors), dtype))
 
 
 def take_packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:

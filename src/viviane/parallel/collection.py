@@ -10,6 +10,7 @@ from torch import Tensor
 from viviane.batch import Bag, Batch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
+from viviane.core.renamed import renamed_method
 from viviane.embedding import (
     CacheSettings,
     EmbeddingCollection,
@@ -142,7 +143,9 @@ class ShardedCollection(ShardedTables):
             inputs.route.begin(inputs, training=self.training and torch.is_grad_enabled())
         return inputs
 
-    def room_of(self, inputs: AnyInput) -> WideRows | None:
+    room_of = renamed_method("room_of", "wide_rows_of")
+
+    def wide_rows_of(self, inputs: AnyInput) -> WideRows | None:
         """Return the wider rows that a lookup in flight writes columns of, if the output has margins."""
         begun = inputs.begun if isinstance(inputs, StaticInput) else None
         return None if begun is None else begun.wide

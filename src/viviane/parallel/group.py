@@ -18,6 +18,7 @@ from torch import Tensor
 
 from viviane.core.errors import ConfigError, ProcessError, VivianeError
 from viviane.core.ranges import timed_as
+from viviane.core.renamed import renamed_method
 from viviane.parallel.watch import Watch
 
 E = TypeVar("E", bound=BaseException)
@@ -182,7 +183,7 @@ class Group:
                 dist.all_reduce(tensor, group=self._for(tensor))
         return tensor
 
-    def open_beside(self) -> None:
+    def open_second_group(self) -> None:
         """Make a second group, whose calls may be in any order relative to those of the embedding exchange."""
         if self._group is not None and self._beside is None:
             kind = dist.get_backend(self._group)
@@ -191,7 +192,7 @@ class Group:
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Begin to sum a tensor in place, beside the other exchanges; the function that is returned waits for it.
 
-        All processes have called `open_beside` before.
+        All processes have called `open_second_group` before.
         """
         if self._group is None:
             return lambda: None
@@ -265,9 +266,9 @@ class Group:
                 failure = error
         answer = self.gather_data([result, None if failure is None else str(failure)])[0]
         if failure is not None:
-            raise self.all_know(failure)
+            raise self.mark_reported(failure)
         if answer[1] is not None:
-            raise self.all_know(ProcessError(f"rank 0: {answer[1]}"))
+            raise self.mark_reported(ProcessError(f"rank 0: {answer[1]}"))
         return answer[0]
 
     def agree(self, what: str, number: int) -> None:
@@ -285,10 +286,13 @@ class Group:
         if self.watch is not None:
             self.watch.step = step
 
-    def all_know(self, error: E) -> E:
+    def mark_reported(self, error: E) -> E:
         """Note that every process raises such an error now: `report` need not notify them."""
         self._known = error
         return error
+
+    all_know = renamed_method("all_know", "mark_reported")
+    open_beside = renamed_method("open_beside", "open_second_group")
 
     def report(self, error: BaseException) -> None:
         """Report to the other ranks that this one fails, so that they end instead of waiting for it."""

@@ -15,7 +15,7 @@ from viviane.parallel.plan import AnyTable, Kind, ShardingPlan, TablePlan
 
 _EXCHANGES = 4  # sizes, ids, vectors, gradients
 _GOOD_BALANCE = 1.05
-Cut: TypeAlias = tuple[Kind, int]
+Sharding: TypeAlias = tuple[Kind, int]
 """The sharding type of a table and its number of shards; 0: one on every rank."""
 
 _MEMORY_SHARE = 0.9  # of the memory, for tables: batches, gradients and dense layers need the rest
@@ -86,7 +86,7 @@ class Planned:
 class Planner:
     """Finds the plan with the least estimated step time among those that fit.
 
-    It begins with each table on one process, the small ones replicated where that is cheaper, and then cuts the largest
+    It begins with each table on one process, the small ones replicated where that is cheaper. Then it shards the largest
     table of the slowest or fullest process by columns or rows, as long as that helps; columns over 2, 4 and so on up to
     all processes, since what ids cost is paid in every part.
 
@@ -153,7 +153,7 @@ class Planner:
         """
         free = {name: load for name, load in self.loads.items() if name not in self.fixed}
         given: dict[str, Kind] = {name: self.kinds.get(name) or self._first_kind(load) for name, load in free.items()}
-        kinds: dict[str, Cut] = {name: (kind, int(kind == "table")) for name, kind in given.items()}
+        kinds: dict[str, Sharding] = {name: (kind, int(kind == "table")) for name, kind in given.items()}
         best = self._place(kinds)
         for _ in range(2 * len(kinds) + 1):
             if best.fits and best.balance * _GOOD_BALANCE >= 1:
@@ -199,7 +199,7 @@ class Planner:
         cheaper = copied.milliseconds(self.machine) < alone.milliseconds(self.machine) / self.world_size
         return "replicated" if cheaper and load.bytes < 0.01 * self.machine.memory_bytes else "table"
 
-    def _place(self, kinds: Mapping[str, Cut]) -> Planned:
+    def _place(self, kinds: Mapping[str, Sharding]) -> Planned:
         """Place replicated tables on all ranks, then shards, the slowest first, on the rank with the least work."""
         every = tuple(range(self.world_size))
         plans = dict(self.fixed)
@@ -240,13 +240,13 @@ class Planner:
     def _time(self, load: TableLoad, kind: Kind, hot: int = 0) -> float:
         return self._part_cost(load.table.name, kind, self.world_size, hot).milliseconds(self.machine)
 
-    def _improve(self, kinds: Mapping[str, Cut], best: Planned) -> tuple[dict[str, Cut], Planned] | None:
+    def _improve(self, kinds: Mapping[str, Sharding], best: Planned) -> tuple[dict[str, Sharding], Planned] | None:
         """Shard one more table of the rank with the most bytes, else of the slowest one or the one that sends most."""
-        found: list[tuple[tuple[bool, float], dict[str, Cut], Planned]] = []
+        found: list[tuple[tuple[bool, float], dict[str, Sharding], Planned]] = []
         for name in self._heaviest(best):
             if name in kinds and name not in self.kinds and kinds[name][0] in ("table", "replicated"):
-                for cut in self._cuts(self.loads[name]):
-                    changed = {**kinds, name: cut}
+                for sharding in self._shardings(self.loads[name]):
+                    changed = {**kinds, name: sharding}
                     planned = self._place(changed)
                     found.append(((not planned.fits, planned.milliseconds), changed, planned))
         if not found:
@@ -266,16 +266,16 @@ class Planner:
             names |= dict.fromkeys(sorted(best.costs[worst], key=lambda name: -key(best.costs[worst][name]))[:4])
         return list(names)
 
-    def _cuts(self, load: TableLoad) -> list[Cut]:
+    def _shardings(self, load: TableLoad) -> list[Sharding]:
         table, size = load.table, self.world_size
         if isinstance(table, DynamicTableConfig) or size == 1:
             return []
-        cuts: list[Cut] = []
+        shardings: list[Sharding] = []
         if table.num_rows >= size:
-            cuts.append(("row", 0))
+            shardings.append(("row", 0))
         if load.hot_share and min(load.hot_share) + size <= table.num_rows:
-            cuts.append(("hybrid", 0))
+            shardings.append(("hybrid", 0))
         if load.rule is not None and rule_of(load.rule).needs_whole_rows:
-            return cuts
+            return shardings
         halves = [parts for parts in (2 << i for i in range(size.bit_length())) if parts < size]
-        return [*cuts, *(("column", parts) for parts in (*halves, size) if table.dim >= 4 * parts)]
+        return [*shardings, *(("column", parts) for parts in (*halves, size) if table.dim >= 4 * parts)]

@@ -64,12 +64,12 @@ def check_unmixed(replicas: EmbeddingCollection | None, *, joined: bool) -> None
             )
 
 
-def rests_without_gradient(rule: AnyOptimizer | None) -> bool:
+def ignores_zero_gradients(rule: AnyOptimizer | None) -> bool:
     """Whether a gradient of zero leaves a row and its state as they are, bit by bit.
 
     Example:
         >>> from viviane.config import SGD, AdaGrad
-        >>> rests_without_gradient(AdaGrad()), rests_without_gradient(SGD(momentum=0.9))
+        >>> ignores_zero_gradients(AdaGrad()), ignores_zero_gradients(SGD(momentum=0.9))
         (True, False)
     """
     if rule is None:
@@ -95,7 +95,7 @@ class ReplicaSum:
         self._every = torch.arange(storage.null_row, dtype=torch.int32, device=storage.weight.device)
         kind = torch.int32 if storage.null_row * storage.dim < 2**31 else torch.int64
         self._sources = self._every.to(kind) * storage.dim
-        self._rests = all(rests_without_gradient(one.optimizer) for one in storage.rule_ranges)
+        self._rests = all(ignores_zero_gradients(one.optimizer) for one in storage.rule_ranges)
 
     def prepare(self, part: StorageLookup) -> None:
         """Begin the part of the sum that needs no gradients."""

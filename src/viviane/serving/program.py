@@ -25,7 +25,7 @@ from viviane.model.module import GraphModule, Structure
 from viviane.nn.basic import Add, ReduceSum
 from viviane.nn.cross import FmOrder2, MultiCross, MultiCrossParameters, WeightMultiply
 from viviane.nn.interaction import Interaction, InteractionParameters
-from viviane.nn.linear import MLP, InnerProduct, is_heard
+from viviane.nn.linear import MLP, InnerProduct, has_hooks
 from viviane.nn.registry import Layer
 from viviane.nn.rows import BATCH, rows_of
 from viviane.nn.shape import Concat, ConcatParameters, Reshape, ReshapeParameters
@@ -214,7 +214,7 @@ class _Planner:
         places = [self.places[slot] for slot in bottoms]
         if self._is_alias(layer):
             self.places[tops[0]] = places[0]
-        elif is_heard([layer]):
+        elif has_hooks([layer]):
             self._call(layer, bottoms, tops)
         elif type(layer) is Concat and self._is_flat(layer):
             self._concat(places, tops[0])

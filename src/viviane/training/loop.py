@@ -194,7 +194,7 @@ class FitLoop:
             resume = resume or num_restarts() > 0  # torchrun restarted the processes
             found = self.group.from_first(partial(self._find_checkpoint, self.folder, self.store, resume))
             if found is not None:
-                self._go_back(Path(found))
+                self._load_checkpoint(Path(found))
                 self.store.begin_increments(trainer.module, trainer.step)
             elif resume:
                 _log.info("no checkpoint in %s yet: starting at the beginning", self.folder.path)
@@ -226,12 +226,12 @@ class FitLoop:
             store.discard_after(trainer.step)
         folder.rewrite_metrics(trainer.history.rows if resumed else [])
 
-    def _go_back(self, path: Path) -> None:
+    def _load_checkpoint(self, path: Path) -> None:
         trainer = self.trainer
         place = trainer.stepper.load(path)
         values = place.values
         self.reader.restore(values["reader"])
-        trainer.take_place(place)
+        trainer.restore_progress(place)
         loop = values["loop"]
         self.first_step, self.first_epoch = loop["first_step"], loop["first_epoch"]
         self.best, self.last_evaluated, self.last_saved = loop["best"], loop["last_evaluated"], trainer.step

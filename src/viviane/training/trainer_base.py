@@ -19,6 +19,7 @@ from viviane.config.optimizers import optimizer_settings
 from viviane.core.device import resolve_device
 from viviane.core.errors import expect
 from viviane.core.locations import AnyPath, RemotePath, location
+from viviane.core.renamed import renamed_method
 from viviane.data import DataPasses, Dataset
 from viviane.data.streaming import KafkaStream
 from viviane.parallel import Group, join_processes
@@ -259,7 +260,7 @@ class TrainerBase:
             place.values["mean_steps"] = self.stepper.mean.num_steps
         return place
 
-    def take_place(self, place: Progress) -> None:
+    def restore_progress(self, place: Progress) -> None:
         """Restore the state that `place` returned."""
         self.step, self.epoch = place.step, place.epoch
         self.history = History(place.history)
@@ -272,14 +273,17 @@ class TrainerBase:
         self.stepper.take_scaling(place.values)
         self.take_mean(place)
 
-    def go_on_from(self, before: TrainerBase) -> None:
+    def continue_from(self, before: TrainerBase) -> None:
         """Continue from another trainer of the same module: optimizer, counts, generators, running mean."""
         self.stepper.optimizer = before.stepper.optimizer
         place = before.place()
         place.values.pop("mean_steps", None)
-        self.take_place(place)
+        self.restore_progress(place)
         mean, decay = before.stepper.mean, self.solver.ema_decay
         self.stepper.mean = None if mean is None or decay is None else mean.attach(decay)
+
+    take_place = renamed_method("take_place", "restore_progress")
+    go_on_from = renamed_method("go_on_from", "continue_from")
 
     def take_mean(self, place: Progress) -> None:
         """Restore the running mean of weights from `place`; without one it starts at the current weights."""
@@ -321,7 +325,7 @@ class TrainerBase:
         self.settle()
         place = self.stepper.load(folder, weights_only=weights_only)
         if not weights_only:
-            self.take_place(place)
+            self.restore_progress(place)
 
 
 def replays_of(step: TrainStep) -> Replays:

@@ -137,7 +137,7 @@ def _refuse(
         )
 
 
-class FixedRecordStorage(DatasetFiles):
+class FixedRecordFiles(DatasetFiles):
     """Files of records, memory-mapped; viewed in place if no conversion is needed."""
 
     def __init__(
@@ -302,7 +302,7 @@ class FixedRecordFormat(Format):
         self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
     ) -> DatasetFiles:
         """Compare the file's size with the length of a row and the number of rows; see Format."""
-        return FixedRecordStorage(self.record(stored), files, schema, entries, getattr(self, "num_samples", None))
+        return FixedRecordFiles(self.record(stored), files, schema, entries, getattr(self, "num_samples", None))
 
     def check_schema(self, schema: Schema) -> None:
         """Refuse columns that the records cannot store; see Format."""

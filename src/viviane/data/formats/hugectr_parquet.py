@@ -58,7 +58,7 @@ class HugectrParquetFormat(Format):
         self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
     ) -> DatasetFiles:
         """Read the metadata and the footers, and compare them; see Format."""
-        return HugectrParquetStorage(self, files, stored, schema, entries)
+        return HugectrParquetFiles(self, files, stored, schema, entries)
 
     def check_schema(self, schema: Schema) -> None:
         """Refuse weights, and keys that do not fit; see Format."""
@@ -97,7 +97,7 @@ class HugectrParquetFormat(Format):
         return files
 
 
-class HugectrParquetStorage(DatasetFiles):
+class HugectrParquetFiles(DatasetFiles):
     """Parquet files of HugeCTR, whose columns are converted to the schema's types."""
 
     unit: ClassVar[str] = "row group"

@@ -79,7 +79,7 @@ class NormFormat(Format):
         self, files: Sequence[Path], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
     ) -> DatasetFiles:
         """Read the headers; see Format."""
-        return NormStorage(self, files, stored, schema, entries)
+        return NormFiles(self, files, stored, schema, entries)
 
     def check_schema(self, schema: Schema) -> None:
         """Refuse weights, and keys that do not fit; see Format."""
@@ -145,7 +145,7 @@ class NormFormat(Format):
         )  # fmt: skip
 
 
-class NormStorage(DatasetFiles):
+class NormFiles(DatasetFiles):
     """Norm files; rows have different lengths, so they are located by a sequential scan."""
 
     def __init__(

@@ -29,7 +29,7 @@ ENCODING: Final[dict[str, Any]] = {
 }
 
 
-class ParquetStorage(DatasetFiles):
+class ParquetFiles(DatasetFiles):
     """Parquet files whose columns have the schema's names and types."""
 
     unit: ClassVar[str] = "row group"
@@ -71,7 +71,7 @@ class ParquetFormat(Format):
         self, files: Sequence[AnyPath], stored: Schema, schema: Schema, entries: Sequence[FileEntry] | None
     ) -> DatasetFiles:
         """Read the footer of every file and compare its columns with the schema; see Format."""
-        return ParquetStorage(schema, files, entries)
+        return ParquetFiles(schema, files, entries)
 
     def schema_of(self, files: Sequence[AnyPath], schema: Schema) -> Schema:
         """Return the schema without labels if the files have no label: rows to predict; see Format."""

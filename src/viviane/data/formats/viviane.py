@@ -51,7 +51,7 @@ class VivianeFormat(Format):
         """Compare the sizes of files and blocks with the manifest; see Format."""
         if entries is None:
             self.files_at(files[0].parent)
-        return VivianeStorage(self, files, stored, schema, entries or ())
+        return VivianeFiles(self, files, stored, schema, entries or ())
 
     def check_schema(self, schema: Schema) -> None:
         """Accept every schema."""
@@ -103,7 +103,7 @@ def _name(number: int) -> str:
     return f"part-{number:05}.rows"
 
 
-class VivianeStorage(DatasetFiles):
+class VivianeFiles(DatasetFiles):
     """Files of Viviane's own format, memory-mapped when first read."""
 
     mapped = True

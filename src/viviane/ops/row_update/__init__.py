@@ -27,7 +27,7 @@ __all__ = [
     "initial_state",
     "join_rows",
     "norm_squared",
-    "prepare_aside",
+    "prepare_overlapped",
     "prepare_rows",
     "state_shape",
     "sum_rows",
@@ -143,7 +143,7 @@ def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> No
         implementation("row_update", rows.device).prepare_rows(rows, scratch, bound)
 
 
-def prepare_aside(device: torch.device, scratch: Scratch, reads: Sequence[Tensor]) -> AbstractContextManager[None]:
+def prepare_overlapped(device: torch.device, scratch: Scratch, reads: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Run a block beside the forward and backward pass, where a GPU runs `prepare_rows`; elsewhere in place.
 
     What it makes is there after the next update with this scratch has begun, or after `join_rows`.
@@ -154,7 +154,7 @@ def prepare_aside(device: torch.device, scratch: Scratch, reads: Sequence[Tensor
         reads: tensors that the block reads.
 
     Example:
-        >>> with prepare_aside(torch.device("cpu"), Scratch(), []):
+        >>> with prepare_overlapped(torch.device("cpu"), Scratch(), []):
         ...     pass
     """
     if device.type != "cuda" or choose(device) != "gpu":

@@ -48,7 +48,7 @@ def order_moves(met, touched, begin, end, base, lasts, places, moves):  # type: 
 
 
 @njit(forceinline=True)
-def ask_for(address, at, item, dim):  # type: ignore[no-untyped-def]
+def prefetch_lines(address, at, item, dim):  # type: ignore[no-untyped-def]
     """Ask for the cache lines of `dim` numbers of `item` bytes from number `at` on."""
     for byte in range(0, item * dim, 64):
         prefetch_second(address + item * at + byte)
@@ -82,8 +82,8 @@ def fused_kernel(rule: str, dim: int, kind: int, gradient_kind: int, key: str) -
             done = begin
             for k in range(begin, end):
                 later, entry = met[min(k + _AHEAD, end - 1)], met[k]
-                ask_for(gradients, source_of(sources, source_size, later >> 32, dim), gradient_item, dim)
-                ask_for(sums_address, ((later & 0xFFFFFFFF) >> 2) * dim, 4, dim)
+                prefetch_lines(gradients, source_of(sources, source_size, later >> 32, dim), gradient_item, dim)
+                prefetch_lines(sums_address, ((later & 0xFFFFFFFF) >> 2) * dim, 4, dim)
                 n, at = entry >> 32, ((entry & 0xFFFFFFFF) >> 2) * dim
                 start = source_of(sources, source_size, n, dim)
                 if gradient_kind == FLOAT32 and not weighted and entry & (_FIRST | _LAST) == 0:
@@ -101,10 +101,10 @@ def fused_kernel(rule: str, dim: int, kind: int, gradient_kind: int, key: str) -
                         sums[at + j] = g[j]
                 else:
                     coming = moves[min(done + _ROWS_AHEAD, final)]
-                    ask_for(weight, coming * dim, item, dim)
-                    ask_for(call[OPERANDS + 13], coming * first_state, 4, first_state)
-                    ask_for(call[OPERANDS + 14], coming * second_state, 4, second_state)
-                    ask_for(call[OPERANDS + 15], coming * own_state, 4, own_state)
+                    prefetch_lines(weight, coming * dim, item, dim)
+                    prefetch_lines(call[OPERANDS + 13], coming * first_state, 4, first_state)
+                    prefetch_lines(call[OPERANDS + 14], coming * second_state, 4, second_state)
+                    prefetch_lines(call[OPERANDS + 15], coming * own_state, 4, own_state)
                     name = name_of(names, moves[done], first_name)
                     move_row(rule, weight, kind, w, g, s, t, own, moves[done], numbers, seed_and_step, name, dim)
                     done += 1

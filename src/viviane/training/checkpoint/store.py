@@ -195,7 +195,7 @@ class CheckpointStore:
             self._base = None
             if not isinstance(error, CheckpointError):
                 raise
-            raise self.group.all_know(error) from error.__cause__
+            raise self.group.mark_reported(error) from error.__cause__
 
     def close(self) -> None:
         """Wait for an active save after training has failed; an error of the save is logged, not raised."""

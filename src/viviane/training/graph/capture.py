@@ -176,7 +176,7 @@ class GraphCapture:
                 _log.info("captured lookups write to peer memory")
                 continue
             if setting is True:
-                raise self.step.group.all_know(ConfigError(
+                raise self.step.group.mark_reported(ConfigError(
                     "lookups cannot write to peer memory", where="solver.peer_memory",
                     value=reason, fix="set peer_memory='auto', which falls back to NCCL, or remove the cause",
                 ))  # fmt: skip

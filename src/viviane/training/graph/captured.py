@@ -124,7 +124,7 @@ class CapturedSteps(Replays):
             self.wait_all()
             mismatch = self.shape_mismatch_reason
             if mismatch is not None and self.step.dynamic_shape_reason is not None and self.setting is True:
-                raise self.step.group.all_know(refusal(mismatch))
+                raise self.step.group.mark_reported(refusal(mismatch))
             return None
         key = (batch_shape(batch), precision)
         found = self._graphs.get(key)
@@ -223,7 +223,7 @@ class CapturedSteps(Replays):
             where=f"step {oldest.step}, {oldest.batch.origin}",
             fix=FIX,
         )
-        raise self.step.group.all_know(error)  # all ranks have the same step status
+        raise self.step.group.mark_reported(error)  # all ranks have the same step status
 
     # Graphs -------------------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class CapturedSteps(Replays):
         self._capture_failure = self.reason = reason
         self._graphs.clear()
         if self.setting is True:
-            raise self.step.group.all_know(ConfigError(
+            raise self.step.group.mark_reported(ConfigError(
                 "the training step could not be captured in a CUDA graph", where="solver.cuda_graph",
                 value=self.reason,
                 fix="set cuda_graph='auto' or False, or remove GPU synchronization from forward and loss",

@@ -37,7 +37,7 @@ class ReplayCounts:
         for less in reversed(range(min(num_rows, len(self._places)))):
             numbers: list[float] = []
             if mean is not None:
-                mean.go_back(self._places[-1 - less])
+                mean.roll_back_to(self._places[-1 - less])
                 mean.advance()
                 numbers = mean.numbers
             self._count(-less)
@@ -55,14 +55,14 @@ class ReplayCounts:
             self._places.popleft()
             return
         self._count(-1)
-        self._go_back(self._places.pop())
+        self._roll_back_to(self._places.pop())
 
     def roll_back(self) -> int:
         """Roll back all replays in flight and return their number."""
         taken = len(self._places)
         if taken:
             self._count(-taken)
-            self._go_back(self._places[0])
+            self._roll_back_to(self._places[0])
         self._places.clear()
         return taken
 
@@ -70,9 +70,9 @@ class ReplayCounts:
         """Forget the replays in flight; their counts stay."""
         self._places.clear()
 
-    def _go_back(self, place: tuple[float, ...]) -> None:
+    def _roll_back_to(self, place: tuple[float, ...]) -> None:
         if self.step.mean is not None:
-            self.step.mean.go_back(place)
+            self.step.mean.roll_back_to(place)
 
     def _count(self, steps: int) -> None:
         """Count steps of dense parameters as the optimizer does: only for groups with trained parameters."""

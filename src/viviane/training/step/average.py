@@ -126,10 +126,10 @@ class WeightMean:
 
     @property
     def place(self) -> tuple[float, ...]:
-        """Its step counts; see `go_back`."""
+        """Its step counts; see `roll_back_to`."""
         return self.num_steps, *(mean.place for _, mean in self._row_means())
 
-    def go_back(self, place: Sequence[float]) -> None:
+    def roll_back_to(self, place: Sequence[float]) -> None:
         """Roll back steps that updated nothing.
 
         Args:
@@ -137,7 +137,7 @@ class WeightMean:
         """
         self.num_steps = int(place[0])
         for (_, mean), own in zip(self._row_means(), place[1:], strict=True):
-            mean.go_back(own)
+            mean.roll_back_to(own)
 
     @property
     def addresses(self) -> tuple[int, ...]:

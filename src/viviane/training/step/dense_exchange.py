@@ -123,7 +123,7 @@ class DenseExchange:
         self.wire_gradients = wire_gradients
         self.is_static = False
         self.look: Callable[[Tensor], None] | None = None
-        group.open_beside()
+        group.open_second_group()
         self.buckets: list[_Bucket] = []
         self.signals = torch.zeros(NUM_SIGNALS, device=parameters[0].device) if parameters else torch.zeros(NUM_SIGNALS)
         self._present: dict[tuple[int, frozenset[int]], list[bool]] = {}

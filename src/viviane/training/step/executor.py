@@ -128,7 +128,7 @@ class HostExecutor(StepExecutor):
         try:
             state.loss_scale.overflow(f"step {self.step}, {batch.origin}")
         except NumericsError as error:  # raised on all ranks
-            raise state.group.all_know(error) from None
+            raise state.group.mark_reported(error) from None
         return True
 
     def begin_update(self) -> tuple[float | Tensor, float | Tensor]:
@@ -191,10 +191,10 @@ class Diagnosis(HostExecutor):
             failure = error
         every = group.gather_data(None if failure is None else str(failure))
         if failure is not None:
-            raise group.all_know(failure)
+            raise group.mark_reported(failure)
         for rank, words in enumerate(every):
             if words is not None:
-                raise group.all_know(ProcessError(f"rank {rank}: {words}"))
+                raise group.mark_reported(ProcessError(f"rank {rank}: {words}"))
 
     def fail(self, error: BaseException) -> None:
         """Roll back; the caller reports the error."""

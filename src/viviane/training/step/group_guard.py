@@ -79,4 +79,4 @@ class GroupGuard(NanGuard):
         error = NumericsError(
             f"{ranks}: {words or 'gradients are NaN or infinite'}", where=f"step {step}, {origin}", fix=FIX
         )
-        raise self.sync.group.all_know(error)
+        raise self.sync.group.mark_reported(error)
