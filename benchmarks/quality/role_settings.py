@@ -71,7 +71,7 @@ def funnel_etl() -> Json:
     }
 
 
-def _detached_view(labels: tuple[str, str], dim: int, widths: list[int], dropout: float, thinning: float, std: float) -> Json:
+def _apart(labels: tuple[str, str], dim: int, widths: list[int], dropout: float, thinning: float, std: float) -> Json:
     """A model for each label, side by side in one graph, that share nothing: tables, networks and losses are apart."""
     nodes: list[Json] = [
         {"node": "Input", "label": {f"label_{one}": [one] for one in labels}, "dense": "dense", "sparse": "cats"}
@@ -116,7 +116,7 @@ def _labels(data: str, name: str, etl: Json, model: Json, labels: tuple[str, str
         {**model, **thin, "dim": settings.pop("dim"), "tower_mlp": [32]}, evaluations=2, patience=4, **settings
     )
     if not model:
-        train["model"] = _detached_view(labels, 8, [64, 32, 32], *thin.values(), std)
+        train["model"] = _apart(labels, 8, [64, 32, 32], *thin.values(), std)
     goals = LIGHTGBM[data]
     beside = dict.fromkeys(labels, f"{data}, {_ALONE}") if model else {}
     published = {label: f"LightGBM {goal:.4f}" for label, goal in goals.items()}

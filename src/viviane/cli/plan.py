@@ -57,8 +57,8 @@ def command(
         fix = "plan with a data set of such rows: --set data.train=FOLDER"
         raise ConfigError("a stream has no statistics to plan by", where="data", value=settings.data.train, fix=fix)
     graph = settings.build(data.schema).plan()
-    told = _DeviceOptions(memory_gb, memory_gb_per_s, link_gb_per_s)
-    machine = _machine("cuda" if gpus else settings.solver.device, count, told, may_be_elsewhere=gpus is not None)
+    options = _DeviceOptions(memory_gb, memory_gb_per_s, link_gb_per_s)
+    machine = _machine("cuda" if gpus else settings.solver.device, count, options, may_be_elsewhere=gpus is not None)
     planned = _planner(settings, graph, data, count, machine).best()
     _show(planned)
     if output is not None:
@@ -91,13 +91,13 @@ class _DeviceOptions(NamedTuple):
             raise ConfigError(f"{why}, so that its figures are not known", fix=f"give them; an H200's: {options}")
 
 
-def _machine(device: str, count: int, told: _DeviceOptions, *, may_be_elsewhere: bool) -> Machine:
-    """Describe a process's device: as told, else as measured here.
+def _machine(device: str, count: int, options: _DeviceOptions, *, may_be_elsewhere: bool) -> Machine:
+    """Describe a process's device: as the options say, else as measured here.
 
     Args:
         device: the solver's.
         count: of processes.
-        told: figures that are given.
+        options: figures that are given.
         may_be_elsewhere: GPUs are meant whether or not this machine has any.
     """
     import torch
@@ -107,12 +107,12 @@ def _machine(device: str, count: int, told: _DeviceOptions, *, may_be_elsewhere:
     from viviane.parallel.measure import copy_gb_per_s, link_gb_per_s, machine_of
 
     if may_be_elsewhere and not torch.cuda.is_available():
-        told.refuse_missing(list(_H200)[: 3 if count > 1 else 2], "this machine has no GPU")
+        options.refuse_missing(list(_H200)[: 3 if count > 1 else 2], "this machine has no GPU")
         where = torch.device("cuda")
     else:
         where = resolve_device(device)
-    told.refuse_impossible()
-    memory_gb, speed, link = told
+    options.refuse_impossible()
+    memory_gb, speed, link = options
     if memory_gb is not None:
         held = int(memory_gb * 1e9)
     elif where.type == "cuda":
@@ -124,7 +124,7 @@ def _machine(device: str, count: int, told: _DeviceOptions, *, may_be_elsewhere:
     if link is None and where.type == "cuda":
         link = link_gb_per_s() if count > 1 else speed  # one sends nothing
         if link is None:
-            told.refuse_missing(["link_gb_per_s"], "this machine has no second GPU to send to")
+            options.refuse_missing(["link_gb_per_s"], "this machine has no second GPU to send to")
     if link is None:
         link = speed / _CPU_LINK_SHARE
         note = f"assumed: 1/{_CPU_LINK_SHARE} of the memory's; --link-gb-per-s overrides it"

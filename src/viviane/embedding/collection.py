@@ -195,9 +195,10 @@ class EmbeddingCollection(LocalCollection):
             return EmbeddingOutput(flat, self._places, masks)
         size, parts, masks = self._resolved(batch, training)
         arrive(parts)
-        memory, wide = self._output_memory()
+        device = self.device
+        memory, wide = self._output_memory(device)
         if training and any(part.tables for part in parts):
-            anchor = torch.empty(0, device=self.device, requires_grad=True)
+            anchor = torch.empty(0, device=device, requires_grad=True)
             flat = Lookup.apply(anchor, parts, size, self._width, memory)  # type: ignore[no-untyped-call]
             if self.gradient_watch is not None:
                 flat.register_hook(self.gradient_watch)
@@ -288,9 +289,8 @@ class EmbeddingCollection(LocalCollection):
         """Look up what `resolve` found, apart from autograd: (B, W)."""
         return gather(parts, size, self._width, memory)
 
-    def _output_memory(self) -> tuple[Memory, WideRows | None]:
+    def _output_memory(self, device: torch.device) -> tuple[Memory, WideRows | None]:
         """Return where the output goes, twice where that has room next to it."""
-        device = self.device
         own = autocast_buffers(self._memory, self._width, device)
         return output_memory(own, self.margins, self._width, device)
 

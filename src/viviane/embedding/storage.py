@@ -115,7 +115,7 @@ class Storage(TableStorage):
         self._all: Entries | None = None
         self._summed: tuple[Tensor, Tensor] | None = None
         self._prepared: Prepared | None = None
-        self._detached_view = (0, 0)
+        self._gradient_stride = (0, 0)
         """An output's width, and how far apart the rows of its last gradient began."""
         self._scratch = Scratch()
         self.row_mean: RowMean | None = None
@@ -251,7 +251,7 @@ class Storage(TableStorage):
         device = self.weight.device
         if self._pending or not kernels_serve(device) or not any(part.rows.numel() for part in lookups):
             return
-        apart = self._detached_view[1] if self._detached_view[0] == width else width
+        apart = self._gradient_stride[1] if self._gradient_stride[0] == width else width
         read = [one for part in lookups for one in (part.rows, part.offsets, part.weights) if one is not None]
         with prepare_overlapped(device, self._scratch, read):
             joined = prepare_entries(lookups, size, width, apart)
@@ -269,7 +269,7 @@ class Storage(TableStorage):
         if self._prepared is None or self._prepared.sources_of(lookup) is None:
             return None
         if self._prepared.size > 1:
-            self._detached_view = (self._prepared.width, stride)
+            self._gradient_stride = (self._prepared.width, stride)
         self._prepared = self._prepared.at(stride)
         return self._prepared.sources_of(lookup)
 

@@ -86,9 +86,9 @@ class Planned:
 class Planner:
     """Finds the plan with the least estimated step time among those that fit.
 
-    It begins with each table on one process, the small ones replicated where that is cheaper. Then it shards the largest
-    table of the slowest or fullest process by columns or rows, as long as that helps; columns over 2, 4 and so on up to
-    all processes, since what ids cost is paid in every part.
+    It begins with each table on one process, the small ones replicated where that is cheaper. Then it shards the
+    largest table of the slowest or fullest process by columns or rows, as long as that helps; columns over 2, 4 and so
+    on up to all processes, since what ids cost is paid in every part.
 
     Args:
         tables, features, optimizer: of the collection.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from viviane.embedding import EmbeddingCollection, Storage
-from viviane.ops.wire_blocks import Columns, PooledShard, Segment, Segments, Source
+from viviane.ops.wire_blocks import Columns, PooledPiece, Segment, Segments, Source
 from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.group import Group
 
@@ -42,7 +42,7 @@ class StoragePart:
     storage: Storage
     first: int
     stop: int
-    pieces: tuple[PooledShard, ...]
+    pieces: tuple[PooledPiece, ...]
     targets: tuple[int, ...]
     owners: tuple[str, ...]
     tables: frozenset[str]
@@ -210,14 +210,14 @@ def _part(
     starts: Sequence[int],
 ) -> StoragePart:
     number, first, stop = part
-    found: list[PooledShard] = []
+    found: list[PooledPiece] = []
     targets: list[int] = []
     owners: list[str] = []
     for i, piece in enumerate(pieces):
         if places[i].storage != number:
             continue
         count = len(_columns_of(piece, ids))
-        found.append(PooledShard(len(targets), count, starts[i]))
+        found.append(PooledPiece(len(targets), count, starts[i]))
         targets += [starts[i]] * count
         owners += [piece.feature.name] * count
     storage = collection.fixed_storages()[number]

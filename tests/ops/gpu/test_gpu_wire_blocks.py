@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from viviane.ops.wire_blocks import Columns, PooledShard, Segment, Segments, Source, gpu
+from viviane.ops.wire_blocks import Columns, PooledPiece, Segment, Segments, Source, gpu
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -94,7 +94,7 @@ def test_pool_columns(device, dim, weighted):
         weights = torch.rand(rows.shape, generator=rng) if weighted else None
         pieces, first = [], 0
         for p, count in enumerate(counts):
-            pieces.append(PooledShard(first, count, (len(counts) - 1 - p) * dim + 1))
+            pieces.append(PooledPiece(first, count, (len(counts) - 1 - p) * dim + 1))
             first += count
         out = torch.full((size, dim * len(counts) + 2), -3.0, device=device)
         moved = None if weights is None else weights.to(device)
@@ -116,7 +116,7 @@ def test_the_same_bits_whoever_else_is_pooled(device):
     found = []
     for _ in range(2):
         out = torch.empty(50, 32, device=device)
-        gpu.pool_columns(storage, rows, (PooledShard(0, 11, 0), PooledShard(11, 1, 16)), out, None)
+        gpu.pool_columns(storage, rows, (PooledPiece(0, 11, 0), PooledPiece(11, 1, 16)), out, None)
         found.append(out)
     assert torch.equal(*found)
 
@@ -132,7 +132,7 @@ def test_columns_of_wider_rows_are_pooled_and_joined(device, front):
     segments = Segments([Segment(16, 16, (Source(0, 16),))], torch.device(device))
     whole, narrow = (torch.full((50, n), -3.0, device=device) for n in (front + 32 + 16, 32))
     for out in (whole[:, front : front + 32], narrow):
-        gpu.pool_columns(storage, rows, (PooledShard(0, 11, 0),), out, None)
+        gpu.pool_columns(storage, rows, (PooledPiece(0, 11, 0),), out, None)
         gpu.join_blocks(blocks, segments, out, None)
     assert torch.equal(whole[:, front : front + 32], narrow)
     assert (whole[:, :front] == -3).all()

@@ -115,7 +115,7 @@ def move_tensors(
     if known.gpu_dense is None:
         _move_whole_tensors(known, params, gradients, states, numbers, inside, decays, scale, gate)
         return
-    _serving(params[0].device).move_tensors(
+    implementation("dense_update", params[0].device).move_tensors(
         rule, params, gradients, states, numbers, inside=inside, decays=decays, scale=scale, gate=gate,
         workspace=workspace or Workspace(),
     )  # fmt: skip

@@ -101,7 +101,9 @@ def _slots(
     if gradients.dtype not in KINDS or not gradients.is_contiguous():
         raise VivianeError("gradients must be contiguous, of a type that kernels know", value=str(gradients.dtype))
     slots = find_slots(entries.rows, first_row, num_rows, scratch, num_threads(entries.rows.numel() * dim))
-    source_place, source_size = (0, 0) if entries.sources is None else _place(entries.sources)
+    source_place, source_size = (
+        (0, 0) if entries.sources is None else (entries.sources.data_ptr(), entries.sources.element_size())
+    )
     return slots, (
         gradients.data_ptr(), source_place, source_size, 0 if weights is None else weights.data_ptr(),
         slots.met.data_ptr(), slots.touched.data_ptr(), ctypes.addressof(slots.counts), slots.stride,
@@ -118,7 +120,3 @@ def _summed(entries: Entries, dim: int, first_row: int, num_rows: int, scratch: 
         (*gradients, rows.data_ptr(), sums.data_ptr()), tickets=slots.owners, threads=slots.owners
     )
     return rows, sums
-
-
-def _place(part: Tensor) -> tuple[int, int]:
-    return part.data_ptr(), part.element_size()

@@ -22,7 +22,7 @@ from viviane.ops.dispatch import kernels_serve, load
 
 __all__ = [
     "Columns",
-    "PooledShard",
+    "PooledPiece",
     "Segment",
     "Segments",
     "Source",
@@ -106,7 +106,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class PooledShard:
+class PooledPiece:
     """Neighbouring columns of rows whose vectors are summed: first to first + count, into `target` of the output."""
 
     first: int
@@ -196,7 +196,7 @@ def first_difference(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def pool_columns(
-    storage: Tensor, rows: Tensor, pieces: Sequence[PooledShard], out: Tensor, weights: Tensor | None = None
+    storage: Tensor, rows: Tensor, pieces: Sequence[PooledPiece], out: Tensor, weights: Tensor | None = None
 ) -> None:
     """Sum the vectors of neighbouring columns: out[b, target : + D] = sum of weights[b, c] * storage[rows[b, c]].
 
@@ -209,7 +209,7 @@ def pool_columns(
 
     Example:
         >>> out = torch.zeros(1, 3)
-        >>> pool_columns(torch.eye(3), torch.tensor([[0, 2, 2]]), [PooledShard(0, 3, 0)], out)
+        >>> pool_columns(torch.eye(3), torch.tensor([[0, 2, 2]]), [PooledPiece(0, 3, 0)], out)
         >>> out.tolist()
         [[1.0, 0.0, 2.0]]
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from viviane.ops.capture import refuse_capture
 from viviane.ops.embedding_bag.gpu import pool_shape
 from viviane.ops.triton_parts.launch import ceil_div, few_programs, on_device, power_of_two
-from viviane.ops.wire_blocks import Columns, PooledShard, Segments
+from viviane.ops.wire_blocks import Columns, PooledPiece, Segments
 from viviane.ops.wire_blocks.gpu_kernels import (
     cut_kernel,
     difference_kernel,
@@ -93,7 +93,7 @@ def first_difference(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def pool_columns(
-    storage: Tensor, rows: Tensor, pieces: tuple[PooledShard, ...], out: Tensor, weights: Tensor | None
+    storage: Tensor, rows: Tensor, pieces: tuple[PooledPiece, ...], out: Tensor, weights: Tensor | None
 ) -> None:
     """out[b, target : + D] = sum of weights[b, c] * storage[rows[b, c]]; pieces of like length share a launch."""
     (size, row_width), dim, width = rows.shape, storage.shape[1], out.stride(0)
@@ -110,7 +110,7 @@ def pool_columns(
 
 @cache
 def _classes(
-    pieces: tuple[PooledShard, ...], dim: int, device: torch.device
+    pieces: tuple[PooledPiece, ...], dim: int, device: torch.device
 ) -> tuple[tuple[int, int, int, Tensor], ...]:
     """Sort pieces by the shape of program that suits their length; kept for good, since graphs read them."""
     refuse_capture(device, "a new kind of batch", fix=_FIX)

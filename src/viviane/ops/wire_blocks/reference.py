@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from viviane.ops.wire_blocks import Columns, PooledShard, Segments, Source
+    from viviane.ops.wire_blocks import Columns, PooledPiece, Segments, Source
 
 
 def pack_rows(rows: Tensor, columns: Columns, out: Tensor) -> None:
@@ -59,7 +59,7 @@ def first_difference(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def pool_columns(
-    storage: Tensor, rows: Tensor, pieces: Sequence[PooledShard], out: Tensor, weights: Tensor | None
+    storage: Tensor, rows: Tensor, pieces: Sequence[PooledPiece], out: Tensor, weights: Tensor | None
 ) -> None:
     """out[b, target : + D] = sum of weights[b, c] * storage[rows[b, c]]."""
     dim = storage.shape[1]

@@ -100,7 +100,7 @@ class DenseMover:
         if self.device_numbers is not None and is_capturing(device):
             numbers, gate = self.device_numbers(place), self.gate
         else:
-            host = torch.tensor(all_numbers(optimizer, place), dtype=torch.float64)
+            host = torch.tensor(optimizer.numbers(group).values(), dtype=torch.float64)
             numbers = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
         move_tensors(
             optimizer.rule.name, params, gradients, states, numbers, inside=bool(group.get("epsilon_inside_root")),
