@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from viviane import etl
 from viviane.cli.main import app
 from viviane.core.errors import DataError, SchemaError
-from viviane.etl import infer_config, infer_file
+from viviane.etl import infer, infer_config, infer_file
 
 ROWS = 1000
 CHANCE = np.random.default_rng(0)
@@ -98,3 +98,22 @@ def test_the_command_writes_a_file_and_explains_the_columns(tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     assert "site    category  2 values" in done.stderr
     assert etl.EtlConfig.from_json_file(tmp_path / "etl.json").labels[0].name == "bought"
+
+
+def test_whole_numbers_that_are_codes_become_categories_besides() -> None:
+    chance = np.random.default_rng(3)
+    banner, amount = chance.integers(10_000, 10_200, 8000), chance.integers(0, 200, 8000)
+    taste = chance.normal(0, 2, 200)
+    click = chance.random(8000) < 1 / (1 + np.exp(2 - taste[banner - 10_000] - amount / 100))
+    table = pa.table({"click": click.astype(int), "banner": banner, "amount": amount})
+    found = {one.name: one.note for one in infer_config(table, ["click"]).columns}
+    assert found["banner"] == "value, 200 exact values, 40 quantiles"
+    assert found["amount"] == "value, 10 quantiles, 40 quantiles"
+
+
+@pytest.mark.parametrize("labels", [[np.nan] * 8000, ["yes", "no"] * 4000])
+def test_labels_that_are_no_numbers_tell_nothing_about_codes(labels: list[object]) -> None:
+    table = pa.table({"banner": np.arange(8000) % 200, "click": labels})
+    target = infer._numbers_of(table.column("click"))
+    values = infer._numbers_of(table.column("banner"))
+    assert target is None or not infer.identity_matters(values, target, 40)
