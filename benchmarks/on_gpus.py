@@ -70,6 +70,7 @@ STAGES = (
     Stage("hash", "benchmarks/hash_gpu.py", 40),
     Stage("dense", "benchmarks/dense_gpu.py", 60),
     Stage("serving", "benchmarks/serving_gpu.py", 60),
+    Stage("cache", "benchmarks/device_cache_gpu.py", 90),
     Stage("product", "benchmarks/product_gpu.py", 15),
     Stage("feed", "benchmarks/feed_gpu.py", 75),
     Stage("etl", "benchmarks/etl_gpu.py", 60),

@@ -304,6 +304,8 @@ def graphs_prevented(model: LoadedModel) -> str | None:
     """Return the reason why a model's forward pass cannot be captured, or None."""
     if model.device.type != "cuda":
         return "the model is on the CPU"
+    if model.tables is not None:
+        return "its tables are in tiers, which the host looks up"
     if model.has_dynamic_tables():
         return "a dynamic table finds the rows of its keys eagerly"
     if not isinstance(model.module, GraphModule):

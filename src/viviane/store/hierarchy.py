@@ -107,6 +107,20 @@ class Lookup:
     num_deferred: int = 0
 
 
+@dataclass(frozen=True)
+class Begun:
+    """The state of a hierarchy before a lookup.
+
+    Args:
+        epoch, ended: changes so far, begun and ended.
+        is_readable: whether the first level may be asked.
+    """
+
+    epoch: int
+    ended: int
+    is_readable: bool
+
+
 class TableHierarchy:
     """The tiers of one table.
 
@@ -183,6 +197,52 @@ class TableHierarchy:
         if failed is None and first.role == "volatile" and hits >= self.hit_rate_threshold * len(keys):
             return self._deferred(keys, out, found, missing, epoch)
         return self._below(keys, out, found, missing, wanted, (epoch, ended), failed)
+
+    def begin(self) -> Begun:
+        """Note the state before a lookup whose first level is asked elsewhere, such as on a GPU; see `complete`."""
+        first = self.levels[0]
+        readable = not first.missed and not first.num_missed and first.breaker.allows()
+        return Begun(self._epoch, self._num_ended, readable)
+
+    def complete(self, keys: Keys, found: Found, begun: Begun) -> tuple[Keys, Rows, Lookup]:
+        """Fetch what the first level has not, in a lookup that `begin` began.
+
+        Args:
+            keys: (n,), of the lookup.
+            found: (n,), which of them the first level had; of a level that was not readable none.
+            begun: what `begin` returned.
+
+        Returns:
+            The places (m,) of the keys that it had not, their rows, or the default, and what became of them.
+        """
+        first, failed = self.levels[0], None
+        missing = np.flatnonzero(~found)
+        if begun.is_readable:
+            first.hits += len(keys) - len(missing)
+            first.misses += len(missing)
+        else:
+            failed = first
+            first.skipped += len(keys)
+            self._heal_beside(first)
+        self._tend(first)
+        wanted, rows = np.ascontiguousarray(keys[missing]), self.layout.empty(len(missing))
+        if not len(missing):
+            return missing, rows, Lookup(found)
+        own, every = np.zeros(len(missing), np.bool_), np.arange(len(missing))
+        good = len(keys) - len(missing) >= self.hit_rate_threshold * len(keys)
+        if failed is None and first.role == "volatile" and good:
+            result = self._deferred(wanted, rows, own, every, begun.epoch)
+        else:
+            result = self._below(wanted, rows, own, every, wanted, (begun.epoch, begun.ended), failed)
+        return missing, rows, result
+
+    def _tend(self, level: Level) -> None:
+        """Let a tier that moves its own rows do so beside lookups, at most once a second."""
+        tier = level.tier
+        due = time.monotonic() - level.evicted_at >= _EVICTION_SECONDS
+        if due and self.mover is not None and isinstance(tier, Evicting):
+            level.evicted_at = time.monotonic() - _EVICTION_SECONDS / 2
+            self.mover.offer(lambda: self._evict(level, tier, np.empty(0, np.int64)), 1)
 
     def _deferred(self, keys: Keys, out: Rows, found: Found, missing: Keys, epoch: int) -> Lookup:
         """Answer with defaults, and fetch the missing keys beside the call."""

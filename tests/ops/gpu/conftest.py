@@ -5,6 +5,7 @@ Without that variable the tests here are left out; tests/ops/test_gpu_interprete
 """
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,14 @@ elif not ON_GPU:
             _kinds[name] = _numpy_type(kind)
         return _kinds[name]
 
+    _launch, _one_at_a_time = interpreter.GridExecutor.__call__, threading.RLock()
+
+    def _launch_alone(self, *args, **kwargs):
+        """Keep the interpreter, whose place in the grid is one variable for all threads, to one launch at a time."""
+        with _one_at_a_time:
+            return _launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = _launch_alone
     interpreter._patch_lang_tensor = _patched
     interpreter._patch_lang = _patch_once
     interpreter._get_np_dtype = _numpy_type_once

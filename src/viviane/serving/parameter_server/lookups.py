@@ -27,6 +27,8 @@ from viviane.embedding import (
 from viviane.embedding.config import ZeroInit
 from viviane.embedding.keys import RowMap, Violations
 from viviane.embedding.plan import place_features
+from viviane.serving.parameter_server.device_caches import Asked, lookup_on_device
+from viviane.store.device_cache import DeviceCacheTier
 from viviane.store.hierarchy import TableHierarchy
 
 _NOTHING: Final = 0
@@ -101,6 +103,8 @@ class StoreCollection(nn.Module):
             plain = self.tables[feature.table].dtype == "float32" and layout.row_bytes == 4 * layout["weight"].width
             if feature.combiner == "concat" or feature.name in batch.bags or not plain:
                 return None
+        if all(isinstance(one.levels[0].tier, DeviceCacheTier) for one in self._hierarchies.values()):
+            return self._on_device(batch)
         out = torch.empty((batch.size, self.width), dtype=torch.float32)
         data: NDArray[np.uint8] = out.numpy().view(np.uint8)
         for name, feature in self.features.items():
@@ -115,6 +119,16 @@ class StoreCollection(nn.Module):
             self._hierarchies[feature.table].lookup(np.ascontiguousarray(keys[there]), few)
             rows[skipped] = 0
             rows[there] = few
+        return out
+
+    def _on_device(self, batch: Batch) -> Tensor:
+        """Let the caches on the GPU be searched there; rows that they lack come from the host."""
+        asked = []
+        for name, feature in self.features.items():
+            keys, skipped = self._keys(feature, _ids(batch, name), batch.origin)
+            asked.append(Asked(self._hierarchies[feature.table], keys, skipped, self._places[name].start))
+        out = torch.empty((batch.size, self.width), dtype=torch.float32, device=self.device)
+        lookup_on_device(asked, out)
         return out
 
     def _keys(

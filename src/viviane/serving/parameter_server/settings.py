@@ -19,12 +19,22 @@ class CacheSettings(Settings):
         share: of a table's rows.
         eviction: "oldest" removes rows that were not read for longest, "random" any.
         warm_up: fill it from the tiers below before the first request.
+        place: "host", or "device": the GPU of the session, where lookups then run.
+        host_rows: with "device", more rows of each table in page-locked memory of the host, which the GPU reads.
     """
 
     rows: int | None = Field(default=None, ge=1, le=1 << 31)
     share: float = Field(default=0.2, gt=0, le=1)
     eviction: Literal["oldest", "random"] = "oldest"
     warm_up: bool = True
+    place: Literal["host", "device"] = "host"
+    host_rows: int = Field(default=0, ge=0, le=1 << 30)
+
+    @model_validator(mode="after")
+    def _behind_a_device(self) -> CacheSettings:
+        if self.host_rows and self.place == "host":
+            raise ValueError('host_rows is for a cache with place="device"; one with place="host" takes rows or share')
+        return self
 
 
 class HostSettings(Settings):

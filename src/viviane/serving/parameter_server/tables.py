@@ -20,6 +20,7 @@ from viviane.embedding import DynamicTableConfig, FeatureConfig, TableConfig
 from viviane.embedding.initializers import table_seed
 from viviane.ops.hash_table import initial_rows
 from viviane.serving.parameter_server.databases import leave_database, take_database
+from viviane.serving.parameter_server.device_caches import DeviceCaches, rows_of_cache
 from viviane.serving.parameter_server.lookups import StoreCollection
 from viviane.serving.parameter_server.saved_rows import SavedRowsTier
 from viviane.serving.parameter_server.settings import TableSettings
@@ -27,6 +28,7 @@ from viviane.store.applied import AppliedRocksTier
 from viviane.store.applier import Changes, Published, Stream
 from viviane.store.cache import CacheTier
 from viviane.store.circuit import CircuitBreaker
+from viviane.store.device_cache import DeviceCacheTier
 from viviane.store.gate import Gate
 from viviane.store.hierarchy import Default, Level, TableHierarchy
 from viviane.store.host import HostTier
@@ -96,20 +98,31 @@ class ServedTables:
         """Make a collection of a graph, as `viviane.parallel.make_tables` is called."""
         del optimizer
         own: dict[str, TableHierarchy] = {}
-        for table in tables:
-            full = f"{name}.{table.name}"
-            own[table.name] = self.hierarchies[full] = self._hierarchy(full, table, seed)
+        caches = DeviceCaches(self.settings.cache, torch.device(device), self._resources)
+        with ExitStack() as opened:
+            bases = {table.name: self._base(f"{name}.{table.name}", opened) for table in tables}
+            caches.make({table: (base.layout, base.num_rows()) for table, base in bases.items()})
+            for table in tables:
+                full = f"{name}.{table.name}"
+                own[table.name] = self._hierarchy(full, table, bases[table.name], caches, seed)
+                self.hierarchies[full] = own[table.name]
+            self._resources.push(opened.pop_all())
         return StoreCollection(tables, features, own, torch.device(device))
 
-    def _hierarchy(self, full: str, table: AnyTable, seed: int) -> TableHierarchy:
+    def _base(self, full: str, opened: ExitStack) -> SavedRowsTier:
         entries = self.place.manifest.tables
         if full not in entries:
             raise CheckpointError("the saved model lacks a table", where=str(self.place.weights), value=full,
                                   fix=suggest(full, entries))  # fmt: skip
+        base = SavedRowsTier(self.place.weights, entries[full])
+        opened.callback(base.close)
+        return base
+
+    def _hierarchy(
+        self, full: str, table: AnyTable, base: SavedRowsTier, caches: DeviceCaches, seed: int
+    ) -> TableHierarchy:
         with ExitStack() as opened:
-            base = SavedRowsTier(self.place.weights, entries[full])
-            opened.callback(base.close)
-            levels = list(self._levels(full, base, opened))
+            levels = list(self._levels(full, table.name, base, caches, opened))
             made = TableHierarchy(
                 full, base.layout, levels, default=_default(table, seed), strict=self.settings.strict,
                 hit_rate_threshold=self.settings.hit_rate_threshold, deadline_ms=self.settings.deadline_ms,
@@ -118,10 +131,14 @@ class ServedTables:
             self._resources.push(opened.pop_all())
         return made
 
-    def _levels(self, full: str, base: SavedRowsTier, opened: ExitStack) -> Iterator[Level]:
+    def _levels(
+        self, full: str, table: str, base: SavedRowsTier, caches: DeviceCaches, opened: ExitStack
+    ) -> Iterator[Level]:
         settings, layout = self.settings, base.layout
-        if settings.cache is not None:
-            rows = settings.cache.rows or max(1, round(settings.cache.share * base.num_rows()))
+        if settings.cache is not None and settings.cache.place == "device":
+            yield Level(caches.tier(table), "volatile")
+        elif settings.cache is not None:
+            rows = rows_of_cache(settings.cache, base.num_rows())
             yield Level(CacheTier(layout, rows, eviction=settings.cache.eviction), "volatile")
         keeps = settings.updates is not None and settings.rocksdb is None  # then the host's rows are the newest
         if settings.host is not None and not keeps:
@@ -240,10 +257,14 @@ class ServedTables:
         rows = 0
         for name, hierarchy in self.hierarchies.items():
             cache = hierarchy.levels[0].tier
-            if not isinstance(cache, CacheTier):
+            if not isinstance(cache, CacheTier | DeviceCacheTier):
                 continue
             older = before.hierarchies[name].levels[0].tier if before and name in before.hierarchies else None
-            keys = older.keys() if isinstance(older, CacheTier) else self._first_keys(hierarchy, cache.capacity)
+            keys = (
+                older.keys()
+                if isinstance(older, CacheTier | DeviceCacheTier)
+                else self._first_keys(hierarchy, cache.capacity)
+            )
             for start in range(0, min(len(keys), cache.capacity), _WARM_ROWS):
                 part = np.ascontiguousarray(keys[start : min(start + _WARM_ROWS, cache.capacity)])
                 rows += hierarchy.warm(part)
