@@ -75,9 +75,28 @@ def test_gpus_that_are_not_here_are_planned_for_by_their_figures(config, monkeyp
     assert "memory 4300.0 GB/s\n" in result.output
 
 
-@pytest.mark.parametrize("counts", [[], ["--gpus", "2", "--processes", "2"]])
-def test_either_gpus_or_processes(config, counts):
-    result = CliRunner().invoke(app, ["plan", str(config), *counts, *MACHINE])
+def test_shows_tables_in_tiers_with_expected_hits(config, tmp_path):
+    schema = Schema(labels=[{"name": "y"}], categorical=[{"name": "user", "num_ids": 100_000}])
+    users = [3 + i % 400 for i in range(4000)]  # each comes again after 400 rows
+    data = write_dataset(tmp_path / "train", schema, [{"y": [0.0, 1.0] * 2000, "user": users}])
+    found = {}
+    for room in (300, 1000):
+        memory = room * (8 * 4 * 3 + 18)
+        text = {"data": {"train": str(data.path)}, "model": {"zoo": "deepfm", "dim": 8}, "solver": {
+            "device": "cpu", "batch_size": 100, "shuffle": False, "embedding_memory": {"emb.user": memory},
+        }}  # fmt: skip
+        (tmp_path / "run.json").write_text(json.dumps(text))
+        result = CliRunner().invoke(app, ["plan", str(tmp_path / "run.json"), *MACHINE])
+        assert result.exit_code == 0, result.output
+        assert "Tables in tiers" in result.output
+        assert "each step reads" in result.output
+        [line] = [one for one in result.output.splitlines() if one.strip().startswith("emb.user") and "%" in one]
+        found[room] = float(line.split()[-2].rstrip("%"))
+    assert found[1000] > 80 > found[300]
+
+
+def test_either_gpus_or_processes(config):
+    result = CliRunner().invoke(app, ["plan", str(config), "--gpus", "2", "--processes", "2", *MACHINE])
     assert isinstance(result.exception, ConfigError)
     assert "give --processes or --gpus" in str(result.exception)
 

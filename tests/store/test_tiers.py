@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tiers import LAYOUT, NUM_IDS, OPENERS, SURVIVORS, rows_of
 
 from viviane.core.errors import ConfigError, StoreError
-from viviane.store import SortedRunTier, Tier
+from viviane.store import FileTier, SortedRunTier, Tier
 
 CALLS = st.lists(
     st.tuples(
@@ -153,3 +154,88 @@ def test_keys_whose_difference_overflows_stay_in_order(tmp_path: Path) -> None:
     assert out.tobytes() == rows_of(keys, 0).tobytes()
     assert [key for some, _ in again.scan(2) for key in some.tolist()] == keys.tolist()
     again.close()
+
+
+EXTREMES = np.array([-(2**63), -(2**63) + 1, -1, 0, 1, 2**31, 2**53 + 1, 2**63 - 2, 2**63 - 1])
+
+
+@pytest.mark.parametrize("kind", ["host", "sorted runs", "rocksdb"])
+@settings(max_examples=20)
+@given(more=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
+def test_any_64_bit_key_is_found_and_scanned(kind: str, more: list[int]) -> None:
+    keys = np.unique(np.concatenate([EXTREMES, np.array(more, np.int64)]))
+    with tempfile.TemporaryDirectory() as name:
+        tier = OPENERS[kind](Path(name))
+        for version, part in enumerate((keys[::2], keys[1::2], keys[::3])):
+            tier.put(np.ascontiguousarray(part), rows_of(part, version))
+            tier.flush()
+        if kind in SURVIVORS:
+            tier.close()
+            tier = OPENERS[kind](Path(name))
+        wanted = {int(k): r.tobytes() for v, p in enumerate((keys[::2], keys[1::2], keys[::3]))
+                  for k, r in zip(p, rows_of(p, v), strict=True)}  # fmt: skip
+        out = LAYOUT.empty(len(keys))
+        assert tier.fetch(keys, out).all()
+        assert [row.tobytes() for row in out] == [wanted[int(key)] for key in keys]
+        assert {int(k) for ks, _ in tier.scan(4) for k in ks} == set(wanted)
+        tier.close()
+
+
+def test_a_file_tier_of_one_id(tmp_path: Path) -> None:
+    tier = FileTier(tmp_path / "one", LAYOUT, 1)
+    tier.put(np.array([0, 0]), rows_of(np.array([0, 0]), 4))
+    tier.close()
+    again, out = FileTier(tmp_path / "one", LAYOUT, 1), LAYOUT.zeros(1)
+    assert again.fetch(np.array([0]), out).all()
+    assert out.tobytes() == rows_of(np.array([0]), 4).tobytes()
+    again.close()
+
+
+@settings(max_examples=30)
+@given(puts=st.lists(st.lists(st.integers(0, 699), max_size=60), max_size=6))
+def test_rows_between_those_that_are_written_stay(puts: list[list[int]]) -> None:
+    """Rows are smaller than a page, so that a put writes over the holes between its ids."""
+    with tempfile.TemporaryDirectory() as name:
+        tier, known = FileTier(Path(name) / "t", LAYOUT, 700, durable=False), {}
+        for version, given_keys in enumerate(puts):
+            keys = np.array(given_keys, np.int64)
+            tier.put(keys, rows_of(keys, version))
+            known |= {int(k): r.tobytes() for k, r in zip(keys, rows_of(keys, version), strict=True)}
+        out = LAYOUT.zeros(700)
+        found = tier.fetch(np.arange(700), out)
+        assert {int(k): out[k].tobytes() for k in np.flatnonzero(found)} == known
+        tier.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "sorted runs"])
+def test_a_damaged_tier_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    tier = OPENERS[kind](tmp_path)
+    tier.put(np.arange(20), rows_of(np.arange(20), 1))
+    tier.close()
+    name = "present.bin" if kind == "file" else "run-*.bin"
+    file = next(tmp_path.rglob(name))
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole[:1] + bytes([whole[1] ^ 16]) + whole[2:]):
+        file.write_bytes(damaged)
+        with pytest.raises(StoreError, match=f"(?s)(truncated|altered).*{file.name}"):
+            OPENERS[kind](tmp_path)
+    file.write_bytes(whole)
+    OPENERS[kind](tmp_path).close()
+
+
+@pytest.mark.parametrize("kind", ["file", "sorted runs"])
+def test_a_folder_that_another_has_open_is_refused(kind: str, tmp_path: Path) -> None:
+    tier, errors = OPENERS[kind](tmp_path), []
+
+    def open_it() -> None:
+        try:
+            OPENERS[kind](tmp_path)
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=open_it)
+    thread.start()
+    thread.join()
+    assert "another process is writing here" in str(errors[0])
+    tier.close()
+    OPENERS[kind](tmp_path).close()

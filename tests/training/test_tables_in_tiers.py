@@ -121,6 +121,27 @@ def test_losses_and_checkpoints_are_those_of_tables_in_memory(data: Path, tmp_pa
     assert (model.predict(valid) == truth.predict(valid)).all()
 
 
+def test_the_progress_line_and_the_report_show_hits_and_bytes(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from viviane.report import write_report
+    from viviane.training import progress
+
+    monkeypatch.setattr(progress, "_LINE_S", 0.0)
+    model = make_model(embedding_memory=MEMORY)
+    model.fit(Dataset(data / "train"), run_folder=tmp_path / "run", verbose=1)
+    assert "% of rows in memory" in capsys.readouterr().err
+    counts = json.loads((tmp_path / "run" / "tiers.json").read_text())
+    assert counts["tables"]["user"]["rows_in_memory"] == 130
+    assert counts["tiers"]["memory"]["misses"] > 0
+    assert counts["tiers"]["file"]["bytes_written"] > 0
+    page = write_report(tmp_path / "run").read_text()
+    assert "Tables in tiers" in page
+    assert "130 (21.7%)" in page
+    make_model().fit(Dataset(data / "train"), run_folder=tmp_path / "plain")
+    assert not (tmp_path / "plain" / "tiers.json").exists()
+
+
 @pytest.mark.parametrize("saved_in", [None, MEMORY], ids=["memory", "tiers"])
 def test_a_checkpoint_of_either_kind_resumes_in_the_other(data: Path, tmp_path: Path, saved_in: Any) -> None:
     fit(data, tmp_path / "straight", epochs=1)

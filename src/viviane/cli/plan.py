@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -12,6 +13,7 @@ import typer
 from viviane.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from viviane.cli.plan_tiers import Placed
     from viviane.cli.train_config import TrainConfig
     from viviane.data import Dataset
     from viviane.model.graph import GraphPlan
@@ -42,14 +44,16 @@ def command(
     memory_gb_per_s: Annotated[float | None, typer.Option(help="Its speed; else measured.")] = None,
     link_gb_per_s: Annotated[float | None, typer.Option(help="Speed between devices; else measured.")] = None,
 ) -> None:
-    """Choose where tables go, print bytes, expected time and balance for each process."""
+    """Choose where tables go, print bytes, expected time and balance for each process; for one process by default."""
+    from viviane.cli.plan_tiers import placed_tables, show_tiers
     from viviane.cli.train_config import read_train_config
+    from viviane.core.device import resolve_device
     from viviane.core.files import write_bytes_atomic, write_json_atomic
     from viviane.data import Dataset
     from viviane.parallel.picture import plan_svg
 
-    count = processes or gpus
-    if count is None or (processes and gpus):
+    count = processes or gpus or 1
+    if processes and gpus:
         raise ConfigError("a plan is for this many processes, or this many GPUs", fix="give --processes or --gpus")
     settings = read_train_config(config, changes or [])
     data = settings.data.open_train()
@@ -59,6 +63,13 @@ def command(
     graph = settings.build(data.schema).plan()
     options = _DeviceOptions(memory_gb, memory_gb_per_s, link_gb_per_s)
     machine = _machine("cuda" if gpus else settings.solver.device, count, options, may_be_elsewhere=gpus is not None)
+    placed = []
+    if gpus is None:
+        placed = placed_tables(settings, graph, data, resolve_device(settings.solver.device), count)
+    if placed:
+        show_tiers(placed, settings.solver.embedding_folder)
+        in_memory = sum(one.slots * one.slot_bytes for one in placed)
+        machine = replace(machine, memory_bytes=machine.memory_bytes + _in_tiers(placed) - in_memory)
     planned = _planner(settings, graph, data, count, machine).best()
     _show(planned)
     if output is not None:
@@ -67,6 +78,11 @@ def command(
     if picture is not None:
         write_bytes_atomic(picture, plan_svg(planned).encode())
         typer.echo(f"picture: {picture}")
+
+
+def _in_tiers(placed: Sequence[Placed]) -> int:
+    """Return the bytes of whole tables that tiers hold: the planner does not count what memory has no room for."""
+    return sum(one.num_rows * one.row_bytes for one in placed)
 
 
 class _DeviceOptions(NamedTuple):

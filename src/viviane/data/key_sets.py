@@ -41,7 +41,7 @@ def collect_key_sets(dataset: Dataset) -> KeySets:
     with dataset.reader(_BATCH_ROWS) as reader:
         for batch in reader:
             for name, seen in found.items():
-                seen.add(_ids_of(batch, name))
+                seen.add(ids_of(batch, name))
     return {name: seen.joined() for name, seen in found.items()}
 
 
@@ -124,7 +124,8 @@ class _Distinct:
         return np.unique(np.concatenate(self._parts))
 
 
-def _ids_of(batch: Batch, name: str) -> NDArray[np.int64]:
+def ids_of(batch: Batch, name: str) -> NDArray[np.int64]:
+    """Return the ids of a column in a batch, those of bags behind one another."""
     values: torch.Tensor
     values = batch.bags[name].values if name in batch.bags else batch.one_hot[:, batch.layout.one_hot_index[name]]
     return values.numpy().astype(np.int64)

@@ -58,6 +58,7 @@ def render(run: RunRecord) -> str:
             quality.importance(run),
             sections.data(run),
             sections.stages(run),
+            sections.tiers(run),
             sections.machine(run),
             sections.model(run, _graph(run)),
         )

@@ -10,7 +10,7 @@ from viviane.core.errors import DataError
 from viviane.core.json_files import json_object, parse_json, read_json
 from viviane.report.importance import IMPORTANCE_FILE
 from viviane.schema import SCHEMA_FILE, Schema
-from viviane.training.run_folder import MACHINE_FILE
+from viviane.training.run_folder import MACHINE_FILE, TIERS_FILE
 
 NOT_METRICS: Final = frozenset(("step", "epoch", "split", "loss", "seconds", "samples_per_second", "lr"))
 
@@ -29,6 +29,7 @@ class RunRecord:
         data: the training set's info.json: rows, value counts, best reachable AUC where the data is synthetic.
         graph: the model's graph as JSON; empty for a module that is not a graph.
         machine: machine, versions, and start and time of each fit.
+        tiers: of tables in tiers, their place, hits and bytes by tier.
         importance: what `permutation_importance` measured.
         model_bytes: size of the saved model; 0 if there is none.
     """
@@ -42,6 +43,7 @@ class RunRecord:
     data: dict[str, Any] = field(default_factory=dict)
     graph: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
+    tiers: dict[str, Any] = field(default_factory=dict)
     importance: dict[str, Any] = field(default_factory=dict)
     model_bytes: int = 0
 
@@ -70,6 +72,7 @@ class RunRecord:
             data=_read(path / "data_info.json"),
             graph=_read(path / "model" / "model.json"),
             machine=_read(path / MACHINE_FILE),
+            tiers=_read(path / TIERS_FILE),
             importance=_read(path / IMPORTANCE_FILE),
             model_bytes=sum(file.stat().st_size for file in (path / "model").rglob("*") if file.is_file()),
         )

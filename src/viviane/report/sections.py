@@ -141,6 +141,29 @@ def stages(run: RunRecord) -> str:
     return section("Where the time went", [Panel("Seconds per stage", share_bar(parts, unit="s"), wide=True)])
 
 
+def tiers(run: RunRecord) -> str:
+    """Where the rows of tables larger than memory were, and what moved."""
+    tables, counts = run.tiers.get("tables"), run.tiers.get("tiers")
+    if not isinstance(tables, dict) or not isinstance(counts, dict):
+        return ""
+    placed = [
+        (name, f"{one['rows']:,}", f"{one['rows_in_memory']:,} ({one['rows_in_memory'] / one['rows']:.1%})",
+         short_bytes(one["memory_bytes"]), short_bytes(one["rows_on_disk"] * one["row_bytes"]))
+        for name, one in tables.items()
+    ]  # fmt: skip
+    moved = [
+        (name, f"{one['hits'] / max(1, one['hits'] + one['misses']):.1%}", f"{one['hits']:,}", f"{one['misses']:,}",
+         short_bytes(one["bytes_read"]), short_bytes(one["bytes_written"]))
+        for name, one in counts.items()
+    ]  # fmt: skip
+    head = ("table", "rows", "rows in memory", "memory", "on disk")
+    return section("Tables in tiers", [
+        Panel("Placement", str(html.part("table", head, placed)), wide=True),
+        Panel("Hits and bytes", str(html.part("table", ("tier", "found", "hits", "misses", "read", "written"), moved)),
+              wide=True),
+    ])  # fmt: skip
+
+
 def machine(run: RunRecord) -> str:
     """Where the run was made: machine, versions, start, time and memory of each fit."""
     if not run.machine:

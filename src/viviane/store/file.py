@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,12 +17,14 @@ from numpy.typing import NDArray
 from viviane.core.errors import ConfigError, StoreError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
 from viviane.core.json_files import read_json_object
+from viviane.core.locks import locked
 from viviane.store.journal import Journal
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
 from viviane.store.tier import SCAN_ROWS
 
 FORMAT: Final = "viviane-file-tier"
+_SUM_BYTES: Final = 4
 _GAP_BYTES: Final = 16 << 10  # reading over a gap of this size costs less than another call
 _MOST_BYTES: Final = 8 << 20  # of one read
 _PAGE_BYTES: Final = 4 << 10  # a hole of this size is written with its neighbours: the disk writes its page anyway
@@ -35,7 +38,7 @@ class FileTier:
 
         <folder>/tier.json      layout and number of ids
         <folder>/rows.bin       the rows
-        <folder>/present.bin    a bit for each id, as of the last flush
+        <folder>/present.bin    a bit for each id, as of the last flush, and a check sum
         <folder>/journal.bin    rows that were written since (`durable`)
 
     Args:
@@ -49,6 +52,7 @@ class FileTier:
 
     Raises:
         StoreError: the folder holds another layout or number of ids, or is damaged.
+        ConfigError: another process has it open (`durable`).
 
     Example:
         >>> import tempfile
@@ -72,13 +76,24 @@ class FileTier:
         self._lock = threading.RLock()
         self._where = f"tier {name!r}, {self.folder}"
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = -1
+        self._held = ExitStack()
         if durable:
+            self._held.enter_context(locked(self.folder))
+        try:
+            self._open()
+        except BaseException:
+            self._held.close()
+            raise
+
+    def _open(self) -> None:
+        if self.durable:
             self._open_description()
-        self._present = np.zeros(-(-num_ids // 8), np.uint8)
+        self._present = np.zeros(-(-self.num_ids // 8), np.uint8)
         self._read_present()
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         self._file = os.open(self.folder / "rows.bin", flags, 0o644)
-        self._journal = Journal(self.folder / "journal.bin", layout) if durable else None
+        self._journal = Journal(self.folder / "journal.bin", self.layout) if self.durable else None
         if self._journal is None:
             self._remove_working_file()
             return
@@ -118,10 +133,13 @@ class FileTier:
         if not self.durable or not path.exists():
             return
         data = np.fromfile(path, np.uint8)
-        if len(data) != len(self._present):
+        if len(data) != len(self._present) + _SUM_BYTES:
             raise StoreError("the list of rows was truncated", where=str(path), value=len(data),
-                             allowed=f"{len(self._present)} bytes")  # fmt: skip
-        self._present = data
+                             allowed=f"{len(self._present) + _SUM_BYTES} bytes")  # fmt: skip
+        if _sum_of(data[:-_SUM_BYTES]) != data[-_SUM_BYTES:].tobytes():
+            raise StoreError("the list of rows was altered: its check sum differs", where=str(path),
+                             fix="use a copy of it")  # fmt: skip
+        self._present = data[:-_SUM_BYTES].copy()
 
     def _check_ids(self, keys: Keys) -> None:
         if len(keys) and not (int(keys.min()) >= 0 and int(keys.max()) < self.num_ids):
@@ -241,7 +259,7 @@ class FileTier:
         return self._counter.snapshot()
 
     def _write_present(self) -> None:
-        write_bytes_atomic(self.folder / "present.bin", self._present.tobytes())
+        write_bytes_atomic(self.folder / "present.bin", self._present.tobytes() + _sum_of(self._present))
 
     def flush(self) -> None:
         """Write all rows to the disk; where `durable` is False, do nothing."""
@@ -262,12 +280,17 @@ class FileTier:
                 self._journal.close()
             os.close(self._file)
             self._file = -1
+            self._held.close()
             if not self.durable and self.folder.exists():
                 self._remove_working_file()
 
     def _check_open(self) -> None:
         if self._file < 0:
             raise StoreError("the tier is closed", where=self._where)
+
+
+def _sum_of(data: NDArray[np.uint8]) -> bytes:
+    return zlib.crc32(data.data).to_bytes(_SUM_BYTES, "little")
 
 
 def _runs(ids: Keys, gap: int, most: int) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from viviane.core.exchange import sync_folder
 from viviane.core.file_names import file_inside
 from viviane.core.files import write_json_atomic
 from viviane.core.json_files import expected_form, read_json_object
+from viviane.core.locks import locked
 from viviane.store.host import HostTier
 from viviane.store.journal import Journal
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
@@ -85,6 +87,7 @@ class SortedRunTier:
 
     Raises:
         StoreError: the folder holds another layout, or is damaged.
+        ConfigError: another process has it open.
 
     Example:
         >>> import tempfile
@@ -117,7 +120,13 @@ class SortedRunTier:
         """From the oldest to the newest."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sums: dict[str, int] = {}
-        self._open_runs(verify)
+        self._held = ExitStack()
+        self._held.enter_context(locked(self.folder))
+        try:
+            self._open_runs(verify)
+        except BaseException:
+            self._held.close()
+            raise
         self._recent = self._new_memory()
         self._erased: set[int] = set()
         self._journal: Journal | None = Journal(self.folder / "journal.bin", layout)
@@ -323,6 +332,7 @@ class SortedRunTier:
             self._files = {}
             self._runs = []
             self._recent.close()
+            self._held.close()
 
 
 def merged(runs: list[Run], files: list[int] | None, batch_rows: int) -> Iterator[tuple[Keys, Rows, Found]]:

@@ -31,12 +31,13 @@ from viviane.training.feed import DeviceFeed
 from viviane.training.fit_rows import FitRows
 from viviane.training.history import History, higher_is_better, is_better
 from viviane.training.look_ahead import LookAhead
-from viviane.training.passes import PassFeed
+from viviane.training.passes import PassFeed, tiered_storages
 from viviane.training.profiling.stages import StageTimes
 from viviane.training.progress import ProgressLine
 from viviane.training.run_folder import RunFolder, hold_folder
 from viviane.training.step.fixed_sizes import FixedSizes
 from viviane.training.step.step_sync import agree_on_weights
+from viviane.training.tier_counts import hits_text, tier_counts
 from viviane.training.trackers import Sinks
 from viviane.training.trainer_base import TrainerBase
 
@@ -142,6 +143,8 @@ class FitLoop:
             events = self._open_events()
             shown = self.trainer.progress if self.writes else False
             self.progress = ProgressLine(self._last_step(), self.trainer.step, shown)
+            if tiered_storages(self.trainer.module):
+                self.progress.read_more = partial(hits_text, self.trainer.module)
             self.rows.events = events
             try:
                 for callback in self.callbacks:
@@ -159,6 +162,7 @@ class FitLoop:
                 if self.folder is not None and self.writes:
                     with suppress(OSError):  # a full disk: the error that ends the run already reports it
                         self.folder.write_stages(self.times.seconds)
+                        self.folder.write_tiers(tier_counts(self.trainer.module))
                         self.folder.write_machine(started, perf_counter() - begun, resumed=self.resumed)
         self.trainer.history.run_folder = None if self.folder is None else str(self.folder.path)
         return self.trainer.history

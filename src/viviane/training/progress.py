@@ -36,6 +36,8 @@ class ProgressLine:
         self._last = self._start = perf_counter()
         self._total, self._first = total_steps, done_steps
         self._lines: Callable[[str], None] | None = None
+        self.read_more: Callable[[], str] = str
+        """Returns what a line of a log says besides."""
         if self.shown and redrawn:
             self._bar = self._make(total_steps, done_steps)
         elif self.shown:
@@ -82,7 +84,8 @@ class ProgressLine:
         if self._lines is not None:
             self._lines(self._line(step, rate, read_loss(), now))
             return
-        self._bar.update(self._task, completed=step, rate=rate, loss=read_loss(), metric=self._metric, refresh=True)
+        self._bar.update(self._task, completed=step, rate=rate, loss=read_loss(),
+                         metric=self._metric + self.read_more(), refresh=True)  # fmt: skip
 
     def _line(self, step: int, rate: float, loss: float, now: float) -> str:
         """Return a line for a log file."""
@@ -91,7 +94,8 @@ class ProgressLine:
             of = f" of {self._total:,}"
             seconds = (now - self._start) / max(step - self._first, 1) * max(self._total - step, 0)
             left = f", {_clock(seconds)} left"
-        return f"step {step:,}{of}, {rate:,.0f} samples/s, loss {loss:.4f}{self._metric}{left}"
+        more = self.read_more()
+        return f"step {step:,}{of}, {rate:,.0f} samples/s, loss {loss:.4f}{self._metric}{more}{left}"
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Show these validation metrics from now on."""

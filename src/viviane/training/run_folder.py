@@ -6,6 +6,7 @@ runs/mine/
     data_info.json          free-form statistics of the training set, if it has any
     metrics.jsonl           one row of metrics per line
     stages.json             seconds per stage
+    tiers.json              tables in tiers: their place, hits and bytes by tier
     valid_histogram.json    calibration and curves at the last evaluation
     machine.json            machine, library versions, start, seconds and peak memory of each fit
     tensorboard/            events, if tensorboard is installed
@@ -36,6 +37,7 @@ from viviane.training.history import finite_or_none
 METRICS_FILE: Final = "metrics.jsonl"
 CONFIG_FILE: Final = "config.json"
 MACHINE_FILE: Final = "machine.json"
+TIERS_FILE: Final = "tiers.json"
 
 
 class RunFolder:
@@ -136,6 +138,11 @@ class RunFolder:
         """Write seconds per stage; a step counts either as a replay, or by forward, backward and update."""
         spent = {name: round(value, 6) for name, value in seconds.items() if value or name != "replay"}
         write_json_atomic(self.path / "stages.json", spent)
+
+    def write_tiers(self, counts: Mapping[str, Any]) -> None:
+        """Write what the tiers of tables have counted; nothing where all tables are in memory."""
+        if counts:
+            write_json_atomic(self.path / TIERS_FILE, dict(counts))
 
     def write_machine(self, started: datetime, seconds: float, *, resumed: bool) -> None:
         """Write machine and versions, and add a fit: its start, its seconds, the peak memory of the process."""

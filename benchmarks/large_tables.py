@@ -1,0 +1,193 @@
+"""Tables larger than memory on this machine: pass switches beside the disk's sequential rate, and a whole run.
+
+Both run in a control group, so that the page cache of their files counts as memory and the disk is really used.
+
+    python benchmarks/large_tables.py                  # pass switches
+    python benchmarks/large_tables.py --run --folder /disk --gigabytes 20 --memory-gib 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memory_limit import Limited, can_limit, run_limited
+from record import ROOT, record
+
+BENCH = "large_tables"
+PIECE = 8 << 20
+
+
+# Pass switches ------------------------------------------------------------------------------------------------
+
+
+def sequential(folder: Path, size: int) -> tuple[float, float]:
+    """Write and read a file once, in bytes a second, the write with fsync, the read after its pages were dropped."""
+    data = np.random.default_rng(0).integers(0, 255, PIECE, np.uint8).tobytes()
+    file = os.open(folder / "sequential", os.O_RDWR | os.O_CREAT)
+    start = time.perf_counter()
+    for place in range(0, size, PIECE):
+        os.pwrite(file, data, place)
+    os.fsync(file)
+    written = size / (time.perf_counter() - start)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    for place in range(0, size, PIECE):
+        os.pread(file, PIECE, place)
+    read = size / (time.perf_counter() - start)
+    os.close(file)
+    (folder / "sequential").unlink()
+    return written, read
+
+
+def switches(folder: Path, rows: int, share: float, count: int) -> None:
+    """Print, as JSON, seconds and bytes of pass switches and the disk's rates, in turn."""
+    import torch
+
+    from viviane.config import AdaGrad
+    from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+    from viviane.embedding.cache_sizes import CacheSettings, slot_bytes
+    from viviane.training.passes import begin_pass, tiered_storages
+
+    table = TableConfig(name="item", num_rows=rows, dim=64, init="zero")
+    room = int(rows * share * 1.05) + 1000
+    cache = CacheSettings(tables={"item": room * slot_bytes(table, AdaGrad())}, folder=folder)
+    emb = EmbeddingCollection([table], [FeatureConfig(name="item", table="item")], AdaGrad(), cache=cache)
+    [storage] = tiered_storages(emb)
+    random, found = np.random.default_rng(1), []
+    zeros = np.zeros((1 << 16, storage.layouts["item"].row_bytes), np.uint8)
+    for first in range(0, rows, len(zeros)):  # all rows are on disk
+        storage.write_rows("item", first, zeros[: min(len(zeros), rows - first)])
+    os.sync()
+    for _ in range(count):
+        keys = np.flatnonzero(random.random(rows) < share)
+        disk = sequential(folder, 1 << 30)
+        start = time.perf_counter()
+        moved = begin_pass(emb, {"item": keys})
+        os.sync()  # what was written is on the disk, as the file of the sequential rate is
+        seconds = time.perf_counter() - start
+        found.append({"read": moved.read, "written": moved.written, "seconds": seconds, "disk": disk})
+        for part in np.array_split(keys, -(-len(keys) // 65_536)):  # a step on every row: all are dirty
+            emb({"item": torch.from_numpy(part)}).flat.sum().backward()
+            emb.step(lr=0.1)
+    print(json.dumps({"row_bytes": storage.layouts["item"].row_bytes, "switches": found}))
+
+
+def measure_switches(folder: Path, rows: int, limit: int, count: int) -> None:
+    """Record the share of the disk's sequential rate that switches reach."""
+    for share in (0.1, 0.25, 0.5):
+        words = [sys.executable, __file__, "--worker", str(folder), str(rows), str(share), str(count)]
+        done = run_limited(words, limit, timeout_s=900)
+        if done.code:
+            sys.exit(done.output)
+        result = json.loads(done.output.splitlines()[-1])
+        shares, rates = [], []
+        for one in result["switches"][1:]:  # the first one writes nothing
+            written, read = one["disk"]
+            moved = result["row_bytes"] * (one["read"] + one["written"])
+            floor = result["row_bytes"] * (one["read"] / read + one["written"] / written)
+            shares.append(100 * floor / one["seconds"])
+            rates.append(moved / one["seconds"] / 1e9)
+        shape = {"rows": rows, "row_bytes": result["row_bytes"], "share": share, "memory": limit}
+        common: dict[str, Any] = {"bench": BENCH, "case": f"pass of {share:.0%} of the rows", "better": "higher"}
+        spread = (min(shares), max(shares))
+        record(**common, metric="of the disk's sequential rate", value=float(np.median(shares)), unit="%", goal=70.0,
+               spread=spread, shape=shape)  # fmt: skip
+        record(**common, metric="pass switch", value=float(np.median(rates)), unit="GB/s", shape=shape)
+
+
+# A whole run --------------------------------------------------------------------------------------------------
+
+
+def whole_run(folder: Path, gigabytes: float, limit: int, rows: int) -> None:
+    """Train, save, evaluate and resume from the command line under a limit of memory; record speed and memory."""
+    dim, columns = 32, 2
+    num_ids = int(gigabytes * 1e9 / (dim * 4 * 3) / columns)
+    env = os.environ | {"OMP_NUM_THREADS": "2"}
+    viviane = [sys.executable, "-m", "viviane"]
+    run_limited(
+        [*viviane, "generate", str(folder / "data"), "--rows", str(rows), "--valid-rows", str(rows // 10),
+         "--cardinalities", ",".join([str(num_ids)] * columns), "--num-dense", "4", "--alpha", "1.05"],
+        limit * 4, env=env,
+    )  # fmt: skip
+    config = {
+        "data": {"train": str(folder / "data" / "train"), "validation": str(folder / "data" / "valid")},
+        "solver": {
+            "device": "cpu", "batch_size": 4096, "embedding_memory": limit // 4, "embedding_folder": str(folder),
+            "incremental_checkpoints": 9, "init_output_bias": False,
+        },
+        "model": {"zoo": "dlrm", "dim": dim, "bottom_mlp": [32, 32], "top_mlp": [32]},
+        "optimizer": {"type": "adam"},
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(config))
+    train = [*viviane, "train", str(folder / "run.json"), "--run-folder", str(folder / "run")]
+    half = rows // 4096 // 2
+    stages = {
+        "train and save": [*train, "--set", f"solver.max_steps={half}"],
+        "evaluate": [*viviane, "evaluate", str(folder / "run" / "model"), str(folder / "data" / "valid")],
+        "resume": [*train, "--resume", "--set", "solver.epochs=1"],
+    }
+    shape = {"gigabytes": gigabytes, "memory": limit, "rows": rows, "ids": num_ids * columns, "dim": dim}
+    for name, words in stages.items():
+        done = run_limited(words, limit, env=env)
+        print(done.output[-1500:])
+        if done.code:
+            sys.exit(f"{name}: exit code {done.code}")
+        _record_stage(name, done, shape)
+    last = max((folder / "run" / "checkpoints").glob("step-*"))
+    size = sum(one.stat().st_size for one in folder.glob("run/checkpoints/*/tables/*")) / 1e9
+    record(bench=BENCH, case="whole run", metric="tables of all checkpoints", value=size, unit="GB", better="lower",
+           shape=shape)  # fmt: skip
+    print(last)
+
+
+def _record_stage(name: str, done: Limited, shape: dict[str, Any]) -> None:
+    common: dict[str, Any] = {"bench": BENCH, "case": f"whole run, {name}", "better": "lower", "shape": shape}
+    record(**common, metric="time", value=done.seconds, unit="s")
+    record(**common, metric="memory without page cache", value=done.most_anonymous / 2**30, unit="GiB")
+    speeds = re.findall(r"([\d.,]+) samples/s", done.output)
+    if speeds:
+        record(**common | {"better": "higher"}, metric="training", value=float(speeds[-1].replace(",", "")),
+               unit="samples/s")  # fmt: skip
+
+
+def main() -> None:
+    """Measure and record."""
+    if sys.argv[1:2] == ["--worker"]:
+        switches(Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="a whole run instead of pass switches")
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure")
+    parser.add_argument("--gigabytes", type=float, default=20.0, help="of tables with optimizer state")
+    parser.add_argument("--memory-gib", type=float, default=4.0)
+    parser.add_argument("--rows", type=int, default=400_000, help="of data")
+    parser.add_argument("--small", action="store_true", help="small sizes, to try it")
+    given = parser.parse_args()
+    if not can_limit():
+        sys.exit("this process may not make control groups with a limit of memory: run as root, or under systemd-run")
+    limit = int(given.memory_gib * 2**30)
+    folder = Path(tempfile.mkdtemp(prefix="viviane-large-", dir=given.folder))
+    try:
+        if given.run:
+            whole_run(folder, 0.05 if given.small else given.gigabytes, limit, 20_000 if given.small else given.rows)
+        else:
+            rows = 100_000 if given.small else 6_000_000
+            measure_switches(folder, rows, int(1.5 * 2**30) if not given.small else limit, 3 if given.small else 5)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    assert ROOT.is_dir()
+    main()
