@@ -1,4 +1,4 @@
-"""Mutated files and command lines, 10,000 of each: python benchmarks/fuzzing.py
+"""Mutated files, stores and command lines, 10,000 of each: python benchmarks/fuzzing.py
 
 Runs the slow tests of tests/hostile, which fail where one ends with anything but success or a VivianeError; keeps how
 many cases ran. `--log FILE` reads what such a run has printed.

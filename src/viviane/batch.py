@@ -316,11 +316,15 @@ class Batch:
             if name not in columns:
                 raise SchemaError("a column is missing", where=origin, value=name)
         has_labels = all(name in columns for name in layout.labels)
-        rows = len(columns[needed[0]])
+        rows = _num_rows(columns[needed[0]], needed[0], origin)
+        for name in layout.bags:
+            if _num_rows(columns[name], name, origin) != rows:
+                where, value = f"{origin}, column {name!r}", _num_rows(columns[name], name, origin)
+                raise SchemaError("columns differ in length", where=where, value=value, allowed=f"{rows} rows")
         wide = any(column.dtype == "int64" for column in schema.one_hot)
         ids = torch.int64 if wide else torch.int32
         dense = [
-            _column(columns[name], torch.float32, rows, name, origin).reshape(rows, dim) for name, dim in layout.dense
+            _column(columns[name], torch.float32, rows, name, origin, dim).view(rows, dim) for name, dim in layout.dense
         ]
         labels = [_column(columns[name], torch.float32, rows, name, origin) for name in layout.labels if has_labels]
         one_hot = [_column(columns[name], ids, rows, name, origin) for name in layout.one_hot]
@@ -341,6 +345,13 @@ class Batch:
             weight=None if weight is None else _column(weight, torch.float32, rows, "sample weight", origin),
             origin=origin,
         )
+
+
+def _num_rows(values: Any, name: str, origin: str) -> int:
+    try:
+        return len(values.offsets) - 1 if isinstance(values, Bag) else len(values)
+    except TypeError:
+        raise SchemaError("a column is no array", where=f"{origin}, column {name!r}", value=repr(values)[:80]) from None
 
 
 def _bag(values: Any, dtype: torch.dtype, weights: Any) -> Bag:
@@ -375,17 +386,43 @@ def _packed_bytes(parts: list[Tensor]) -> Tensor | None:
     return torch.empty(0, dtype=torch.uint8).set_(storage, place, (size,), (1,))
 
 
-def _column(values: Any, dtype: torch.dtype, rows: int, name: str, origin: str) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values).copy())
-    if tensor.shape[0] != rows:
-        raise SchemaError("columns differ in length", where=f"{origin}, column {name!r}", value=tensor.shape[0])
-    if dtype in (torch.int32, torch.int64) and tensor.is_floating_point() and rows:
-        raise SchemaError("ids must be whole numbers", where=f"{origin}, column {name!r}", value=str(tensor.dtype))
+def _column(values: Any, dtype: torch.dtype, rows: int, name: str, origin: str, width: int = 1) -> Tensor:
+    """Return a column as (rows * width,)."""
+    where = f"{origin}, column {name!r}"
+    tensor = values if isinstance(values, Tensor) else _from_array(values, where)
+    if tensor.dim() == 0 or tensor.shape[0] != rows:
+        found = tensor.shape[0] if tensor.dim() else "one number"
+        raise SchemaError("columns differ in length", where=where, value=found, allowed=f"{rows} rows")
+    if tensor.numel() != rows * width:
+        allowed = f"({rows},)" if width == 1 else f"({rows}, {width})"
+        raise SchemaError("a column has another shape", where=where, value=tuple(tensor.shape), allowed=allowed)
+    tensor = tensor.reshape(-1)
+    if not dtype.is_floating_point and (tensor.is_floating_point() or tensor.is_complex()) and rows:
+        raise SchemaError("ids must be whole numbers", where=where, value=str(tensor.dtype))
     narrow = tensor.to(dtype)
-    if dtype == torch.int32 and not torch.equal(narrow, tensor):  # 2^32 + 3 would become 3
-        value = int(tensor[narrow != tensor][0])
-        raise SchemaError("an id does not fit int32", where=f"{origin}, column {name!r}", value=value)
+    if not dtype.is_floating_point and tensor.dtype != dtype:
+        wrong = narrow.to(tensor.dtype) != tensor  # 2^32 + 3 would become 3
+        if not tensor.dtype.is_signed:  # 2^63 would become negative, and come back
+            wrong = wrong | (narrow < 0)
+        if bool(wrong.any()):
+            value = tensor[wrong][0].cpu().numpy().item()
+            raise SchemaError(f"an id does not fit {str(dtype).removeprefix('torch.')}", where=where, value=value)
     return narrow
+
+
+def _from_array(values: Any, where: str) -> Tensor:
+    """Return a tensor of numbers; torch knows neither text, objects nor numbers of another byte order."""
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # lists of different lengths
+        raise SchemaError("a column is no array of numbers", where=where, value=str(error)[:200]) from None
+    if array.dtype.kind not in "iufb":
+        shown = f"{array.dtype}, such as {array.flat[0]!r:.80}" if array.size else str(array.dtype)
+        fix = "clean rows as logged with the ETL (raw=True)"
+        raise SchemaError("a column is no array of numbers", where=where, value=shown, fix=fix)
+    if array.dtype.itemsize > 8 or not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("=") if array.dtype.itemsize <= 8 else np.float64)
+    return torch.from_numpy(array.copy())
 
 
 def _look_up(index: dict[str, Any], name: str, kind: str) -> Any:

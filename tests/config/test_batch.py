@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from viviane.batch import Bag, Batch
-from viviane.core.errors import DataError, SchemaError
+from viviane.core.errors import DataError, SchemaError, VivianeError
 from viviane.schema import Schema
 
 SCHEMA = Schema(
@@ -144,3 +144,53 @@ def test_ids_of_a_bag_are_whole_numbers(ids: list[list[Any]]) -> None:
         Bag.from_lists(ids)
     with pytest.raises(DataError, match="int32"):
         Bag.from_lists([[2**31]], torch.int32)
+
+
+COLUMNS = {"x": [0.5, 1.5], "wide": [[1.0, 2.0], [3.0, 4.0]], "raw": [3, 4], "many": [[3], [4, 5]]}
+HOSTILE = Schema(
+    dense=[{"name": "x"}, {"name": "wide", "dim": 2}],
+    categorical=[
+        {"name": "raw", "num_ids": None, "dtype": "int64"},
+        {"name": "many", "num_ids": 9, "kind": "multi_hot", "dtype": "int64"},
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("raw", [3, "4"]), ("raw", [3, None]), ("raw", np.array([3, 4], dtype=object)), ("raw", [3, 4.5]),
+        ("raw", np.array([3, 2**63], dtype=np.uint64)), ("raw", [[3, 4], [5, 6]]), ("raw", [[3], [4, 5]]),
+        ("raw", 3), ("raw", np.array(3)), ("raw", [3]), ("raw", [3, 4j]),
+        ("raw", np.array(["2024-01-01"] * 2, "M8[D]")),
+        ("x", ["a", "b"]), ("x", [None, 1.0]), ("x", [[1.0, 2.0]] * 2), ("x", 3), ("x", [1.0, 2.0, 3.0]),
+        ("wide", [1.0, 2.0]), ("wide", [[1.0], [2.0]]), ("wide", [[1.0], [2.0, 3.0]]),
+        ("many", [[3]]), ("many", 3), ("many", Bag(torch.tensor([3]), torch.tensor([0, 1]))), ("many", [[3], ["4"]]),
+    ],
+)  # fmt: skip
+def test_columns_of_another_form_are_refused(name: str, values: object) -> None:
+    Batch.from_columns(HOSTILE, COLUMNS)
+    with pytest.raises(VivianeError) as caught:
+        Batch.from_columns(HOSTILE, {**COLUMNS, name: values})
+    assert caught.value.where is not None
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "bool"])
+def test_ids_of_every_integer_type(dtype: str) -> None:
+    ids = np.array([1, 0], dtype=dtype)
+    assert Batch.from_columns(HOSTILE, {**COLUMNS, "raw": ids}).one_hot[:, 0].tolist() == [1, 0]
+    narrow = Schema(categorical=[{"name": "raw", "num_ids": 9}])
+    assert Batch.from_columns(narrow, {"raw": ids}).one_hot[:, 0].tolist() == [1, 0]
+    largest = np.array([1, 2**31]) if dtype == "bool" else np.array([1, np.iinfo(dtype).max], dtype=dtype)
+    if largest[1] >= 2**31:
+        with pytest.raises(SchemaError, match="does not fit int32"):
+            Batch.from_columns(narrow, {"raw": largest})
+
+
+def test_numbers_of_any_byte_order_and_bags_alone() -> None:
+    swapped = {**COLUMNS, "raw": np.array([3, 2**40], dtype=">i8"), "x": np.array([0.5, 1.5], dtype=">f4")}
+    batch = Batch.from_columns(HOSTILE, swapped)
+    assert batch.one_hot[:, 0].tolist() == [3, 2**40]
+    assert batch.dense[:, 0].tolist() == [0.5, 1.5]
+    only = Schema(categorical=[{"name": "many", "num_ids": 9, "kind": "multi_hot"}])
+    assert Batch.from_columns(only, {"many": Bag.from_lists([[3], [4, 5]], torch.int32)}).size == 2

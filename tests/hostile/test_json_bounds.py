@@ -1,5 +1,6 @@
 """Bounds and strictness of JSON from untrusted sources, in every file that is loaded."""
 
+import io
 import json
 import zipfile
 from pathlib import Path
@@ -170,6 +171,36 @@ def test_compressed_and_overstated_members_are_refused_before_they_are_read(etl:
     assert etl.stat().st_size < 1 << 20
     with pytest.raises(DataError, match="compressed"):
         FittedEtl.load(etl)
+
+
+def test_a_vocabulary_of_values_that_repeat_themselves_is_read_again(tmp_path: Path) -> None:
+    """Three million equal letters take few bytes when compressed."""
+    from viviane.etl import EtlConfig, FittedEtl, run
+
+    (tmp_path / "raw.csv").write_text("click,item\n" + "0,pen\n1,ink\n" * 9 + "1," + "x" * 3_000_000 + "\n")
+    config = {
+        "input": {"columns": [{"name": "click", "type": "int"}, {"name": "item"}]},
+        "labels": [{"name": "click"}], "categorical": [{"name": "item"}],
+    }  # fmt: skip
+    run(EtlConfig.from_dict(config), tmp_path / "raw.csv", tmp_path / "clean")
+    fitted = FittedEtl.load(tmp_path / "clean/etl.zip")
+    assert max(map(len, fitted.vocabularies["item"].values.to_pylist())) == 3_000_000
+
+
+def test_a_dictionary_that_repeats_one_value_is_refused(etl: Path) -> None:
+    """Few bytes that would become 200 GB."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from viviane.etl import FittedEtl
+    from viviane.etl.archive import _table
+
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 2_000_000, pa.int32()), ["x" * 100_000])
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"value": repeated, "count": [1] * 2_000_000}), sink, store_schema=False)
+    with pytest.raises(DataError, match="dictionary"):
+        _table(sink.getvalue())
+    FittedEtl.load(etl)
 
 
 def test_every_use_of_json_goes_through_the_bounded_reader() -> None:

@@ -13,12 +13,13 @@ import random
 import shutil
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mutations import mutate
 from typer.testing import CliRunner
 
 from viviane.cli import main
@@ -26,12 +27,6 @@ from viviane.core.errors import VivianeError
 from viviane.core.machine_errors import as_own_error
 
 SLOW_CASES = int(os.environ.get("VIVIANE_FUZZ_CASES", "10000"))
-BOMBS = [
-    "[" * 5000, '{"a":' * 3000, "9" * 6000, "1e999",
-    "-1e999", "NaN", "null", "true", "[]", "{}", '""', "-1", "0", "1.5",
-    "18446744073709551615", "9223372036854775808", '"\\u0000"', '"\\ud800"', '"../../x"', '"/etc/passwd"', "[[]]",
-    '[null]', '{"": null}', '"x"', '"' + "a" * 5000 + '"', "1e308", "-9223372036854775808", "2147483648", "", "}", ",",
-]  # fmt: skip
 WORDS = [
     "", "0", "-1", "1e999", "nan", "inf", "9" * 400, "\0", "\ud800", "../x", ".", "a=b",
     "=", "--", "-", "x" * 5000, "cuda:99", "cpu", "hash:click:train=2",
@@ -127,44 +122,6 @@ def loaders() -> dict[str, tuple[str, Callable[[Path], Any]]]:
         "graph of HugeCTR": ("train.json", lambda folder: read_graph(folder / "train.json", True)),
         "clause": ("train.json", lambda folder: RepositorySettings.of_clause(load_json(folder / "train.json"))),
     }  # fmt: skip
-
-
-def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Change bytes anywhere, or one value of JSON."""
-    kind = rng.randrange(6)
-    if kind <= 2:
-        with contextlib.suppress(ValueError, UnicodeDecodeError):
-            return mutate_json(json.loads(data), rng).encode("utf-8", "surrogatepass")
-    at = rng.randrange(len(data) + 1)
-    if kind == 3:
-        return data[:at]
-    if kind == 4:
-        return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at + rng.randrange(9) :]
-    return data[:at] + rng.choice(BOMBS).encode("utf-8", "surrogatepass") + data[at + rng.randrange(40) :]
-
-
-def mutate_json(value: Any, rng: random.Random) -> str:
-    """Put a hostile value into one place of a tree, rename or remove a key."""
-    marker = "@@@hostile@@@"
-    places = list(_places(value))
-    if not places:
-        return rng.choice(BOMBS)
-    inside, key = rng.choice(places)
-    kind = rng.randrange(4)
-    if kind == 0:
-        del inside[key]
-    elif kind == 1 and isinstance(inside, dict):
-        inside[rng.choice(["", "x", "learning_rate", str(key) + "s"])] = inside.pop(key)
-    else:
-        inside[key] = marker
-    return json.dumps(value).replace(json.dumps(marker), rng.choice(BOMBS))
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        yield value, key
-        if isinstance(inner, dict | list):
-            yield from _places(inner)
 
 
 def seal(file: Path) -> None:

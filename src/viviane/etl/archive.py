@@ -29,6 +29,7 @@ FORMAT: Final = "viviane-fitted-etl"
 VERSION: Final = 1
 _MANIFEST: Final = "manifest.json"
 _NEEDED: Final = frozenset({"config.json", "schema.json", "learned.json"})
+_READ_ROWS: Final = 4096
 _MOST_EXPANSION: Final = 1000  # of Parquet: runs of one value take next to nothing
 
 
@@ -109,14 +110,33 @@ def _groups_of(members: dict[str, bytes], number: int) -> Groups:
 
 
 def _table(data: bytes) -> pa.Table:
-    """Read a Parquet member whose declared size in memory is in proportion to its bytes."""
+    """Read a Parquet member whose size in memory is in proportion to its bytes: what it declares, and what comes."""
     file = pq.ParquetFile(io.BytesIO(data))
     described = file.metadata
-    size = sum(described.row_group(group).total_byte_size for group in range(described.num_row_groups))
-    if size > _MOST_EXPANSION * len(data) + (1 << 20):
+    groups = [described.row_group(number) for number in range(described.num_row_groups)]
+    if any(group.column(i).has_dictionary_page for group in groups for i in range(group.num_columns)):
+        raise DataError("a table of the fitted ETL has a dictionary, by which a value repeats without limit")
+    _check_expansion(data, _num_bytes(described))
+    size, batches = 0, []
+    for batch in file.iter_batches(_READ_ROWS):
+        size += batch.nbytes
+        _check_expansion(data, size)
+        batches.append(batch)
+    return pa.Table.from_batches(batches, file.schema_arrow).combine_chunks()
+
+
+def _num_bytes(described: pq.FileMetaData) -> int:
+    return sum(described.row_group(number).total_byte_size for number in range(described.num_row_groups))
+
+
+def _expands_too_far(data: bytes, size: int) -> bool:
+    return size > _MOST_EXPANSION * len(data) + (1 << 20)
+
+
+def _check_expansion(data: bytes, size: int) -> None:
+    if _expands_too_far(data, size):
         raise DataError("a table of the fitted ETL expands too far", value=f"{len(data):,} to {size:,} bytes",
                         allowed=f"{_MOST_EXPANSION} times its size")  # fmt: skip
-    return file.read().combine_chunks()
 
 
 def _check_complete(fitted: Learned, where: str) -> None:
@@ -214,7 +234,12 @@ def _groups(number: int) -> str:
 def _parquet(table: pa.Table) -> bytes:
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd", use_dictionary=False)
-    return sink.getvalue()
+    data = sink.getvalue()
+    if _expands_too_far(data, max(table.nbytes, _num_bytes(pq.ParquetFile(io.BytesIO(data)).metadata))):
+        sink = io.BytesIO()  # values that repeat themselves: the reader would take them for a bomb
+        pq.write_table(table, sink, compression="none", use_dictionary=False)
+        data = sink.getvalue()
+    return data
 
 
 def _json(value: Any) -> bytes:

@@ -13,6 +13,7 @@ in a torn frame, which `append` had not returned from; it is cut off. A damaged 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import struct
 import threading
@@ -28,6 +29,7 @@ from viviane.ops.crc32c import crc32c
 from viviane.store.delta import MAX_DELTA_BYTES, DeltaHeader, decode_delta
 
 _FRAME: Final = struct.Struct("<II")  # bytes of the delta, checksum of them and of the frame's number
+_LOG_NAME: Final = re.compile("[0-9a-f]{16}")
 _SEGMENT_BYTES: Final = 64 << 20
 _VERSION: Final = 1
 _Stream: TypeAlias = tuple[str, int]
@@ -101,7 +103,7 @@ class Outbox:
     # Reading what is there --------------------------------------------------------------------------------------
 
     def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob("*.vvlog"))
+        return _log_files(self.folder)
 
     def _scan(self, path: Path, *, last: bool) -> _Segment:
         """Check every frame of a file; of the last one, cut a torn end off."""
@@ -240,7 +242,7 @@ def read_outbox(folder: str | Path, table: str, partition: int, first_seq: int, 
         StoreError: a file is damaged, or some of them are not there any more.
     """
     wanted = first_seq
-    for path in sorted(Path(folder).glob("*.vvlog")):
+    for path in _log_files(Path(folder)):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             for data, _ in _frames(file, int(path.stem, 16), size):
@@ -251,6 +253,15 @@ def read_outbox(folder: str | Path, table: str, partition: int, first_seq: int, 
     if wanted <= last_seq:
         raise StoreError("the outbox no longer has a delta", where=f"{folder}, table {table!r}, partition {partition}",
                          value=f"seq {wanted}", fix="load a newer snapshot")  # fmt: skip
+
+
+def _log_files(folder: Path) -> list[Path]:
+    """Return the files of a log in their order: each is named by the number of its first frame."""
+    found = sorted(folder.glob("*.vvlog"))
+    for path in found:
+        if not _LOG_NAME.fullmatch(path.stem):
+            raise StoreError("a file in the outbox is not its own", where=str(path), fix="move it elsewhere")
+    return found
 
 
 def _frames(file: BinaryIO, first: int, size: int) -> Iterator[tuple[bytes, int]]:

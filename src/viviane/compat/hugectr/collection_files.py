@@ -106,6 +106,8 @@ def _read_metadata(file: Path) -> dict[int, tuple[str, int, int, int]]:
     if not file.is_file():
         raise CheckpointError("the dump has no meta_data", where=str(file))
     data = file.read_bytes()
+    if len(data) < 20:
+        raise CheckpointError("meta_data is truncated", where=str(file), value=f"{len(data)} bytes")
     tables, key_type, value_type = (int(one) for one in np.frombuffer(data, "<i4", 3))
     if len(data) != 20 + 16 * tables or key_type not in (0, 1) or value_type != 0:
         raise CheckpointError(

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.compat.hugectr.columns import Columns, Slot
@@ -179,6 +180,19 @@ def _load_statistics(model: Model, given: list[dict[str, Any]], path: Path) -> N
         norm.running_var.copy_(torch.tensor(values["var"]))
 
 
+def read_numbers(file: Path, dtype: str) -> NDArray[Any]:
+    """Return the numbers of a file.
+
+    Raises:
+        CheckpointError: it ends inside a number, which NumPy would leave out.
+    """
+    size, width = file.stat().st_size, np.dtype(dtype).itemsize
+    if size % width:
+        raise CheckpointError("the file ends inside a number: it is truncated, or of another type", where=str(file),
+                              value=f"{size} bytes", allowed=f"a multiple of {width} bytes")  # fmt: skip
+    return np.fromfile(file, dtype)
+
+
 def _read_folder(folder: Path, dim: int, slots: Sequence[Slot], key_bytes: int) -> TableRows:
     """Return the content of a folder, or of the single file that HugeCTR wrote before 3.1."""
     if folder.is_file():
@@ -186,12 +200,12 @@ def _read_folder(folder: Path, dim: int, slots: Sequence[Slot], key_bytes: int) 
     for name in ("key", "emb_vector"):
         if not (folder / name).is_file():
             raise CheckpointError("a file of the table is missing", where=str(folder / name))
-    keys, vectors = np.fromfile(folder / "key", "<i8"), np.fromfile(folder / "emb_vector", "<f4")
+    keys, vectors = read_numbers(folder / "key", "<i8"), read_numbers(folder / "emb_vector", "<f4")
     if vectors.size != keys.size * dim:
         raise CheckpointError("keys and vectors do not match", where=str(folder), value=f"{keys.size} keys, "
                               f"{vectors.size} values", allowed=f"{dim} values per key")  # fmt: skip
     beside = folder / "slot_id"
-    owners = np.fromfile(beside, "<u8").astype(np.int64) if beside.is_file() else None
+    owners = read_numbers(beside, "<u8").astype(np.int64) if beside.is_file() else None
     if owners is not None and len(owners) not in (0, len(keys)):
         raise CheckpointError("one slot per key needed", where=str(beside), value=len(owners), allowed=str(len(keys)))
     owners = None if owners is None or not len(owners) else owners

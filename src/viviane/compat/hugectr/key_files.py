@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from viviane.compat.hugectr.files import read_numbers
 from viviane.core.errors import CheckpointError, StoreError
 from viviane.store.row_layout import Column, Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
@@ -29,7 +30,7 @@ class KeyFilesTier:
             if not (folder / name).is_file():
                 raise CheckpointError("a file of the table is missing", where=str(folder / name))
         num_bytes = (folder / "emb_vector").stat().st_size
-        keys = np.fromfile(folder / "key", "<i8").astype(np.int64)
+        keys = read_numbers(folder / "key", "<i8").astype(np.int64)
         width = dim or (num_bytes // 4 // len(keys) if len(keys) else 1)
         if num_bytes != 4 * width * len(keys):
             raise CheckpointError(
