@@ -264,12 +264,13 @@ def test_mutated_stores_are_read_or_refused(place: Path, tmp_path: Path) -> None
     assert len(found) > 3
 
 
-def test_a_manifest_of_records_without_files(place: Path, tmp_path: Path) -> None:
-    shutil.copytree(place / "raw", tmp_path / "raw")
-    body = json.loads((tmp_path / "raw/manifest.json").read_text())
-    (tmp_path / "raw/manifest.json").write_text(json.dumps({**body, "files": []}))
+@pytest.mark.parametrize("kind", ["norm", "raw"])
+def test_a_manifest_of_records_without_files(kind: str, place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / kind, tmp_path / kind)
+    body = json.loads((tmp_path / kind / "manifest.json").read_text())
+    (tmp_path / kind / "manifest.json").write_text(json.dumps({**body, "files": []}))
     with pytest.raises(VivianeError):
-        use_data(tmp_path / "raw")
+        use_data(tmp_path / kind)
 
 
 def test_a_stray_file_in_an_outbox_is_named(place: Path, tmp_path: Path) -> None:

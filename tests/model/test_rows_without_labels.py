@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from viviane.core.errors import SchemaError
+from viviane.core.errors import DataError, SchemaError
 from viviane.data import Dataset, write_dataset
 from viviane.schema import Schema
 
@@ -64,3 +64,21 @@ def test_predicting_without_labels_gives_the_same(model, data, valid, tmp_path):
     for use in (model.evaluate, model.fit):
         with pytest.raises(SchemaError, match=f"column '{labels[0]}' is missing"):
             use(bare)
+
+
+@pytest.mark.parametrize("value", [1e300, -1e300, float("nan"), float("inf")])
+def test_numbers_that_float32_does_not_hold_are_refused(model, data, valid, value):
+    """1e300 became infinite, and the prediction NaN, without a word."""
+    model.compile()
+    model.fit(data)
+    columns = next(iter(valid.reader(4)))
+    ends = np.cumsum([one.dim for one in data.schema.dense])
+    parts = np.split(columns.dense.double().numpy(), ends[:-1], axis=1)
+    dense = {one.name: part.copy() for one, part in zip(data.schema.dense, parts, strict=True)}
+    ids = {column.name: columns.one_hot[:, i].numpy() for i, column in enumerate(data.schema.one_hot)}
+    bags = {column.name: columns.bag(column.name) for column in data.schema.bags}
+    assert model.predict({**dense, **ids, **bags}).shape[0] == 4
+    name = next(iter(dense))
+    dense[name][2, 0] = value
+    with pytest.raises(DataError, match=rf"(?s)not finite.*row 2, column '{name}'"):
+        model.predict({**dense, **ids, **bags})

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from viviane.batch import Bag, Batch
-from viviane.core.errors import ConfigError, SchemaError
+from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.locations import AnyPath
 from viviane.core.rows import as_table
 from viviane.data import Dataset, write_dataset
@@ -69,6 +69,7 @@ def as_batches(rows: Any, schema: Schema, etl: AnyPath | None, *, raw: bool | No
     Raises:
         ConfigError: raw rows and no ETL; rows of another kind, or that may be either.
         SchemaError: a column is missing or has nulls.
+        DataError: a number is NaN, or beyond float32.
     """
     if isinstance(rows, Batch):
         yield rows
@@ -77,13 +78,27 @@ def as_batches(rows: Any, schema: Schema, etl: AnyPath | None, *, raw: bool | No
         if raw is None and etl is not None and _lacks(rows, schema):
             raw = True
         else:
-            yield Batch.from_columns(schema, {name: rows[name] for name in rows if name in schema.column_names})
+            given = {name: rows[name] for name in rows if name in schema.column_names}
+            yield _finite(Batch.from_columns(schema, given))
             return
     table = as_table(rows)
     if is_raw(table, schema, etl) if raw is None else raw:
         table = clean(table, etl)
     for start in range(0, table.num_rows, ROWS_PER_BATCH):
-        yield batch_of_table(table.slice(start, ROWS_PER_BATCH), schema, f"rows from {start} of a table")
+        yield _finite(batch_of_table(table.slice(start, ROWS_PER_BATCH), schema, f"rows from {start} of a table"))
+
+
+def _finite(batch: Batch) -> Batch:
+    """Refuse numbers of which no prediction can be made, as the reader of a data set and sessions do."""
+    wrong = ~torch.isfinite(batch.dense)
+    if bool(wrong.any()):
+        row, place = wrong.nonzero()[0].tolist()
+        names = [name for name, dim in batch.layout.dense for _ in range(dim)]
+        raise DataError(
+            "a number is not finite in float32", where=f"{batch.origin}, row {row}, column {names[place]!r}",
+            value=batch.dense[row, place].item(), fix="clean the rows with the ETL (raw=True)",
+        )  # fmt: skip
+    return batch
 
 
 def _has_text(columns: Mapping[str, Any]) -> bool:

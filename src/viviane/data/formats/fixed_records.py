@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from viviane.core.errors import DataError
 from viviane.data import checks
 from viviane.data.buffers import Memory
-from viviane.data.formats.format import FileEntry, Format, check_entries, check_stored, checked_views
+from viviane.data.formats.format import FileEntry, Format, check_entries, check_stored, checked_views, first_file
 from viviane.data.plan import RowGroup
 from viviane.data.row_buffer import Jagged, RowBuffer, RowView
 from viviane.data.storage import ROWS_PER_BLOCK, DatasetFiles, refuse_changed
@@ -150,9 +150,7 @@ class FixedRecordFiles(DatasetFiles):
     ) -> None:
         super().__init__(schema, files)
         self._record = record
-        if not files:
-            raise DataError("the data set names no file of records", fix="use another copy of it")
-        check_stored(record.schema, schema, str(files[0]))
+        check_stored(record.schema, schema, first_file(files))
         check_entries(files, self, entries)
         wanted = [entry.rows for entry in entries] if entries is not None else [num_samples] * len(self.files)
         for number, rows in enumerate(wanted):

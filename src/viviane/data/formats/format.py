@@ -143,6 +143,17 @@ def checked_views(schema: Schema, tables: Iterator[pa.Table]) -> Iterator[tuple[
         row += table.num_rows
 
 
+def first_file(files: Sequence[Path]) -> str:
+    """Return the name of the first file, for formats that have at least one.
+
+    Raises:
+        DataError: a manifest names none.
+    """
+    if not files:
+        raise DataError("the data set names no file", fix="use another copy of it")
+    return str(files[0])
+
+
 def check_stored(stored: Schema, schema: Schema, where: str) -> None:
     """Compare the columns to read with those in the files.
 

@@ -15,7 +15,15 @@ from pydantic import Field
 from viviane.core.errors import DataError
 from viviane.data import checks
 from viviane.data.formats.file_list import FILE_LIST, is_file_list, read_file_list, write_file_list
-from viviane.data.formats.format import FileEntry, FilePattern, Format, check_entries, check_stored, checked_views
+from viviane.data.formats.format import (
+    FileEntry,
+    FilePattern,
+    Format,
+    check_entries,
+    check_stored,
+    checked_views,
+    first_file,
+)
 from viviane.data.formats.norm_pack import pack
 from viviane.data.formats.slots import check_slots, slots_of
 from viviane.data.plan import RowGroup
@@ -160,7 +168,7 @@ class NormFiles(DatasetFiles):
         self._options, self._stored = options, stored
         self._layout = options.layout(stored)
         self._slots = slots_of(stored, options.slot_sizes, options.shifted_keys)
-        check_stored(stored, schema, str(files[0]))
+        check_stored(stored, schema, first_file(files))
         check_entries(files, self, entries)
         self._starts: list[list[int]] = []  # byte offset of each group's first row, and the end of the file
         for number in range(len(files)):
