@@ -1,0 +1,78 @@
+"""Caches over tiers: the time to plan the slots of a batch, on the host.
+
+    python benchmarks/tiers.py [--small]
+
+Ten tables of 6 M rows whose cache holds 10% of them, 1,048,570 ids a batch, of power law 1.05: the setting of
+tiers_gpu.py. A step on a GPU takes 2 to 3 ms there, and the plans of later batches are made beside it. The processor
+time of all threads is recorded besides the time by the clock: on a machine that does other work the clock shows that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from record import record
+from viviane.store.slots import Region, SlotMap
+from viviane.store.threads import num_workers
+
+TABLES = 10
+IN_FLIGHT = 3  # batches whose rows may not leave
+
+
+def power_law(rng: np.random.Generator, rows: int, shape: tuple[int, ...], exponent: float = 1.05) -> NDArray[np.int64]:
+    """Return ids 0 <= id < rows, of frequency id^-exponent, spread over the table."""
+    drawn = ((rows ** (1 - exponent) - 1) * rng.random(shape) + 1) ** (1 / (1 - exponent))
+    return spread(np.minimum(drawn.astype(np.int64) - 1, rows - 1), rows)
+
+
+def spread(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """Return other ids for these, far from each other, each for one."""
+    found: NDArray[np.int64] = ids * 2_654_435_761 % rows
+    return found
+
+
+def measure(rows: int, ids: int, repeats: int) -> None:
+    """Plan batches in the steady state, and record the time of one."""
+    slots_each = rows // 10
+    regions = [Region(str(t), t * rows, rows, t * slots_each, slots_each) for t in range(TABLES)]
+    slots, rng, stamp = SlotMap(regions, pinned=2), np.random.default_rng(0), 0
+    bases = np.arange(TABLES)[:, None] * rows
+    for part in np.array_split(np.arange(slots_each), 6):  # the rows that a cache has after a while
+        stamp += 1
+        slots.mark_dirty(slots.admit((spread(part, rows) + bases).reshape(-1).astype(np.int32), stamp, stamp).slots)
+    clocks, cores, missing = [], [], []
+    for i in range(repeats):
+        batch = (power_law(rng, rows, (TABLES, ids)) + bases).T.reshape(-1).astype(np.int32)
+        stamp += 1
+        clock, core = time.perf_counter(), time.process_time()
+        admission = slots.admit(batch, stamp, max(1, stamp - IN_FLIGHT))
+        if i >= repeats // 3:
+            clocks.append(time.perf_counter() - clock)
+            cores.append(time.process_time() - core)
+            missing.append(len(admission.new_rows))
+        slots.mark_dirty(admission.slots)
+    count = TABLES * ids
+    for metric, times in (("processor time", cores), (f"time, {num_workers()} threads", clocks)):
+        per_id = np.array(times) / count * 1e9
+        record(
+            bench="tiers", case="plan a batch", metric=f"{metric} an id", value=round(float(np.median(per_id)), 2),
+            unit="ns", better="lower", spread=tuple(np.percentile(per_id, (20, 80)).round(2).tolist()),
+            shape={"tables": TABLES, "rows": rows, "ids": count, "cache": 0.1, "missing": round(np.mean(missing))},
+        )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure the planning of caches over tiers.")
+    parser.add_argument("--small", action="store_true", help="small sizes: shows that it runs, keeps no figures")
+    arguments = parser.parse_args()
+    measure(*((60_000, 1_000, 6) if arguments.small else (6_000_000, 104_857, 18)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

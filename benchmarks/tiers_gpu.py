@@ -1,0 +1,129 @@
+"""A GPU's cache over host memory: whole iterations of tables that are larger than the cache.
+
+    python benchmarks/tiers_gpu.py [--small]
+
+Ten tables x 128 columns, 1,048,570 ids, lookup, backward and update, by the clock in a loop without waiting, once the
+cache holds what it will; the same with all rows in the GPU's memory beside it. With Adam a row brings its state. Of
+uniform ids nearly all rows are missing: the floor is the time of the link for them, 31 GB/s each way.
+
+Peer figures: FBGEMM 1.6.0, UVM caching, on an H200, measured with the same sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from record import record
+from tiers import power_law
+from viviane.config import SGD, Adam
+from viviane.embedding import CachedStorage, CacheSettings, EmbeddingCollection, FeatureConfig, TableConfig
+
+SMALL = "--small" in sys.argv
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TABLES, DIM, IDS = 10, (16 if SMALL else 128), (500 if SMALL else 104_857)
+WARM, REPEATS = (3, 4) if SMALL else (60, 40)
+AHEAD = 3
+LINK = 31e9
+FBGEMM = "FBGEMM 1.6.0 UVM caching, H200: {} ms"
+
+
+def collection(rows: int, optimizer: Any, share: float | None) -> EmbeddingCollection:
+    """Return ten tables, with a cache for a share of their rows."""
+    tables = [TableConfig(name=f"t{i}", num_rows=rows, dim=DIM) for i in range(TABLES)]
+    features = [FeatureConfig(name=f"f{i}", table=f"t{i}") for i in range(TABLES)]
+    cache = None
+    if share is not None:
+        whole = EmbeddingCollection(
+            [tables[0].model_copy(update={"num_rows": 1})], features[:1], optimizer, device=DEVICE
+        )
+        row_bytes = sum(part.numel() * 4 for name, part in whole.state_dict().items() if not name.endswith("step"))
+        cache = CacheSettings(tables={one.name: int(rows * share) * (row_bytes + 18) for one in tables})
+    return EmbeddingCollection(tables, features, optimizer, device=DEVICE, cache=cache)
+
+
+def iterations(emb: EmbeddingCollection, draw: Callable[[], NDArray[np.int64]], count: int) -> float:
+    """Train on batches that are announced ahead, and return the seconds of one."""
+    host = [torch.from_numpy(draw().astype(np.int32)) for _ in range(count + AHEAD)]
+    batches = [{f"f{i}": keys[i] for i in range(TABLES)} for keys in host]
+    there = [{name: keys.to(DEVICE) for name, keys in batch.items()} for batch in batches]
+    gradient = torch.full((IDS, TABLES * DIM), 1e-3, device=DEVICE)
+    announced = 0
+    _wait()
+    start = time.perf_counter()
+    for i in range(count):
+        while emb.looks_ahead and announced <= i + AHEAD and emb.resolve_ahead(there[announced], batches[announced]):
+            announced += 1
+        emb(there[i]).flat.backward(gradient)
+        emb.step(lr=0.01)
+        emb.forget_ahead(there[i])
+        announced = max(announced, i + 1)
+    _wait()
+    seconds = time.perf_counter() - start
+    emb.end_ahead()
+    return seconds / count
+
+
+def _wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def missing_bytes(emb: EmbeddingCollection) -> int:
+    """Return the bytes that tiers have given so far."""
+    storages = [one for one in emb.all_storages() if isinstance(one, CachedStorage)]
+    return sum(counts.bytes_read for one in storages for name, counts in one.tier_stats().items() if name != "memory")
+
+
+def measure(case: str, rows: int, optimizer: Any, law: str, goal: float | None, peer: float | None) -> None:
+    """Record an iteration with a cache of 10% of the rows, and its ratio to one with all rows on the device."""
+    rng = np.random.default_rng(0)
+
+    def draw() -> NDArray[np.int64]:
+        return rng.integers(0, rows, (TABLES, IDS)) if law == "uniform" else power_law(rng, rows, (TABLES, IDS))
+
+    shape = {"tables": TABLES, "rows": rows, "dim": DIM, "ids": TABLES * IDS, "cache": 0.1, "law": law}
+    emb = collection(rows, optimizer, 0.1)
+    for _ in range(WARM // 20 + 1):  # a part at a time: drawn batches take memory
+        iterations(emb, draw, min(WARM, 20))
+    before = missing_bytes(emb)
+    seconds = iterations(emb, draw, REPEATS)
+    floor = (missing_bytes(emb) - before) / REPEATS / LINK
+    del emb
+    whole = collection(rows, optimizer, None)
+    iterations(whole, draw, 3)
+    alone = iterations(whole, draw, REPEATS)
+    record(
+        bench="tiers_gpu", case=case, metric="iteration", value=round(seconds * 1e3, 3), unit="ms", better="lower",
+        goal=goal, floor=round(floor * 1e3, 3), shape=shape,
+        peer_published=None if peer is None else FBGEMM.format(peer),
+    )  # fmt: skip
+    record(
+        bench="tiers_gpu", case=case, metric="speed, of all rows on the device", value=round(alone / seconds, 3),
+        unit="x", better="higher", shape=shape,
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure a GPU's cache over host memory.")
+    parser.add_argument("--small", action="store_true", help="small sizes: shows that it runs, keeps no figures")
+    arguments = parser.parse_args()
+    if DEVICE == "cpu" and not arguments.small:
+        print("no GPU here: nothing measured")
+        return 0
+    large, medium = (20_000, 10_000) if arguments.small else (6_000_000, 2_000_000)
+    measure("SGD", large, SGD(), "power law 1.05", 2.2, 8.6)
+    measure("Adam", medium, Adam(), "power law 1.05", 7.0, 21.4)
+    measure("SGD, uniform ids", large, SGD(), "uniform", None, None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
