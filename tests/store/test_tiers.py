@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import LAYOUT, NUM_IDS, OPENERS, SURVIVORS, rows_of
 
+from tiers import LAYOUT, NUM_IDS, OPENERS, SURVIVORS, rows_of
 from viviane.core.errors import ConfigError, StoreError
 from viviane.store import FileTier, SortedRunTier, Tier
 
