@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
     from viviane.core.errors import VivianeError
     from viviane.data import DataPass, DataPasses, Dataset, write_dataset
-    from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+    from viviane.embedding import EmbeddingBag, EmbeddingCollection, FeatureConfig, TableConfig
     from viviane.model import DenseLayer, Input, Model, SparseEmbedding
     from viviane.retrieval import Recommender
     from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
@@ -52,6 +52,7 @@ __all__ = [
     "Dataset",
     "DenseColumn",
     "DenseLayer",
+    "EmbeddingBag",
     "EmbeddingCollection",
     "FeatureConfig",
     "Ftrl",
@@ -86,7 +87,7 @@ _HOMES: Final = {
     "viviane.config.optimizers": ("SGD", "AdaGrad", "Adam", "AdamW", "Ftrl", "Lamb", "RMSProp", "RowWiseAdam"),
     "viviane.core.errors": ("VivianeError",),
     "viviane.data": ("DataPass", "DataPasses", "Dataset", "write_dataset"),
-    "viviane.embedding": ("EmbeddingCollection", "FeatureConfig", "TableConfig"),
+    "viviane.embedding": ("EmbeddingBag", "EmbeddingCollection", "FeatureConfig", "TableConfig"),
     "viviane.model": ("DenseLayer", "Input", "Model", "SparseEmbedding"),
     "viviane.retrieval": ("Recommender",),
     "viviane.schema": ("CategoricalColumn", "DenseColumn", "LabelColumn", "Schema"),

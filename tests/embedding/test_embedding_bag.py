@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from viviane.config import SGD, AdaGrad, Adam
-from viviane.core.errors import ConfigError, DataError, KeyRangeError
+from viviane.core.errors import CheckpointError, ConfigError, DataError, KeyRangeError
 from viviane.embedding import EmbeddingBag
 
 # float32 sums of at most 5 numbers near 1, in another order.
@@ -89,36 +89,70 @@ def test_from_pretrained_is_frozen_unless_told():
     assert bag.weight.data_ptr() != rows.data_ptr()
 
 
-def test_state_dict_has_the_names_of_torch_and_goes_round_strictly():
-    net = nn.Sequential(EmbeddingBag(5, 2, mode="sum", optimizer=Adam()))
-    net(torch.tensor([[1, 2]])).sum().backward()
-    net[0].step(0.1)
-    state = net.state_dict()
-    assert sorted(state) == ["0.m", "0.step", "0.v", "0.weight"]
-    other = nn.Sequential(EmbeddingBag(5, 2, mode="sum", optimizer=Adam(), seed=1))
-    other.load_state_dict(state)
-    for one in (net, other):
-        one(torch.tensor([[2, 4]])).square().sum().backward()
-        one[0].step(0.1)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in net.state_dict().items())
-    with pytest.raises(RuntimeError, match=r"Missing key.*0\.v"):
-        other.load_state_dict({name: value for name, value in state.items() if name != "0.v"})
+def test_state_dicts_load_strictly_into_torch_and_back():
+    own, truth = EmbeddingBag(5, 2, mode="sum", padding_idx=1, optimizer=Adam()), nn.EmbeddingBag(5, 2, mode="sum")
+    own(torch.tensor([[1, 2]])).sum().backward()
+    own.step(0.1)
+    truth.load_state_dict(own.state_dict(), strict=True)
+    assert torch.equal(truth.weight, own.weight)
+    other = nn.Sequential(EmbeddingBag(5, 2, seed=1))
+    other.load_state_dict(nn.Sequential(truth).state_dict(), strict=True)
+    assert torch.equal(other[0].weight, truth.weight)
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.weight"):
+        other.load_state_dict({})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.other"):
-        other.load_state_dict({**state, "0.other": torch.zeros(1)})
+        other.load_state_dict({**other.state_dict(), "0.other": torch.zeros(1)})
     with pytest.raises(RuntimeError, match="shape"):
         other.load_state_dict({"0.weight": torch.zeros(4, 2)})
 
 
-def test_rows_of_torch_alone_restart_the_optimizer():
-    own = EmbeddingBag(5, 2, mode="sum", optimizer=AdaGrad(initial_accumulator=0.25))
-    own(torch.tensor([[1, 2]])).sum().backward()
-    own.step(0.1)
-    truth = nn.EmbeddingBag(5, 2)
-    own.load_state_dict(truth.state_dict())
-    content = own.collection.export_table("bag")
-    assert torch.equal(content.weight, truth.weight)
-    assert content.step == 0
-    assert content.state["accumulator"].unique().tolist() == [0.25]
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_training_goes_on_from_both_state_dicts_in_either_order(optimizer_first):
+    one, other = (EmbeddingBag(5, 2, mode="sum", optimizer=Adam(), seed=seed) for seed in range(2))
+    one(torch.tensor([[1, 2]])).sum().backward()
+    one.step(0.1)
+    state, optimizer_state = copy.deepcopy(one.state_dict()), copy.deepcopy(one.optimizer_state_dict())
+    assert sorted(optimizer_state) == ["m", "step", "v"]
+    if optimizer_first:
+        other.load_optimizer_state_dict(optimizer_state)
+    other.load_state_dict(state)
+    if not optimizer_first:
+        other.load_optimizer_state_dict(optimizer_state)
+    for bag in (one, other):
+        bag(torch.tensor([[2, 4]])).square().sum().backward()
+        bag.step(0.1)
+    assert torch.equal(one.weight, other.weight)
+    assert all(
+        torch.equal(value, other.optimizer_state_dict()[name]) for name, value in one.optimizer_state_dict().items()
+    )
+
+
+def test_an_optimizer_state_that_does_not_fit_changes_nothing():
+    bag = EmbeddingBag(5, 2, optimizer=AdaGrad(initial_accumulator=0.25))
+    before = copy.deepcopy(bag.optimizer_state_dict())
+    state = {"accumulator": torch.ones(5, 2), "step": torch.tensor(3)}
+    for wrong in (
+        {"step": state["step"]},
+        {**state, "m": torch.ones(5, 2)},
+        {**state, "accumulator": torch.ones(4, 2)},
+    ):
+        with pytest.raises(CheckpointError, match="bag"):
+            bag.load_optimizer_state_dict(wrong)
+    assert all(torch.equal(value, before[name]) for name, value in bag.optimizer_state_dict().items())
+    bag.load_optimizer_state_dict(state)
+    assert bag.collection.export_table("bag").step == 3
+
+
+def test_a_state_dict_of_version_0_1_0_has_the_optimizer_state_too():
+    one, other = (EmbeddingBag(5, 2, optimizer=AdaGrad(), seed=seed) for seed in range(2))
+    one(torch.tensor([[1, 2]])).sum().backward()
+    one.step(0.1)
+    old = {**one.state_dict(), **one.optimizer_state_dict()}
+    other.load_state_dict(old)
+    assert other.optimizer_state_dict()["step"] == 1
+    assert torch.equal(other.optimizer_state_dict()["accumulator"], one.optimizer_state_dict()["accumulator"])
+    with pytest.raises(RuntimeError, match="Missing key.*accumulator"):
+        other.load_state_dict({name: value for name, value in old.items() if name != "accumulator"})
 
 
 def test_copies_and_pickles():
@@ -132,19 +166,22 @@ def test_copies_and_pickles():
 
 def test_what_is_not_supported_is_refused():
     for options, words in (
-        ({"max_norm": 1.0}, "max_norm"),
-        ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
-        ({"mode": "max"}, "no such mode"),
+        ({"max_norm": -1.0}, "max_norm"),
+        ({"max_norm": float("nan")}, "max_norm"),
+        ({"max_norm": 1.0, "norm_type": 0.0}, "norm_type"),
+        ({"mode": "max", "scale_grad_by_freq": True}, "scale_grad_by_freq"),
+        ({"mode": "median"}, "no such mode"),
         ({"padding_idx": 9}, "padding_idx"),
         ({"dtype": torch.float64}, "type of rows"),
     ):
         with pytest.raises(ConfigError, match=words):
             EmbeddingBag(5, 2, **options)
     bag, ids = EmbeddingBag(5, 2, mode="sum"), torch.tensor([1, 2])
-    with pytest.raises(ConfigError, match="no gradient"):
-        bag(ids, torch.tensor([0]), torch.ones(2, requires_grad=True))
-    with pytest.raises(ConfigError, match="mode='sum'"):
-        EmbeddingBag(5, 2)(ids, torch.tensor([0]), torch.ones(2))
+    with pytest.raises(DataError, match="must be finite"):
+        bag(ids, torch.tensor([0]), torch.tensor([1.0, float("inf")], requires_grad=True))
+    for mode in ("mean", "max"):
+        with pytest.raises(ConfigError, match="mode='sum'"):
+            EmbeddingBag(5, 2, mode=mode)(ids, torch.tensor([0]), torch.ones(2, requires_grad=True))
     with pytest.raises(KeyRangeError, match="value:   5"):
         bag(torch.tensor([[1, 5]]))
     for call in (

@@ -438,6 +438,27 @@ def test_an_embedding_bag_in_a_module_of_ones_own(tmp_path) -> None:
     np.testing.assert_allclose(load(tmp_path / "e").predict(given), model.predict(given), atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{"mode": "max"}, {"mode": "mean", "scale_grad_by_freq": True}])
+def test_an_embedding_bag_that_pools_single_vectors(tmp_path, options) -> None:
+    module = Pooled()
+    module.bag = EmbeddingBag(43, 4, **options)
+    model = Model(Solver(device="cpu"), PAIR, module=module)
+    model.compile(Adam())
+    strengthen(model)
+    export(model, "torchscript", tmp_path / "e")
+    given = rows(PAIR, 9)
+    np.testing.assert_allclose(load(tmp_path / "e").predict(given), model.predict(given), atol=1e-6)
+
+
+def test_an_embedding_bag_that_changes_rows_is_not_exported(tmp_path) -> None:
+    module = Pooled()
+    module.bag = EmbeddingBag(43, 4, max_norm=1.0)
+    model = Model(Solver(device="cpu"), PAIR, module=module)
+    model.compile(Adam())
+    with pytest.raises(ConfigError, match="max_norm"):
+        export(model, "torchscript", tmp_path / "e")
+
+
 def test_several_threads_predict_at_once(pair) -> None:
     model, folder = pair
     artifact = load(folder / "exported")

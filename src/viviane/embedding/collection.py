@@ -11,13 +11,19 @@ from torch import Tensor, nn
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
-from viviane.core.errors import ConfigError, VivianeError, suggest
+from viviane.core.errors import ConfigError, DataError, VivianeError, suggest
 from viviane.embedding.base import LocalCollection
 from viviane.embedding.batch_keys import AnyKeys, read_keys
 from viviane.embedding.buffers import Buffers, Memory, autocast_buffers
 from viviane.embedding.cache_sizes import CacheSettings
 from viviane.embedding.cached_storage import CachedStorage
-from viviane.embedding.compiled import compiled_call, compiled_lookup, compiled_norm_squared, compiled_step
+from viviane.embedding.compiled import (
+    compiled_call,
+    compiled_limit_norms,
+    compiled_lookup,
+    compiled_norm_squared,
+    compiled_step,
+)
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.construction import by_name, checked_dtype, make_storages
 from viviane.embedding.dynamic import DynamicTable
@@ -390,6 +396,27 @@ class EmbeddingCollection(LocalCollection):
             rows, sums = storage.summed_gradients()
             bad |= storage.tables_of(rows[~torch.isfinite(sums).all(1)])
         return [feature.name for feature in self.features.values() if feature.table in bad]
+
+    @torch.no_grad()
+    def limit_norms(self, table: str, ids: Tensor, max_norm: float, norm_type: float = 2.0) -> None:
+        """Scale rows, in place, whose norm is larger than `max_norm` to it, and leave their optimizer state alone.
+
+        Args:
+            table: with all its rows in memory.
+            ids: of rows, repeated or not, of any shape; those that are no row are left to the lookup to report.
+            max_norm: the largest norm.
+            norm_type: p of the norm.
+        """
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise DataError("ids must be whole numbers", value=str(ids.dtype), allowed="int64 or int32")
+        if torch.compiler.is_compiling():
+            compiled_limit_norms(self._number, table, ids, max_norm, norm_type)
+            return
+        storage = self._static(table)
+        if storage.in_tiers:
+            where, fix = f"table {table!r}", "leave it out of embedding_memory"
+            raise ConfigError("norms are limited where the whole table is in memory", where=where, fix=fix)
+        storage.limit_norms(table, ids.reshape(-1).to(self.device), max_norm, norm_type)
 
     def freeze(self, table: str) -> None:
         """Keep a table's rows and state as they are until `unfreeze`."""

@@ -93,3 +93,8 @@ def compiled_norm_squared(collection: int, device: torch.device) -> Tensor:
 def compiled_call(collection: int, method: str) -> None:
     """Call a method without arguments from inside torch.compile."""
     torch.ops.viviane.call(collection, method)
+
+
+def compiled_limit_norms(collection: int, table: str, ids: Tensor, max_norm: float, norm_type: float) -> None:
+    """Limit the norms of looked-up rows from inside torch.compile."""
+    torch.ops.viviane.limit_norms(collection, table, ids, max_norm, norm_type)

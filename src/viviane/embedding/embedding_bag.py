@@ -16,9 +16,9 @@ from viviane.config.optimizers import SGD, AnyOptimizer
 from viviane.core.errors import ConfigError, DataError
 from viviane.embedding.collection import EmbeddingCollection
 from viviane.embedding.config import FeatureConfig, NormalInit, RowType, TableConfig
+from viviane.embedding.entry_pooling import pool_entries, scale_gradient_by_frequency
 from viviane.embedding.state import TableState
-from viviane.embedding.storage import Storage
-from viviane.ops.row_update import initial_state
+from viviane.embedding.storage import Storage, check_content
 
 _NAME = "bag"
 _ROW_TYPES: Mapping[torch.dtype, RowType] = {
@@ -33,12 +33,18 @@ class EmbeddingBag(nn.Module):
 
     With the same rows it gives the same numbers. What differs: gradients go to the touched rows alone, whatever
     `sparse` says; a padding row is zero and stays zero; a key out of range raises `KeyRangeError`, on a GPU by the
-    next `step`; initial values are drawn by `seed`.
+    next `step`; initial values are drawn by `seed`. Rows looked up in mode "max" count as touched where another row is
+    the greatest, too: a rule with momentum moves them.
+
+    Sums and means are pooled as they are looked up. Mode "max", `scale_grad_by_freq` and weights that require grad
+    need the vectors of all entries, (N, D).
 
     Args:
         num_embeddings, embedding_dim: V and D.
-        max_norm, norm_type, scale_grad_by_freq: only the values they have here.
-        mode: "sum" or "mean".
+        max_norm: each call scales the looked-up rows whose norm is larger to it, in place, in `eval()` mode too.
+        norm_type: p of that norm.
+        scale_grad_by_freq: divide gradients by how often their row is in the call; for modes "sum" and "mean".
+        mode: "sum", "mean" or "max".
         sparse: either value.
         _weight: initial rows, (V, D), copied; None draws them from N(0, 1).
         include_last_offset: offsets are (B + 1,) and end with N.
@@ -77,12 +83,7 @@ class EmbeddingBag(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if max_norm is not None or norm_type != 2.0:
-            raise ConfigError("max_norm is not supported", value=max_norm, fix="use weight_decay of the optimizer")
-        if scale_grad_by_freq:
-            raise ConfigError("scale_grad_by_freq is not supported", fix="scale the loss by row instead")
-        if mode not in ("sum", "mean"):
-            raise ConfigError("no such mode", value=mode, allowed="'sum', 'mean'")
+        _check_options(mode, max_norm, norm_type, scale_grad_by_freq)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ConfigError(
                 "padding_idx is no row", value=padding_idx, allowed=f"{-num_embeddings} to {num_embeddings - 1}"
@@ -93,6 +94,8 @@ class EmbeddingBag(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.sparse, self.include_last_offset = mode, sparse, include_last_offset
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm, self.norm_type = max_norm, float(norm_type)
+        self.scale_grad_by_freq = scale_grad_by_freq
         self.optimizer = optimizer or SGD()
         table = TableConfig(
             name=_NAME,
@@ -102,7 +105,7 @@ class EmbeddingBag(nn.Module):
             init=NormalInit(std=1.0),
             padding_id=self.padding_idx,
         )
-        feature = FeatureConfig(name=_NAME, table=_NAME, combiner="sum" if mode == "sum" else "mean")
+        feature = FeatureConfig(name=_NAME, table=_NAME, combiner="mean" if mode == "mean" else "sum")
         self.collection = _Table(
             [table],
             [feature],
@@ -144,7 +147,7 @@ class EmbeddingBag(nn.Module):
         Args:
             input: ids of all bags, (N,), or bags of equal length, (B, H); int32 or int64.
             offsets: where each bag of a (N,) input begins, (B,), or (B + 1,) with `include_last_offset`.
-            per_sample_weights: shaped as input; for mode "sum".
+            per_sample_weights: shaped as input; for mode "sum". They get gradients where they require them.
 
         Raises:
             DataError: shapes do not fit.
@@ -159,8 +162,22 @@ class EmbeddingBag(nn.Module):
             shapes = f"{tuple(input.shape)}, {None if offsets is None else tuple(offsets.shape)}"
             raise DataError("input and offsets do not fit", value=shapes, allowed="(N,) with offsets (B,), or (B, H)")
         weights = None if per_sample_weights is None else self._weights(per_sample_weights, input.shape)
-        out: Tensor = self.collection({_NAME: Bag(input.reshape(-1), bounds, weights)}).flat
+        ids = input.reshape(-1)
+        if self.max_norm is not None:
+            self.collection.limit_norms(_NAME, ids, float(self.max_norm), self.norm_type)
+        differentiates = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        if self.mode == "max" or self.scale_grad_by_freq or differentiates:
+            return self._pool_entries(ids, bounds, weights)
+        out: Tensor = self.collection({_NAME: Bag(ids, bounds, weights)}).flat
         return out
+
+    def _pool_entries(self, ids: Tensor, bounds: Tensor, weights: Tensor | None) -> Tensor:
+        """Pool vectors that are looked up one by one, (N, D)."""
+        vectors: Tensor = self.collection({_NAME: ids}).flat
+        if self.scale_grad_by_freq:
+            vectors = scale_gradient_by_frequency(vectors, ids)
+        skipped = None if self.padding_idx is None else ids == self.padding_idx
+        return pool_entries(vectors, bounds, self.mode, skipped, weights)
 
     def _bounds(self, offsets: Tensor, num_ids: int) -> Tensor:
         if offsets.dtype not in (torch.int64, torch.int32):
@@ -180,19 +197,40 @@ class EmbeddingBag(nn.Module):
             raise ConfigError("per_sample_weights need mode='sum'", value=self.mode)
         if weights.shape != shape:
             raise DataError("per_sample_weights differ in shape from the ids", value=tuple(weights.shape))
-        if weights.requires_grad:
-            fix = "detach them, or multiply vectors that are not pooled"
-            raise ConfigError("per_sample_weights get no gradient", fix=fix)
+        if not weights.is_floating_point():
+            raise DataError("per_sample_weights must be floating-point numbers", value=str(weights.dtype))
+        # A GPU, or compiled code, would have to wait for the numbers.
+        if weights.is_cpu and not torch.compiler.is_compiling() and not bool(weights.isfinite().all()):
+            raise DataError("per_sample_weights must be finite", value=weights[~weights.isfinite()][0].item())
         return weights.reshape(-1).to(torch.float32)
 
     def step(self, lr: float, scale: float | Tensor = 1.0, factor: float = 1.0) -> None:
         """Move the touched rows; see `EmbeddingCollection.step`."""
         self.collection.step(lr, scale, factor)
 
-    # A state dict calls the rows `weight`, as that of nn.EmbeddingBag, and the optimizer's state by its own names.
+    # A state dict has what that of nn.EmbeddingBag has: the rows. The optimizer's state is apart, as torch's is.
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """Return the optimizer's state by name, and the number of steps as "step": views of the live memory.
+
+        Example:
+            >>> sorted(EmbeddingBag(3, 2).optimizer_state_dict())
+            ['step']
+        """
+        return {key: value for key, value in self._storage.state_entries(_NAME, "").items() if key != "weight"}
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy in what `optimizer_state_dict` returned.
+
+        Raises:
+            CheckpointError: names or shapes differ; nothing is changed then.
+        """
+        own = self.optimizer_state_dict()
+        check_content(_NAME, own, state)
+        self._storage.load_entries(_NAME, "", {"weight": self.weight, **state}, [], [])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update(self._storage.state_entries(_NAME, prefix))
+        destination[f"{prefix}weight"] = self._storage.state_entries(_NAME, prefix)[f"{prefix}weight"]
 
     def _load_from_state_dict(
         self,
@@ -205,18 +243,12 @@ class EmbeddingBag(nn.Module):
         error_msgs: list[str],
     ) -> None:
         given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-        loaded, initial = dict(given), self._initial_state(prefix)
-        if f"{prefix}weight" in given and not given.keys() & initial.keys():
-            loaded |= initial  # only rows are given: the optimizer starts over
+        optimizer_state = {prefix + name: value for name, value in self.optimizer_state_dict().items()}
+        loaded = dict(given)
+        if not given.keys() & optimizer_state.keys():  # version 0.1.0 wrote the optimizer's state beside the rows
+            loaded |= optimizer_state
         known = self._storage.load_entries(_NAME, prefix, loaded, missing_keys, error_msgs)
         unexpected_keys += [key for key in given if key not in known]
-
-    def _initial_state(self, prefix: str) -> dict[str, Tensor]:
-        """Return the optimizer's state before its first step, by its names in a state dict."""
-        begin = {f"{prefix}step": torch.tensor(0)}
-        for name, value in initial_state(self.optimizer).items():
-            begin[prefix + name] = torch.tensor(value).expand(self._storage.table_state(_NAME)[name].shape)
-        return begin
 
     @property
     def _storage(self) -> Storage:
@@ -225,8 +257,26 @@ class EmbeddingBag(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what `print` shows."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}{padding}"
+        given = f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}"
+        if self.max_norm is not None:
+            given += f", max_norm={self.max_norm}, norm_type={self.norm_type}"
+        if self.scale_grad_by_freq:
+            given += ", scale_grad_by_freq=True"
+        return given if self.padding_idx is None else f"{given}, padding_idx={self.padding_idx}"
+
+
+def _check_options(mode: str, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool) -> None:
+    if mode not in ("sum", "mean", "max"):
+        raise ConfigError("no such mode", value=mode, allowed="'sum', 'mean', 'max'")
+    if max_norm is not None and not max_norm >= 0:
+        raise ConfigError("max_norm is no norm", value=max_norm, allowed="at least 0, or None")
+    if not norm_type > 0:
+        raise ConfigError("norm_type is no norm", value=norm_type, allowed="above 0; inf is the largest magnitude")
+    if scale_grad_by_freq and mode == "max":
+        raise ConfigError(
+            "scale_grad_by_freq does not apply to maxima", value=mode, allowed="'sum', 'mean'",
+            fix="leave out scale_grad_by_freq; torch.nn.EmbeddingBag refuses it, too",
+        )  # fmt: skip
 
 
 class _Table(EmbeddingCollection):

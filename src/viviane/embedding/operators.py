@@ -6,6 +6,7 @@ step. torch.compile therefore sees operators, and a collection by its number:
     viviane::lookup          keys in; the output, masks, and in training a ticket out
     viviane::keep_gradients  its backward: hands the output's gradient to the storages
     viviane::step            the update
+    viviane::limit_norms     looked-up rows are scaled to a largest norm
     viviane::norm_squared    the norm of what waits for it
     viviane::call            a method without arguments
 
@@ -200,5 +201,22 @@ def _(collection: int, method: str) -> None:
     pass
 
 
-for _operator in (_lookup, _keep_gradients, _step, _norm_squared, _call):
+@torch.library.custom_op(
+    "viviane::limit_norms",
+    mutates_args=(),
+    schema="(int collection, str table, Tensor ids, float max_norm, float norm_type) -> ()",
+    tags=_TAGS,
+)
+def _limit_norms(collection: int, table: str, ids: Tensor, max_norm: float, norm_type: float) -> None:
+    _check_not_captured()
+    own: Any = _COLLECTIONS[collection]
+    own.limit_norms(table, ids, max_norm, norm_type)
+
+
+@_limit_norms.register_fake
+def _(collection: int, table: str, ids: Tensor, max_norm: float, norm_type: float) -> None:
+    pass
+
+
+for _operator in (_lookup, _keep_gradients, _step, _norm_squared, _call, _limit_norms):
     _operator.register_effect(EffectType.ORDERED)

@@ -428,6 +428,18 @@ class Storage(TableStorage):
                 self.steps[table] = content.step
         self.clear_padding(table)
 
+    @serialized
+    def limit_norms(self, table: str, ids: Tensor, max_norm: float, norm_type: float) -> None:
+        """Scale looked-up rows with a larger norm to it; see `EmbeddingCollection.limit_norms`."""
+        own = self.table_rows(table)
+        ids = ids[(ids >= 0) & (ids < len(own))].to(torch.int64).unique()
+        norms = torch.linalg.vector_norm(own.index_select(0, ids), norm_type, dim=1, dtype=torch.float32)
+        ids, norms = ids[norms > max_norm], norms[norms > max_norm]
+        with self._updating(ids + self.bases[table]):
+            # As torch computes it, so that rows which it makes equal are equal here.
+            scale = (max_norm / (norms.to(torch.float64) + 1e-7)).to(torch.float32)
+            own.index_copy_(0, ids, (own.index_select(0, ids) * scale.unsqueeze(1)).to(own.dtype))
+
     def copy_rows(self, table: str, rows: Tensor) -> None:
         """Replace a table's rows, (num_rows, dim), and leave its optimizer state alone."""
         self.settle()

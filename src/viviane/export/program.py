@@ -224,7 +224,8 @@ def freeze(
         frozen: copies of dynamic tables that programs of one model share; new copies are added.
 
     Raises:
-        ConfigError: the module has a dynamic table outside a collection, or tables sharded over processes.
+        ConfigError: the module has a dynamic table outside a collection, an `EmbeddingBag` with `max_norm`, or
+            tables sharded over processes.
     """
     memo: dict[int, Any] = {}
     replaced: list[FrozenCollection | GivenCollection] = []
@@ -245,6 +246,13 @@ def freeze(
         copied._modules = {f"n{i}": part for i, part in enumerate(copied._modules.values())}
     for part in copied.modules():
         if isinstance(part, EmbeddingBag):
+            if part.max_norm is not None:
+                raise ConfigError(
+                    "an EmbeddingBag with max_norm changes rows at lookups, and exported tables do not change",
+                    value=part.max_norm,
+                    fix="limit all rows first: bag.collection.limit_norms('bag', torch.arange(bag.num_embeddings), "
+                    "bag.max_norm); bag.max_norm = None",
+                )  # fmt: skip
             part.__class__ = FrozenEmbeddingBag
     copied.eval().requires_grad_(False)
     if dtype is not None:
