@@ -151,7 +151,7 @@ def test_a_state_dict_of_version_0_1_0_has_the_optimizer_state_too():
     other.load_state_dict(old)
     assert other.optimizer_state_dict()["step"] == 1
     assert torch.equal(other.optimizer_state_dict()["accumulator"], one.optimizer_state_dict()["accumulator"])
-    with pytest.raises(RuntimeError, match="Missing key.*accumulator"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*accumulator"):
         other.load_state_dict({name: value for name, value in old.items() if name != "accumulator"})
 
 

@@ -1,5 +1,7 @@
 """The options of EmbeddingBag that pool vectors one by one, or change rows at a lookup, against torch."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +34,7 @@ class Counted(nn.Module):
     def forward(self, ids, offsets, weights=None):
         bounds = offsets.tolist() if self.closed else [*offsets.tolist(), len(ids)]
         vectors, pooled = self.table(ids), []
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             kept = [i for i in range(start, stop) if int(ids[i]) != self.table.padding_idx]
             total = (vectors[kept] if weights is None else vectors[kept] * weights[kept, None]).sum(0)
             pooled.append(total / max(1, len(kept)) if self.mode == "mean" else total)

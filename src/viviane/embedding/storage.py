@@ -432,7 +432,7 @@ class Storage(TableStorage):
     def limit_norms(self, table: str, ids: Tensor, max_norm: float, norm_type: float) -> None:
         """Scale looked-up rows with a larger norm to it; see `EmbeddingCollection.limit_norms`."""
         own = self.table_rows(table)
-        ids = ids[(ids >= 0) & (ids < len(own))].to(torch.int64).unique()
+        ids = ids[(ids >= 0) & (ids < len(own))].to(torch.int64).unique()  # type: ignore[no-untyped-call]
         norms = torch.linalg.vector_norm(own.index_select(0, ids), norm_type, dim=1, dtype=torch.float32)
         ids, norms = ids[norms > max_norm], norms[norms > max_norm]
         with self._updating(ids + self.bases[table]):
