@@ -11,8 +11,12 @@ pytest.importorskip("tensorflow")
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-@pytest.mark.parametrize("script", ["dense_demo", "dlrm", "dcn", "dynamic_files"])
+@pytest.mark.parametrize(
+    "script", ["dense_demo", "dlrm", "dcn", "dynamic_files", "experiment", "legacy_dense", "legacy_sparse"]
+)
 def test_scripts_of_sok_run_and_learn(script: str, tmp_path: Path) -> None:
+    if script.startswith("legacy"):
+        pytest.importorskip("tf_keras")  # layers of SOK 1.x are layers of Keras 2
     command = [sys.executable, "-m", "viviane", "sok", str(SCRIPTS / f"{script}.py"), str(tmp_path / "tables")]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)

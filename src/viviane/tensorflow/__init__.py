@@ -6,6 +6,17 @@ import viviane.tensorflow as sok
 from __future__ import annotations
 
 from viviane.tensorflow.files import dump, load
+from viviane.tensorflow.legacy import (
+    All2AllDenseEmbedding,
+    DistributedEmbedding,
+    Init,
+    OptimizerScope,
+    Saver,
+    get_embedding,
+    optimizers,
+    split_embedding_variable_from_others,
+    tf,
+)
 from viviane.tensorflow.lookup import all2all_dense_embedding, lookup_sparse
 from viviane.tensorflow.optimizer import SGD, OptimizerWrapper
 from viviane.tensorflow.processes import init, num_gpus, rank, set_comm_tool, size
@@ -21,21 +32,30 @@ from viviane.tensorflow.variables import (
 
 __all__ = [
     "SGD",
+    "All2AllDenseEmbedding",
+    "DistributedEmbedding",
     "DynamicVariable",
+    "Init",
+    "OptimizerScope",
     "OptimizerWrapper",
+    "Saver",
     "Variable",
     "all2all_dense_embedding",
     "assign",
     "dump",
     "export",
     "filter_variables",
+    "get_embedding",
     "incremental_model_dump",
     "init",
     "load",
     "lookup_sparse",
     "num_gpus",
+    "optimizers",
     "rank",
     "run_script",
     "set_comm_tool",
     "size",
+    "split_embedding_variable_from_others",
+    "tf",
 ]

@@ -7,7 +7,6 @@ int32, big-endian.
 
 from __future__ import annotations
 
-import string
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from viviane.embedding.dynamic_content import DynamicContent
 from viviane.tensorflow.optimizer import OptimizerWrapper
 from viviane.tensorflow.processes import rank
 from viviane.tensorflow.tables import Table
-from viviane.tensorflow.variables import rows_of, state_of, table_of
+from viviane.tensorflow.variables import file_name, rows_of, state_of, table_of
 
 _HEADER: Final = struct.Struct(">256si32si")
 _TYPES: Final = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
@@ -43,7 +42,7 @@ def dump(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = 
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     for variable in _listed(variables):
-        name = _file_name(variable)
+        name = file_name(variable)
         keys, rows = rows_of(variable)
         state = {} if optimizer is None else state_of(variable)
         if rank() != 0:
@@ -63,7 +62,7 @@ def load(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = 
     """
     folder = Path(path)
     for variable in _listed(variables):
-        table, name = table_of(variable), _file_name(variable)
+        table, name = table_of(variable), file_name(variable)
         keys = torch.from_numpy(_read_keys(folder / f"{name}-key", name))
         width = table.config.dim
         rows = torch.from_numpy(_read(folder / f"{name}-weight", name, _ROWS, width).astype(np.float32))
@@ -111,12 +110,6 @@ def _slots(table: Table) -> dict[str, int | None]:
 
 def _listed(variables: Any) -> Sequence[Any]:
     return list(variables) if isinstance(variables, list | tuple) else [variables]
-
-
-def _file_name(variable: Any) -> str:
-    """Return a table's name in files: punctuation becomes an underline."""
-    name = table_of(variable).config.name
-    return "".join("_" if one in string.punctuation else one for one in name)
 
 
 def _kind(optimizer: OptimizerWrapper | None) -> str:

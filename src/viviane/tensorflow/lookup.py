@@ -31,6 +31,8 @@ def lookup_sparse(
     sp_weights: Any = None,
     combiners: Any = None,
     use_low_frequency_filter: bool = False,
+    *,
+    training: bool = True,
 ) -> Any:
     """Pool the rows of keys: (B, D), one for each variable.
 
@@ -59,7 +61,7 @@ def lookup_sparse(
     del use_low_frequency_filter
     tables = [table_of(one) for one in variables]
     given = [_parts(one, own) for one, own in zip(ids, weights, strict=True)]
-    found = _look_up(variables, tables, given, names)
+    found = _look_up(variables, tables, given, names, training)
     return found[0] if single else found
 
 
@@ -90,12 +92,14 @@ def _values(given: Any) -> tuple[Any, Any]:
 
 
 def _look_up(
-    variables: Sequence[Any], tables: Sequence[Table], given: Sequence[Any], names: Sequence[str]
+    variables: Sequence[Any], tables: Sequence[Table], given: Sequence[Any], names: Sequence[str], training: bool
 ) -> list[Any]:
     tf = tensorflow()
     flat = [part for parts in given for part in parts if part is not None]
     weighted = [parts[2] is not None for parts in given]
-    trains = any(one.trainable for one in variables)
+    recorded = _recorded()
+    # Eagerly and outside of a tape nothing can be differentiated; inside of tf.function a caller's tape may come later.
+    trains = training and any(one.trainable for one in variables) and (recorded or not tf.executing_eagerly())
 
     def unpacked(arrays: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         rest = list(arrays)
@@ -112,7 +116,7 @@ def _look_up(
     def begin(*arrays: Any) -> list[Any]:
         numbers, rows = [], []
         for table, own, name in zip(tables, unpacked(arrays), names, strict=True):
-            number, found = table.begin(*own, name)
+            number, found = table.begin(*own, name, certain=recorded)
             numbers.append(number)
             rows.append(found.float().numpy())
         return [np.asarray(numbers, np.int64), *rows]
@@ -147,20 +151,28 @@ def _look_up(
     return _listed(train(*[tf.convert_to_tensor(one) for one in variables]))
 
 
+def _recorded() -> bool:
+    """Return whether a tape may record what is computed now."""
+    from tensorflow.python.eager import record
+
+    return bool(record.could_possibly_record())
+
+
 def _listed(found: Any) -> list[Any]:
     """Return results as a list: TensorFlow gives a single one as it is, in some modes."""
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
 @plain_python
-def all2all_dense_embedding(param: Any, indices: Any) -> Any:
+def all2all_dense_embedding(param: Any, indices: Any, *, training: bool = True) -> Any:
     """Look up one row for each key: (..., D).
 
     Args:
         param: a variable.
         indices: keys of any shape, int32 or int64.
+        training: as of `lookup_sparse`.
     """
     tf = tensorflow()
     flat = tf.reshape(indices, (-1, 1))
-    rows = lookup_sparse(param, flat, combiners="sum")
+    rows = lookup_sparse(param, flat, combiners="sum", training=training)
     return tf.reshape(rows, tf.concat([tf.shape(indices), [table_of(param).config.dim]], 0))

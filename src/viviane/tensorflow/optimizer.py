@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from viviane.config.optimizers import SGD as SGDSettings  # noqa: N811 - SOK has an SGD, too
-from viviane.config.optimizers import AdaGrad, Adam, AnyOptimizer, Ftrl
+from viviane.config.optimizers import AdaGrad, AnyOptimizer, Ftrl
+from viviane.config.optimizers import Adam as AdamSettings
 from viviane.core.errors import ConfigError
 from viviane.embedding.external import checked_rate
 from viviane.ops.row_update import initial_state
@@ -91,6 +92,21 @@ class OptimizerWrapper:
         return tensorflow().constant(state_of(variable)[slot_name].numpy())
 
 
+class Adam(OptimizerWrapper):
+    """SOK 1.x's Adam: rows without gradient are moved by their momentum when they are touched next.
+
+    Args:
+        learning_rate, beta_1, beta_2, epsilon: as of tf.keras' Adam.
+    """
+
+    def __init__(
+        self, learning_rate: Any = 1e-3, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7, **_: Any
+    ) -> None:
+        plain = tensorflow().keras.optimizers.Adam(learning_rate, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
+        super().__init__(plain)
+        self.settings = self.settings.model_copy(update={"update": "lazy_global"})
+
+
 def slot_names(settings: AnyOptimizer) -> list[str]:
     """Return the names of an optimizer's state, as Viviane has them."""
     return list(initial_state(settings))
@@ -115,7 +131,7 @@ def _settings(optimizer: Any) -> AnyOptimizer:
             epsilon_inside_root=is_new,
         )  # fmt: skip
     if kind in ("Adam", "LazyAdam"):
-        return Adam(beta1=config["beta_1"], beta2=config["beta_2"], epsilon=config["epsilon"], update="local")
+        return AdamSettings(beta1=config["beta_1"], beta2=config["beta_2"], epsilon=config["epsilon"], update="local")
     if kind == "Ftrl" and not config.get("initial_accumulator_value", 0.0):
         if config.get("learning_rate_power", -0.5) != -0.5 or config.get("l2_shrinkage_regularization_strength"):
             raise ConfigError("tables have FTRL with learning_rate_power=-0.5 and no shrinkage", where="Ftrl")

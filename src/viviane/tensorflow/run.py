@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 from viviane.core.scripts import checked_script, installed_modules, missing_packages_named, run_as_main
@@ -24,11 +25,18 @@ def installed() -> Iterator[None]:
     """
     from viviane.tensorflow import horovod
 
-    modules = {"sparse_operation_kit": importlib.import_module("viviane.tensorflow")}
+    modules = own_modules()
     if find_spec("horovod") is None:
         modules |= horovod.modules()
     with installed_modules(modules, _CHILD):
         yield
+
+
+def own_modules() -> dict[str, ModuleType]:
+    """Return what `import sparse_operation_kit` finds, and `sparse_operation_kit.experiment`, where SOK 2 began."""
+    own = importlib.import_module("viviane.tensorflow")
+    own.experiment = own  # type: ignore[attr-defined]
+    return {"sparse_operation_kit": own, "sparse_operation_kit.experiment": own}
 
 
 def run_script(script: str | Path, args: Sequence[str] = ()) -> None:

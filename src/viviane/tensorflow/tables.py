@@ -10,7 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,19 +19,13 @@ from viviane.batch import Bag
 from viviane.config.optimizers import SGD, AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicTable, DynamicTableConfig, FeatureConfig, TableCollection, TableConfig, TableState
-from viviane.embedding.external import ExternalLookups
+from viviane.embedding.external import ExternalLookups, LostUpdateError
 from viviane.parallel.automatic import make_tables
 from viviane.tensorflow.processes import group
 
+_MOST_EARLY: Final = 256
+_MOST_ENDED: Final = 1024
 _FEATURES = {"sum": "sum", "mean": "mean"}
-
-
-@dataclass
-class _Waiting:
-    """A lookup made before the optimizer was known: it is made again when the optimizer comes."""
-
-    keys: Mapping[str, Bag]
-    gradient: Tensor | None = None
 
 
 def _dynamic(collection: TableCollection, name: str) -> DynamicTable:
@@ -56,9 +50,10 @@ class Table:
     seed: int = 0
     rule: AnyOptimizer | None = None
     lookups: ExternalLookups = field(init=False)
-    _early: dict[int, _Waiting] = field(default_factory=dict)
+    _early: dict[int, Mapping[str, Bag]] = field(default_factory=dict)  # looked up again when their gradient came
     _numbers: dict[int, int] = field(default_factory=dict)
-    _ended: list[tuple[int, Tensor]] = field(default_factory=list)
+    _ended: dict[int, Tensor] = field(default_factory=dict)
+    _seen: dict[int, Tensor] = field(default_factory=dict)  # gradients since the first lookup of the step
     _next: int = 0
     _times: list[tuple[float, int]] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -118,38 +113,72 @@ class Table:
         with self._lock:
             return self._mine(self.lookups.read(self._batch(values, offsets, weights, combiner)), combiner)
 
-    def begin(self, values: Tensor, offsets: Tensor, weights: Tensor | None, combiner: str) -> tuple[int, Tensor]:
-        """Pool rows in training: the lookup's number, and the vectors (B, D)."""
+    def begin(
+        self, values: Tensor, offsets: Tensor, weights: Tensor | None, combiner: str, certain: bool = True
+    ) -> tuple[int, Tensor]:
+        """Pool rows in training: the lookup's number, and the vectors (B, D).
+
+        Args:
+            values, offsets, weights, combiner: the bags.
+            certain: a gradient is expected; without it the keys alone are kept for a while.
+        """
         with self._lock:
             # The keys are another framework's memory, which is gone when the optimizer comes.
             batch = self._batch(values.clone(), offsets.clone(), None if weights is None else weights.clone(), combiner)
             number, self._next = self._next, self._next + 1
-            if self.rule is None:
-                self._early[number] = _Waiting(batch)
+            if not self._ended:
+                self._seen.clear()
+            if self.rule is None or not certain:
+                self._early[number] = batch
+                if len(self._early) > _MOST_EARLY:
+                    self._early.pop(next(iter(self._early)))
                 return number, self._mine(self.lookups.read(batch), combiner)
             self._numbers[number], flat = self.lookups.begin(batch)
             self._mark()
             return number, self._mine(flat, combiner)
 
     def deliver(self, number: int, gradient: Tensor, combiner: str) -> bool:
-        """Bring the gradient (B, D) of a lookup; whether it is the first since the last step."""
+        """Bring the gradient (B, D) of a lookup; whether it is the first since the last step.
+
+        Raises:
+            LostUpdateError: the lookup does not wait for one, or gradients come and no step is made.
+        """
         with self._lock:
             wide = gradient.new_zeros(len(gradient), len(_FEATURES) * self.config.dim)
             self._mine(wide, combiner).copy_(gradient)
+            before = self._seen.get(number)
+            if before is not None and torch.equal(before, wide):
+                return False  # a persistent tape, asked again for other variables, comes by here again
+            self._check_waits(number)
             first = not self._ended
-            self._ended.append((number, wide))
+            self._seen[number] = wide
+            self._ended[number] = self._ended[number] + wide if number in self._ended else wide
             return first
+
+    def _check_waits(self, number: int) -> None:
+        where = f"variable {self.config.name!r}"
+        if number not in self._early and number not in self._numbers:
+            raise LostUpdateError(
+                "a gradient came for a lookup that does not wait for one", where=where, value=number,
+                fix="apply the gradients of a step after all of them were computed",
+            )  # fmt: skip
+        if len(self._ended) >= _MOST_ENDED:
+            self._ended.clear()
+            raise LostUpdateError(
+                "gradients of rows came and were not applied", where=where, value=_MOST_ENDED,
+                fix="pass the variable to apply_gradients of a sok.OptimizerWrapper, or within sok.OptimizerScope",
+            )  # fmt: skip
 
     def step(self, rule: AnyOptimizer, lr: float, scale: float) -> None:
         """Update the rows by all gradients that have come."""
         with self._lock:
             self.set_rule(rule)
-            ended, self._ended = self._ended, []
-            for number, _ in ended:
+            ended, self._ended = self._ended, {}
+            for number in ended:
                 if number in self._early:  # now with the optimizer's rows and state
-                    self._numbers[number], _ = self.lookups.begin(self._early.pop(number).keys)
+                    self._numbers[number], _ = self.lookups.begin(self._early.pop(number))
                     self._mark()
-            for number, gradient in ended:
+            for number, gradient in ended.items():
                 self.lookups.end(self._numbers.pop(number), gradient, lr, scale)
             self._early.clear()
             if self._numbers:  # lookups of this step that the loss does not contain

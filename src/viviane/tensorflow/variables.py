@@ -6,6 +6,7 @@ Shapes: N keys, D numbers a row.
 from __future__ import annotations
 
 import itertools
+import string
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache, wraps
@@ -168,7 +169,7 @@ def DynamicVariable(  # noqa: N802 - SOK's name
     Args:
         dimension: D.
         initializer: None or "random": for "hbm" uniform in (-0.05, 0.05), for "hybrid" N(0, 1); "normal", "uniform"
-            (0 to 1), "ones", "zeros", or a number as text.
+            (0 to 1), "uniform:<low>:<high>", "normal:<mean>:<std>", "ones", "zeros", or a number as text.
         var_type: "hbm" or "hybrid" (default): here they differ in the initializer and in eviction alone.
         name, trainable: as of tf.Variable.
         constraint: None.
@@ -177,8 +178,8 @@ def DynamicVariable(  # noqa: N802 - SOK's name
         mode: as of `Variable`.
         seed: of initial values and admission.
         options: init_capacity, max_capacity (beyond it the key used longest ago goes; "kCustomized" is not known),
-            evict_strategy, filter_ratio. Options of GPU memory (max_hbm_for_vectors, ...) have no effect here; a
-            line of the log lists them.
+            evict_strategy, filter_ratio, most_keys (beyond it a new key raises). Options of GPU memory
+            (max_hbm_for_vectors, ...) have no effect here, and a line of the log tells so.
     """
     tf = tensorflow()
     kind = var_type or "hybrid"
@@ -207,8 +208,12 @@ def _law(given: Any, kind: str) -> Any:
     if given in known:
         return known[given]
     try:
+        if isinstance(given, str) and given.count(":") == 2:
+            law, first, second = given.split(":")
+            low, high = float(first), float(second)
+            return {"uniform": UniformInit(low=low, high=high), "normal": NormalInit(mean=low, std=high)}[law]
         return ConstantInit(value=float(given))
-    except (TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         raise ConfigError(
             "no such initializer", value=str(given), allowed=f"{', '.join(known)}, random, a number"
         ) from None
@@ -221,6 +226,7 @@ def _options(kind: str, given: dict[str, Any], name: str) -> dict[str, Any]:
     if without:
         _log.info("variable %r: %s have no effect here", name, ", ".join(without))
     capacity, most = rest.pop("init_capacity", None), rest.pop("max_capacity", None)
+    limit = rest.pop("most_keys", None)
     strategy, ratio = rest.pop("evict_strategy", "kLru"), float(rest.pop("filter_ratio", 1.0))
     if rest:
         raise ConfigError("unknown options", where=f"variable {name!r}", value=", ".join(rest))
@@ -228,6 +234,8 @@ def _options(kind: str, given: dict[str, Any], name: str) -> dict[str, Any]:
         raise ConfigError("no such evict_strategy", where=f"variable {name!r}", value=str(strategy), allowed="'kLru'")
     if most is not None and kind == "hybrid":
         out |= {"max_capacity": int(most), "when_full": "evict"}
+    if limit is not None:
+        out |= {"max_capacity": int(limit), "when_full": "raise"}
     if capacity is not None:
         out["initial_capacity"] = min(int(capacity), int(most) if "max_capacity" in out else int(capacity))
     if ratio < 1.0:
@@ -253,6 +261,12 @@ def filter_variables(variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the variables with tables, and the others."""
     own = [one for one in variables if isinstance(getattr(one, "viviane_table", None), Table)]
     return own, [one for one in variables if not isinstance(getattr(one, "viviane_table", None), Table)]
+
+
+def file_name(variable: Any) -> str:
+    """Return a table's name in files: punctuation becomes an underline."""
+    name = table_of(variable).config.name
+    return "".join("_" if one in string.punctuation else one for one in name)
 
 
 def rows_of(variable: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,6 @@
 import sys
 
 if __name__ == "sparse_operation_kit":  # and not where a tool imports all modules of the package
-    import viviane.tensorflow
+    from viviane.tensorflow.run import own_modules
 
-    sys.modules[__name__] = viviane.tensorflow
+    sys.modules.update(own_modules())
