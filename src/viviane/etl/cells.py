@@ -24,7 +24,7 @@ _WANTED: Final = {
     "int": "a whole number of 64 bits",
     "string": "UTF-8 text",
     "hex": "1 to 16 hexadecimal digits",
-    "timestamp": "a date and time such as 2014-05-31 23:59:59",
+    "timestamp": "a date and time such as 2014-05-31 23:59:59 or 2014-05-31T23:59:59+02:00",
 }
 _LOW_HALF, _LETTER, _ZERO, _SIX, _SIXTEEN = (  # the same byte eight times, for a text of eight digits as one word
     np.uint64(byte * 0x0101010101010101) for byte in (0x0F, 0x40, ord("0"), 6, 16)
@@ -123,6 +123,8 @@ def _scalars(array: Any, kind: str) -> tuple[Any, list[int]]:
         array = pc.ascii_trim_whitespace(text)
         if kind == "timestamp":  # times without a zone are taken as they are: so are those with UTC
             array = pc.replace_substring_regex(array, r"([0-9])(Z| UTC)$", r"\1")
+            array, more = _times(array)
+            bad = sorted({*bad, *more})
     if array.type != SCALARS[kind]:
         array, more = cast_cells(array, SCALARS[kind])
         bad = sorted({*bad, *more})
@@ -130,6 +132,18 @@ def _scalars(array: Any, kind: str) -> tuple[Any, list[int]]:
         array, infinite = _finite(array)
         bad = sorted({*bad, *infinite})
     return array, bad
+
+
+def _times(text: Any) -> tuple[Any, list[int]]:
+    """Turn times with an offset, such as +01:00, into UTC, beside times without one."""
+    offset = pc.fill_null(pc.match_substring_regex(text, r":[0-9.]+[+-][0-9]{2}(:?[0-9]{2})?$"), False)
+    positions = np.flatnonzero(offset.to_numpy(zero_copy_only=False))
+    if len(positions) == 0:
+        return text, []
+    zoned, bad_zoned = cast_cells(text.filter(offset), pa.timestamp("us", "UTC"))
+    plain, bad = cast_cells(pc.if_else(offset, pa.scalar(None, pa.string()), text), SCALARS["timestamp"])
+    joined = pc.replace_with_mask(plain, offset, zoned.cast(SCALARS["timestamp"]))
+    return joined, sorted({*bad, *positions[bad_zoned].tolist()})
 
 
 def _finite(array: Any) -> tuple[Any, list[int]]:
