@@ -29,6 +29,7 @@ from viviane.serving.parameter_server.tables import ServedTables
 from viviane.serving.settings import SessionSettings
 from viviane.serving.statistics import Recorder, SessionStatistics
 from viviane.serving.versions import find_version
+from viviane.store.stream import StreamAddress
 from viviane.training.checkpoint.load import copy_dense
 from viviane.training.checkpoint.tensor_files import tensors_of_bytes
 
@@ -96,6 +97,9 @@ class InferenceSession:
         device = resolve_device(self.settings.device)
         if isinstance(tables, Mapping):
             tables = TableSettings.from_dict(dict(tables), where="tables")
+        if tables is not None and tables.updates is not None:
+            # Before the model is loaded, which may take minutes: a dead broker or a missing topic raises at once.
+            StreamAddress.of(tables.updates.address).partitions(tables.updates.settings)
         model = load_model(folder, device, module, tables=tables, version=self.version)
         self.tables = model.tables
         self.device, self.schema, self.model_name = device, model.schema, model.name

@@ -1,5 +1,6 @@
 """Training publishes to a real broker; a served model follows, row by row and publication by publication."""
 
+import socket
 import threading
 import time
 from itertools import pairwise
@@ -75,6 +76,25 @@ def test_a_dead_broker_or_a_missing_topic_raise_at_the_start(broker: Any, saved:
         with pytest.raises(RemoteError, match=message):
             InferenceSession(saved, device="cpu", tables={"host": {}, "updates": {"address": address}})
         assert time.monotonic() - start < 8  # two starts of at most 3 s, and loading the model
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed port", "never answers"])
+def test_an_unreachable_broker_raises_within_3_s_before_the_model_loads(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr("viviane.serving.session.load_model", load)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if is_open:
+            listener.listen()
+        address = f"kafka://127.0.0.1:{listener.getsockname()[1]}/t"
+        start = time.monotonic()
+        with pytest.raises(RemoteError, match="no broker answers"):
+            InferenceSession(saved, device="cpu", tables={"host": {}, "updates": {"address": address}})
+        assert time.monotonic() - start < 3
 
 
 def test_scores_of_a_publication_are_never_mixed(broker: Any, topic: str, rows: dict[str, Any], tmp_path: Path) -> None:
