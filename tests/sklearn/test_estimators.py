@@ -55,7 +55,7 @@ def test_fits_text_labels_and_predicts_calibrated_probabilities(fitted: Any, cli
     assert list(fitted.feature_names_in_) == ["site", "price", "device"]
     assert fitted.validation_["auc"] > 0.6
     assert [one.kind for one in fitted.columns_] == ["category", "number", "category"]
-    assert len(fitted.members_) == 3
+    assert len(fitted.members_) == 4
     assert len(fitted.histories_) == 6
 
 
