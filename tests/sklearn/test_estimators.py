@@ -56,7 +56,7 @@ def test_fits_text_labels_and_predicts_calibrated_probabilities(fitted: Any, cli
     assert fitted.validation_["auc"] > 0.6
     assert [one.kind for one in fitted.columns_] == ["category", "number", "category"]
     assert len(fitted.members_) == 4
-    assert len(fitted.histories_) == 6
+    assert len(fitted.histories_) == 8  # four members, two folds
 
 
 def test_the_blend_is_one_graph_that_predicts_the_weighed_logits(fitted: Any, clicks: Any, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_refuses_rows_and_labels_that_cannot_be(clicks: Any, fitted: Any) -> Non
     frame, y = clicks
     with pytest.raises(NotFittedError):
         vv.CTRClassifier().predict(frame)
-    with pytest.raises(DataError, match="one class"):
+    with pytest.raises(DataError, match="single class"):
         vv.CTRClassifier(verbose=0).fit(frame, np.zeros(ROWS))
     with pytest.raises(ValueError, match="binary"):
         vv.CTRClassifier(verbose=0).fit(frame, np.arange(ROWS) % 3)

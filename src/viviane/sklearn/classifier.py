@@ -178,7 +178,7 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
                 f"{len(self.classes_)} classes"
             )
         if len(self.classes_) < 2:
-            raise DataError("y has a single class", value=list(self.classes_))
+            raise DataError("y has a single class", value=self.classes_.tolist())
         return codes.astype(np.float64)
 
     def _members(self, encoded: Encoded, size: Size) -> list[Member]:
