@@ -1,4 +1,4 @@
-"""What a norm has summed is summed anew when another backward pass follows before the step."""
+"""The sums of a norm are computed again when another backward pass follows before the step."""
 
 import torch
 

@@ -101,7 +101,7 @@ def test_what_is_put_beside_a_lookup_is_not_copied_again() -> None:
 
 
 def test_history_is_right_whatever_is_written_beside() -> None:
-    """Of a view of the rows, autograd would work the history out anew, since they are written to afterwards."""
+    """Of a view of the rows, autograd would rebuild the history, since they are written to afterwards."""
     own = collection(Margins(3, 2))
     out, front, behind = own(IDS), torch.ones(4, 3, requires_grad=True), torch.zeros(4, 2)
     squares = out.flat.square()  # keeps the vectors, which are not written to

@@ -98,7 +98,7 @@ def test_python_s_complaints_about_content_are_of_the_file() -> None:
 
 
 def crafted(file: Path, change) -> Path:
-    """Write the members of an etl.zip anew with matching check sums, after `change` of a dict of them."""
+    """Rewrite the members of an etl.zip with matching check sums, after `change` of a dict of them."""
     import hashlib
 
     with zipfile.ZipFile(file) as archive:

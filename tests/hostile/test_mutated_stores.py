@@ -47,7 +47,7 @@ class Target:
     """A file, what reads it, and how the checksums beside it are corrected.
 
     Args:
-        file: path inside the folder of all samples; its first part is copied anew for each case.
+        file: path inside the folder of all samples; its first part is copied for each case.
         load: gets the folder.
         seal: gets the folder.
         structured: a mutation that knows the format.
@@ -101,7 +101,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seal_manifest(file: Path) -> None:
-    """Write a manifest's checksum of itself anew."""
+    """Recompute a manifest's checksum of itself."""
     body = json.loads(file.read_text())
     if body.pop("sha256", None) is not None:
         text = json.dumps(body, sort_keys=True, separators=(",", ":"))
@@ -110,7 +110,7 @@ def seal_manifest(file: Path) -> None:
 
 
 def seal_files(folder: Path) -> None:
-    """Write sizes and checksums of a folder's files into its manifest anew."""
+    """Recompute sizes and checksums of a folder's files in its manifest."""
     body = json.loads((folder / "manifest.json").read_text())
     files = body["files"]
     for entry in files if isinstance(files, list) else files.values():
@@ -121,7 +121,7 @@ def seal_files(folder: Path) -> None:
 
 
 def seal_sums(file: Path) -> None:
-    """Write the checksums of an index or a recommender anew."""
+    """Recompute the checksums of an index or a recommender."""
     body = json.loads(file.read_text())
     body["sha256"] = {name: file_sha256(file.parent / name) for name in body["sha256"]}
     file.write_text(json.dumps(body))

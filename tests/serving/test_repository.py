@@ -130,7 +130,7 @@ def test_no_request_fails_or_mixes_versions_while_versions_change(versions, raw)
         thread.start()
     for _ in range(3):
         repository.load("ctr", version=2)
-        repository.load("ctr", version=1)  # anew, in place of the one that was loaded
+        repository.load("ctr", version=1)  # again, replacing the one that was loaded
         wait_for_more(counts, 1)
         repository.unload("ctr", 2)
         wait_for_more(counts, 0)

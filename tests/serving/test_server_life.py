@@ -181,7 +181,7 @@ def test_models_come_and_go_under_load(models, raw) -> None:
             thread.start()
         control, other = Http(server), Grpc(server)
         for _ in range(3):
-            assert control.post("/v2/repository/models/ctr/load", {}).status == 200  # anew, beside the old one
+            assert control.post("/v2/repository/models/ctr/load", {}).status == 200  # again, next to the old one
             other.ask("RepositoryModelUnload", model_name="ctr")
             assert control.get("/v2/models/ctr/ready").status == 404
             assert control.get("/v2/health/ready").status == 503  # no model is loaded

@@ -160,7 +160,7 @@ def test_why_steps_are_not_recorded_is_said_once(replays, monkeypatch, caplog):
     monkeypatch.setattr(captured, "ineligible_reason", lambda step: reasons["now"])
     trainer = trainer_of("auto")
     train(trainer, range(3))
-    for table in ("user", "item"):  # what a recording takes for given changes: it is asked anew
+    for table in ("user", "item"):  # what a recording takes for given changes: it is asked again
         trainer.module.tables.freeze(table)
         train(trainer, range(3, 5))
     assert [one.message for one in caplog.records] == ["training step: eager: the module is a custom module"]
@@ -317,7 +317,7 @@ class Graph:
     ids=["taken", "not taken", "not taken by another process", "nothing to resolve", "failed"],
 )
 def test_keys_are_not_resolved_ahead_where_that_is_in_vain(first, fails, was_taken, elsewhere, again):
-    """All processes then record anew without it, for this shape and all later ones."""
+    """All ranks then capture again without it, for this shape and all later ones."""
     recorder = graph_capture.GraphCapture.__new__(graph_capture.GraphCapture)
     group = SimpleNamespace(gather_data=lambda own: [own, elsewhere])
     recorder.step, recorder._separates_input = SimpleNamespace(group=group), True

@@ -46,7 +46,7 @@ class FileTier:
         layout: of the rows.
         num_ids: ids lie below this.
         durable: write rows to a journal first, so that a crash tears none. False is for a working file that is made
-            anew by each process: it is removed from the folder as soon as it is open, and its disk is given back when
+            for each process: it is removed from the folder as soon as it is open, and its disk is given back when
             it is closed or the process ends, however that is.
         name: in messages.
 

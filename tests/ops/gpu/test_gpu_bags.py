@@ -95,7 +95,7 @@ def test_a_storage_of_many_bags(device, size, weighted):
 
 @pytest.mark.parametrize("singles", [0, 2])
 def test_rows_of_gradients_may_lie_farther_apart_from_step_to_step(device, singles, monkeypatch):
-    """The place of gradients is made in forward for what came last, and anew where that was wrong: the same bits."""
+    """The place of gradients is made in forward for what came last, and again if that was wrong: the same bits."""
     weights = []
     for prepares in (True, False):
         if not prepares:

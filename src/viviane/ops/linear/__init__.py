@@ -3,7 +3,8 @@
 Shapes: B rows, k inputs, n outputs.
 
 On the CPU, without gradients, each output is summed in one order, which depends on n and k alone. A row's prediction is
-then the same number in a batch of any size and on any number of threads. Where `reason` says so, plain torch serves.
+then the same number in a batch of any size and on any number of threads. Where `reason` returns a reason, plain torch
+computes it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def linear(
 
 
 def reason(x: Tensor, weight: Tensor) -> str | None:
-    """Say why plain torch serves these inputs, or None where the kernel does.
+    """Return the reason why plain torch is used for these inputs, or None if the kernel does.
 
     Example:
         >>> reason(torch.ones(1, 2), torch.ones(1, 2))
@@ -68,7 +69,7 @@ def reason(x: Tensor, weight: Tensor) -> str | None:
 
 @cache
 def machine_reason() -> str | None:
-    """Say why the kernel does not run on this machine, or None.
+    """Return the reason why the kernel does not run on this machine, or None.
 
     Example:
         >>> machine_reason() is None or isinstance(machine_reason(), str)

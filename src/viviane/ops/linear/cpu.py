@@ -45,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool, cross: tu
 def pack(weight: Tensor) -> Tensor:
     """Return weights (n, k) as the kernel reads them: panels of 16 outputs, (ceil(n / 16), k, 16); a few as they are.
 
-    Zeros stand behind the last output.
+    The last panel is filled with zeros.
     """
     n, k = weight.shape
     weight = weight.detach()

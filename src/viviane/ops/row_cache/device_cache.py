@@ -206,7 +206,7 @@ class DeviceRowCache:
             return self._remove(places[places >= 0])
 
     def evict_older(self, seconds: float) -> int:
-        """Remove rows that nobody has read for so long, and return how many."""
+        """Remove rows that were not read for that long, and return how many."""
         with self._turn:
             held = np.flatnonzero(self._at >= 0)
             removed = self._remove(held[self._uses()[held] < _now() - seconds * _TICKS])
