@@ -72,6 +72,8 @@ def test_a_prediction_that_is_not_finite_names_its_row():
 def test_uneven_batches_equal_one_batch_and_reset_forgets(name):
     generator = torch.Generator().manual_seed(1)
     p, y, w = torch.rand(1000, generator=generator), torch.rand(1000, generator=generator).round(), torch.rand(1000)
+    if name == "rauc":
+        w = torch.ones(1000)  # it counts pairs, and refuses other weights
     whole, parts = build_metric(name), build_metric(name)
     parts.update(1 - p, y, w)
     parts.reset()

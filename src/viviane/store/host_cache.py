@@ -35,7 +35,7 @@ class HostCacheTier:
         name: in messages.
 
     Example:
-        >>> from viviane.store.row_layout import Column
+        >>> from viviane.store.row_layout import Column, RowLayout
         >>> from viviane.store.array import ArrayTier
         >>> layout = RowLayout([Column("weight", "float32", 2)])
         >>> tier = HostCacheTier(ArrayTier(layout, 100), 100, max_rows=2)
