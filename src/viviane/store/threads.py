@@ -30,6 +30,10 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_workers(), thread_name_prefix="viviane-rows")
 
 
+if hasattr(os, "register_at_fork"):  # a forked process has none of the threads, and would wait for them forever
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 def run_all(jobs: Sequence[Callable[[], object]]) -> None:
     """Run jobs at the same time and return when all have ended; raise the first error.
 
