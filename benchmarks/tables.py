@@ -55,6 +55,38 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
+def shape_of(figure: Figure) -> dict[str, Any]:
+    """Return the shape of a figure; old lines have a list or none."""
+    shape = figure.get("shape")
+    return shape if isinstance(shape, dict) else {} if shape is None else {"shape": shape}
+
+
+def cases(figures: list[Figure]) -> list[str]:
+    """Return the case of each figure, with the parts of its shape in which figures of one name differ.
+
+    Example:
+        >>> common = {"case": "lookup", "metric": "time"}
+        >>> cases([{**common, "shape": {"batch": 1, "dim": 8}}, {**common, "shape": {"batch": 64, "dim": 8}}])
+        ['lookup (batch 1)', 'lookup (batch 64)']
+    """
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for figure in figures:
+        alike.setdefault((figure["case"], figure["metric"]), []).append(shape_of(figure))
+    named = []
+    for figure in figures:
+        shapes, own = alike[figure["case"], figure["metric"]], shape_of(figure)
+        differ = [part for part in own if any(other.get(part) != own[part] for other in shapes)]
+        text = ", ".join(f"{part.replace('_', ' ')} {_plain(own[part])}" for part in differ)
+        named.append(f"{figure['case']} ({text})" if text else figure["case"])
+    return named
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
 def row(figure: Figure) -> list[str]:
     value = f"**{number(figure['value'])}** {figure['unit']}"
     if figure.get("spread"):
@@ -85,7 +117,7 @@ def table(figures: list[Figure]) -> str:
     parts = []
     for machine in dict.fromkeys(figure["machine"] for figure in figures):
         here = [figure for figure in figures if figure["machine"] == machine]
-        rows = [row(figure) for figure in here]
+        rows = [[case, *row(figure)[1:]] for case, figure in zip(cases(here), here, strict=True)]
         kept = [i for i in range(len(headings)) if any(line[i] for line in rows)]
         lines = [[headings[i] for i in kept], ["---" for _ in kept], *([line[i] for i in kept] for line in rows)]
         text = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

@@ -57,6 +57,26 @@ def test_a_figure_carries_its_circumstances(recorder: ModuleType, tmp_path: Path
     assert set(figure) >= {"commit", "date", "spread", "goal", "floor", "peer", "peer_value", "shape"}
 
 
+def test_figures_of_one_name_show_the_shape_in_which_they_differ(recorder: ModuleType, tmp_path: Path) -> None:
+    keep(recorder, 3.0, shape={"batch": 1024, "dim": 16})
+    keep(recorder, 1.0, shape={"batch": 64, "dim": 16})
+    where = page(tmp_path, "reader")
+    assert tables(tmp_path).returncode == 0
+    text = where.read_text()
+    assert "| one-hot (batch 1,024) | speed, more is better | **3** M rows/s |" in text
+    assert "| one-hot (batch 64) | speed, more is better | **1** M rows/s |" in text
+
+
+def test_every_row_of_the_benchmarks_page_has_a_name_of_its_own() -> None:
+    """Rows of one name and different values would not tell a reader which is which."""
+    module = script("tables")
+    for bench, figures in module.load(BENCHMARKS / "results").items():
+        for machine in {figure["machine"] for figure in figures}:
+            here = [figure for figure in figures if figure["machine"] == machine]
+            names = [(case, figure["metric"]) for case, figure in zip(module.cases(here), here, strict=True)]
+            assert len(names) == len(set(names)), f"{bench}, {machine}"
+
+
 def test_a_small_run_keeps_nothing(
     recorder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
