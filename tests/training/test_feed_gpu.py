@@ -104,7 +104,7 @@ def test_rows_go_to_the_gpu_in_the_order_of_the_files(plain, monkeypatch):
 
 
 def test_what_cannot_be_put_in_order_on_the_gpu_is_refused_or_goes_by_the_host(rows, plain, monkeypatch):
-    with pytest.raises(ConfigError, match=r"column 'seen' may have any number of ids"):
+    with pytest.raises(ConfigError, match=r"bags of column 'seen' have no fixed hotness"):
         DeviceFeed.open(rows, 768, GPU, shuffle=True, shuffle_on="device")
     with pytest.raises(ConfigError, match="the reader does not shuffle"):
         DeviceFeed.open(plain, 768, GPU, shuffle_on="device")

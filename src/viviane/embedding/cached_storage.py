@@ -28,7 +28,7 @@ from viviane.embedding.state import TableState
 from viviane.embedding.storage import ZERO_ROWS, RuleRange, Storage, check_content
 from viviane.embedding.tier_rows import TierRows, bytes_of
 from viviane.ops.native.pages import advise_huge_pages
-from viviane.ops.row_update import Scratch, initial_state, norm_squared, state_shape
+from viviane.ops.row_update import Entries, Scratch, initial_state, norm_squared, sort_entries, state_shape
 from viviane.store import ArrayTier, FileTier, HostCacheTier, RowLayout, Tier, TierStats
 from viviane.store.slots import Admission, CacheFullError, Region, SlotMap
 from viviane.store.streams import TransferStreams
@@ -246,7 +246,8 @@ class CachedStorage(Storage):
                 "backward through a lookup whose step is over: rows in tiers may have left their slots",
                 fix="look the batch up again",
             )  # fmt: skip
-        self._leases.append(lease)
+        if not any(one is lease for one in self._leases):  # the features of a batch share one
+            self._leases.append(lease)
 
     def finish_moves(self) -> None:
         """Wait until no row is on its way."""
@@ -296,18 +297,35 @@ class CachedStorage(Storage):
             self.slots.mark_dirty(rows.numpy())
             return ExitStack()
         # The host does not read which rows a device moves: all of the batch in the tables that move may be.
-        slots = np.concatenate([lease.slots for lease in self._leases]) if self._leases else np.empty(0, np.int64)
-        for name in self.waiting_tables():
-            base = self.bases[name]
-            self.slots.mark_dirty(slots[(slots >= base) & (slots < base + self.room[name])])
+        moving = self.waiting_tables()
+        for lease in self._leases:
+            if len(moving) == len(self.tables):
+                self.slots.mark_dirty(lease.slots)
+                continue
+            for name in moving:
+                inside = (lease.slots >= self.bases[name]) & (lease.slots < self.bases[name] + self.room[name])
+                self.slots.mark_dirty(lease.slots[inside])
         return ExitStack()
+
+    def _sort_ahead(self, rows: Tensor) -> None:
+        """Leave it to the step, which sorts by the rows' names."""
+
+    def _names_of(self, slots: Tensor) -> Tensor:
+        return self._moves.names[slots.to(torch.int64)].to(slots.dtype)
+
+    def _entries(self) -> Entries:
+        """Return all entries that wait, on a GPU by rising row: how it rounds a sum depends on that order."""
+        if self._all is None and self.weight.is_cuda:
+            entries = self._joined()
+            _, order = sort_entries(self._names_of(entries.rows), self.key_null + ZERO_ROWS)
+            self._all = replace(entries, rows=entries.rows[order.to(torch.int64)], order=order)
+        return super()._entries()
 
     def norm_squared(self) -> Tensor:
         """Return the sum of squares of the waiting gradients; summed in the order that a `Storage` has."""
         if self._summed is None and self.weight.is_cuda:
             entries = self._entries()
-            rows = self._moves.names[entries.rows.to(torch.int64)].to(entries.rows.dtype)
-            named = replace(entries, rows=rows, order=None, bound=self.key_null + ZERO_ROWS)
+            named = replace(entries, rows=self._names_of(entries.rows))
             return norm_squared(named, self.dim, num_rows=self.key_null, scratch=self._norm_scratch)
         rows, sums = self.summed_gradients()
         order = torch.argsort(self._moves.names[rows])

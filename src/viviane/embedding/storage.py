@@ -255,8 +255,11 @@ class Storage(TableStorage):
         read = [one for part in lookups for one in (part.rows, part.offsets, part.weights) if one is not None]
         with prepare_overlapped(device, self._scratch, read):
             joined = prepare_entries(lookups, size, width, apart)
-            prepare_rows(joined.rows, self._scratch, self.null_row + ZERO_ROWS)
+            self._sort_ahead(joined.rows)
             self._prepared = joined.placed()
+
+    def _sort_ahead(self, rows: Tensor) -> None:
+        prepare_rows(rows, self._scratch, self.null_row + ZERO_ROWS)
 
     @serialized
     def prepared_sources(self, lookup: StorageLookup, stride: int) -> Tensor | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,6 +16,10 @@ from viviane.embedding.config import TableConfig
 from viviane.embedding.initializers import fill_keys
 from viviane.ops.row_update import initial_state
 from viviane.store import RowLayout, Tier
+from viviane.store.threads import run_all, shares
+
+_SHARED_ROWS: Final = 512
+"""Fewer rows are not worth another thread."""
 
 
 class TierRows:
@@ -50,17 +56,22 @@ class TierRows:
     def beginning(self, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return rows as they are before the first step."""
         rows = self._layout.zeros(len(keys))
-        weight = torch.empty(len(keys), self._table.dim, dtype=self._table.torch_dtype)
-        given = torch.from_numpy(keys)
         if self.fill is not None:
-            self.fill(weight, given)
+            weight = torch.empty(len(keys), self._table.dim, dtype=self._table.torch_dtype)
+            self.fill(weight, torch.from_numpy(keys))
+            self._layout.column(rows, "weight")[:] = bytes_of(weight)
         else:
-            fill_keys(weight, given, self._table, self._seed)
-        self._layout.column(rows, "weight")[:] = bytes_of(weight)
+            parts = shares(len(keys), _SHARED_ROWS)
+            run_all([partial(self._fill, keys[low:high], rows[low:high]) for low, high in parts])
         for state, value in self._state.items():
             column = self._layout.column(rows, state)
             column[:] = np.full(column.shape[1] // 4, value, np.float32).view(np.uint8)
         return rows
+
+    def _fill(self, keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        weight = torch.empty(len(keys), self._table.dim, dtype=self._table.torch_dtype)
+        fill_keys(weight, torch.from_numpy(keys), self._table, self._seed)
+        self._layout.column(rows, "weight")[:] = bytes_of(weight)
 
 
 def bytes_of(values: Tensor) -> NDArray[np.uint8]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Final
+
+_MOST_SECONDS_AT_EXIT: Final = 10.0
 
 
 class RowMover:
@@ -33,6 +37,7 @@ class RowMover:
         self._state.raise_error()
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._state,), name=self._name, daemon=True)
+            _running[self._thread] = self._state
             self._thread.start()
         self._given += 1
         self._state.jobs.put(job)
@@ -70,6 +75,19 @@ class _State:
     def raise_error(self) -> None:
         if self.error is not None:
             raise self.error
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, _State] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let threads end before the interpreter does: one that returns from a driver's call later aborts the process."""
+    threads = list(_running.items())
+    for _, state in threads:
+        state.jobs.put(None)
+    for thread, _ in threads:
+        thread.join(_MOST_SECONDS_AT_EXIT)
 
 
 def _run(state: _State) -> None:

@@ -1,5 +1,7 @@
 """Row updates on a GPU against the plain truth in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -8,7 +10,17 @@ import triton.language as tl
 from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import use_implementation
-from viviane.ops.row_update import Entries, Scratch, gpu, initial_state, norm_squared, reference, rounding, state_shape
+from viviane.ops.row_update import (
+    Entries,
+    Scratch,
+    gpu,
+    initial_state,
+    norm_squared,
+    reference,
+    rounding,
+    sort_entries,
+    state_shape,
+)
 from viviane.ops.triton_parts.arithmetic import rounded
 
 ON_GPU = torch.cuda.is_available()
@@ -174,6 +186,32 @@ def test_numbers_on_the_device_give_the_bits_of_numbers(device, name):
         gpu.update_rows(weights[1], states[1], entries, rule, lr=rate, step=age, seed=start, scratch=Scratch())
     assert torch.equal(*weights)
     assert all(torch.equal(states[0][part], states[1][part]) for part in states[0])
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam", "row-wise adagrad"])
+def test_rows_in_other_places_get_the_same_bits_in_a_given_order(device, rule):
+    """Law: with `order`, sums depend on the order of the entries alone, and not on the numbers of the rows."""
+    rule, num_rows, dim = RULES[rule], 12, 5
+    entries = make_entries(device, MANY, num_rows, dim)
+    places = torch.randperm(num_rows, generator=random(3)).to(device)
+    found = []
+    for place in (torch.arange(num_rows, device=device), places):
+        weight = torch.zeros(num_rows, dim, device=device)
+        state = {
+            name: torch.full(state_shape(name, weight, rule), value, device=device)
+            for name, value in initial_state(rule).items()
+        }
+        rows, order = sort_entries(entries.rows)
+        known = (rows >= 0) & (rows < num_rows)
+        rows = torch.where(known, place.to(rows.dtype)[rows.clamp(0, num_rows - 1).to(torch.int64)], rows)
+        moved = replace(entries, rows=rows, order=order)
+        with use_implementation("gpu"):
+            gpu.update_rows(weight, state, moved, rule, lr=0.1, step=1, scratch=Scratch())
+            sums = torch.zeros(num_rows, dim, device=device)
+            own, summed = gpu.sum_rows(moved, dim, first_row=0, num_rows=num_rows, scratch=Scratch())
+        sums[own] = summed
+        found.append([one[place] for one in (weight, sums, *state.values())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -108,6 +108,11 @@ class DeviceRowCache:
     def __len__(self) -> int:
         return self._near.held + self._far.held
 
+    @property
+    def num_device_places(self) -> int:
+        """Places below this number are in the GPU's memory, the others in the host's."""
+        return self._near.size
+
     # Reading ----------------------------------------------------------------------------------------------------
 
     def find_into(self, keys: Tensor, tables: Tensor, out: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ __all__ = [
     "norm_squared",
     "prepare_overlapped",
     "prepare_rows",
+    "sort_entries",
     "state_shape",
     "sum_rows",
     "update_rows",
@@ -141,6 +142,23 @@ def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> No
     """
     if rows.is_cuda and len(rows) and choose(rows.device) == "gpu":
         implementation("row_update", rows.device).prepare_rows(rows, scratch, bound)
+
+
+def sort_entries(rows: Tensor, bound: int | None = None) -> tuple[Tensor, Tensor]:
+    """Sort rows, those of equal rows in the order of the entries: (N,) rising rows, and the entry that each came from.
+
+    Args:
+        rows: (N,), int32 or int64.
+        bound: as in `Entries`.
+
+    Example:
+        >>> [part.tolist() for part in sort_entries(torch.tensor([7, 2, 7]))]
+        [[2, 7, 7], [1, 0, 2]]
+    """
+    if choose(rows.device) == "gpu":
+        found, order = implementation("row_update", rows.device).sort_entries(rows, Scratch(), bound)
+        return found, order
+    return torch.sort(rows, stable=True)
 
 
 def prepare_overlapped(device: torch.device, scratch: Scratch, reads: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -21,8 +21,8 @@ class Entries:
         weights: (N,), float32, or None for ones.
         aligned: a power of two that divides every number in `sources`; 4 and more let a GPU load in wide pieces.
         bound: of rows that are all 0 <= row < bound, which lets a GPU sort them by fewer bits; None: not known.
-        order: 0, 1, to N - 1, int32, on the rows' device, where the rows rise already and a GPU need not sort them;
-            None: not known.
+        order: (N,), on the rows' device, where equal rows are neighbours already and a GPU need not sort them: of each
+            row the entry whose source and weight it has, 0, 1, to N - 1 where these are sorted, too; None: not known.
     """
 
     rows: Tensor
