@@ -14,7 +14,7 @@ import torch
 from record import record
 from viviane.batch import Bag
 from viviane.config import SGD
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, plan
+from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, lookup
 
 ROWS, DIM, TABLES = 100_000, 16, 26
 UNCHECKED = {
@@ -46,7 +46,7 @@ def main() -> None:
         times: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * repeat + 6):
             checked = number % 4 in (0, 3)  # each goes first as often as the other
-            with nullcontext() if checked else mock.patch.multiple(plan, **UNCHECKED), torch.no_grad():
+            with nullcontext() if checked else mock.patch.multiple(lookup, **UNCHECKED), torch.no_grad():
                 start = time.process_time()
                 collection(given)
                 taken = time.process_time() - start

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from viviane.batch import Bag, Batch, Layout
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
-from viviane.embedding.gradients import join_entries
+from viviane.embedding.table_storage import join_entries
 
 # float32 against float64 over three steps of numbers near 1.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from viviane.config import SGD
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, wide_rows
-from viviane.embedding.buffers import Buffers
-from viviane.embedding.wide_rows import Margins, WideRows
+from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, buffers
+from viviane.embedding.buffers import Buffers, Margins, WideRows
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 IDS = {"a": torch.tensor([3, 0, 8, 8]), "b": torch.tensor([1, 2, 2, 5])}
@@ -157,9 +156,9 @@ def test_memory_is_used_again_when_nothing_refers_to_the_whole() -> None:
 def test_what_was_refused_is_recorded_as_it_ran_first(monkeypatch):
     """One step may be all that runs before a recording, and that had room: its kernels are there."""
     margins, device = Margins(8, 0), torch.device("cuda")
-    monkeypatch.setattr(wide_rows, "is_capturing", lambda device: False)
+    monkeypatch.setattr(buffers, "is_capturing", lambda device: False)
     assert margins.applies(8, torch.float16, device)
     margins.refused.add(torch.float16)
     assert not margins.applies(8, torch.float16, device)
-    monkeypatch.setattr(wide_rows, "is_capturing", lambda device: True)
+    monkeypatch.setattr(buffers, "is_capturing", lambda device: True)
     assert margins.applies(8, torch.float16, device)

@@ -8,10 +8,10 @@ import torch
 import viviane.model.module
 from viviane.batch import Batch
 from viviane.config import SGD, AdaGrad
-from viviane.embedding import wide_rows
-from viviane.embedding.wide_rows import WideRows
+from viviane.embedding import buffers
+from viviane.embedding.buffers import WideRows
 from viviane.model import DenseLayer, GraphModule, Input, SparseEmbedding, plan_graph
-from viviane.model.concat_in_place import ConcatInPlace
+from viviane.model.module import ConcatInPlace
 from viviane.schema import Schema
 
 SCHEMA = Schema(
@@ -179,8 +179,8 @@ def test_in_a_recording_other_inputs_are_put_beside_the_lookup_before_it_is_wait
     monkeypatch.setattr(viviane.model.module, "_records", lambda batch: True)
     same(truth, trained(own, (8, 1, 300)))
     assert order == ["put"] * 5
-    wide = wide_rows._Join.forward
-    monkeypatch.setattr(wide_rows._Join, "forward", lambda ctx, memory, wanted, *parts: (
+    wide = buffers._Join.forward
+    monkeypatch.setattr(buffers._Join, "forward", lambda ctx, memory, wanted, *parts: (
         order.append(wanted), wide(ctx, memory, wanted, *parts))[1])  # fmt: skip
     own(batch(8, 0))
     assert order[5:] == ["put", (False, False, False)]

@@ -17,7 +17,7 @@ from test_sharded_collection import FEATURES, plans, tables
 
 from viviane.config import SGD, AdaGrad
 from viviane.embedding import FeatureConfig, TableConfig
-from viviane.embedding.wide_rows import Margins
+from viviane.embedding.buffers import Margins
 from viviane.parallel import Group, ShardedCollection, ShardingPlan, TablePlan, static_exchange
 from viviane.parallel.peers import ineligible_reason, open_peer_memory
 

@@ -26,7 +26,7 @@ from viviane.schema import Schema
 from viviane.training import Callback
 from viviane.training.graph.capture_rules import shape_mismatch_reason
 from viviane.training.graph.captured import CapturedSteps
-from viviane.training.step.executor import Diagnosis
+from viviane.training.step.program import Diagnosis
 
 HOTNESS = 3
 

@@ -14,9 +14,9 @@ from viviane.core.errors import ConfigError, DataError, NumericsError
 from viviane.data import write_dataset
 from viviane.report import write_report
 from viviane.schema import Schema
-from viviane.training.checks import check_binary_labels
 from viviane.training.history import History
 from viviane.training.step.objective import Objective
+from viviane.training.trainer_base import check_binary_labels
 
 
 @pytest.mark.parametrize("bad", [2.0, 3.0, -1.0, -0.01, 1.01, 1e30])

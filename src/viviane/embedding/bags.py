@@ -15,10 +15,9 @@ from viviane.batch import Bag
 from viviane.embedding.batch_keys import Keys
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic_config import AnyTable
-from viviane.embedding.gradients import join_weights
 from viviane.embedding.keys import BagRowMap, BagTooLong, RowMap, Violations, report
 from viviane.embedding.output import OutputColumns
-from viviane.embedding.table_storage import StorageLookup, TableStorage
+from viviane.embedding.table_storage import StorageLookup, TableStorage, join_weights
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.embedding_bag import entry_bags, mean_weights
 

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from viviane.batch import Bag, Batch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.embedding.batch_keys import AnyKeys
-from viviane.embedding.buffers import Buffers
+from viviane.embedding.buffers import Buffers, Margins
 from viviane.embedding.config import FeatureConfig
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import TableState, TableSummary
 from viviane.embedding.table_storage import StorageLookup, TableStorage
-from viviane.embedding.wide_rows import Margins
 
 
 class TableCollection(nn.Module, ABC):

@@ -14,7 +14,7 @@ from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, DataError, VivianeError, suggest
 from viviane.embedding.base import LocalCollection
 from viviane.embedding.batch_keys import AnyKeys, read_keys
-from viviane.embedding.buffers import Buffers, Memory, autocast_buffers
+from viviane.embedding.buffers import Buffers, Memory, WideRows, autocast_buffers, output_memory
 from viviane.embedding.cache_sizes import CacheSettings
 from viviane.embedding.cached_storage import CachedStorage
 from viviane.embedding.compiled import (
@@ -30,14 +30,21 @@ from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.keys import Violations
-from viviane.embedding.lookup import Lookup, arrive, gather, whole_table
+from viviane.embedding.lookup import (
+    Lookup,
+    LookupPlan,
+    LookupPlanner,
+    OneHotPlan,
+    arrive,
+    gather,
+    place_features,
+    whole_table,
+)
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
-from viviane.embedding.plan import LookupPlan, LookupPlanner, OneHotPlan, place_features
 from viviane.embedding.state import TableState, TableSummary, summarize
 from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import StorageLookup, TableStorage, begin_updates, sent
-from viviane.embedding.wide_rows import WideRows, output_memory
 from viviane.store.slots import CacheFullError
 
 _MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread

@@ -16,9 +16,15 @@ from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_content import load_entries, state_entries
-from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
-from viviane.embedding.locking import TableLock, serialized
-from viviane.embedding.table_storage import StorageLookup, TableStorage
+from viviane.embedding.table_storage import (
+    RowGradients,
+    StorageLookup,
+    TableLock,
+    TableStorage,
+    distinct_gradients,
+    join_entries,
+    serialized,
+)
 from viviane.ops.row_update import Entries
 
 

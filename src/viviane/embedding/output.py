@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, suggest
-from viviane.embedding.wide_rows import WideRows
+from viviane.embedding.buffers import WideRows
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from viviane.embedding.gradients import join_weights
-from viviane.embedding.table_storage import StorageLookup
+from viviane.embedding.table_storage import StorageLookup, join_weights
 from viviane.ops.embedding_bag import entry_sources
 from viviane.ops.row_update import Entries
 

@@ -20,15 +20,21 @@ from viviane.core.errors import CheckpointError, ConfigError
 from viviane.core.seeds import derive_seed
 from viviane.embedding.changed_marks import ChangedMarks
 from viviane.embedding.config import TableConfig
-from viviane.embedding.gradients import RowGradients, distinct_gradients, join_entries
 from viviane.embedding.initializers import fill_initial
-from viviane.embedding.locking import TableLock, serialized
 from viviane.embedding.prepared import Prepared, prepare_entries
 from viviane.embedding.row_mean import RowMean
 from viviane.embedding.row_snapshot import RowSnapshot
 from viviane.embedding.state import TableState
 from viviane.embedding.step_counters import StepCounters
-from viviane.embedding.table_storage import StorageLookup, TableStorage
+from viviane.embedding.table_storage import (
+    RowGradients,
+    StorageLookup,
+    TableLock,
+    TableStorage,
+    distinct_gradients,
+    join_entries,
+    serialized,
+)
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.native.pages import advise_huge_pages

@@ -1,24 +1,156 @@
 """The contract of a storage: what collections, optimizers and checkpoints use of rows, wherever the rows are.
 
+`RowGradients` wait for a step. A `TableLock` defines which threads may use a table at a time: compiled kernels work on
+its memory without Python's lock, so calls that change a table, and all calls of a dynamic table, run one after another.
+
 Shapes: B rows of the batch, S columns of vectors in a lookup, N entries, U distinct rows, D the width.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import wraps
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic_config import AnyTable
-from viviane.embedding.gradients import RowGradients
-from viviane.embedding.locking import TableLock
 from viviane.embedding.row_lease import RowLease
 from viviane.embedding.row_mean import RowMean
 from viviane.ops.capture import URGENT, branch
+from viviane.ops.row_update import Entries
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Gradients of one backward pass.
+
+    Args:
+        entries: looked-up rows of the storage and their gradients.
+        tables: names of the tables whose rows they may move.
+    """
+
+    entries: Entries
+    tables: frozenset[str]
+
+
+def distinct_gradients(waiting: Sequence[RowGradients]) -> Iterator[Tensor]:
+    """Give each flat gradient that waits, once."""
+    seen: set[int] = set()
+    for one in waiting:
+        if id(one.entries.gradients) not in seen:
+            seen.add(id(one.entries.gradients))
+            yield one.entries.gradients
+
+
+def join_entries(waiting: Sequence[Entries]) -> Entries:
+    """Join passes and parts into one list of entries; a gradient that parts share stays one."""
+    if len(waiting) == 1:
+        return waiting[0]
+    gradients: list[Tensor] = []
+    sources: list[Tensor] = []
+    start, aligned = 0, waiting[0].aligned
+    for one in waiting:
+        if not gradients or one.gradients is not gradients[-1]:
+            start += len(gradients[-1]) if gradients else 0
+            gradients.append(one.gradients)
+        assert one.sources is not None
+        sources.append(one.sources.to(torch.int64) + start if start else one.sources)
+        aligned = math.gcd(aligned, one.aligned, start)
+    weights = join_weights([one.weights for one in waiting], [one.rows for one in waiting])
+    flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+    return Entries(torch.cat([one.rows for one in waiting]), flat, torch.cat(sources), weights, aligned)
+
+
+def join_weights(weights: Sequence[Tensor | None], rows: Sequence[Tensor]) -> Tensor | None:
+    """Join the weights of lists of entries, flat, with ones where a list has none; None where no list has any.
+
+    Example:
+        >>> join_weights([None, torch.tensor([0.5])], [torch.tensor([3, 4]), torch.tensor([5])])
+        tensor([1.0000, 1.0000, 0.5000])
+    """
+    if all(one is None for one in weights):
+        return None
+    pairs = zip(weights, rows, strict=True)
+    own = [torch.ones(r.numel(), device=r.device) if w is None else w.reshape(-1) for w, r in pairs]
+    return own[0] if len(own) == 1 else torch.cat(own)
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+class TableLock:
+    """The lock of a table, which one thread may take several times; a copy of the table gets its own.
+
+    Example:
+        >>> with TableLock() as lock, lock:
+        ...     lock.claim("table 'user'")
+    """
+
+    def __init__(self) -> None:
+        self.reentrant = threading.RLock()
+        """What `with` takes and releases; `serialized` takes it directly, without a Python call."""
+        self._trainer: threading.Thread | None = None
+
+    def __reduce__(self) -> Any:
+        return TableLock, ()
+
+    def __enter__(self) -> TableLock:
+        self.reentrant.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reentrant.release()
+
+    def claim(self, where: str) -> None:
+        """Make the current thread the one that trains the table, until `free`; call it inside the lock.
+
+        Raises:
+            ConfigError: another thread trains it, and has not ended.
+        """
+        own = threading.current_thread()
+        if self._trainer is not None and self._trainer is not own and self._trainer.is_alive():
+            raise ConfigError(
+                "another thread is training this table: its looked-up rows wait for an update", where=where,
+                value=own.name, allowed=self._trainer.name,
+                fix="train a dynamic table from one thread at a time; step() or release() there ends its turn",
+            )  # fmt: skip
+        self._trainer = own
+
+    def free(self) -> None:
+        """Let any thread train the table next."""
+        self._trainer = None
+
+
+class Locked(Protocol):
+    """What has the lock that `serialized` takes."""
+
+    @property
+    def lock(self) -> TableLock:
+        """The lock."""
+
+
+_Owner = TypeVar("_Owner", bound=Locked)
+
+
+def serialized(
+    method: Callable[Concatenate[_Owner, _Parameters], _Result],
+) -> Callable[Concatenate[_Owner, _Parameters], _Result]:
+    """Let calls of a method wait for one another, and for those of other such methods of the same object."""
+
+    @wraps(method)
+    def one_at_a_time(self: _Owner, *args: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
+        with self.lock.reentrant:
+            return method(self, *args, **options)
+
+    return cast("Callable[Concatenate[_Owner, _Parameters], _Result]", one_at_a_time)
 
 
 class TableStorage(nn.Module, ABC):

@@ -28,7 +28,7 @@ from viviane.embedding import (
 from viviane.embedding.base import TableCollection
 from viviane.embedding.batch_keys import Keys, as_bag
 from viviane.embedding.keys import column_rule
-from viviane.embedding.plan import place_features
+from viviane.embedding.lookup import place_features
 from viviane.export import operators, plain
 from viviane.export.frozen_keys import FrozenKeys, freeze_keys
 from viviane.ops.key_rows import ColumnRule

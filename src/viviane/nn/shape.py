@@ -105,6 +105,13 @@ class Reshape(Layer):
 
     def build(self, init: Initializer) -> list[Shape]:
         """Work out the result's shape."""
+        shape = self._result()
+        before, after = rows_of(self.in_shapes[0]), rows_of(shape)
+        self._view = before.count, after.count, tuple(shape)
+        """Rows of the input and of the result for each row of the batch, and the result's shape."""
+        return [shape]
+
+    def _result(self) -> Shape:
         settings = cast(ReshapeParameters, self.settings)
         shape = self.one_input()
         rows = rows_of(shape)
@@ -112,28 +119,29 @@ class Reshape(Layer):
             if len(shape) != 2 or any(not 0 <= slot < shape[0] for slot in settings.slots):
                 raise self.refuse(f"(B, s, d) with s > {max(settings.slots, default=0)}, the largest selected slot")
             self.register_buffer("slots", torch.tensor(settings.slots, dtype=torch.int64), persistent=False)
-            return [with_rows((len(settings.slots) * shape[1],), rows)]
+            return with_rows((len(settings.slots) * shape[1],), rows)
         size = math.prod(shape)
         if settings.leading_dim is not None:
             wanted = (*((settings.time_step,) if settings.time_step else ()), settings.leading_dim)
             count, left = divmod(size * rows.count, math.prod(wanted))
             if left or not count:
                 raise self.refuse(f"an input whose {size * rows.count} elements a sample fill rows of {wanted}")
-            return [with_rows(wanted, Rows(count, rows.of_batch))]
+            return with_rows(wanted, Rows(count, rows.of_batch))
         wanted = settings.shape or ()
         known = math.prod(n for n in wanted if n != -1)
         if wanted.count(-1) == 1 and known and size % known == 0:
             wanted = tuple(size // known if n == -1 else n for n in wanted)
         if min(wanted, default=0) < 1 or math.prod(wanted) != size:
             raise self.refuse(f"an input whose {size} elements a row fill {wanted}")
-        return [with_rows(wanted, rows)]
+        return with_rows(wanted, rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the reshaped tensor."""
-        if cast(ReshapeParameters, self.settings).slots is not None:
-            x = x.index_select(1, cast(Tensor, self.slots))
-        before, after = rows_of(self.in_shapes[0]), rows_of(self.out_shapes[0])
-        return x.reshape(x.shape[0] * after.count // before.count, *self.out_shapes[0])
+        slots = self._buffers.get("slots")
+        if slots is not None:
+            x = x.index_select(1, slots)
+        before, after, shape = self._view
+        return x.reshape(x.shape[0] * after // before, *shape)
 
 
 class SliceParameters(Settings):

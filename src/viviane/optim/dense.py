@@ -1,4 +1,4 @@
-"""The optimizer of dense parameters: all parameters of a device are moved by a few calls.
+"""The learning-rate schedule, and the optimizer of dense parameters: a few calls update all parameters of a device.
 
 It is an ordinary `torch.optim.Optimizer` around a rule of `viviane.ops.rules`, so that dense weights and embedding
 tables follow the same arithmetic. Two formulas differ from torch.optim: epsilon is added to the plain root, and Adam's
@@ -18,7 +18,7 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor
 
-from viviane.config import AnyOptimizer
+from viviane.config import AnyOptimizer, Solver
 from viviane.core.errors import ConfigError, NumericsError
 from viviane.ops.rules import DenseNumbers, DenseRule, rule_of
 
@@ -199,3 +199,41 @@ def build_dense_optimizer(settings: AnyOptimizer, params: Iterable[Any], lr: flo
         options.pop(name, None)
     own = options.pop("lr")
     return DenseOptimizer(params, lr if own is None else own, own is not None, rule, **options)
+
+
+class LearningRateSchedule:
+    """Learning rates by step, the first step being 1; a pure function of the solver, so nothing is to be saved.
+
+        n < warmup_steps                    lr n / warmup_steps
+        decay_start == 0 or n < decay_start lr
+        n < decay_start + decay_steps       max(end_lr, lr ((decay_start + decay_steps - n) / decay_steps)^decay_power)
+        afterwards                          end_lr
+
+    Example:
+        >>> schedule = LearningRateSchedule(Solver(lr=1.0, warmup_steps=4, decay_start=6, decay_steps=2))
+        >>> [schedule.lr(n) for n in range(1, 10)]
+        [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.25, 0.0, 0.0]
+
+    Source: HugeCTR's LearningRateScheduler.
+    """
+
+    def __init__(self, solver: Solver) -> None:
+        self.solver = solver
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of step `step`, counted from 1."""
+        if step < 1:
+            raise ConfigError("steps count from 1", value=step)
+        solver = self.solver
+        if step < solver.warmup_steps:
+            return solver.lr * step / solver.warmup_steps
+        if solver.decay_start == 0 or step < solver.decay_start:
+            return solver.lr
+        left = solver.decay_start + solver.decay_steps - step
+        if left > 0:
+            return float(max(solver.end_lr, solver.lr * (left / solver.decay_steps) ** solver.decay_power))
+        return solver.end_lr
+
+    def factor(self, step: int) -> float:
+        """Return lr(step) / solver.lr: what an optimizer's own learning rate is multiplied by."""
+        return self.lr(step) / self.solver.lr

@@ -19,9 +19,9 @@ from viviane.embedding import (
     TableState,
     TableSummary,
 )
+from viviane.embedding.buffers import WideRows
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import summarize
-from viviane.embedding.wide_rows import WideRows
 from viviane.ops.capture import is_capturing
 from viviane.parallel.content import gather_table, scatter_rows, scatter_table
 from viviane.parallel.dedup_exchange import DedupInput

@@ -20,9 +20,8 @@ from torch.autograd.function import once_differentiable
 from viviane.batch import Batch
 from viviane.embedding import Storage
 from viviane.embedding.batch_keys import Keys
-from viviane.embedding.gradients import RowGradients
 from viviane.embedding.lookup import entries_at
-from viviane.embedding.table_storage import StorageLookup
+from viviane.embedding.table_storage import RowGradients, StorageLookup
 from viviane.ops.embedding_bag import gather_rows, pool_rows
 from viviane.ops.row_update import Entries, sum_rows
 from viviane.parallel.dedup_layout import Lookups, Width, lay_out_widths

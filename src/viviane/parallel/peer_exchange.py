@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from viviane.embedding.wide_rows import Margins, WideRows
+from viviane.embedding.buffers import Margins, WideRows
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import Columns, Segment, Segments, Source, cut_blocks, pack_rows, pool_columns
 from viviane.parallel.peers import SymmetricMemory, rounded

@@ -16,9 +16,8 @@ from viviane.config import SGD
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding import EmbeddingCollection, Storage
-from viviane.embedding.gradients import RowGradients
 from viviane.embedding.lookup import entries_of, flat_rows, hand_over
-from viviane.embedding.table_storage import StorageLookup
+from viviane.embedding.table_storage import RowGradients, StorageLookup
 from viviane.ops.row_update import Entries, Scratch, prepare_rows, update_rows
 from viviane.ops.rules import rule_of
 from viviane.parallel.group import Group

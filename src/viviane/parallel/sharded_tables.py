@@ -23,7 +23,7 @@ from viviane.embedding import (
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.initializers import fill_keys
 from viviane.embedding.keys import Violations
-from viviane.embedding.plan import place_features
+from viviane.embedding.lookup import place_features
 from viviane.ops.row_update import initial_state, state_shape
 from viviane.parallel.exchange import assemble
 from viviane.parallel.feature_shards import FeatureShard, check_features, part_table, pieces_of

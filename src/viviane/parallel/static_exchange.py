@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from viviane.embedding.batch_keys import Keys
-from viviane.embedding.buffers import Buffers
+from viviane.embedding.buffers import Buffers, WideRows, output_memory
 from viviane.embedding.lookup import hand_over, prepare
 from viviane.embedding.table_storage import StorageLookup
-from viviane.embedding.wide_rows import WideRows, output_memory
 from viviane.ops.capture import URGENT, branch, refuse_capture
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import cut_blocks, has_whole_rows, join_blocks, pack_rows, pool_columns

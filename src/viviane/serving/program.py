@@ -20,7 +20,7 @@ from torch import Tensor
 
 from viviane.batch import Batch, Layout
 from viviane.embedding import EmbeddingCollection
-from viviane.embedding.plan import OneHotPlan
+from viviane.embedding.lookup import OneHotPlan
 from viviane.model.module import GraphModule, Structure
 from viviane.nn.basic import Add, ReduceSum
 from viviane.nn.cross import FmOrder2, MultiCross, MultiCrossParameters, WeightMultiply

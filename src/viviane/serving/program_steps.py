@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ConfigError
-from viviane.embedding.plan import OneHotPlan
+from viviane.embedding.lookup import OneHotPlan
 
 _OPERANDS: Final = 2
 _ROOM: Final = 16

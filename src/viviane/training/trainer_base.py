@@ -1,11 +1,11 @@
-"""The trainer without `fit`: single steps, evaluation, prediction, checkpoints."""
+"""The trainer without `fit`: checks of labels and columns, single steps, evaluation, prediction, checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ from viviane.batch import Batch
 from viviane.config import AnyOptimizer, Solver
 from viviane.config.optimizers import optimizer_settings
 from viviane.core.device import resolve_device
-from viviane.core.errors import expect
+from viviane.core.errors import ConfigError, DataError, SchemaError, expect
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.renamed import renamed_method
 from viviane.data import DataPasses, Dataset
@@ -28,7 +28,6 @@ from viviane.training.checkpoint.random_state import group_random_state, restore
 from viviane.training.checkpoint.remote_run import RunMirror, staged
 from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.checkpoint.write import write_checkpoint
-from viviane.training.checks import check_binary_labels, check_columns
 from viviane.training.environment import torch_switches
 from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
 from viviane.training.feed import DeviceFeed
@@ -40,6 +39,66 @@ from viviane.training.step.precision import Precision, choose_precision
 from viviane.training.step.program import TrainStep
 from viviane.training.step.replays import Replays
 from viviane.training.trackers import Tracker
+
+
+def check_binary_labels(batch: Batch, schema: Schema, group: Group | None = None) -> None:
+    """Refuse binary labels outside [0, 1], except -1 for optional labels; the guard detects NaN.
+
+    A value between 0 and 1 counts as that fraction of a positive row. The project's own formats contain only 0 and 1,
+    and their reader checks it; HugeCTR's files may contain fractions.
+
+    Args:
+        batch: on the CPU.
+        schema: its labels; their task defines which are binary.
+        group: processes to which the error is sent, so that none waits for this one.
+
+    Raises:
+        DataError: a label is out of range; names the first row and its label.
+    """
+    for i, label in enumerate(schema.labels if batch.labels.shape[1] else ()):
+        if label.task != "binary":
+            continue
+        values = batch.labels[:, i]
+        bad = (values < 0) | (values > 1)
+        if label.optional:
+            bad &= values != -1
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0, 0])
+            error = DataError(
+                "a binary label is not between 0 and 1",
+                where=f"label {label.name!r}, row {row} of the batch" + (f", {batch.origin}" if batch.origin else ""),
+                value=values[row].item(), allowed="0 to 1, or -1 for none" if label.optional else "0 to 1",
+                fix='declare the label with task "regression" if it is a real number',
+            )  # fmt: skip
+            if group is not None:
+                group.report(error)
+            raise error
+
+
+def check_columns(schema: Schema, dataset: Dataset | DataPasses | KafkaStream, *, with_labels: bool) -> None:
+    """Refuse a data set whose columns differ from the model's schema; with_labels=False allows missing labels.
+
+    Raises:
+        SchemaError: columns differ; names them.
+        ConfigError: the argument is not a data set.
+    """
+    if not isinstance(dataset, Dataset | DataPasses | KafkaStream):
+        raise ConfigError(
+            "not a data set",
+            value=str(dataset) if isinstance(dataset, str | PurePath) else type(dataset).__name__,
+            allowed="viviane.Dataset(folder), or to train on a viviane.KafkaStream",
+            fix=f"pass viviane.Dataset({str(dataset)!r})"
+            if isinstance(dataset, str | PurePath)
+            else "write the rows with viviane.write_dataset, which returns a Dataset",
+        )
+    lines = schema.difference(dataset.schema)
+    if not with_labels:
+        labels = {label.name for label in schema.labels}
+        lines = [line for line in lines if not any(line.startswith(f"column {name!r}") for name in labels)]
+    if lines:
+        raise SchemaError(
+            "the data set's columns differ from the model's: " + "; ".join(lines[:5]), where=str(dataset.path)
+        )
 
 
 class TrainerBase:

@@ -29,7 +29,7 @@ def check_bags(
     """Return the record of the first wrong offset or weight; None where the host knows that all are right.
 
     Nothing waits for a GPU, where the record stays on the device. Types, shapes and devices are what the caller has
-    checked: see `viviane.embedding.bag_checks`.
+    checked: see `viviane.embedding.batch_keys`.
 
     Args:
         offsets: of each feature, (B + 1,), int64, contiguous.

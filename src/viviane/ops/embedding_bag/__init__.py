@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import implementation
 from viviane.ops.row_update import check_table
-from viviane.ops.wire_blocks import has_whole_rows
 
 __all__ = ["entry_bags", "entry_sources", "gather_rows", "mean_weights", "pool_rows"]
 
@@ -184,3 +183,14 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torc
         raise VivianeError(
             f"{name} must be contiguous {shape} of {allowed}", value=f"{tuple(tensor.shape)} of {tensor.dtype}"
         )
+
+
+def has_whole_rows(matrix: Tensor) -> bool:
+    """Whether a matrix's rows are contiguous, one behind the other, with or without something between them.
+
+    Example:
+        >>> wide = torch.zeros(2, 6)
+        >>> has_whole_rows(wide[:, 1:3]), has_whole_rows(wide[:, ::2]), has_whole_rows(wide[:1].expand(2, 6))
+        (True, False, False)
+    """
+    return matrix.is_contiguous() or (matrix.stride(1) == 1 and matrix.stride(0) > matrix.shape[1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
-from viviane.ops.row_update.entries import Entries
+from viviane.ops.row_update import Entries
 from viviane.ops.row_update.rounding import noise, round_bfloat16, round_float16
 from viviane.ops.rules import rule_of
 

@@ -21,7 +21,7 @@ from typing import Any
 from numba import types
 from numba.extending import overload
 
-from viviane.ops.rules import Rule, rules
+from viviane.ops.rules import rules
 
 
 def apply_rule(name: str, w: Any, g: Any, s: Any, t: Any, own: Any, row: int, numbers: Any, dim: int) -> None:
@@ -38,12 +38,6 @@ def _chosen(name, w, g, s, t, own, row, numbers, dim):
         move(w, g, s, t, own, row, numbers, dim)
 
     return call
-
-
-def step_numbers(rule: Rule, lr: float, step: int, scale: float) -> list[float]:
-    """Return a kernel's `numbers`: scale, clip (0: none), coupled weight decay, lr, and then the rule's own."""
-    clip = rule.settings.clip_row_norm or 0.0
-    return [scale, clip, rule.decay, lr, *rule.cpu_numbers(lr, step)]
 
 
 def state_widths(name: str, dim: int) -> tuple[int, int, int]:

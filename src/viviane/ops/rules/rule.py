@@ -130,6 +130,10 @@ class Rule(ABC):
     def cpu_numbers(self, lr: float, step: int) -> list[float]:
         """Return the rule's own numbers for `cpu`, from OWN on."""
 
+    def cpu_step_numbers(self, lr: float, step: int, scale: float) -> list[float]:
+        """Return all numbers for `cpu`: scale, clip (0: none), coupled weight decay, lr, and then the rule's own."""
+        return [scale, self.settings.clip_row_norm or 0.0, self.decay, lr, *self.cpu_numbers(lr, step)]
+
     @abstractmethod
     def gpu_numbers(self, lr: float, step: int) -> tuple[float, ...]:
         """Return the numbers for `gpu`, at most MAX_ROW_NUMBERS."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import kernels_serve, load
+from viviane.ops.embedding_bag import has_whole_rows
 
 __all__ = [
     "Columns",
@@ -220,17 +221,6 @@ def pool_columns(
 
 def _module(device: torch.device) -> ModuleType:
     return load("wire_blocks", "gpu" if kernels_serve(device) else "reference")
-
-
-def has_whole_rows(matrix: Tensor) -> bool:
-    """Whether a matrix's rows are contiguous, one behind the other, with or without something between them.
-
-    Example:
-        >>> wide = torch.zeros(2, 6)
-        >>> has_whole_rows(wide[:, 1:3]), has_whole_rows(wide[:, ::2]), has_whole_rows(wide[:1].expand(2, 6))
-        (True, False, False)
-    """
-    return matrix.is_contiguous() or (matrix.stride(1) == 1 and matrix.stride(0) > matrix.shape[1])
 
 
 def _check(matrix: Tensor, segments: Segments, factors: Tensor | None) -> None:

@@ -26,7 +26,7 @@ from viviane.embedding import (
 )
 from viviane.embedding.config import ZeroInit
 from viviane.embedding.keys import RowMap, Violations
-from viviane.embedding.plan import place_features
+from viviane.embedding.lookup import place_features
 from viviane.serving.parameter_server.device_caches import Asked, lookup_on_device
 from viviane.store.device_cache import DeviceCacheTier
 from viviane.store.hierarchy import TableHierarchy

@@ -18,10 +18,9 @@ from viviane.ops.watch import watching
 from viviane.training.graph.controls import Controls
 from viviane.training.graph.host_control_block import HostControlBlock
 from viviane.training.step import loss_scale
-from viviane.training.step.executor import StepExecutor
 from viviane.training.step.loss_scale import LossScale
 from viviane.training.step.precision import Precision
-from viviane.training.step.program import TrainStep
+from viviane.training.step.program import StepExecutor, TrainStep
 from viviane.training.step.state import StepState
 
 _FRESH = (0, -1, 0)
