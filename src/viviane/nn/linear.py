@@ -173,6 +173,9 @@ class MLP(Layer):
             >>> MLP([(13,)], MLPParameters(num_outputs=(4,), batch_norm=True)).unfused(torch.ones(2, 13))
             'there is a normalisation between a product and its activation'
         """
+        return self._unfused(x, *self._weights())
+
+    def _unfused(self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> str | None:
         settings = cast(MLPParameters, self.settings)
         if settings.batch_norm or settings.layer_norm:
             return "there is a normalisation between a product and its activation"
@@ -180,12 +183,13 @@ class MLP(Layer):
             return "dropout draws new zeros after each activation"
         if has_hooks(self.layers):
             return "a hook listens to one of the layers"
-        return reason(x, *self._weights())
+        return reason(x, weights, biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the last layer's activations."""
-        if self.unfused(x) is None:
-            return mlp(x, *self.chain(), is_fit=True)
+        weights, biases = self._weights()
+        if self._unfused(x, weights, biases) is None:
+            return mlp(x, weights, biases, self._relu, is_fit=True)
         return cast(Tensor, self.layers(x))
 
     def weights_to_pack(self) -> list[Tensor]:

@@ -145,11 +145,14 @@ class DenseOptimizer(torch.optim.Optimizer):
         if any(one.is_sparse for one in gradients):
             raise NumericsError("a dense optimizer got a sparse gradient", fix="use viviane.EmbeddingCollection")
         names = self.rule.states
+        kept = []
         for param in params if names else ():
-            if not self.state[param]:
+            state = self.state[param]  # a tensor's hash is a call in Python: once for each parameter
+            if not state:
                 start = group.get("initial_accumulator", 0.0)
-                self.state[param] = {name: torch.full_like(param, start) for name in names}
-        states = [[self.state[param][name] for param in params] for name in names]
+                state = self.state[param] = {name: torch.full_like(param, start) for name in names}
+            kept.append(state)
+        states = [[state[name] for state in kept] for name in names]
         if self.mover is not None:
             self.mover(self, place, params, gradients, states, scale)
             return

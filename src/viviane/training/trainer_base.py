@@ -55,6 +55,10 @@ def check_binary_labels(batch: Batch, schema: Schema, group: Group | None = None
     Raises:
         DataError: a label is out of range; names the first row and its label.
     """
+    if batch.labels.numel():
+        low, high = batch.labels.aminmax()
+        if low.item() >= 0 and high.item() <= 1:  # one pass over valid labels; NaN and others are looked at one by one
+            return
     for i, label in enumerate(schema.labels if batch.labels.shape[1] else ()):
         if label.task != "binary":
             continue
