@@ -153,9 +153,10 @@ def _only(one: dict[str, Any], benches: dict[str, list[Figure]]) -> Figure:
         if (figure["case"], figure["metric"]) == (one["case"], one["metric"])
         and wanted <= (figure["shape"] if isinstance(figure["shape"], dict) else {}).items()
     ]
-    if len(found) != 1:
-        raise SystemExit(f"headlines.json: {one['what']!r} names {len(found)} figures of {one['bench']}, not one")
-    return found[0]
+    shapes = {json.dumps(shape_of(figure), sort_keys=True) for figure in found}
+    if len(shapes) != 1:
+        raise SystemExit(f"headlines.json: {one['what']!r} names {len(shapes)} figures of {one['bench']}, not one")
+    return max(found, key=lambda figure: figure["date"])  # of several machines, the one measured last
 
 
 def render(names: str, benches: dict[str, list[Figure]]) -> str:
