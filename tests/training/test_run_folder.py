@@ -23,7 +23,7 @@ def test_what_a_run_leaves(train, valid, tmp_path):
     trainer = make_trainer(SOLVER, run_folder=run, log_every=10, config={"name": "mine"})
     history = trainer.fit(train, valid)
     assert sorted(p.name for p in run.iterdir()) == [
-        "checkpoints", "config.json", "data_info.json", "metrics.jsonl", "schema.json", "stages.json",
+        "checkpoints", "config.json", "data_info.json", "machine.json", "metrics.jsonl", "schema.json", "stages.json",
         "valid_histogram.json",
     ]  # fmt: skip
     config = json.loads((run / "config.json").read_text())
@@ -125,13 +125,14 @@ def test_progress_shows_rate_loss_metric_and_time_left(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr("sys.stderr", out)
     monkeypatch.setattr("viviane.training.progress._REFRESH_S", 0.0)
+    monkeypatch.setattr("viviane.training.progress._LINE_S", 0.0)
     line = ProgressLine(100, 40, shown=True)
     line.evaluated({"auc": 0.75, "loss": 0.5, "auc/click": 0.75})
     time.sleep(0.05)
     line.step(50, 4096, lambda: 0.4321)
     line.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert "50/100" in text
+    assert "step 50 of 100" in text
     assert "samples/s" in text
     assert "loss 0.4321" in text
     assert "auc 0.7500" in text

@@ -13,10 +13,10 @@ _OWN: Final = {
     ),
     "lookups": (
         "gather pool join key record bag_key bag_record entry_sources bag_sources find take put settle erase draw "
-        "latest assign check_bags"
+        "latest assign check_bags switch"
     ),
     "updates": "move span join_spans rest numbers",
-    "copies": "take_rows copy cast pack cut widen read_row write_back",
+    "copies": "take_rows copy cast pack cut widen read_row write_back write",
     "others": "check check_columns mark update_status update_scaled_status logistic_loss gate"
     " column_sums difference difference_record probabilities",
 }
