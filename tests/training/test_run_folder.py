@@ -121,8 +121,11 @@ def test_progress_is_quiet_away_from_a_terminal(train, valid, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_shows_rate_loss_metric_and_time_left(monkeypatch):
+@pytest.mark.parametrize(("terminal", "count"), [(True, "50/100"), (False, "step 50 of 100")])
+def test_progress_shows_rate_loss_metric_and_time_left(monkeypatch, terminal, count):
     out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("sys.stderr", out)
     monkeypatch.setattr("viviane.training.progress._REFRESH_S", 0.0)
     monkeypatch.setattr("viviane.training.progress._LINE_S", 0.0)
@@ -132,7 +135,7 @@ def test_progress_shows_rate_loss_metric_and_time_left(monkeypatch):
     line.step(50, 4096, lambda: 0.4321)
     line.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert "step 50 of 100" in text
+    assert count in text
     assert "samples/s" in text
     assert "loss 0.4321" in text
     assert "auc 0.7500" in text
