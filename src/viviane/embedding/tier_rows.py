@@ -18,8 +18,8 @@ from viviane.ops.row_update import initial_state
 from viviane.store import RowLayout, Tier
 from viviane.store.threads import run_all, shares
 
-_SHARED_ROWS: Final = 512
-"""Fewer rows are not worth another thread."""
+_SHARED_ROWS: Final = 4096
+"""Of a thread, at least: with smaller shares threads wait for the interpreter's lock."""
 
 
 class TierRows:
