@@ -70,7 +70,7 @@ def test_every_bit_is_that_of_tables_on_the_gpu(
     )
     [storage] = [one for one in cached.all_storages() if isinstance(one, CachedStorage)]
     assert storage.tier_stats()["host"].rows_written > 0
-    assert torch.equal(storage._moves.names.cpu(), torch.from_numpy(storage.slots.owner))
+    assert torch.equal(storage._moves.row_ids.cpu(), torch.from_numpy(storage.slots.owner))
 
 
 def test_host_memory_over_files() -> None:

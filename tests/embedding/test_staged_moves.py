@@ -73,7 +73,7 @@ def test_every_bit_is_that_of_tables_in_memory(streams: list[Any], rule: str, sh
     storage = storage_of(cached)
     assert sum(one.num_jobs for one in streams) > 20
     assert storage.tier_stats()["host"].rows_written > 0
-    assert torch.equal(storage._moves.names, torch.from_numpy(storage.slots.owner))
+    assert torch.equal(storage._moves.row_ids, torch.from_numpy(storage.slots.owner))
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 1.0])

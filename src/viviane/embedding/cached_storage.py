@@ -292,7 +292,7 @@ class CachedStorage(Storage):
 
     def _updating(self, rows: Tensor) -> ExitStack:
         if self.changed is not None:
-            self.changed.mark(self._moves.names[rows.to(torch.int64)])
+            self.changed.mark(self._moves.row_ids[rows.to(torch.int64)])
         if not self._is_staged:
             self.slots.mark_dirty(rows.numpy())
             return ExitStack()
@@ -308,16 +308,16 @@ class CachedStorage(Storage):
         return ExitStack()
 
     def _sort_ahead(self, rows: Tensor) -> None:
-        """Leave it to the step, which sorts by the rows' names."""
+        """Leave it to the step, which sorts by row id, not by slot."""
 
-    def _names_of(self, slots: Tensor) -> Tensor:
-        return self._moves.names[slots.to(torch.int64)].to(slots.dtype)
+    def _row_ids(self, slots: Tensor) -> Tensor:
+        return self._moves.row_ids[slots.to(torch.int64)].to(slots.dtype)
 
     def _entries(self) -> Entries:
-        """Return all entries that wait, on a GPU by rising row: how it rounds a sum depends on that order."""
+        """Return all entries that wait, on a GPU by rising row id: how it rounds a sum depends on that order."""
         if self._all is None and self.weight.is_cuda:
             entries = self._joined()
-            _, order = sort_entries(self._names_of(entries.rows), self.key_null + ZERO_ROWS)
+            _, order = sort_entries(self._row_ids(entries.rows), self.key_null + ZERO_ROWS)
             self._all = replace(entries, rows=entries.rows[order.to(torch.int64)], order=order)
         return super()._entries()
 
@@ -325,10 +325,10 @@ class CachedStorage(Storage):
         """Return the sum of squares of the waiting gradients; summed in the order that a `Storage` has."""
         if self._summed is None and self.weight.is_cuda:
             entries = self._entries()
-            named = replace(entries, rows=self._names_of(entries.rows))
-            return norm_squared(named, self.dim, num_rows=self.key_null, scratch=self._norm_scratch)
+            by_row = replace(entries, rows=self._row_ids(entries.rows))
+            return norm_squared(by_row, self.dim, num_rows=self.key_null, scratch=self._norm_scratch)
         rows, sums = self.summed_gradients()
-        order = torch.argsort(self._moves.names[rows])
+        order = torch.argsort(self._moves.row_ids[rows])
         norm: Tensor = torch.linalg.vector_norm(sums[order], dtype=torch.float64)
         return norm.square()
 
@@ -340,7 +340,7 @@ class CachedStorage(Storage):
         self._leases.clear()
 
     def _names(self, start: int, stop: int, table: str) -> tuple[Tensor, int]:
-        return self._moves.names[start:stop], self.key_bases[table]
+        return self._moves.row_ids[start:stop], self.key_bases[table]
 
     # Content ----------------------------------------------------------------------------------------------------
 

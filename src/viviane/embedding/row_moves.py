@@ -84,7 +84,7 @@ class SlotGroup:
 class RowMoves(Protocol):
     """Moves rows between slots and tiers, in the order of `start`."""
 
-    names: Tensor
+    row_ids: Tensor
     """(slots,), int64: of each slot its row, beside the slots; right for rows that have arrived."""
 
     def start(self, admission: Admission) -> None:
@@ -110,7 +110,7 @@ class HostMoves:
 
     def __init__(self, groups: tuple[SlotGroup, ...], owner: NDArray[np.int64]) -> None:
         self._groups = groups
-        self.names = torch.from_numpy(owner)
+        self.row_ids = torch.from_numpy(owner)
         self._mover = RowMover("row mover")
         self._last = 0
 

@@ -82,10 +82,10 @@ class StagedMoves:
         owner: NDArray[np.int64],
         streams: TransferStreams,
     ) -> None:
-        self.names = torch.from_numpy(owner.copy()).to(streams.device)
-        for one in (self.names, *(part for group in groups for part in group.columns.values())):
+        self.row_ids = torch.from_numpy(owner.copy()).to(streams.device)
+        for one in (self.row_ids, *(part for group in groups for part in group.columns.values())):
             streams.share(one)
-        self._pieces = _Pieces(groups, streams, self.names)
+        self._pieces = _Pieces(groups, streams, self.row_ids)
         self._in = RowMover("rows in")
         self._last: Callable[[], Moment | None] = lambda: None
 
@@ -122,9 +122,9 @@ class StagedMoves:
 class _Pieces:
     """What the in thread does."""
 
-    def __init__(self, groups: tuple[SlotGroup, ...], streams: TransferStreams, names: Tensor) -> None:
+    def __init__(self, groups: tuple[SlotGroup, ...], streams: TransferStreams, row_ids: Tensor) -> None:
         self.streams = streams
-        self._groups, self._names = groups, names
+        self._groups, self._row_ids = groups, row_ids
         widest = max(group.layout.row_bytes for group in groups)
         self._piece_rows = max(1, PIECE_BYTES // widest)
         num_slots = sum(table.region.num_slots for group in groups for table in group.tables)
@@ -158,13 +158,13 @@ class _Pieces:
         host, device = stage.rows(len(rows), group.layout.row_bytes)
         self._fetch(group, rows, admission.left[part], host.numpy())
         numbers = stage.give_numbers(slots, rows)
-        first, names = group.first_slot, self._names
+        first, row_ids = group.first_slot, self._row_ids
 
         def work() -> None:
             device.copy_(host, non_blocking=True)
             places, owners = numbers()
             group.unpack(places, device)
-            names.index_copy_(0, places + first, owners)
+            row_ids.index_copy_(0, places + first, owners)
 
         stage.moment = self.streams.issue("in", [gathered], work)
         return stage.moment
