@@ -1,13 +1,24 @@
 import hashlib
 import io
 import os
+import socket
+import stat
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from viviane.core.errors import CheckpointError
-from viviane.core.files import file_sha256, read_array, replace_folder, write_bytes_atomic, write_json_atomic
+from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.files import (
+    file_sha256,
+    read_array,
+    replace_file,
+    replace_folder,
+    write_bytes_atomic,
+    write_json_atomic,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -26,6 +37,52 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         write_bytes_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["f"]
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    with replace_file(path) as work:
+        work.write_bytes(data)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("write", [write_bytes_atomic, _write_whole])
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path, write: Callable[[Path, bytes], None]) -> None:
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    write(pipe, b"rows")
+    reader.join(10)
+    assert read == [b"rows"]
+    assert pipe.is_fifo()
+    assert names(tmp_path) == ["pipe"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mknod"), reason="needs device files")
+@pytest.mark.parametrize("write", [write_bytes_atomic, _write_whole])
+def test_a_device_stays_a_device(tmp_path: Path, write: Callable[[Path, bytes], None]) -> None:
+    """As root, /dev/null was replaced by a plain file, and every program of the machine read it."""
+    null = tmp_path / "null"
+    try:
+        os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        null.write_bytes(b"")
+    except OSError:
+        pytest.skip("only root makes devices")
+    write(null, b"rows")
+    assert null.is_char_device()
+    with pytest.raises(ConfigError, match="cannot be written to a device or a pipe"), replace_folder(null):
+        pass
+    assert names(tmp_path) == ["null"]
+
+
+@pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs sockets with names")
+def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind("own")
+        with pytest.raises(ConfigError, match="a socket"):
+            write_bytes_atomic(Path("own"), b"rows")
+        assert Path("own").is_socket()
 
 
 def test_written_files_are_readable_by_others(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -74,6 +75,26 @@ def exchange(one: Path, other: Path) -> bool:
     if code in _CANNOT:
         return False
     raise OSError(code, os.strerror(code), str(other))
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether an output is a character device or a pipe: it is written to, and never replaced.
+
+    Raises:
+        ConfigError: it is a block device or a socket.
+
+    Example:
+        >>> is_stream(Path(os.devnull)), is_stream(Path.cwd())
+        (True, False)
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    for wrong, what in ((stat.S_ISBLK, "a block device"), (stat.S_ISSOCK, "a socket")):
+        if wrong(mode):
+            raise ConfigError("an output cannot be written there", where=str(path), value=what, fix="name a file")
+    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
 
 
 def put_in_place(new: Path, path: Path) -> None:
@@ -151,11 +172,15 @@ def reserved(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
         overwrite: False raises an error if the output exists; no other process can create it meanwhile.
 
     Raises:
-        ConfigError: another process is writing this output, or it exists.
+        ConfigError: another process is writing this output, it exists, or it is a device or a pipe.
     """
     place = real_place(path)
     if is_held(place):  # also by this thread: the inner call would remove the files of the outer one
         raise ConfigError("this process is already writing this output", where=str(path), fix="choose another path")
+    if is_stream(place):
+        raise ConfigError(
+            "this output cannot be written to a device or a pipe", where=str(path), fix="name a file or a folder"
+        )
     place.parent.mkdir(parents=True, exist_ok=True)
     with locked(place):
         _recover_locked(place)

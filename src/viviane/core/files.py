@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from tokenize import TokenError
 from typing import Any
 
@@ -18,15 +20,18 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from viviane.core.errors import VivianeError
-from viviane.core.exchange import put_in_place, reserved, sync_folder, sync_tree
+from viviane.core.exchange import is_stream, put_in_place, reserved, sync_folder, sync_tree
 from viviane.core.locations import RemotePath, location
 from viviane.core.locks import hidden_name, real_place
 
 
 def write_bytes_atomic(path: str | Path | RemotePath, data: bytes) -> None:
-    """Write `data` to a temporary name next to `path`, flush it, and rename it into place; to a URL, in one request."""
+    """Write `data` to a temporary name next to `path`, flush it, and rename it into place; to a URL, in one request.
+
+    A character device or a pipe, such as /dev/null or /dev/stdout, is written to.
+    """
     path = location(path)
-    if isinstance(path, RemotePath):
+    if isinstance(path, RemotePath) or is_stream(path):
         path.write_bytes(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +118,8 @@ def replace_folder(path: str | Path | RemotePath, *, overwrite: bool = True) -> 
 def replace_file(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
     """Yield the path of a temporary file next to `path` that replaces it when the block succeeds.
 
+    A character device or a pipe is written to when the block succeeds.
+
     Args:
         path: the file to create.
         overwrite: False raises an error if it exists.
@@ -120,6 +127,13 @@ def replace_file(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
     Raises:
         ConfigError: another process is writing this file, or it exists.
     """
+    if is_stream(path):
+        with TemporaryDirectory(prefix="viviane-") as folder:
+            work = Path(folder) / path.name
+            yield work
+            with work.open("rb") as source, path.open("wb") as stream:
+                shutil.copyfileobj(source, stream)
+        return
     with reserved(path, overwrite=overwrite) as spare:
         work = spare / real_place(path).name
         yield work
