@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import BrokenExecutor
 from typing import Final
 
 from viviane.core.errors import DataError, MachineError, VivianeError
@@ -80,7 +81,10 @@ def as_own_error(error: BaseException) -> VivianeError | None:
 
 
 def _of_text(error: BaseException, text: str) -> VivianeError | None:
-    """Return the error for an impossible path."""
+    """Return the error for a killed process or an impossible path."""
+    if isinstance(error, BrokenExecutor):
+        fix = "free memory: the system ends processes where it has none left"
+        return MachineError("a process of this command was killed", value=_first_line(text), fix=fix)
     if isinstance(error, UnicodeEncodeError):
         return DataError("text that UTF-8 cannot encode", value=_first_line(text))
     if isinstance(error, ValueError) and "embedded null" in text:

@@ -57,7 +57,7 @@ def _precision_recall(curves: dict[str, Any]) -> Panel:
 
 def calibration(run: RunRecord) -> str:
     """Mean label against mean prediction in bins, and the ratio of their sums, of the evaluation of the saved model."""
-    bins = [one for one in run.histogram.get("bins", []) if one["count"] > 0]
+    bins = [one for one in run.histogram.get("bins", []) if one["count"] > 0 and one["mean_prediction"] is not None]
     if not bins:
         return ""
     points = [(float(one["mean_prediction"]), float(one["mean_label"])) for one in bins]

@@ -9,6 +9,7 @@ from typing import Any, Final
 from viviane.core.errors import DataError
 from viviane.core.json_files import json_object, parse_json, read_json
 from viviane.report.importance import IMPORTANCE_FILE
+from viviane.report.shapes import DataInfo, Histogram, Importance, Machine, MetricsRow, Tiers, checked
 from viviane.schema import SCHEMA_FILE, Schema
 from viviane.training.run_folder import MACHINE_FILE, TIERS_FILE
 
@@ -68,12 +69,12 @@ class RunRecord:
             config=_read(path / "config.json"),
             rows=_read_lines(path / "metrics.jsonl"),
             stages=_read(path / "stages.json"),
-            histogram=_read(path / "valid_histogram.json"),
-            data=_read(path / "data_info.json"),
+            histogram=_read(path / "valid_histogram.json", Histogram),
+            data=_read(path / "data_info.json", DataInfo),
             graph=_read(path / "model" / "model.json"),
-            machine=_read(path / MACHINE_FILE),
-            tiers=_read(path / TIERS_FILE),
-            importance=_read(path / IMPORTANCE_FILE),
+            machine=_read(path / MACHINE_FILE, Machine),
+            tiers=_read(path / TIERS_FILE, Tiers),
+            importance=_read(path / IMPORTANCE_FILE, Importance),
             model_bytes=sum(file.stat().st_size for file in (path / "model").rglob("*") if file.is_file()),
         )
 
@@ -96,11 +97,11 @@ class RunRecord:
         return list(names)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, shape: Any = None) -> dict[str, Any]:
     if not path.exists():
         return {}
-    value = read_json(path, error=DataError)
-    return value if isinstance(value, dict) else {"value": value}
+    value = json_object(read_json(path, error=DataError), where=str(path), error=DataError)
+    return value if shape is None else checked(value, shape, str(path))
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -118,5 +119,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break  # a run that was killed may leave half a last line
             raise
-        rows.append(json_object(row, where=f"{path}, line {number}", error=DataError))
+        where = f"{path}, line {number}"
+        rows.append(checked(json_object(row, where=where, error=DataError), MetricsRow, where))
     return rows

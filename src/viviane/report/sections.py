@@ -172,7 +172,7 @@ def machine(run: RunRecord) -> str:
     versions: dict[str, str] = run.machine.get("versions", {})
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     for fit in run.machine.get("fits", []):
-        text = f"{duration(float(fit['seconds']))}, begun {fit['started']}"
+        text = f"{duration(float(fit['seconds']))}, begun {fit.get('started', 'at an unknown time')}"
         for key, what in (("peak_memory_bytes", "peak memory"), ("peak_gpu_memory_bytes", "on the GPU")):
             text += f", {what} {short_bytes(float(fit[key]))}" if fit.get(key) else ""
         rows.append(("fit", text))

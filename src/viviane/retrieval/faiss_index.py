@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from viviane.config.base import Settings
-from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.errors import ConfigError
 from viviane.core.optional import require
+from viviane.retrieval.faiss_content import read_faiss
 
 IndexKind: TypeAlias = Literal["exact", "flat", "ivf", "hnsw", "sq8"]
 _TRAINING_POINTS = 39  # per list, required by faiss
@@ -62,13 +63,7 @@ class FaissSearch:
         if content is None:
             index = self._build(vectors)
         else:
-            try:
-                index = self._faiss.deserialize_index(np.frombuffer(content, dtype=np.uint8))
-            except RuntimeError as error:
-                raise CheckpointError("index.faiss cannot be read", value=str(error)) from error
-            if (index.ntotal, index.d) != vectors.shape:
-                value = f"{index.ntotal} x {index.d}, {vectors.shape[0]} x {vectors.shape[1]}"
-                raise CheckpointError("the vectors of index.faiss differ from vectors.npy", value=value)
+            index = read_faiss(self._faiss, content, settings.kind, vectors, self._num_lists(len(vectors)))
         self._set_depth(index, len(vectors))
         self._on_cpu = index
         self._index = index if device.type == "cpu" else self._to_gpu(index, device)

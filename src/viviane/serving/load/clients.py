@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from viviane.core.errors import RemoteError
+from viviane.core.json_files import parse_json
 from viviane.core.optional import require
 from viviane.serving.columns import ColumnSpec
 from viviane.serving.load.requests import PreparedRequest
@@ -59,7 +60,7 @@ class HttpClient:
     async def _json(self, method: str, path: str) -> Any:
         try:
             async with self._session.request(method, self._url + path, json={} if method == "POST" else None) as reply:
-                content = await reply.json(content_type=None)
+                content = parse_json(await reply.read() or b"null", where=self._url + path, error=RemoteError)
                 if reply.status != 200:
                     raise RemoteError("the server refuses", where=self._url + path, value=str(content)[:500])
                 return content
@@ -69,16 +70,30 @@ class HttpClient:
     async def models(self) -> list[str]:
         """Return the names of the loaded models."""
         index = await self._json("POST", "/v2/repository/index")
-        return list(dict.fromkeys(one["name"] for one in index if one.get("state") == "READY"))
+        try:
+            return list(dict.fromkeys(str(one["name"]) for one in index if one.get("state") == "READY"))
+        except (KeyError, TypeError, AttributeError):
+            raise self._strange("no list of models", index) from None
 
     async def describe(self, model: str, version: str | None) -> tuple[list[dict[str, Any]], list[ColumnSpec] | None]:
         """Return a model's inputs, and its columns where the server describes them."""
-        inputs = (await self._json("GET", _path(model, version)))["inputs"]
+        described = await self._json("GET", _path(model, version))
+        try:
+            inputs = [
+                {"name": str(one["name"]), "datatype": str(one["datatype"]), "shape": [int(n) for n in one["shape"]]}
+                for one in described["inputs"]
+            ]
+        except (KeyError, TypeError, ValueError):
+            raise self._strange("no description of the model's inputs", described) from None
         try:
             columns = (await self._json("GET", f"/v1/models/{model}"))["inputs"]
             return inputs, [ColumnSpec(**{**one, "shape": tuple(one["shape"])}) for one in columns]
         except (RemoteError, ValueError, KeyError, TypeError):  # another server than ours
             return inputs, None
+
+    def _strange(self, what: str, content: object) -> RemoteError:
+        allowed = "a server of the Open Inference Protocol"
+        return RemoteError(f"the server sends {what}", where=self._url, value=str(content)[:300], allowed=allowed)
 
     def prepare(self, model: str, version: str | None, request: PreparedRequest) -> Any:
         """Return path, body and headers."""
