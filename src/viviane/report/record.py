@@ -9,7 +9,7 @@ from typing import Any, Final
 from viviane.core.errors import DataError
 from viviane.core.json_files import json_object, parse_json, read_json
 from viviane.report.importance import IMPORTANCE_FILE
-from viviane.report.shapes import DataInfo, Histogram, Importance, Machine, MetricsRow, Tiers, checked
+from viviane.report.shapes import DataInfo, Histogram, Importance, Machine, MetricsRow, Shape, Tiers, checked
 from viviane.schema import SCHEMA_FILE, Schema
 from viviane.training.run_folder import MACHINE_FILE, TIERS_FILE
 
@@ -97,7 +97,7 @@ class RunRecord:
         return list(names)
 
 
-def _read(path: Path, shape: Any = None) -> dict[str, Any]:
+def _read(path: Path, shape: type[Shape] | None = None) -> dict[str, Any]:
     if not path.exists():
         return {}
     value = json_object(read_json(path, error=DataError), where=str(path), error=DataError)

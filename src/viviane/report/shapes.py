@@ -2,78 +2,74 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, Final, NotRequired
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from viviane.core.errors import DataError
 
 Number = Annotated[int | float, Field(allow_inf_nan=False, ge=-1e300, le=1e300)]
 Amount = Annotated[int | float, Field(allow_inf_nan=False, ge=0, le=1e300)]
 Point = Annotated[list[Number], Field(min_length=2, max_length=2)]
-_FREE: Final = ConfigDict(extra="allow", strict=True)
 
 
-@with_config(_FREE)
-class MetricsRow(TypedDict):
+class Shape(BaseModel):
+    """Keys with their types; a default means that a key may be absent."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class MetricsRow(Shape):
     """A line of metrics.jsonl."""
 
     step: Amount
     split: str
-    samples_per_second: NotRequired[Amount | None]
+    samples_per_second: Amount | None = None
 
 
-@with_config(_FREE)
-class Fit(TypedDict):
+class Fit(Shape):
     """A fit in machine.json."""
 
-    started: NotRequired[str]
+    started: str = ""
     seconds: Amount
-    peak_memory_bytes: NotRequired[Amount | None]
-    peak_gpu_memory_bytes: NotRequired[Amount | None]
+    peak_memory_bytes: Amount | None = None
+    peak_gpu_memory_bytes: Amount | None = None
 
 
-@with_config(_FREE)
-class Machine(TypedDict):
+class Machine(Shape):
     """machine.json."""
 
-    versions: NotRequired[dict[str, Any]]
-    fits: NotRequired[list[Fit]]
+    versions: dict[str, Any] = {}
+    fits: list[Fit] = []
 
 
-@with_config(_FREE)
-class ColumnInfo(TypedDict):
+class ColumnInfo(Shape):
     """A column in data_info.json."""
 
-    num_missing: NotRequired[Amount | None]
-    num_unknown: NotRequired[Amount | None]
-    top_counts: NotRequired[list[Amount] | list[Point]]
+    num_missing: Amount | None = None
+    num_unknown: Amount | None = None
+    top_counts: list[Amount] | list[Point] = []
 
 
-@with_config(_FREE)
-class DataInfo(TypedDict):
+class DataInfo(Shape):
     """data_info.json."""
 
-    rows: NotRequired[Amount | None]
-    best_auc: NotRequired[Number]
-    best_log_loss: NotRequired[Number | None]
-    columns: NotRequired[dict[str, ColumnInfo]]
+    rows: Amount | None = None
+    best_auc: Number = 0
+    best_log_loss: Number | None = None
+    columns: dict[str, ColumnInfo] = {}
 
 
-@with_config(_FREE)
-class Curve(TypedDict):
+class Curve(Shape):
     """The curves of a label in valid_histogram.json."""
 
-    rows: NotRequired[Amount | None]
+    rows: Amount | None = None
     positives: Amount
     roc: list[Point]
     pr: list[Point]
 
 
-@with_config(_FREE)
-class Bin(TypedDict):
+class Bin(Shape):
     """Predictions of one range in valid_histogram.json."""
 
     count: Amount
@@ -81,16 +77,14 @@ class Bin(TypedDict):
     mean_label: Number | None
 
 
-@with_config(_FREE)
-class Histogram(TypedDict):
+class Histogram(Shape):
     """valid_histogram.json."""
 
-    curves: NotRequired[dict[str, Curve]]
-    bins: NotRequired[list[Bin]]
+    curves: dict[str, Curve] = {}
+    bins: list[Bin] = []
 
 
-@with_config(_FREE)
-class Placement(TypedDict):
+class Placement(Shape):
     """A table in tiers.json."""
 
     rows: Annotated[int, Field(gt=0)]
@@ -100,8 +94,7 @@ class Placement(TypedDict):
     row_bytes: Amount
 
 
-@with_config(_FREE)
-class Moves(TypedDict):
+class Moves(Shape):
     """A tier in tiers.json."""
 
     hits: Amount
@@ -110,24 +103,21 @@ class Moves(TypedDict):
     bytes_written: Amount
 
 
-@with_config(_FREE)
-class Tiers(TypedDict):
+class Tiers(Shape):
     """tiers.json."""
 
-    tables: NotRequired[dict[str, Placement]]
-    tiers: NotRequired[dict[str, Moves]]
+    tables: dict[str, Placement] = {}
+    tiers: dict[str, Moves] = {}
 
 
-@with_config(_FREE)
-class ColumnImportance(TypedDict):
+class ColumnImportance(Shape):
     """A column in importance.json."""
 
     name: str
     log_loss: Number
 
 
-@with_config(_FREE)
-class Importance(TypedDict):
+class Importance(Shape):
     """importance.json."""
 
     label: str
@@ -136,12 +126,7 @@ class Importance(TypedDict):
     features: list[ColumnImportance]
 
 
-@cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
-
-
-def checked(content: dict[str, Any], shape: Any, where: str) -> dict[str, Any]:
+def checked(content: dict[str, Any], shape: type[Shape], where: str) -> dict[str, Any]:
     """Return the content of a file if it has a shape; an absent file, {}, has every shape.
 
     Raises:
@@ -149,7 +134,7 @@ def checked(content: dict[str, Any], shape: Any, where: str) -> dict[str, Any]:
     """
     if content:
         try:
-            _adapter(shape).validate_python(content)
+            shape.model_validate(content)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
