@@ -26,7 +26,7 @@ def read_faiss(faiss: Any, content: bytes, kind: str, vectors: NDArray[np.float3
     Args:
         faiss: the module.
         content: bytes of `faiss.serialize_index`.
-        kind: "ivf", "hnsw" or "sq8".
+        kind: "flat", "ivf", "hnsw" or "sq8".
         vectors: (n, d), what the index must hold.
         num_lists: how many lists "ivf" and "sq8" must have.
 
@@ -39,13 +39,18 @@ def read_faiss(faiss: Any, content: bytes, kind: str, vectors: NDArray[np.float3
         except (RuntimeError, MemoryError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError("index.faiss cannot be read", value=first[:300]) from error
-    expected = {"ivf": faiss.IndexIVFFlat, "sq8": faiss.IndexIVFScalarQuantizer, "hnsw": faiss.IndexHNSWFlat}[kind]
+    expected = {
+        "flat": faiss.IndexFlatIP, "ivf": faiss.IndexIVFFlat, "sq8": faiss.IndexIVFScalarQuantizer,
+        "hnsw": faiss.IndexHNSWFlat,
+    }[kind]  # fmt: skip
     _need(type(index) is expected, f"it is a {type(index).__name__}", expected.__name__)
     if (index.ntotal, index.d) != vectors.shape:
         value = f"{index.ntotal} x {index.d}, {vectors.shape[0]} x {vectors.shape[1]}"
         raise CheckpointError("the vectors of index.faiss differ from vectors.npy", value=value)
     _need(index.metric_type == faiss.METRIC_INNER_PRODUCT, f"metric {index.metric_type}", "inner product")
-    if kind == "hnsw":
+    if kind == "flat":
+        _check_stored(faiss, index, "the index", vectors)
+    elif kind == "hnsw":
         _check_graph(faiss, index, vectors)
     else:
         _check_lists(faiss, index, kind, vectors, num_lists)
@@ -86,11 +91,16 @@ def _check_flat(faiss: Any, part: Any, what: str, num_vectors: int, dim: int) ->
     return np.asarray(faiss.rev_swig_ptr(flat.get_xb(), num_vectors * dim)).reshape(num_vectors, dim)
 
 
+def _check_stored(faiss: Any, part: Any, what: str, vectors: NDArray[np.float32]) -> None:
+    """Check that a flat index holds the vectors."""
+    stored = _check_flat(faiss, part, what, *vectors.shape)
+    _need(np.array_equal(stored, vectors), "its vectors differ from vectors.npy")
+
+
 def _check_graph(faiss: Any, index: Any, vectors: NDArray[np.float32]) -> None:
     """Check that every link of the graph leads to a node that its level has."""
-    num, dim = vectors.shape
-    stored = _check_flat(faiss, index.storage, "the storage", num, dim)
-    _need(np.array_equal(stored, vectors), "its vectors differ from vectors.npy")
+    num = len(vectors)
+    _check_stored(faiss, index.storage, "the storage", vectors)
     graph = index.hnsw
     counts, levels, starts, links = (
         faiss.vector_to_array(part).astype(np.int64)
