@@ -125,7 +125,7 @@ def test_configs_without_derived_columns_keep_their_files(tmp_path: Path) -> Non
         ({"type": "count", "name": "x", "by": "u"}, "derived column 'x' occurs twice"),
         ({"type": "count", "name": "n", "by": "y"}, "'n' would hold the label of column 'y': use target_encode"),
         ({"type": "group_statistics", "name": "n", "by": "u", "of": "y"}, "'n' would hold the label"),
-        ({"type": "group_statistics", "name": "n", "by": "u", "of": "u"}, "column 'u' must hold int or float"),
+        ({"type": "group_statistics", "name": "n", "by": "u", "of": "u"}, "column .u. is of type string"),
         ({"type": "target_encode", "name": "n", "by": "u", "target": "z"}, "no label 'z'; choose one of: y"),
         ({"type": "target_encode", "name": "n", "by": "u", "target": ["y", "y"]}, "'n' names a target twice"),
         ({"type": "target_encode", "name": "n", "by": "u", "target": "y", "fold_by": "y"}, "use another fold_by"),

@@ -16,7 +16,7 @@ from raw_files import config, data_bytes, read, text
 from viviane.etl import EtlConfig, FittedEtl, run
 from viviane.etl.folds import fold_of
 
-STATISTICS = ("count", "mean", "std", "min", "max", "sum")
+STATISTICS = ("count", "mean", "std", "var", "min", "max", "sum", "median", "nunique")
 FILL = [{"type": "fill", "value": -7}]
 COLUMNS: list[dict[str, Any]] = [
     {"name": "y", "type": "float"},
@@ -104,14 +104,14 @@ def test_equal_to_pandas(rows: list[tuple[Any, ...]], cross: bool, prior: float 
     )
     train, test = frame[frame["part"] == 0], frame[frame["part"] == 1]
     groups = train.dropna(subset=["key"]).groupby("key")["x"]
-    statistics = groups.agg(["count", "mean", "min", "max", "sum"])
-    statistics["std"] = groups.std(ddof=0)
+    statistics = groups.agg(["count", "mean", "min", "max", "sum", "median", "nunique"])
+    statistics["std"], statistics["var"] = groups.std(ddof=0), groups.var(ddof=0)
     for rows_of, got in ((train, found["train"]), (test, found["test"]), (frame, again)):
         sizes = train["key"].value_counts()
         assert got["n_"].tolist() == [sizes.get(one, 0) if one is not None else 0 for one in rows_of["key"]]
         for one in STATISTICS:
             wanted = [statistics[one].get(k, np.nan) if k is not None else np.nan for k in rows_of["key"]]
-            wanted = pd.Series(wanted, dtype=float).fillna(0 if one in ("count", "sum") else -7)
+            wanted = pd.Series(wanted, dtype=float).fillna(0 if one in ("count", "sum", "nunique") else -7)
             # float32 keeps 24 bits; pandas' own sums of values up to 100 round at 1e-13
             np.testing.assert_allclose(got[f"s_x_{one}_"], wanted, rtol=2e-7, atol=1e-6)
     for label in ("y", "z"):

@@ -83,12 +83,13 @@ def everything() -> EtlConfig:
             {"type": "difference_lag", "name": "lag", "source": "x", "by": "user", "order_by": "t"},
             {"type": "difference_lag", "name": "since", "source": "t", "by": ["user", "num"], "order_by": "t"},
             {"type": "count", "name": "times", "by": ["user", "num"]},
-            {"type": "group_statistics", "name": "of", "by": "user", "of": "x", "statistics": ["mean", "std", "max"]},
+            {"type": "group_statistics", "name": "of", "by": "user", "of": "x", "statistics": ["std", "var", "median"]},
+            {"type": "group_statistics", "name": "d", "by": ["user", "tags"], "of": "item", "statistics": ["nunique"]},
             {"type": "target_encode", "name": "rate", "by": "user", "target": "y", "folds": 3},
             {"type": "map", "name": "tags2", "source": "tags", "values": {"a": "x"}},
             {"type": "date_part", "name": "hours", "source": "nums", "part": "hour", "unit": "s"},
             {"type": "count", "name": "user_tag", "by": ["user", "tags"]},
-            {"type": "group_statistics", "name": "all", "by": "user", "of": "nums", "statistics": ["sum"]},
+            {"type": "group_statistics", "name": "all", "by": "user", "of": "nums", "statistics": ["sum", "nunique"]},
         ],
         dense=[
             {"name": "x", "operators": [FILL, {"type": "clip", "min": -5, "max": 5}, {"type": "standardize"}]},
@@ -96,7 +97,10 @@ def everything() -> EtlConfig:
             {"name": "middle", "source": "x", "operators": [{"type": "fill", "value": "median"}]},
             *(
                 {"name": name, "operators": [FILL]}
-                for name in ("lag", "since", "times", "of_x_mean", "rate", "user_tag", "all_nums_sum")
+                for name in (
+                    "lag", "since", "times", "of_x_std", "of_x_median", "d_item_nunique",
+                    "rate", "user_tag", "all_nums_sum", "all_nums_nunique",
+                )
             ),
         ],
         categorical=[

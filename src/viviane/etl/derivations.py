@@ -19,7 +19,7 @@ from viviane.etl.saved import without
 
 Kind: TypeAlias = Literal["float", "int", "string"]
 Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
-Statistic: TypeAlias = Literal["count", "mean", "std", "min", "max", "sum"]
+Statistic: TypeAlias = Literal["count", "mean", "std", "var", "min", "max", "sum", "median", "nunique"]
 
 
 class Column(Protocol):
@@ -280,14 +280,15 @@ class CountEncode(Settings):
 
 
 class GroupStatistics(Settings):
-    """Statistics of numbers over the training rows of the row's key: columns NAME_OF_STATISTIC.
+    """Statistics of values over the training rows of the row's key: columns NAME_OF_STATISTIC.
 
-    Missing numbers are passed over; std is that of the population. An unseen or missing key has count 0 and sum 0,
-    the others missing.
+    Missing values are passed over; std and var are those of the population, and the median of an even count is the
+    mean of the middle two. nunique, the number of distinct values, is exact and takes any type; the others take
+    numbers, as float64. An unseen or missing key has count, sum and nunique 0, the others missing.
 
     Args:
         by: key, one column or several, of which one may be a list.
-        of: columns of numbers; each value of a list counts, where the key is none.
+        of: columns; each value of a list counts, where the key is none.
     """
 
     type: Literal["group_statistics"] = "group_statistics"
@@ -302,12 +303,17 @@ class GroupStatistics(Settings):
         return (*_tuple(self.by), *_tuple(self.of))
 
     def made(self, find: Find) -> list[Made]:
-        """The new columns; a column of anything but numbers is a ValueError."""
+        """The new columns; a statistic named twice, or one that the type has not, is a ValueError."""
         _check_keys(self.name, self.by, find, lists=True)
+        if len(set(self.statistics)) < len(self.statistics):
+            raise ValueError(f"{self.name!r} names a statistic twice")
         for name in _tuple(self.of):
             column = find(name)
-            if column.type not in ("int", "float"):
-                raise ValueError(f"{self.name!r}: column {name!r} must hold int or float")
+            if column.type not in ("int", "float") and set(self.statistics) != {"nunique"}:
+                raise ValueError(
+                    f"{self.name!r}: column {name!r} is of type {column.type}: {', '.join(self.statistics)} of it are "
+                    'undefined: give int or float, or "nunique" in a derivation of its own'
+                )
             if column.is_list and any(find(key).is_list for key in _tuple(self.by)):
                 raise ValueError(
                     f"{self.name!r}: the key and column {name!r} are both lists, and which value belongs to which key "

@@ -1,14 +1,16 @@
 """Learn group derivations from the training rows, shard by shard.
 
 The engine finds the distinct keys, out of core; sums are then added up here one row after another, so that they do not
-depend on threads, shards or the memory limit. Memory: 8 bytes for each key, statistic and fold.
+depend on threads, shards or the memory limit. Memory: 8 bytes for each key, statistic and fold; a median sorts the
+numbers of as many keys at a time as have `_SORTED_AT_ONCE` of them, and reads the shards once for each such range.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -24,12 +26,14 @@ from viviane.etl.deriving import key_build, keys_of
 from viviane.etl.engine import Build, Engine
 from viviane.etl.expressions import exploded
 from viviane.etl.folds import fold_column
-from viviane.etl.groups import Groups, encode_targets, place_of
+from viviane.etl.groups import Groups, encode_targets, medians, place_of
 from viviane.etl.operators import chain
 from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
 from viviane.etl.stage import Shard
 from viviane.etl.values import combined
+
+_SORTED_AT_ONCE: Final = 1 << 24  # numbers, 16 bytes each; those of one key are sorted at once, however many
 
 _Numbers = NDArray[np.float64]
 _Rows = tuple[pa.Table, NDArray[np.int64]]
@@ -99,25 +103,63 @@ class GroupFitter:
     def _statistics(self, one: GroupStatistics, keys: Any) -> dict[str, _Numbers]:
         found: dict[str, _Numbers] = {}
         for of in key_names(one.of):
-            size = len(keys) + 1
-            count, total, spread = np.zeros(size), np.zeros(size), np.zeros(size)
-            least, most = np.full(size, np.inf), np.full(size, -np.inf)
-            for at, x in self._present(one, keys, of):
-                np.add.at(count, at, 1.0)
-                np.add.at(total, at, x)
-                np.minimum.at(least, at, x)
-                np.maximum.at(most, at, x)
-            seen = np.where(count > 0, count, np.nan)
-            mean = total / seen
-            if "std" in one.statistics:  # squares of differences from the mean, in a second pass: nothing cancels
-                for at, x in self._present(one, keys, of):
-                    np.add.at(spread, at, (x - mean[at]) ** 2)
-            every = {"count": count, "sum": total, "mean": mean, "std": np.sqrt(spread / seen)}
-            every |= {"min": np.where(count > 0, least, np.nan), "max": np.where(count > 0, most, np.nan)}
+            every = self._sums(one, keys, of) if set(one.statistics) - {"nunique"} else {}
+            if "median" in one.statistics:
+                every["median"] = self._medians(one, keys, of, every["count"])
+            if "nunique" in one.statistics:
+                every["nunique"] = self._distinct(one, keys, of)
             found |= {f"{one.name}_{of}_{statistic}": every[statistic] for statistic in one.statistics}
         return found
 
+    def _sums(self, one: GroupStatistics, keys: Any, of: str) -> dict[str, _Numbers]:
+        """The statistics that are added up, one row after another."""
+        size = len(keys) + 1
+        count, total, spread = np.zeros(size), np.zeros(size), np.zeros(size)
+        least, most = np.full(size, np.inf), np.full(size, -np.inf)
+        for at, x in self._present(one, keys, of):
+            np.add.at(count, at, 1.0)
+            np.add.at(total, at, x)
+            np.minimum.at(least, at, x)
+            np.maximum.at(most, at, x)
+        seen = np.where(count > 0, count, np.nan)
+        mean = total / seen
+        if {"std", "var"} & set(one.statistics):  # squares of differences, in a second pass: nothing cancels
+            for at, x in self._present(one, keys, of):
+                np.add.at(spread, at, (x - mean[at]) ** 2)
+        found = {"count": count, "sum": total, "mean": mean, "std": np.sqrt(spread / seen), "var": spread / seen}
+        return found | {"min": np.where(count > 0, least, np.nan), "max": np.where(count > 0, most, np.nan)}
+
+    def _medians(self, one: GroupStatistics, keys: Any, of: str, count: _Numbers) -> _Numbers:
+        found = np.full(len(count), np.nan)
+        before = np.concatenate([[0.0], np.cumsum(count)])  # numbers of the keys before each
+        first = 0
+        while before[first] < before[-1]:
+            fits = int(np.searchsorted(before, before[first] + _SORTED_AT_ONCE, side="right")) - 1
+            end = max(fits, first + 1)
+            places, numbers = [], []
+            for at, x in self._present(one, keys, of):
+                inside = (at >= first) & (at < end)
+                places.append(at[inside] - first)
+                numbers.append(x[inside])
+            found[first:end] = medians(np.concatenate(places), np.concatenate(numbers), end - first)
+            first = end
+        return found
+
+    def _distinct(self, one: GroupStatistics, keys: Any, of: str) -> _Numbers:
+        """Number of distinct values of each key, which the engine counts, out of core."""
+        names = key_names(one.by)
+        rows = exploded(self.partition.training_rows(), list(dict.fromkeys([*names, of])))
+        pairs = self.engine.project(rows, partial(_pair, names, of))
+        pairs = pairs.filter(pairs["key"].notnull() & pairs["value"].notnull()).distinct()
+        table = self.engine.count(pairs.select(value=pairs["key"]), by_value=True)
+        found = np.zeros(len(keys) + 1)
+        if table.num_rows:
+            places = place_of(combined(table.column("value").cast(keys.type)), keys)
+            found[places] = combined(table.column("count")).to_numpy(zero_copy_only=False)
+        return found
+
     def _present(self, one: GroupStatistics, keys: Any, of: str) -> Iterator[tuple[NDArray[np.int64], _Numbers]]:
+        """Place of the key and number, of numbers that are there."""
         for staged, places in self._training(one, keys, [of]):
             at, column = places, combined(staged.column(of))
             if pa.types.is_list(column.type):  # each value of a list is a number of the row's key
@@ -159,6 +201,10 @@ class GroupFitter:
             )
 
         return encoded(every), np.stack([encoded([other for other in every if other != fold]) for fold in every])
+
+
+def _pair(names: tuple[str, ...], of: str, table: Any) -> dict[str, Any]:
+    return {**key_build(names)(table), "value": table[of]}
 
 
 def _target_build(spec: LabelSpec) -> Build:

@@ -123,3 +123,25 @@ def encode_targets(
     """
     weight = counts + smoothing
     return np.where(weight > 0, (sums + smoothing * prior) / np.where(weight > 0, weight, 1.0), prior)
+
+
+def medians(at: NDArray[np.int64], x: NDArray[np.float64], num_keys: int) -> NDArray[np.float64]:
+    """Median of the numbers of each key, the mean of the middle two where their count is even; NaN where there is none.
+
+    Args:
+        at: place of the key of each number.
+        x: numbers, none of them NaN.
+
+    Example:
+        >>> medians(np.array([0, 2, 0, 2, 2]), np.array([5.0, 1.0, 2.0, 1.0, 9.0]), 3).tolist()
+        [3.5, nan, 1.0]
+    """
+    order = np.lexsort((x, at))
+    x = x[order]
+    counts = np.bincount(at, minlength=num_keys)
+    starts = np.cumsum(counts) - counts
+    found = np.full(num_keys, np.nan)
+    some = counts > 0
+    low, high = ((starts + (counts - one) // 2)[some] for one in (1, 0))
+    found[some] = np.where(x[low] == x[high], x[low], x[low] * 0.5 + x[high] * 0.5)  # their sum could overflow
+    return found
