@@ -1,5 +1,6 @@
 """Servers from start to end: ports, overload, models that come and go, and ends without a lost answer."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,11 +12,12 @@ from collections import Counter
 import grpc
 import numpy as np
 import pytest
-from clients import Grpc, Http, infer_fields, tensors_of
+from clients import Grpc, Http, infer_fields, raw_socket, tensors_of
 
 from viviane.core.errors import CheckpointError, ConfigError
 from viviane.serving import ModelEntry, RepositorySettings, SessionSettings
 from viviane.serving.server import BatchSettings, InferenceServer, ServerSettings
+from viviane.serving.server.messages import SERVICE
 
 
 def settings(models, **more) -> ServerSettings:
@@ -33,6 +35,43 @@ def slow_down(server: InferenceServer, seconds: float) -> None:
         return usual(rows, **named)
 
     session.try_predict = slowly
+
+
+@contextlib.contextmanager
+def held(server: InferenceServer, raw):
+    """Let the model `ctr` compute one request and another one wait, until the event is set or the block ends."""
+    row, goes_on, statuses = raw(1, seed=1)[0], threading.Event(), []
+    session = server.repository.get("ctr")
+    usual = session.try_predict
+    session.try_predict = lambda rows, **named: usual(rows, **named) if goes_on.wait(30) else None
+
+    def ask() -> None:
+        client = Http(server)
+        statuses.append(client.post("/v1/models/ctr:predict", {"instances": [row]}).status)
+        client.close()
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    until = time.monotonic() + 20
+    for waiting, thread in enumerate(threads):
+        thread.start()
+        while server.service.queued("ctr") != waiting or server.service.under_way != waiting + 1:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    try:
+        yield goes_on
+    finally:
+        goes_on.set()
+        for thread in threads:
+            thread.join()
+    assert statuses == [200, 200]
+
+
+@pytest.fixture
+def full_server(models, raw):
+    """A server of which every request is refused: one is computed, and one waits."""
+    batching = BatchSettings(max_queued=1, max_rows=1)
+    with InferenceServer(settings(models, batching=batching, keep_alive_s=1)) as server, held(server, raw):
+        yield server
 
 
 def test_a_port_is_never_shared(models) -> None:
@@ -98,30 +137,12 @@ def test_a_refused_request_leaves_its_connection_in_order(models, raw) -> None:
     row = raw(1, seed=1)[0]
     path, content = "/v1/models/ctr:predict", {"instances": [row]}
     with InferenceServer(settings(models, batching=BatchSettings(max_queued=1, max_rows=1))) as server:
-        client, goes_on = Http(server), threading.Event()
-        session = server.repository.get("ctr")
-        usual = session.try_predict
-        session.try_predict = lambda rows, **named: usual(rows, **named) if goes_on.wait(30) else None
-
-        def ask() -> None:
-            other = Http(server)
-            statuses.append(other.post(path, content).status)
-            other.close()
-
-        statuses: list[int] = []
-        threads = [threading.Thread(target=ask) for _ in range(2)]  # one is computed, one waits
-        until = time.monotonic() + 20
-        for waiting, thread in enumerate(threads):
-            thread.start()
-            now = (0, 0)
-            while now != (waiting + 1, waiting) and time.monotonic() < until:
-                time.sleep(0.01)
-                now = (server.service.under_way, sum(server.service._queued().values()))
-        try:
+        client = Http(server)
+        with held(server, raw):
             for _ in range(3):
                 reply = client.post(path, content)
                 assert (reply.status, reply.headers["retry-after"]) == (429, "1")
-                assert "overloaded" in reply.json["error"]
+                assert "too many requests wait" in reply.json["error"]
             socket = client.connection.sock
             assert client.post("/v2/models/ctr/versions/1/infer", b"{}").status == 429
             assert client.post("/v1/models/none:predict", content).status == 404
@@ -129,15 +150,77 @@ def test_a_refused_request_leaves_its_connection_in_order(models, raw) -> None:
             assert client.connection.sock is socket
             reply = client.post(path, b" " * (1 << 17))  # too long to be read for nothing
             assert (reply.status, reply.headers["connection"]) == (429, "close")
-        finally:
-            goes_on.set()
-            for thread in threads:
-                thread.join()
-        assert statuses == [200, 200]
         assert client.post(path, content).status == 200
         lines = client.get("/metrics").body.decode().splitlines()
         assert sum(float(line.split()[-1]) for line in lines if "_total{" in line and "UNAVAILABLE" in line) == 5
         client.close()
+
+
+def test_a_full_queue_refuses_over_grpc_before_the_message_is_read(models, raw) -> None:
+    """With one model by the queue alone; beside another model by the name at the start of the message."""
+    row = raw(1, seed=1)[0]
+    for others in (
+        (),
+        (ModelEntry(name="other", path=str(models.path("deepfm")), session=SessionSettings(device="cpu")),),
+    ):
+        entry = ModelEntry(name="ctr", path=str(models.path("deepfm")), session=SessionSettings(device="cpu"))
+        wanted = settings(models, batching=BatchSettings(max_queued=1, max_rows=1))
+        wanted = wanted.changed(inference=RepositorySettings(models=(entry, *others)).to_dict())
+        with InferenceServer(wanted) as server, held(server, raw) as goes_on:
+            client = Grpc(server)
+            infer = client.channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            name = b"\x0a\x03ctr"
+            for message in (name, name + b"\xff" * 5000):  # the second one is no message, and is never looked at
+                with pytest.raises(grpc.RpcError) as error:
+                    infer(message, timeout=30)
+                assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+                assert "too many requests wait" in error.value.details()
+            if others:
+                fields = infer_fields("other", tensors_of([row], server.repository.get("other").inputs))
+                assert client.ask("ModelInfer", **fields).model_name == "other"
+                with pytest.raises(grpc.RpcError) as error:  # a name that does not come first is read late
+                    infer(b"\x1a\x017" + name, timeout=30)
+                assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            goes_on.set()
+            client.close()
+
+
+def test_requests_of_every_form_are_refused_by_a_full_queue(full_server) -> None:
+    data = b"POST /v1/models/ctr:predict HTTP/1.1\r\nhost: 127.0.0.1\r\nx: y\r\ncontent-length: 2\r\n\r\n{}"
+    last = b"GET /v2/health/live HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+
+    def check(change, status: bytes, times: int = 1, *, goes_on: bool = True) -> None:
+        said = raw_socket(full_server, change + last)
+        assert said.split(b" ")[1] == status, said[:200]
+        assert said.count(b"HTTP/1.1 " + status) == times
+        assert said.count(b'{"live": true}') == goes_on
+
+    check(data, b"429")
+    check(data * 3, b"429", 3)
+    check(data.replace(b"content-length", b"Content-Length"), b"429")
+    check(data.replace(b"HTTP/1.1", b"HTTP/1.0"), b"429", goes_on=False)
+    check(data.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), b"429", goes_on=False)
+    chunked = data.replace(b"content-length: 2", b"transfer-encoding: chunked").replace(b"{}", b"0\r\n\r\n")
+    check(chunked, b"429", goes_on=False)
+    check(data.replace(b"POST", b"GET"), b"404")
+    twice = data.replace(b"content-length: 2", b"content-length: 2\r\ncontent-length: 3")
+    check(twice, b"400", goes_on=False)
+    check(data.replace(b"content-length: 2", b"content-length: -2"), b"400", goes_on=False)
+    check(data.replace(b"x: y", b"x: " + b"y" * 40_000), b"431", goes_on=False)
+
+
+def test_a_connection_whose_requests_are_refused_stays_open(full_server) -> None:
+    """Longer than an idle one would."""
+    client = Http(full_server)
+    socket = None
+    for _ in range(8):
+        assert client.post("/v1/models/ctr:predict", b"{}").status == 429
+        assert socket in (None, client.connection.sock)
+        socket = client.connection.sock
+        time.sleep(0.25)
+    time.sleep(1.3)
+    assert socket.recv(1) == b""  # an idle one is closed
+    client.close()
 
 
 def test_too_many_requests_under_way_are_refused(models, raw) -> None:

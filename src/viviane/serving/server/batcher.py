@@ -11,16 +11,16 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from viviane.config.base import Settings
-from viviane.serving.server.status import RequestError, Status
+from viviane.serving.server.admission import QueueLimits, overloaded
 from viviane.serving.server.together import Prediction, kind_of, predict_together
 from viviane.serving.session import InferenceSession
 
 _IDLE_S: Final = 5.0
 """A thread without work ends after so long; the next request starts one."""
+_KEEPS_BUSY: Final = 32
 
 
-class BatchSettings(Settings):
+class BatchSettings(QueueLimits):
     """How requests are predicted together.
 
     Args:
@@ -32,8 +32,6 @@ class BatchSettings(Settings):
 
     max_rows: int = Field(default=1024, ge=1)
     max_delay_ms: float = Field(default=0, ge=0, le=10_000)
-    max_queued: int = Field(default=256, ge=1)
-    max_queued_rows: int = Field(default=262_144, ge=1)
 
 
 @dataclass(frozen=True)
@@ -94,16 +92,14 @@ class Batcher:
         """Requests that wait."""
         return len(self._waiting)
 
-    def check_room(self, num_rows: int = 1) -> None:
-        """Refuse a request of this many rows where too many wait.
+    @property
+    def keeps_busy(self) -> int:
+        """With fewer waiting requests than this, the model would soon have nothing to do."""
+        return _KEEPS_BUSY
 
-        Raises:
-            RequestError: with the status OVERLOADED.
-        """
-        waiting, rows, settings = len(self._waiting), self._waiting_rows, self.settings
-        if waiting >= settings.max_queued or (waiting and rows + num_rows > settings.max_queued_rows):
-            value = f"{waiting} requests of {rows} rows wait"
-            raise RequestError(Status.OVERLOADED, "the model is overloaded", value=value, fix="try again later")
+    def is_full(self, num_rows: int = 1) -> bool:
+        """Whether a request of so many rows is refused."""
+        return self.settings.is_full(len(self._waiting), self._waiting_rows, num_rows)
 
     def submit(self, work: Work) -> None:
         """Queue a request.
@@ -112,7 +108,8 @@ class Batcher:
             RequestError: too many wait already (status OVERLOADED).
         """
         with self._turn:
-            self.check_room(work.num_rows)
+            if self.is_full(work.num_rows):
+                raise overloaded(len(self._waiting), self._waiting_rows)
             self._waiting.append(work)
             self._waiting_rows += work.num_rows
             if self._idle:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from viviane.core.optional import require
-from viviane.serving.server.messages import SERVICE, message
+from viviane.serving.server.messages import SERVICE, leading_texts, message
 from viviane.serving.server.service import Answer, Service, chosen_outputs
 from viviane.serving.server.settings import ServerSettings
 from viviane.serving.server.status import describe, invalid, status_of
@@ -22,6 +22,7 @@ from viviane.serving.server.tensors import (
     text_tensor,
 )
 
+_INFER: Final = f"/{SERVICE}/ModelInfer"
 Method = Callable[[Any], Awaitable[Any]]
 _CONTENTS: Final = {
     "BOOL": "bool_contents",
@@ -64,13 +65,21 @@ def make_grpc_server(service: Service, settings: ServerSettings) -> Any:
     calls = _Calls(service, grpc)
     handlers = {
         # messages are parsed by the calls, so that one which is none is answered as a malformed request
-        name: grpc.unary_unary_rpc_method_handler(
-            calls.guarded(message(f"{name}Request").FromString, method),
-            response_serializer=lambda reply: reply.SerializeToString(),
+        f"/{SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(
+            calls.guarded(name, method), response_serializer=lambda reply: reply.SerializeToString()
         )
         for name, method in calls.methods().items()
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    refused = grpc.stream_unary_rpc_method_handler(calls.refused)  # a stream, since nothing of it is read
+
+    class Handler(grpc.GenericRpcHandler):  # type: ignore[misc, name-defined]
+        """Finds the method of a call; one for predictions may be refused before its message arrives."""
+
+        def service(self, handler_call_details: Any) -> Any:
+            method = handler_call_details.method
+            return refused if method == _INFER and service.refuses_unread() else handlers.get(method)
+
+    server.add_generic_rpc_handlers((Handler(),))
     return server
 
 
@@ -99,11 +108,18 @@ class _Calls:
             "RepositoryModelUnload": self.unload,
         }
 
-    def guarded(self, parse: Callable[[bytes], Any], method: Method) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def refused(self, _: Any, context: Any) -> None:
+        """Refuse a call without reading its message."""
+        await context.abort(self._grpc.StatusCode.UNAVAILABLE, "too many requests wait; try again later")
+
+    def guarded(self, name: str, method: Method) -> Callable[[Any, Any], Awaitable[Any]]:
         """Answer failures of a method with a code and a message."""
+        parse = message(f"{name}Request").FromString
 
         async def answered(data: bytes, context: Any) -> Any:
             try:
+                if name == "ModelInfer" and (asked := leading_texts(data)) is not None:
+                    self._service.check_room("grpc", *asked)
                 try:
                     request = parse(data)
                 except self._decode_error as error:
@@ -165,7 +181,6 @@ class _Calls:
 
     async def infer(self, request: Any) -> Any:
         """Answer tensors."""
-        self._service.check_room("grpc", request.model_name, request.model_version)
         names = [one.name for one in request.outputs]
         for one in request.outputs:
             if "classification" in one.parameters or "shared_memory_region" in one.parameters:

@@ -14,7 +14,7 @@ from viviane.core.optional import require
 from viviane.serving.server.example_rows import example_rows
 from viviane.serving.server.json_wire import HEADER_LENGTH, load_strict, numbers, parse_request, render_answer
 from viviane.serving.server.recommending import RecommendRequest
-from viviane.serving.server.service import Service
+from viviane.serving.server.service import RECOMMEND, Service
 from viviane.serving.server.settings import LOOPBACK
 from viviane.serving.server.status import RequestError, Status, describe, invalid, listed, status_of
 
@@ -269,9 +269,11 @@ class _Handlers:
 
     async def recommend(self, request: Any) -> Any:
         """Answer rows with items: {"instances": [{column: value, ...}, ...], "k": 10}."""
+        name = request.path_params["name"]
         body = await self._body(request)
+        self._service.check_room(RECOMMEND, name)
         asked = await self._service.parsed(len(body), lambda: RecommendRequest.of(load_strict(body)))
-        found = await self._service.recommend(request.path_params["name"], asked)
+        found = await self._service.recommend(name, asked)
         return self._json({"recommendations": found})
 
     async def recommender(self, request: Any) -> Any:

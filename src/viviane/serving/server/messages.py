@@ -144,3 +144,28 @@ def _add_field(owner: Any, owner_name: str, number: str, name: str, kind: str) -
         if not owner.oneof_decl:
             owner.oneof_decl.add(name="parameter_choice")
         field.oneof_index = 0
+
+
+def leading_texts(data: bytes) -> tuple[str, str] | None:
+    """Return the first two fields of a message, texts, without parsing what follows them; "" for one that is absent.
+
+    Of a request for predictions they are the model and its version. Serializers write fields in the order of their
+    numbers, which protobuf does not promise: of bytes that begin in another way None is returned.
+
+    Example:
+        >>> leading_texts(message("ModelInferRequest")(model_name="ctr", id="7").SerializeToString())
+        ('ctr', '')
+    """
+    found = {1: "", 2: ""}
+    place = 0
+    while place + 1 < len(data) and data[place] in (0x0A, 0x12):  # field 1 or 2, bytes of a length
+        number, size = data[place] >> 3, data[place + 1]
+        end = place + 2 + size
+        if size > 127 or end > len(data) or found[number]:  # a longer text is no model's name
+            return None
+        try:
+            found[number] = data[place + 2 : end].decode()
+        except UnicodeDecodeError:
+            return None
+        place = end
+    return (found[1], found[2]) if found[1] else None

@@ -20,13 +20,13 @@ class ServerMetrics:
     """Metrics of one server, in a registry of their own.
 
     Args:
-        queued: returns how many requests wait, by model and version.
+        queued: returns how many requests wait, by model and version; the version of a recommender is "".
         tables: returns what tables in tiers have done, by model and version.
     """
 
     def __init__(
         self,
-        queued: Callable[[], dict[tuple[str, int], int]],
+        queued: Callable[[], dict[tuple[str, str], int]],
         tables: Callable[[], dict[tuple[str, int], dict[str, Any]]],
     ) -> None:
         library = require("prometheus_client", extra="serving", purpose="metrics of a server")
@@ -48,6 +48,7 @@ class ServerMetrics:
         self._queue = histogram("queue_seconds", "Time that requests wait for others and for an instance.", _SECONDS)
         self._compute = histogram("batch_seconds", "Time that the batch of a request takes.", _SECONDS)
         self._batch = histogram("batch_rows", "Rows of the batch that a request is part of.", _ROWS)
+        self._failed: dict[tuple[str, str, str], Any] = {}
         self._lock = threading.Lock()
         self._totals: dict[str, _Totals] = defaultdict(_Totals)
 
@@ -72,9 +73,12 @@ class ServerMetrics:
 
     def failed(self, protocol: str, model: str, code: str) -> None:
         """Count a request that was refused or failed; `model` is "" where there is no such model."""
-        self._requests.labels(protocol, model, code).inc()
-        with self._lock:
-            if model:
+        child = self._failed.get((protocol, model, code))
+        if child is None:  # at most one for each known model and code
+            child = self._failed[protocol, model, code] = self._requests.labels(protocol, model, code)
+        child.inc()
+        if model:
+            with self._lock:
                 self._totals[model].failed += 1
 
     def text(self) -> bytes:
@@ -115,7 +119,7 @@ class _Totals:
 class _Queues:
     """Reads how many requests wait at the moment when the metrics are read."""
 
-    def __init__(self, queued: Callable[[], dict[tuple[str, int], int]]) -> None:
+    def __init__(self, queued: Callable[[], dict[tuple[str, str], int]]) -> None:
         self._queued = queued
 
     def collect(self) -> Iterable[Any]:
@@ -123,7 +127,7 @@ class _Queues:
         core = require("prometheus_client.core", extra="serving", purpose="metrics of a server")
         gauge = core.GaugeMetricFamily("viviane_queued_requests", "Requests that wait.", labels=["model", "version"])
         for (model, version), count in self._queued().items():
-            gauge.add_metric([model, str(version)], count)
+            gauge.add_metric([model, version], count)
         yield gauge
 
 

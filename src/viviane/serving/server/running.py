@@ -157,7 +157,7 @@ class InferenceServer:
             grpc = await self._start_grpc()
             task = asyncio.create_task(http.serve(sockets=[self._socket]))
             stopping = asyncio.create_task(self._stop.wait())
-            watching = asyncio.create_task(self.service.watch_lag())
+            watching = asyncio.create_task(self.service.admission.watch_lag())
             while not http.started and not task.done():
                 await asyncio.sleep(0.005)
             if not task.done():
@@ -189,7 +189,7 @@ class InferenceServer:
 
     async def _end(self, http: Any, task: asyncio.Task[None], grpc: Any) -> None:
         """Refuse new requests, and wait for those in progress, at most the time in the settings."""
-        self.service.draining = True
+        self.service.admission.draining = True
         http.should_exit = True
         stops: list[Any] = [task]
         if grpc is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from viviane.core.errors import VivianeError, suggest
 from viviane.serving.errors import ModelNotFoundError, RowProblem, RowsError
 from viviane.serving.repository import ModelRepository
+from viviane.serving.server.admission import Admission, Queue, overloaded
 from viviane.serving.server.batcher import Batcher, Outcome, Work
 from viviane.serving.server.example_rows import example_rows
 from viviane.serving.server.metrics import ServerMetrics
+from viviane.serving.server.recommend_queue import RecommendQueue
 from viviane.serving.server.recommending import RecommendRequest, RowRecommender
 from viviane.serving.server.settings import ServerSettings
 from viviane.serving.server.status import RequestError, Status, invalid, status_of
@@ -31,9 +33,13 @@ T = TypeVar("T")
 
 SERVER_NAME: Final = "viviane"
 EXTENSIONS: Final = ("binary_tensor_data", "model_repository", "model_configuration", "statistics")
-_TICK_S: Final = 0.05
-_BUSY: Final = 32
-"""With fewer requests in the queue a model would soon have nothing to do."""
+RECOMMEND: Final = "recommend"
+"""The protocol of requests for recommendations, in metrics."""
+_COMPUTING: Final = (
+    ("http", "/v2/models/", "/infer"),
+    ("json", "/v1/models/", ":predict"),
+    (RECOMMEND, "/v1/recommenders/", ":recommend"),
+)
 _SMALL_BYTES: Final = 16 << 10
 """A request of up to this many bytes is parsed where it arrives; a longer one on a thread of its own."""
 
@@ -73,58 +79,62 @@ class Service:
         self.repository, self.settings, self.version = repository, settings, version
         self.recommenders = dict(recommenders or {})
         self.metrics = ServerMetrics(self._queued, repository.tables)
-        self.draining = False
+        self.admission = Admission(settings.max_concurrent, settings.max_lag_ms)
+        self._recommend_queues = {name: RecommendQueue(name, settings.recommend) for name in self.recommenders}
         self._batchers: dict[tuple[str, int], Batcher] = {}
         self._turn = threading.Lock()
-        self._under_way = 0
-        self._lag_s = 0.0
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="viviane-parsing")
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="viviane-loading")
 
     # Answering --------------------------------------------------------------------------------------------
 
-    def check_room(self, protocol: str, model: str, version: str | None) -> None:
-        """Refuse a request for an overloaded model before it is parsed: beyond saturation that is most of its cost.
+    def check_room(self, protocol: str, name: str, version: str | None = None) -> None:
+        """Refuse a request for an overloaded model or recommender before it is parsed.
 
         Raises:
             RequestError: with the status OVERLOADED.
         """
-        with contextlib.suppress(ModelNotFoundError):  # answered as such later
-            session = self.repository.get(model, version_number(version))
-            try:
-                batcher = self._batcher(model, session)
-                if self._lag_s * 1000 > self.settings.max_lag_ms and batcher.queued >= _BUSY:
-                    raise RequestError(Status.OVERLOADED, "the server is overloaded", fix="try again later")
-                batcher.check_room()
-            except RequestError as error:
-                self.metrics.failed(protocol, model, error.status.grpc)
-                raise
+        queue = self._queue(protocol, name, version)
+        if queue is not None and self.admission.refuses(queue):
+            self.metrics.failed(protocol, name, Status.OVERLOADED.grpc)
+            raise overloaded(queue.queued)
 
     def refuses(self, path: bytes) -> bool:
-        """Return whether a request for predictions is to be refused by its path alone, and count it if so.
+        """Return whether a request is to be refused by its path alone, and count it if so.
 
         Beyond saturation a server has to spend next to nothing on the requests that it refuses.
         """
-        end = path.partition(b"?")[0].decode("latin-1")
-        if end.endswith("/infer") and end.startswith("/v2/models/"):
-            protocol, names = "http", end[len("/v2/models/") : -len("/infer")]
-        elif end.endswith(":predict") and end.startswith("/v1/models/"):
-            protocol, names = "json", end[len("/v1/models/") : -len(":predict")]
-        else:
-            return False
-        model, _, version = names.partition("/versions/")
-        try:
-            self.check_room(protocol, model, version or None)
-        except RequestError as error:
-            return error.status is Status.OVERLOADED
+        found = _asked(path)
+        return found is not None and self._refuses(*found)
+
+    def refuses_unread(self) -> bool:
+        """Return whether a gRPC request is to be refused before its message is read, and count it if so.
+
+        The message names the model. Where there is one model and one version, that is known before.
+        """
+        with self._turn:
+            only = list(self._batchers.items()) if len(self._batchers) == 1 else []
+        for (model, version), batcher in only:
+            if self.admission.refuses(batcher) and self.repository.names() == {model: [version]}:
+                self.metrics.failed("grpc", model, Status.OVERLOADED.grpc)
+                return True
         return False
 
-    async def watch_lag(self) -> None:
-        """Measure how far the event loop is behind, until cancelled."""
-        while True:
-            start = perf_counter()
-            await asyncio.sleep(_TICK_S)
-            self._lag_s = perf_counter() - start - _TICK_S
+    def _refuses(self, protocol: str, name: str, version: str | None) -> bool:
+        queue = self._queue(protocol, name, version)
+        refused = queue is not None and self.admission.refuses(queue)
+        if refused:
+            self.metrics.failed(protocol, name, Status.OVERLOADED.grpc)
+        return refused
+
+    def _queue(self, protocol: str, name: str, version: str | None) -> Queue | None:
+        """Return where requests for a model or recommender wait; None if there is no such, which is answered later."""
+        if protocol == RECOMMEND:
+            return self._recommend_queues.get(name)
+        try:
+            return self._batcher(name, self.repository.get(name, version_number(version)))
+        except (ModelNotFoundError, RequestError):
+            return None
 
     async def parsed(self, num_bytes: int, parse: Callable[[], T]) -> T:
         """Run a parser: at once for a short request, beside the event loop for a long one."""
@@ -157,35 +167,35 @@ class Service:
         """Answer a request for recommendations.
 
         Raises:
-            RequestError: no such recommender, too many rows, or too many requests under way.
+            RequestError: no such recommender, too many rows, or too many requests in progress.
         """
         start, known = perf_counter(), name if name in self.recommenders else ""
-        self._under_way += 1
-        try:
+        with self._counted(RECOMMEND, known):
             if not known:
                 what = "no recommender of this name is loaded"
                 raise RequestError(Status.NOT_FOUND, what, value=name[:200], fix=suggest(name, self.recommenders))
-            self._check_accepts()
             check_rows(len(request.rows), self.settings.max_rows)
             recommend = self.recommenders[name].recommend
             call = partial(recommend, request.rows, request.k, keep_seen=request.keep_seen)
-            found = await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        except BaseException as error:
-            status = "cancelled" if isinstance(error, asyncio.CancelledError) else status_of(error).grpc
-            self.metrics.failed("recommend", known, status)
-            raise
-        finally:
-            self._under_way -= 1
-        self.metrics.answered("recommend", name, len(found), perf_counter() - start, None)
+            found = await self._recommend_queues[name].run(call, len(request.rows))
+        self.metrics.answered(RECOMMEND, name, len(found), perf_counter() - start, None)
         return found
 
-    def _check_accepts(self) -> None:
-        """Refuse a request while the server ends, or beside too many others."""
-        if self.draining:
-            raise RequestError(Status.UNAVAILABLE, "the server is shutting down")
-        if self._under_way > self.settings.max_concurrent:
-            allowed = str(self.settings.max_concurrent)
-            raise RequestError(Status.OVERLOADED, "too many requests are under way", allowed=allowed)
+    @contextlib.contextmanager
+    def _counted(self, protocol: str, known: str) -> Iterator[None]:
+        """Take a request in, and count how it failed.
+
+        Args:
+            known: the name of a loaded model; "" for others: a label for each name that a client makes up would let the
+                metrics grow without bound.
+        """
+        try:
+            with self.admission.entered():
+                yield
+        except BaseException as error:
+            status = "cancelled" if isinstance(error, asyncio.CancelledError) else status_of(error).grpc
+            self.metrics.failed(protocol, known, status)
+            raise
 
     async def _answer(
         self,
@@ -198,26 +208,14 @@ class Service:
         partial_rows: bool,
     ) -> Answer:
         start = perf_counter()
-        known = model if model in self.repository.names() else ""  # a label per name that a client makes up would
-        rows, outcome = 0, None  # let the metrics grow without bound
-        self._under_way += 1
-        try:
-            if self.draining:
-                raise RequestError(Status.UNAVAILABLE, "the server is shutting down")
-            if self._under_way > self.settings.max_concurrent:
-                allowed = str(self.settings.max_concurrent)
-                raise RequestError(Status.OVERLOADED, "too many requests are in progress", allowed=allowed)
-            with self.repository.lease(model, version_number(version)) as session:
-                batcher = self._batcher(model, session)
-                given, rows = await self.parsed(num_bytes, partial(rows_of, batcher))
-                outcome = await self._predicted(batcher, given, rows)
-                answer = _answer_of(model, batcher, outcome, partial_rows=partial_rows)
-        except BaseException as error:
-            status = "cancelled" if isinstance(error, asyncio.CancelledError) else status_of(error).grpc
-            self.metrics.failed(protocol, known, status)
-            raise
-        finally:
-            self._under_way -= 1
+        with (
+            self._counted(protocol, model if model in self.repository.names() else ""),
+            self.repository.lease(model, version_number(version)) as session,
+        ):
+            batcher = self._batcher(model, session)
+            given, rows = await self.parsed(num_bytes, partial(rows_of, batcher))
+            outcome = await self._predicted(batcher, given, rows)
+            answer = _answer_of(model, batcher, outcome, partial_rows=partial_rows)
         self.metrics.answered(protocol, model, rows, perf_counter() - start, outcome)
         return answer
 
@@ -230,7 +228,8 @@ class Service:
                 future.set_result(outcome)
 
         def done(outcome: Outcome) -> None:
-            loop.call_soon_threadsafe(deliver, outcome)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the client left before the server ended
+                loop.call_soon_threadsafe(deliver, outcome)
 
         work = Work(rows, count, done)
         batcher.submit(work)
@@ -247,21 +246,30 @@ class Service:
                 found = self._batchers[model, session.version] = Batcher(session, self.settings.batching)
             return found
 
-    def _queued(self) -> dict[tuple[str, int], int]:
+    def _queued(self) -> dict[tuple[str, str], int]:
         with self._turn:
-            return {key: batcher.queued for key, batcher in self._batchers.items()}
+            found = {(model, str(version)): one.queued for (model, version), one in self._batchers.items()}
+        return found | {(name, ""): queue.queued for name, queue in self._recommend_queues.items()}
+
+    def queued(self, name: str) -> int:
+        """Return how many requests wait for a model, in all versions, or for a recommender."""
+        return sum(count for (found, _), count in self._queued().items() if found == name)
+
+    def recommend_queue(self, name: str) -> RecommendQueue:
+        """Return where the requests of a recommender wait."""
+        return self._recommend_queues[name]
 
     @property
     def under_way(self) -> int:
         """Requests that are being answered."""
-        return self._under_way
+        return self.admission.under_way
 
     # Describing -------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
         """Whether requests are taken: not while the server shuts down, and not before a model is loaded."""
-        return not self.draining and bool(self.repository.names() or self.recommenders)
+        return not self.admission.draining and bool(self.repository.names() or self.recommenders)
 
     def is_ready(self, model: str, version: str | None) -> bool:
         """Whether a version of a model answers requests."""
@@ -269,7 +277,7 @@ class Service:
             self.repository.get(model, version_number(version))
         except (ModelNotFoundError, RequestError):
             return False
-        return not self.draining
+        return not self.admission.draining
 
     def server_metadata(self) -> dict[str, Any]:
         """Return name, version and extensions."""
@@ -402,6 +410,8 @@ class Service:
 
     def close(self) -> None:
         """End the threads that parse and load."""
+        for queue in self._recommend_queues.values():
+            queue.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._loads.shutdown(wait=False, cancel_futures=True)
 
@@ -439,6 +449,21 @@ def chosen_outputs(answer: Answer, names: Sequence[str] | None) -> dict[str, NDA
             raise invalid("an output is requested twice", value=name)
         found[name] = answer.outputs[name]
     return found
+
+
+def _asked(path: bytes) -> tuple[str, str, str | None] | None:
+    """Return protocol, name and version that a path asks for; None: it asks for no computation.
+
+    Example:
+        >>> _asked(b"/v2/models/ctr/versions/3/infer?x=1")
+        ('http', 'ctr', '3')
+    """
+    text = path.partition(b"?")[0].decode("latin-1")
+    for protocol, start, end in _COMPUTING:
+        if text.endswith(end) and text.startswith(start):
+            name, _, version = text[len(start) : -len(end)].partition("/versions/")
+            return protocol, name, version or None
+    return None
 
 
 def _answer_of(model: str, batcher: Batcher, outcome: Outcome, *, partial_rows: bool) -> Answer:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from viviane.config.base import Settings, load_json
 from viviane.core.locations import AnyPath
 from viviane.serving.server.batcher import BatchSettings
+from viviane.serving.server.recommend_queue import RecommendSettings
 from viviane.serving.settings import RepositorySettings
 
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
@@ -35,6 +36,7 @@ class ServerSettings(Settings):
         shutdown_timeout_s: after SIGTERM, how long accepted requests may take before they are cut off.
         allow_load: models can be loaded and unloaded over the network.
         batching: of requests that wait at the same time.
+        recommend: threads and queue of each recommender.
         inference: the models.
 
     Example:
@@ -57,6 +59,7 @@ class ServerSettings(Settings):
     shutdown_timeout_s: float = Field(default=30, ge=0)
     allow_load: bool = False
     batching: BatchSettings = BatchSettings()
+    recommend: RecommendSettings = RecommendSettings()
     inference: RepositorySettings = RepositorySettings()
 
     @model_validator(mode="after")
