@@ -82,6 +82,8 @@ def everything() -> EtlConfig:
         derived=[
             {"type": "difference_lag", "name": "lag", "source": "x", "by": "user", "order_by": "t"},
             {"type": "difference_lag", "name": "since", "source": "t", "by": ["user", "num"], "order_by": "t"},
+            {"type": "lag", "name": "before", "source": "item", "by": "user", "order_by": "t"},
+            {"type": "lead", "name": "after", "source": "user", "by": "num", "order_by": "x", "shift": 2},
             {"type": "count", "name": "times", "by": ["user", "num"]},
             {"type": "group_statistics", "name": "of", "by": "user", "of": "x", "statistics": ["std", "var", "median"]},
             {"type": "group_statistics", "name": "d", "by": ["user", "tags"], "of": "item", "statistics": ["nunique"]},
@@ -111,6 +113,8 @@ def everything() -> EtlConfig:
             },
             {"name": "item", "encoding": {"type": "categorify", "max_values": 2, "unknown_buckets": 3}},
             {"name": "both", "source": ["user", "num"]},
+            {"name": "before", "encoding": {"type": "raw", "missing": 0}},
+            {"name": "after"},
             {"name": "pair", "source": ["item", "num"], "encoding": {"type": "categorify", "max_values": 9}},
             {"name": "level", "source": "x", "encoding": {"type": "bucketize", "quantiles": 5}},
             {"name": "hashed", "source": ["item", "user"], "encoding": {"type": "hash", "num_ids": 50}},

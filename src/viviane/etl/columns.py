@@ -66,9 +66,11 @@ class Input(Settings):
         header: the first line of each text file holds the names.
         quote: character around values that contain the delimiter; None where quotes mean nothing.
         encoding: of text files.
-        missing: texts of a missing value, in string columns of Parquet too.
+        missing: texts of a missing value besides the empty one, in string columns of Parquet too.
+        empty_is_missing: False: the empty text is a value of string columns, and malformed in others.
         hive_partitioning: columns are also taken from folders called `name=value`, which are searched. False: the name
             of a folder means nothing.
+        file_name: the column, among `columns`, that holds the name of a row's file, without its folders.
     """
 
     columns: tuple[InputColumn, ...] = Field(min_length=1)
@@ -77,15 +79,25 @@ class Input(Settings):
     quote: str | None = Field(default=None, min_length=1, max_length=1)
     encoding: str = "utf-8"
     missing: tuple[str, ...] = ("",)
+    empty_is_missing: bool = True
     hive_partitioning: bool = False
+    file_name: str | None = None
 
     @model_serializer(mode="wrap")
     def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without(usual(self), "hive_partitioning")
+        data = without(usual(self), "hive_partitioning", "file_name")
+        return {key: value for key, value in data.items() if key != "empty_is_missing" or not value}
 
     @model_validator(mode="after")
     def _check(self) -> Input:
         refuse_repeated([column.name for column in self.columns], "input column")
+        self._settle_missing()
+        if self.file_name is not None:
+            named = [column for column in self.columns if column.name == self.file_name]
+            if not named or named[0].type != "string" or named[0].is_list:
+                raise ValueError(
+                    f'file_name {self.file_name!r}: add {{"name": {self.file_name!r}}} to columns, a string'
+                )
         if len(self.delimiter) > 1 and self.quote is not None:
             raise ValueError("a delimiter of several characters cannot be combined with quote")
         try:
@@ -95,6 +107,13 @@ class Input(Settings):
         if not plain:
             raise ValueError(f"encoding {self.encoding!r} does not keep ASCII as it is; convert the files to UTF-8")
         return self
+
+    def _settle_missing(self) -> None:
+        """Make the empty text one of the missing ones, or keep it out of them."""
+        others = tuple(text for text in self.missing if text)
+        if not self.empty_is_missing and "missing" in self.model_fields_set and len(others) < len(self.missing):
+            raise ValueError("the empty text is in missing, and empty_is_missing is false: leave out one of them")
+        object.__setattr__(self, "missing", ("", *others) if self.empty_is_missing else others)
 
 
 class LabelSpec(Settings):

@@ -1,7 +1,7 @@
 """Columns made from other columns before any encoding: settings only; what they compute is in `deriving`.
 
-Row derivations look at one row; lags and histories look at earlier rows of the run; group derivations look up what was
-learned from the training rows of a key.
+Row derivations look at one row; lags, leads and histories look at other rows of the run; group derivations look up
+what was learned from the training rows of a key.
 """
 
 from __future__ import annotations
@@ -216,6 +216,44 @@ class DifferenceLag(Settings):
         return [(self.name, "float", False)]
 
 
+class Neighbour(Settings):
+    """The value of an earlier ("lag") or later ("lead") row with the same key; missing where there is none.
+
+    Rows are those of one run (or table), before filters and split; a row with a missing key or time takes no part.
+
+    Args:
+        source: column of numbers or text whose value is taken; it may be missing there.
+        by: key, one column or several.
+        order_by: earlier means smaller here; equal ones count in the order of the input.
+        shift: how many rows away.
+    """
+
+    type: Literal["lag", "lead"]
+    name: str = Field(min_length=1)
+    source: str
+    by: Names
+    order_by: str
+    shift: int = Field(default=1, ge=1)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return (self.source, *_tuple(self.by), self.order_by)
+
+    def made(self, find: Find) -> list[Made]:
+        """The new column; a list, or a time to take, is a ValueError."""
+        _check_keys(self.name, self.by, find)
+        source, order = find(self.source), find(self.order_by)
+        if source.is_list or source.type == "timestamp":
+            raise ValueError(
+                f"{self.name!r}: column {self.source!r} must hold one number or text a row; of times there is "
+                "difference_lag"
+            )
+        if order.is_list or order.type not in ("int", "float", "timestamp"):
+            raise ValueError(f"{self.name!r}: column {self.order_by!r} must hold one int, float or timestamp a row")
+        return [(self.name, source.type, False)]
+
+
 class History(Settings):
     """The last values of the key's earlier rows: a list, oldest first, empty where there is none.
 
@@ -374,14 +412,15 @@ class TargetEncode(Settings):
 
 
 RowDerivation: TypeAlias = ValueMap | DatePart | MissingIndicator | Computed
-Earlier: TypeAlias = DifferenceLag | History
+Earlier: TypeAlias = DifferenceLag | Neighbour | History
 GroupDerivation: TypeAlias = CountEncode | GroupStatistics | TargetEncode
 Derivation: TypeAlias = Annotated[RowDerivation | Earlier | GroupDerivation, Field(discriminator="type")]
 
 ELEMENTWISE: Final[Any] = (ValueMap, DatePart, MissingIndicator)
 """Those whose lists are as long as the lists that they are made from."""
 ROW_DERIVATIONS: Final[Any] = (ValueMap, DatePart, MissingIndicator, Computed)
-EARLIER: Final[Any] = (DifferenceLag, History)
+EARLIER: Final[Any] = (DifferenceLag, Neighbour, History)
+"""Those whose value depends on other rows of the run."""
 
 
 def key_names(by: Names) -> tuple[str, ...]:

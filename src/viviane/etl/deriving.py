@@ -22,6 +22,7 @@ from viviane.etl.derivations import (
     History,
     MissingIndicator,
     Names,
+    Neighbour,
     TargetEncode,
     ValueMap,
     key_names,
@@ -53,7 +54,7 @@ def add_row_columns(table: pa.Table, config: EtlConfig) -> pa.Table:
 
 
 def add_earlier(table: pa.Table, config: EtlConfig, engine: Engine) -> pa.Table:
-    """Append lags and histories among the rows of a table in memory."""
+    """Append lags, leads and histories among the rows of a table in memory."""
     for one in config.derived:
         if isinstance(one, History):
             rows = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
@@ -61,7 +62,7 @@ def add_earlier(table: pa.Table, config: EtlConfig, engine: Engine) -> pa.Table:
             rows = rows.sort_by([(name, "ascending") for name in rows.column_names if name not in ("value", "counts")])
             found = HistoryMaker(one.last, len(key_names(one.by))).add(rows)
             table = table.append_column(one.name, combined(found.sort_by("row").column("value")))
-        elif isinstance(one, DifferenceLag):
+        elif isinstance(one, (DifferenceLag, Neighbour)):
             names = list(dict.fromkeys(one.inputs))
             rows = table.select(names).append_column(ROW, pa.array(np.arange(table.num_rows)))
             found = engine.evaluate(rows, lag_build(one))  # a window may change the order of rows
@@ -120,8 +121,8 @@ def key_build(names: tuple[str, ...]) -> Build:
 
 
 @cache
-def lag_build(one: DifferenceLag) -> Build:
-    """The same for a lag."""
+def lag_build(one: DifferenceLag | Neighbour) -> Build:
+    """The same for a lag or lead."""
     return partial(_lag, one)
 
 
@@ -135,8 +136,8 @@ def _key(names: tuple[str, ...], table: Any) -> dict[str, Any]:
     return {"key": crossed([table[name] for name in names]) if len(names) > 1 else table[names[0]]}
 
 
-def _lag(one: DifferenceLag, table: Any) -> dict[str, Any]:
-    """Row number and difference, as expressions over rows that carry their number."""
+def _lag(one: DifferenceLag | Neighbour, table: Any) -> dict[str, Any]:
+    """Row number and value or difference, as expressions over rows that carry their number."""
     import ibis
 
     names = key_names(one.by)
@@ -145,6 +146,9 @@ def _lag(one: DifferenceLag, table: Any) -> dict[str, Any]:
         known = known & table[name].notnull()
     window = ibis.window(group_by=[*(table[name] for name in names), known], order_by=[table[one.order_by], table[ROW]])
     x = table[one.source]
+    if isinstance(one, Neighbour):
+        value = (x.lag if one.type == "lag" else x.lead)(one.shift).over(window)
+        return {"row": table[ROW], "value": ibis.ifelse(known, value, ibis.null(x.type()))}
     if x.type().is_integer():
         x = x.cast("decimal(38, 0)")  # exact beyond 2^53, and no overflow
     before = x.lag(one.shift).over(window)

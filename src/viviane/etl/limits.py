@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from viviane.etl.cells import BadCell, list_parts, shown
 from viviane.etl.columns import CategoricalSpec
 from viviane.etl.config import EtlConfig
-from viviane.etl.derivations import DatePart, DifferenceLag, GroupStatistics, key_names
+from viviane.etl.derivations import DatePart, DifferenceLag, GroupStatistics, Neighbour, key_names
 from viviane.etl.engine import Engine
 from viviane.etl.operators import Operator, State, chain
 from viviane.etl.values import combined
@@ -52,9 +52,10 @@ def beyond_limits(table: pa.Table, config: EtlConfig, engine: Engine, states: St
     for one in config.derived:
         if isinstance(one, DifferenceLag):
             bad += _beyond(table, one.source, engine, most=_MOST / 2)  # the difference of two has to fit
-        elif isinstance(one, GroupStatistics):
-            for name in key_names(one.of):
-                bad += _beyond(table, name, engine)
+        elif isinstance(one, (GroupStatistics, Neighbour)):
+            for name in key_names(one.of) if isinstance(one, GroupStatistics) else (one.source,):
+                if config.column(name).is_number:
+                    bad += _beyond(table, name, engine)
         elif isinstance(one, DatePart) and one.unit is not None and one.source in table.column_names:
             bad += _no_times(table, one.source, one.unit)
     return bad

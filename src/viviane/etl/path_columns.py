@@ -1,4 +1,4 @@
-"""Columns whose values are in the path of a file, as Hive and Spark write them: date=2024-01-01/part-0.parquet."""
+"""Columns whose values are in the path of a file: its name, or folders as Hive writes them, date=2024-01-01/p.csv."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_both(names: Sequence[str], source: Source) -> None:
                 "a column is both in the file and in its path",
                 where=str(source.path),
                 value=name,
-                fix="rename one of them, or set `hive_partitioning` to false in the config's `input`",
+                fix="rename one of them, or leave out `hive_partitioning` or `file_name` in the config's `input`",
             )
 
 

@@ -120,7 +120,7 @@ def run_job(
     split = parse_split(split) if isinstance(split, str) else split
     config = what if isinstance(what, EtlConfig) else what.config
     check_split(split, config)
-    files = find_sources(sources, hive_partitioning=config.input.hive_partitioning)
+    files = find_sources(sources, hive_partitioning=config.input.hive_partitioning, file_name=config.input.file_name)
     here = working_place(output)
     learned_part = None if isinstance(what, EtlConfig) else _digest(what)
     job = fingerprint(

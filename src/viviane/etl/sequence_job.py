@@ -101,7 +101,7 @@ def sequences(
     output, limit = Path(output), parse_bytes(memory_limit)
     if limit < _LEAST_MEMORY_BYTES:
         raise ConfigError("too little memory to work with", value=memory_limit, allowed="1GB or more")
-    files = find_sources(input, hive_partitioning=config.input.hive_partitioning)
+    files = find_sources(input, hive_partitioning=config.input.hive_partitioning, file_name=config.input.file_name)
     job = fingerprint("sequences", _LAYOUT, config.to_dict(), [one.stamp() for one in files], on_bad_row)
     note = output / NOTE_FILE
     if resume and not overwrite and note.exists():

@@ -43,14 +43,17 @@ class TextBlock:
     num_lines: int
 
 
-def find_sources(paths: str | AnyPath | Sequence[str | AnyPath], *, hive_partitioning: bool = False) -> list[Source]:
+def find_sources(
+    paths: str | AnyPath | Sequence[str | AnyPath], *, hive_partitioning: bool = False, file_name: str | None = None
+) -> list[Source]:
     """Return the files that paths, folders and patterns name, in the order given; within one, by name.
 
     Args:
         hive_partitioning: folders called `name=value` inside a folder are searched too, and name columns.
+        file_name: a column that the name of the file becomes.
 
     Raises:
-        ConfigError: nothing was named, or a file is named twice.
+        ConfigError: nothing was named, a file is named twice, or a folder names the column `file_name` as well.
         DataError: a path does not exist or cannot be read.
     """
     files: list[AnyPath] = []
@@ -73,7 +76,16 @@ def find_sources(paths: str | AnyPath | Sequence[str | AnyPath], *, hive_partiti
     twice = sorted({str(file) for file in files if files.count(file) > 1})
     if twice or not files:
         raise ConfigError("the input files must be named, each once", value=", ".join(twice) or "none")
-    return [_source(file.resolve(), path_values(file) if hive_partitioning else ()) for file in files]
+    found_in = [path_values(file) if hive_partitioning else () for file in files]
+    if file_name is not None:
+        for file, values in zip(files, found_in, strict=True):
+            if file_name in dict(values):
+                raise ConfigError(
+                    "file_name is also the name of a folder's column", where=str(file), value=file_name,
+                    fix="choose another file_name",
+                )  # fmt: skip
+        found_in = [(*values, (file_name, file.name)) for file, values in zip(files, found_in, strict=True)]
+    return [_source(file.resolve(), values) for file, values in zip(files, found_in, strict=True)]
 
 
 def _files_in(folder: AnyPath, hive_partitioning: bool) -> list[AnyPath]:
