@@ -8,8 +8,9 @@ BIN = $(VENV)/bin
 JOBS ?= 2
 SETUP = PYTHON='$(PYTHON)' VENV='$(VENV)' sh .ci/install
 # Worker processes share the cores, so each of them computes on one thread. Each takes a run of neighbouring tests, and
-# part of another's when it has none left, so that what the tests of a file share is made once.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# part of another's when it has none left, so that what the tests of a file share is made once. Hundreds of processes are
+# started: each would compile every module where the environment forbids to keep bytecode.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 help:
 	@echo 'make demo         install, then generate, clean, train, evaluate, export and predict; ends with a report'

@@ -4,6 +4,7 @@ Where CI is set the examples are the same in every run, so that a change is judg
 elsewhere each run draws new ones.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ from warm import Warm
 
 settings.register_profile("viviane", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("viviane")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what collecting imported out of garbage collections: one took a second, and tests ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
