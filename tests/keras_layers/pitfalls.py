@@ -5,7 +5,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from networks import BACKEND, DIM, KEYS, LABELS, SIZE, VOCABULARY, embedding, network, trained
+from networks import BACKEND, DIM, KEYS, LABELS, SIZE, embedding, network, trained
 
 import viviane.keras as vk
 
@@ -156,13 +156,3 @@ def fast_metrics():
     (rows, wanted), (own_rows, own) = found
     apart = {name: float(np.abs(np.array(own.get(name, np.inf)) - values).max()) for name, values in wanted.items()}
     return {"rows": float(np.abs(rows - own_rows).max()), "logs": apart}
-
-
-def wide_keys():
-    """A 64-bit key is not cut to 32 bits, which would make it another key."""
-    layer = vk.Embedding(VOCABULARY, DIM, optimizer="sgd")
-    try:
-        layer(np.full((1, 1), 2**32 + 1, "int64"))
-    except Exception as error:
-        return {"raised": str(error)}
-    return {"raised": ""}

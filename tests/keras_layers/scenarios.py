@@ -11,6 +11,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+from key_values import mixed_types, refused_in_training, refused_keys, taken_keys, wide_keys
 from networks import (
     BACKEND,
     DIM,
@@ -34,7 +35,6 @@ from pitfalls import (
     several_devices,
     ways_to_run,
     weights_in_memory,
-    wide_keys,
 )  # fmt: skip
 
 import viviane.keras as vk
@@ -394,7 +394,8 @@ SCENARIOS = [
     sgd, sgd_twice, adagrad, adam, momentum, shared, schedule, rate_callback, epochs, lost_update, undifferentiated,
     evaluation, frozen, saving, summary, sixteen_bits, mixed, dynamic, bags, keras_rs_configs, own_configs,
     out_of_range, regularizer, jit, unaligned, dataset, strings, partly_lost, outside_of_training, persistent_tape,
-    weights_in_memory, rate_after_loading, ways_to_run, fast_metrics, wide_keys, several_devices,
+    weights_in_memory, rate_after_loading, ways_to_run, fast_metrics, wide_keys, refused_keys,
+    refused_in_training, taken_keys, mixed_types, several_devices,
 ]  # fmt: skip
 
 

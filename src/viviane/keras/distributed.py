@@ -17,7 +17,8 @@ from viviane.core.errors import ConfigError, suggest
 from viviane.embedding import DynamicTableConfig, FeatureConfig, TableCollection
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.external import KeyColumns
-from viviane.keras.keys import array_keys, checked_keys, key_type
+from viviane.embedding.whole_keys import array_keys
+from viviane.keras.keys import checked_keys, host_keys, key_type
 from viviane.keras.layer import Held, TableLayer
 from viviane.keras.optimizers import Rule, for_dynamic, load_optimizer, save_optimizer
 from viviane.keras.table_configs import Feature, features_of, load_feature, save_feature
@@ -131,14 +132,20 @@ class DistributedEmbedding(TableLayer):
             start += dims[name]
         return self._structured(found)
 
+    def keys_of_arrays(self, inputs: Any) -> Any:
+        """Return the keys of each feature that are arrays as tensors of Keras' backend."""
+        own = {name: host_keys(one, self.key_dtype, self._place(name)) for name, one in self._by_name(inputs).items()}
+        return own if isinstance(inputs, Mapping) else list(own.values())
+
+    def _place(self, feature: str) -> str:
+        return f"{self.where}, feature {feature!r}"
+
     def key_batch(self, keys: Sequence[Any]) -> Batch:
         """Return what to look up for the layer's inputs."""
         order = self._input_order
         if len(order) != len(keys):
             raise ConfigError("bags with weights have no fast form", where=self.where, fix="use model.fit")
-        found = {
-            name: array_keys(one, f"{self.where}, feature {name!r}") for name, one in zip(order, keys, strict=True)
-        }
+        found = {name: array_keys(one, self._place(name)) for name, one in zip(order, keys, strict=True)}
         lengths = {one.name: one.length or 1 for one in self.features}
         parts = [found[name].reshape(-1, lengths[name]) for name in self.columns.order]
         wide = any(part.dtype == torch.int64 for part in parts)
@@ -161,7 +168,7 @@ class DistributedEmbedding(TableLayer):
         return torch.cat([found[name] for name in self.columns.order], 1)
 
     def _matrix(self, keys: Any, length: int | None, name: str) -> Any:
-        checked = checked_keys(keys, self.key_dtype, f"{self.where}, feature {name!r}")
+        checked = checked_keys(keys, self.key_dtype, self._place(name))
         return keras.ops.reshape(checked, (-1, length or 1))
 
     def _weights(self, weights: Mapping[str, Any], name: str, length: int | None) -> Any:

@@ -17,8 +17,9 @@ from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicOptions, DynamicTableConfig, FeatureConfig, TableCollection, TableConfig
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.external import KeyColumns
+from viviane.embedding.whole_keys import array_keys
 from viviane.keras.initializers import get_initializer, is_own, law_of_rows, regularized, save_initializer
-from viviane.keras.keys import array_keys, checked_keys, key_type
+from viviane.keras.keys import checked_keys, host_keys, key_type
 from viviane.keras.layer import TableLayer
 from viviane.keras.optimizers import Rule, for_dynamic, load_optimizer, save_optimizer
 
@@ -89,6 +90,10 @@ class OneTable(TableLayer):
         shape = (self.input_dim, self.output_dim)
         rows = keras.ops.convert_to_numpy(self.embeddings_initializer(shape, dtype="float32"))
         collection.copy_rows(self._name, torch.from_numpy(np.array(rows)))
+
+    def keys_of_arrays(self, inputs: Any) -> Any:
+        """Return keys of an array as a tensor of Keras' backend."""
+        return host_keys(inputs, self.key_dtype, self.where)
 
     def key_batch(self, keys: Sequence[Any]) -> Batch:
         """Return what to look up for the layer's input."""

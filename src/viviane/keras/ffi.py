@@ -7,7 +7,7 @@ in its structures is checked by version when the handler is registered.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -18,32 +18,42 @@ from torch import Tensor
 from viviane.core.errors import ConfigError
 from viviane.core.optional import require
 from viviane.embedding.external import ExternalLookups, checked_rate, tensor_at
+from viviane.embedding.whole_keys import keys_of_32_bits, whole_keys
 
 READ: Final = 0
 BEGIN: Final = 1
 END: Final = 2
 REFUSE: Final = 3
-"""What a call asks for: a lookup, one in training, the gradient of one, or the error of one without gradient."""
+CHECK: Final = 4
+"""What a call asks for: a lookup, one in training, the gradient of one, the error of one without gradient, or keys."""
 
-_KINDS: Final = 4
+WIDE: Final = (
+    "call jax.config.update('jax_enable_x64', True) first, or make the keys an input of the model and train with "
+    "viviane.keras.fit(model, data), which reads them before JAX does"
+)
+"""What helps against keys of 64 bits in JAX's 32."""
+
+_KINDS: Final = 5
 _ARGUMENT_BYTES: Final = 40  # of XLA_FFI_Args and XLA_FFI_Rets
 _WORDS: Final = 64
 _BUFFER: Final = 5  # words of a buffer in the list: address, type, rank, the first two dimensions
 _TYPES: Final = {
-    4: torch.int32, 5: torch.int64, 10: torch.float16, 11: torch.float32, 16: torch.bfloat16
+    4: torch.int32, 5: torch.int64, 8: torch.uint32, 9: torch.uint64, 10: torch.float16, 11: torch.float32,
+    12: torch.float64, 16: torch.bfloat16,
 }  # fmt: skip
 _EXTENSION_METADATA: Final = 1
 _FAILED: Final = 13  # XLA_FFI_Error_Code_INTERNAL
 
 _served: WeakValueDictionary[int, ExternalLookups] = WeakValueDictionary()
+_places: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
 def call_number(kind: int, number: int) -> int:
     """Return the one attribute of a call: which tables, and what for.
 
     Example:
-        >>> call_number(END, 5) % 4, call_number(END, 5) // 4
-        (2, 5)
+        >>> divmod(call_number(END, 5), _KINDS)
+        (5, 2)
     """
     return number * _KINDS + kind
 
@@ -60,6 +70,19 @@ def lookups_of(number: int) -> ExternalLookups:
     return _served[number]
 
 
+def place_number(where: str, shape: Sequence[int]) -> int:
+    """Return the number under which `CHECK` finds what keys are called in errors, and their shape."""
+    _register_handler()
+    return _places.setdefault((where, tuple(shape)), len(_places))
+
+
+def _check(tensors: Sequence[Tensor], number: int) -> None:
+    keys, out = tensors
+    where, shape = list(_places)[number]
+    found = whole_keys(keys, where, shape)
+    out.copy_(found if out.dtype == torch.int64 else keys_of_32_bits(found, where, WIDE, shape))
+
+
 # The call in Python ------------------------------------------------------------------------------------------
 
 
@@ -71,6 +94,9 @@ def _serve(frame: int, address: int) -> int:
             raise ConfigError("XLA lays calls out in another way", fix="install the jax that viviane[jax] allows")
         tensors = _tensors(words)
         number, kind = divmod(words[0], _KINDS)
+        if kind == CHECK:
+            _check(tensors, number)
+            return 0
         lookups = lookups_of(number)
         assert lookups.columns is not None
         if kind == END:

@@ -14,6 +14,7 @@ import keras
 
 from viviane.core.errors import ConfigError
 from viviane.keras.feeding import batches_of, num_batches, prefetched
+from viviane.keras.keys import refuse_cut
 from viviane.keras.layer import TableLayer, table_layers
 
 
@@ -116,6 +117,8 @@ class FastTrainer:
     def _computed_keys(self, inputs: Sequence[Any]) -> list[Any]:
         if self._keys_model is None:
             return []
+        for tensor, one in zip(keras.tree.flatten(self.model.inputs), inputs, strict=True):
+            refuse_cut(one, f"input {tensor.name!r}")
         given = [keras.ops.convert_to_tensor(one) for one in inputs]
         return [keras.ops.convert_to_numpy(one) for one in keras.tree.flatten(self._keys_model(given, training=False))]
 

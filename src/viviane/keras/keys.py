@@ -1,17 +1,25 @@
-"""The type of keys, which backends would change without a word."""
+"""The type of keys, which backends would change without a word.
+
+Values are checked by `viviane.embedding.whole_keys`: those of arrays before a backend can round, cut or wrap them, and
+floats and unsigned numbers in compiled code when it runs, by a call of the host.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import keras
 import numpy as np
 import torch
 
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError
 from viviane.core.optional import require
+from viviane.embedding.whole_keys import array_keys, keys_of_32_bits, wrong_type
+from viviane.keras.backends import backend_of
+from viviane.keras.ffi import WIDE
 
-_WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool")
+_EXACT: Final = ("int8", "int16", "int32", "uint8", "uint16")
+_CHECKED: Final = ("uint32", "uint64", "float16", "bfloat16", "float32", "float64")
 
 
 def key_type(given: str | None, is_dynamic: bool, where: str) -> str:
@@ -30,42 +38,68 @@ def key_type(given: str | None, is_dynamic: bool, where: str) -> str:
     return name
 
 
-def _refuse_cut_keys(where: str) -> None:
+def _cuts_64_bits() -> bool:
+    if keras.backend.backend() != "jax":
+        return False
     jax = require("jax", extra="jax", purpose="Keras on JAX")
-    if not jax.config.jax_enable_x64:
+    return not jax.config.jax_enable_x64
+
+
+def _refuse_cut_keys(where: str) -> None:
+    if _cuts_64_bits():
         raise ConfigError(
             "JAX cuts 64-bit numbers to 32 bits", where=where, value="int64",
-            fix="call jax.config.update('jax_enable_x64', True) first, or train with viviane.keras.fit(model, data), "
-            "or, if all keys are below 2^31, pass key_dtype='int32'",
+            fix=WIDE + "; or, if all keys are below 2^31, pass key_dtype='int32'",
         )  # fmt: skip
-
-
-def array_keys(array: Any, where: str) -> torch.Tensor:
-    """Return an array's keys as a tensor, whole, whatever the backend would make of them."""
-    plain = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
-    if plain.dtype in (torch.int32, torch.int64):
-        return plain.cpu()
-    if plain.dtype in (torch.int8, torch.int16, torch.uint8, torch.bool, torch.float32):
-        return plain.cpu().to(torch.int64)
-    raise DataError("keys are whole numbers", where=where, value=str(plain.dtype), allowed=", ".join(_WHOLE))
 
 
 def checked_keys(inputs: Any, key_dtype: str, where: str) -> Any:
-    """Return keys as a tensor of the type inside the layer.
+    """Return keys as a tensor of int32 or int64.
 
     Raises:
-        DataError: they are not whole numbers.
+        DataError: they are not whole numbers; in compiled code it is the framework that raises, with the same text.
         ConfigError: the backend would cut 64-bit keys to 32 bits.
     """
-    if key_dtype == "int64" and keras.backend.backend() == "jax":
+    if key_dtype == "int64":
         _refuse_cut_keys(where)
-    keys = keras.ops.convert_to_tensor(inputs)
-    dtype = keras.backend.standardize_dtype(keys.dtype)
-    if dtype == "float32":  # as Keras' own layer takes them; exact below 2^24
-        return keras.ops.cast(keys, key_dtype)
-    if dtype not in _WHOLE:
-        raise DataError(
-            "keys are whole numbers", where=where, value=dtype, allowed=", ".join(_WHOLE),
-            fix="strings become numbers by keras.layers.StringLookup or Hashing",
-        )  # fmt: skip
-    return keys if dtype in (key_dtype, "int64") else keras.ops.cast(keys, key_dtype)
+    try:
+        dtype = keras.backend.standardize_dtype(inputs.dtype)
+    except ValueError:  # Keras has no name for it
+        raise wrong_type(str(inputs.dtype), where) from None
+    if dtype in _EXACT:
+        return keras.ops.cast(inputs, key_dtype)
+    if dtype == "int64":
+        return inputs
+    if dtype not in _CHECKED:
+        raise wrong_type(dtype, where)
+    return backend_of().whole_keys(inputs, where)
+
+
+def host_keys(inputs: Any, key_dtype: str, where: str) -> Any:
+    """Return keys of an array of the host as a tensor of the backend, and other inputs as they are.
+
+    Raises:
+        DataError: keys are not whole numbers, or the backend would cut them to 32 bits.
+        ConfigError: the backend cuts all keys of the layer's type.
+    """
+    own = isinstance(inputs, np.ndarray | np.generic | list | tuple | int | float)
+    if not own and not (isinstance(inputs, torch.Tensor) and keras.backend.backend() != "torch"):
+        return inputs
+    if key_dtype == "int64":
+        _refuse_cut_keys(where)
+    keys = array_keys(inputs, where)
+    if _cuts_64_bits():
+        keys = keys_of_32_bits(keys, where, WIDE)
+    elif key_dtype == "int64":
+        keys = keys.to(torch.int64)
+    return keras.ops.convert_to_tensor(keys.numpy())
+
+
+def refuse_cut(array: Any, where: str) -> None:
+    """Refuse an array of integers that the backend would cut to 32 bits.
+
+    Raises:
+        DataError: it would.
+    """
+    if _cuts_64_bits() and getattr(getattr(array, "dtype", None), "kind", "") in "iu":
+        keys_of_32_bits(array_keys(array, where), where, WIDE)

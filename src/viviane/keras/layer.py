@@ -61,6 +61,14 @@ class TableLayer(keras.layers.Layer):
         """The layer's name, for errors."""
         return f"layer {self.name!r}"
 
+    def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Call the layer; arrays are checked before Keras makes tensors of them, in which JAX cuts 64 bits to 32."""
+        return super().__call__(self.keys_of_arrays(inputs), *args, **options)
+
+    def keys_of_arrays(self, inputs: Any) -> Any:
+        """Return inputs with keys of arrays as tensors of Keras' backend; other inputs as they are."""
+        raise NotImplementedError
+
     # Tables -------------------------------------------------------------------------------------------------
 
     def _prepare(self, tables: Sequence[AnyTable], features: Sequence[FeatureConfig], columns: KeyColumns) -> None:

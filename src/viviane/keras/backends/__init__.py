@@ -19,6 +19,9 @@ class Backend(Protocol):
     def look_up(self, layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tuple[Any, Any]:
         """Look up a matrix of keys (B, K): the vectors (B, W), and a zero whose gradient is the loss scale."""
 
+    def whole_keys(self, keys: Any, where: str) -> Any:
+        """Return floats or unsigned numbers as int32 or int64, checked; by a call of the host in compiled code."""
+
     def eagerly(self) -> AbstractContextManager[Any]:
         """Compute at once for a block, even where the framework is tracing."""
 

@@ -13,7 +13,8 @@ import keras
 
 from viviane.core.errors import ConfigError
 from viviane.core.optional import require
-from viviane.keras.ffi import BEGIN, END, READ, REFUSE, call_number, lookups_of, register
+from viviane.embedding.whole_keys import array_keys, keys_of_32_bits
+from viviane.keras.ffi import BEGIN, CHECK, END, READ, REFUSE, WIDE, call_number, lookups_of, place_number, register
 
 
 def _jax() -> Any:
@@ -34,6 +35,18 @@ def table_device() -> str:
 def eagerly() -> AbstractContextManager[Any]:
     """Compute at once for a block, even where JAX is tracing."""
     return _jax().ensure_compile_time_eval()  # type: ignore[no-any-return]
+
+
+def whole_keys(keys: Any, where: str) -> Any:
+    """Return floats or unsigned numbers as int32, or int64 where JAX has it; checked, in compiled code when it runs."""
+    jax = _jax()
+    wide = bool(jax.config.jax_enable_x64)
+    if not isinstance(keys, jax.core.Tracer):
+        found = array_keys(keys, where)
+        return jax.numpy.asarray((found if wide else keys_of_32_bits(found, where, WIDE)).numpy())
+    shape = jax.ShapeDtypeStruct((keys.size,), "int64" if wide else "int32")
+    flat = _call(CHECK, place_number(where, keys.shape), shape)(jax.lax.stop_gradient(keys).reshape(-1))
+    return flat.reshape(keys.shape)
 
 
 def _refuse_several_devices(where: str) -> None:

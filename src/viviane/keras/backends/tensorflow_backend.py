@@ -15,6 +15,7 @@ from torch import Tensor
 from viviane.core.errors import ConfigError
 from viviane.core.optional import require
 from viviane.embedding.external import ExternalLookups, checked_rate, tensor_at
+from viviane.embedding.whole_keys import array_keys
 
 _TYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float16": torch.float16}
 
@@ -66,14 +67,29 @@ def _inside_xla(tf: Any) -> bool:
     return False
 
 
+def _refuse_xla(where: str) -> None:
+    if _inside_xla(_tensorflow()):
+        raise ConfigError(
+            "XLA compiles no host calls of TensorFlow", where=where, value="jit_compile=True",
+            fix="compile(jit_compile=False), or train with viviane.keras.fit(model, data), which compiles the rest",
+        )  # fmt: skip
+
+
+def whole_keys(keys: Any, where: str) -> Any:
+    """Return floats or unsigned numbers as int64, checked, in graphs when they run."""
+    tf = _tensorflow()
+    if tf.executing_eagerly():
+        return tf.convert_to_tensor(array_keys(keys.numpy(), where).to(torch.int64).numpy())
+    _refuse_xla(where)
+    found = tf.numpy_function(lambda array: array_keys(array, where).to(torch.int64).numpy(), [keys], tf.int64)
+    found.set_shape(keys.shape)
+    return found
+
+
 def look_up(layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tuple[Any, Any]:
     """Look up keys (B, K): the vectors (B, W), and a zero whose gradient is the loss scale."""
     tf = _tensorflow()
-    if _inside_xla(tf):
-        raise ConfigError(
-            "XLA compiles no host calls of TensorFlow", where=layer.where, value="jit_compile=True",
-            fix="compile(jit_compile=False), or train with viviane.keras.fit(model, data), which compiles the rest",
-        )  # fmt: skip
+    _refuse_xla(layer.where)
     if tf.distribute.get_strategy().num_replicas_in_sync > 1:
         raise ConfigError(
             "tables are not updated from several replicas of a strategy", where=layer.where,

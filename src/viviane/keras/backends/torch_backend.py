@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from viviane.embedding.external import ExternalLookups, checked_rate
+from viviane.embedding.whole_keys import whole_keys as plain_keys
 
 _OUTPUTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -27,6 +28,14 @@ def table_device() -> str:
 def eagerly() -> AbstractContextManager[Any]:
     """Compute on the CPU for a block, even where Keras traces on the device "meta"."""
     return keras.device("cpu")  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable
+def whole_keys(keys: Tensor, where: str) -> Tensor:
+    """Return floats as int32 or int64, checked."""
+    if keys.device.type == "meta":
+        return torch.empty(keys.shape, dtype=torch.int64, device="meta")
+    return plain_keys(keys.detach(), where)
 
 
 class _Update(torch.autograd.Function):
