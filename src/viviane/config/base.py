@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, get_args
+from typing import Any, Final, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
 
@@ -11,6 +11,9 @@ from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.json_files import read_json
 from viviane.core.locations import AnyPath
 from viviane.core.yaml_files import is_yaml, read_yaml
+
+_SECRET_WORDS: Final = ("passw", "secret", "credential", "username", "user_name")
+_SECRET_FIX: Final = "remove it: users and passwords come only from variables of the environment"
 
 
 class Settings(BaseModel):
@@ -100,7 +103,10 @@ def explain(error: ValidationError, kind: Any, where: str | None = None) -> Conf
     name = getattr(kind, "__name__", str(kind))
     cause = first.get("ctx", {}).get("error")
     if first["type"] == "extra_forbidden":
-        fix = suggest_setting(str(first["loc"][-1]), _fields_at(kind, first["loc"][:-1]))
+        key = str(first["loc"][-1])
+        if any(word in key.lower() for word in _SECRET_WORDS):  # the value must not reach logs
+            return ConfigError(f"{name}: unknown key{more}", where=place, fix=_SECRET_FIX)
+        fix = suggest_setting(key, _fields_at(kind, first["loc"][:-1]))
         return ConfigError(f"{name}: unknown key{more}", where=place, value=shortened(first["input"]), fix=fix)
     if first["type"] == "missing":
         return ConfigError(f"{name}: a required key is missing{more}", where=place)

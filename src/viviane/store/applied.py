@@ -34,6 +34,7 @@ class AppliedRocksTier(RocksTier):
         Raises:
             StoreError: the disk is full or not writable; nothing was changed then.
         """
+        self._check_writable()
         order = np.argsort(keys, kind="stable")  # RocksDB's sorted memory takes neighbours faster
         keys, rows, erased = keys[order], rows[order], np.ascontiguousarray(erased)
         self.layout.check_rows(keys, rows)

@@ -76,11 +76,13 @@ class Level:
         tier: of the table.
         role: a copy, the store, or the base.
         breaker: leaves it alone for a while when it fails.
+        fills: of a copy: whether lookups insert the rows that it lacked; `warm` does so in any case.
     """
 
     tier: Tier
     role: Role
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    fills: bool = True
     missed: list[Keys] = field(default_factory=list)
     """Keys whose change it has missed; it is not read until they are made up for."""
     num_missed: int = 0
@@ -371,7 +373,7 @@ class TableHierarchy:
         got, _ = self._descend(keys, rows, 1, None)
         self.fill(keys[got], rows[got], epoch)
 
-    def fill(self, keys: Keys, rows: Rows, epoch: int) -> None:
+    def fill(self, keys: Keys, rows: Rows, epoch: int, *, warming: bool = False) -> None:
         """Insert rows into the copies that lack them; rows read before the last change are read again."""
         keys, places = np.unique(keys, return_index=True)
         rows = rows[places]
@@ -385,7 +387,8 @@ class TableHierarchy:
                     return
                 keys, rows = keys[got], rows[got]
             for level in reversed(self.levels):
-                if level.role == "volatile" and not level.num_missed and level.breaker.is_closed:
+                wanted = level.role == "volatile" and (level.fills or warming)
+                if wanted and not level.num_missed and level.breaker.is_closed:
                     self._guarded(level, lambda tier: _fill(tier, keys, rows))
         for level in self.levels:
             if isinstance(level.tier, Evicting) and level.breaker.is_closed:
@@ -413,10 +416,10 @@ class TableHierarchy:
         return True
 
     def warm(self, keys: Keys) -> int:
-        """Fill the first level with keys that other levels have; returns how many."""
+        """Fill the copies with keys that levels below the first have; returns how many."""
         epoch, rows = self._epoch, self.layout.empty(len(keys))
         got, _ = self._descend(keys, rows, 1, None)
-        self.fill(keys[got], rows[got], epoch)
+        self.fill(keys[got], rows[got], epoch, warming=True)
         return int(np.count_nonzero(got))
 
     # Changes ----------------------------------------------------------------------------------------------------

@@ -49,28 +49,34 @@ class RocksDatabase:
     Args:
         folder: of the database; made if it is not there.
         cache_bytes: of blocks that RocksDB keeps in memory.
+        read_only: change nothing; any number of processes may then read it. It has to be there.
 
     Raises:
         MissingExtraError: rocksdict is not installed.
         StoreError: the database cannot be opened; another process has it.
     """
 
-    def __init__(self, folder: str | Path, *, cache_bytes: int = 64 << 20) -> None:
+    def __init__(self, folder: str | Path, *, cache_bytes: int = 64 << 20, read_only: bool = False) -> None:
         rocks = require("rocksdict", extra="rocksdb", purpose="rows in RocksDB")
-        self.folder = Path(folder)
+        self.folder, self.read_only = Path(folder), read_only
         self._rocks = rocks
         self._families: dict[str, Any] = {}
         self.options = rocks.Options(raw_mode=True)
-        self.options.create_if_missing(True)
+        self.options.create_if_missing(not read_only)
         self.options.set_compression_type(rocks.DBCompressionType.none())
         tables = rocks.BlockBasedOptions()
         tables.set_block_cache(rocks.Cache(cache_bytes))
         tables.set_bloom_filter(10, False)
         self.options.set_block_based_table_factory(tables)
+        if read_only and not (self.folder / "CURRENT").exists():
+            raise StoreError("there is no RocksDB database to read", where=str(self.folder),
+                             fix="correct the path, or open it once without read_only")  # fmt: skip
         self.folder.parent.mkdir(parents=True, exist_ok=True)
+        access = rocks.AccessType.read_only() if read_only else rocks.AccessType.read_write()
         try:
             known = rocks.Rdict.list_cf(str(self.folder)) if (self.folder / "CURRENT").exists() else []
-            self.db = rocks.Rdict(str(self.folder), self.options, column_families=dict.fromkeys(known, self.options))
+            families = dict.fromkeys(known, self.options)
+            self.db = rocks.Rdict(str(self.folder), self.options, column_families=families, access_type=access)
         except Exception as error:
             raise StoreError(
                 "the RocksDB database cannot be opened", where=str(self.folder), value=str(error)[:300],
@@ -144,6 +150,9 @@ class RocksTier:
             raise StoreError("a table needs a name of its own", where=self._where, value=table)
         mark = f"layout {table}".encode()
         known = database.db.get(mark)
+        if known is None and database.read_only:
+            raise StoreError("the database does not hold this table", where=self._where,
+                             fix="write the table before a database is opened with read_only")  # fmt: skip
         if known is None:
             database.db[mark] = json.dumps(layout.to_json()).encode()
         elif RowLayout.from_json(parse_json(known, where=self._where, error=StoreError), error=StoreError) != layout:
@@ -155,6 +164,13 @@ class RocksTier:
     def _check_open(self) -> None:
         if not self._is_open or self.database.db is None:
             raise StoreError("the tier is closed", where=self._where)
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self.database.read_only:
+            raise StoreError(
+                "the database is open for reading only", where=self._where, fix="open it without read_only"
+            )
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
         """Copy rows to `out` and return which were found; see `viviane.store.Tier`."""
@@ -180,7 +196,7 @@ class RocksTier:
         """Insert or replace rows, all or none; see `viviane.store.Tier`."""
         self.layout.check_rows(keys, rows)
         with self._counter.putting(len(keys)), self._lock:
-            self._check_open()
+            self._check_writable()
             batch, handle = self.database.batch(), self.database.handle(self.table)
             data, size = rows.tobytes(), self.layout.row_bytes
             for i, key in enumerate(key_bytes(keys)):
@@ -198,7 +214,7 @@ class RocksTier:
         self.layout.check_keys(keys)
         own = np.unique(keys)
         with self._lock:
-            self._check_open()
+            self._check_writable()
             values = self._family[key_bytes(own)] if len(own) else []
             own = own[np.fromiter((value is not None for value in values), np.bool_, len(own))]
             batch, handle = self.database.batch(), self.database.handle(self.table)
@@ -207,6 +223,12 @@ class RocksTier:
             self._apply(batch)
         self._counter.erased(len(own))
         return len(own)
+
+    def clear(self) -> None:
+        """Remove all rows of the table."""
+        with self._lock:
+            self._check_writable()
+            self._family.delete_range(b"", b"\xff" * 9)
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows as they are at the beginning, in order of the keys."""
@@ -234,6 +256,8 @@ class RocksTier:
     def flush(self) -> None:
         """Write what RocksDB holds in memory to its files."""
         self._check_open()
+        if self.database.read_only:
+            return
         self._family.flush(True)
         self.database.db.flush_wal(True)
 

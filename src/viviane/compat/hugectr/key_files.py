@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -12,6 +14,10 @@ from viviane.core.errors import CheckpointError, StoreError
 from viviane.store.row_layout import Column, Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
 from viviane.store.tier import SCAN_ROWS
+
+_WHOLE_BYTES: Final = 256 << 20
+_BLOCK_BYTES: Final = 4096
+_NUM_BLOCKS: Final = 16_384
 
 
 class KeyFilesTier:
@@ -37,7 +43,7 @@ class KeyFilesTier:
                 "keys and vectors do not match", where=str(folder),
                 value=f"{len(keys)} keys, {num_bytes // 4} values", allowed=f"{width} per key",
             )  # fmt: skip
-        self.name, self._where = "files", str(folder)
+        self.name, self._where, self._folder = "files", str(folder), folder
         self.layout = RowLayout([Column("weight", "float32", width)])
         self._order = np.argsort(keys, kind="stable")
         self._keys = keys[self._order]
@@ -62,6 +68,26 @@ class KeyFilesTier:
             hits = int(np.count_nonzero(found))
             count(hits=hits, misses=len(keys) - hits)
         return found
+
+    def times(self) -> list[list[int]]:
+        """Return size and time of change of both files: equal for unchanged ones."""
+        found = [(self._folder / name).stat() for name in ("key", "emb_vector")]
+        return [[one.st_size, one.st_mtime_ns] for one in found]
+
+    def digest(self) -> str:
+        """Return a digest of the content; of a file above 256 MiB of 16,384 blocks, evenly spread."""
+        made = hashlib.blake2b(digest_size=16)
+        for name in ("key", "emb_vector"):
+            path = self._folder / name
+            size = path.stat().st_size
+            made.update(size.to_bytes(8, "little"))
+            whole = size <= _WHOLE_BYTES
+            starts = range(0, size, 1 << 20) if whole else range(0, size, -(-size // _NUM_BLOCKS))
+            with path.open("rb") as file:
+                for start in starts:
+                    file.seek(start)
+                    made.update(file.read(1 << 20 if whole else _BLOCK_BYTES))
+        return made.hexdigest()
 
     def put(self, keys: Keys, rows: Rows) -> None:
         """Raise an error: files of a trained model are read-only."""

@@ -29,8 +29,6 @@ _MAGIC: Final = b"RTCH"  # 'H', 'C', 'T', 'R' from the highest byte of a little-
 _ROWS_BYTES: Final = 256 << 10
 _NUM_PARTITIONS: Final = 8
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,120}")
-_POLL_S: Final = 0.1
-_RETRY_S: Final = 0.5
 _log = get_logger("hugectr")
 
 
@@ -132,15 +130,22 @@ class MessageSource:
     Args:
         brokers: host:port, separated by commas.
         tables: tables by topic, and the width of their vectors.
+        settings: additional librdkafka settings; no credentials.
+        poll_s: how long to wait for messages at a time.
+        backoff_s: how long to wait after a failure.
 
     Raises:
         RemoteError: no broker responds within 3 seconds, or a topic is missing.
     """
 
-    def __init__(self, brokers: str, tables: Mapping[str, tuple[TableHierarchy, int]]) -> None:
-        self.brokers, self._tables = brokers, dict(tables)
+    def __init__(
+        self, brokers: str, tables: Mapping[str, tuple[TableHierarchy, int]], *,
+        settings: Mapping[str, Any] | None = None, poll_s: float = 0.1, backoff_s: float = 0.5,
+    ) -> None:  # fmt: skip
+        self.brokers, self._tables, self._settings = brokers, dict(tables), dict(settings or {})
+        self._poll_s, self._backoff_s = poll_s, backoff_s
         for topic in self._tables:
-            StreamAddress(brokers, topic).partitions({})
+            StreamAddress(brokers, topic).partitions(self._settings)
         self.num_rows = self.num_refused = 0
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(one,), daemon=True) for one in self._tables]
@@ -173,15 +178,15 @@ class MessageSource:
                 self._follow(topic, places)
             except (RemoteError, DataError, StoreError) as error:
                 _log.warning("topic %s: %s; retrying", topic, error.what)
-                self._stopping.wait(_RETRY_S)
+                self._stopping.wait(self._backoff_s)
 
     def _follow(self, name: str, places: dict[int, int]) -> None:
         table, width = self._tables[name]
-        topic = Topic(self.brokers, name, {})
+        topic = Topic(self.brokers, name, self._settings)
         try:
             topic.start({one: self._place(table, topic, places, one) for one in topic.partitions})
             while not self._stopping.is_set():
-                for one in topic.poll(64, _POLL_S):
+                for one in topic.poll(64, self._poll_s):
                     if isinstance(one, Message):
                         self._apply(table, width, one, name)
                         places[one.partition] = one.offset + 1

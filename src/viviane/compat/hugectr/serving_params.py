@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -13,8 +14,9 @@ from viviane.compat.hugectr.enums import (
     UpdateSourceType_t,
 )
 from viviane.compat.hugectr.json_files import load as load_json
-from viviane.core.errors import ConfigError
-from viviane.core.json_files import expected_form
+from viviane.compat.hugectr.serving_databases import refuse_credentials
+from viviane.core.errors import ConfigError, suggest
+from viviane.core.json_files import expected_form, json_object
 
 _LARGEST: Final = 2**64 - 1
 
@@ -38,6 +40,10 @@ class VolatileDatabaseParams(Arguments):
             "update_filters": ["^hps_.+$"],
         },
     )  # fmt: skip
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        refuse_credentials("VolatileDatabaseParams", vars(self))
 
 
 class PersistentDatabaseParams(Arguments):
@@ -71,7 +77,7 @@ _SPEED: Final = frozenset({
     "maxnum_catfeature_query_per_table_per_sample", "label_dim", "slot_num", "use_static_table", "use_context_stream",
     "fuse_embedding_table", "use_hctr_cache_implementation", "thread_pool_size", "init_ec", "embedding_cache_type",
     "enable_pagelock", "fp8_quant", "cache_refresh_percentage_per_iteration", "number_of_worker_buffers_in_pool",
-    "number_of_refresh_buffers_in_pool", "deployed_devices", "redis_ip", "rocksdb_path", "db_type",
+    "number_of_refresh_buffers_in_pool", "deployed_devices", "network_file",
 })  # fmt: skip
 """Arguments of a model in JSON that affect only speed: caches receive updates, so they need no refresh."""
 
@@ -127,34 +133,66 @@ _OF_JSON: Final = {
     "deployed_device_list": "deployed_devices", "num_of_worker_buffer_in_pool": "number_of_worker_buffers_in_pool",
     "num_of_refresher_buffer_in_pool": "number_of_refresh_buffers_in_pool",
 }  # fmt: skip
+_SAME: Final = ("default_value_for_each_table", "embedding_vecsize_per_table", "embedding_table_names",
+                "hit_rate_threshold", "non_trainable_params_file", "use_mixed_precision")  # fmt: skip
+_OF_3_1: Final = ("db_type", "redis_ip", "rocksdb_path", "cache_size_percentage_redis")
+_CLAUSES: Final = ("volatile_db", "persistent_db", "update_source")
+_TOP: Final = ("supportlonglong", "models", "fuse_embedding_table", *_CLAUSES)
 
 
 def server_from_json(file: str | Path) -> ParameterServerConfig:
     """Return the arguments in a parameter server's JSON.
 
     Raises:
-        ConfigError: a key is missing, or a value is unknown.
+        ConfigError: a key is missing or unknown, or a value is unknown.
     """
     with expected_form(str(file)):
-        return _server_of(load_json(file), file)
+        return _server_of(load_json(file), str(file))
 
 
-def _server_of(content: Any, file: str | Path) -> ParameterServerConfig:
+def _server_of(given: Any, file: str) -> ParameterServerConfig:
+    content = json_object(given, where=file)
+    _check_names(content, _TOP, file)
     for key in ("supportlonglong", "models"):
         if key not in content:
-            raise ConfigError("a key is missing", where=str(file), value=key)
-    models = []
-    for given in content["models"]:
-        values = {_OF_JSON.get(key, key): value for key, value in given.items()}
-        values = {name: value for name, value in values.items() if name not in _SPEED}
-        first = {"max_batchsize": 64, "hit_rate_threshold": 0.9}
-        models.append(InferenceParams(**{**first, **values, "i64_input_key": content["supportlonglong"]}))
+            raise ConfigError("a key is missing", where=file, value=key)
+    if not isinstance(content["supportlonglong"], bool):
+        raise ConfigError("not a boolean", where=f"{file}, supportlonglong", value=str(content["supportlonglong"])[:80],
+                          allowed="true, false")  # fmt: skip
+    if not isinstance(content["models"], list) or not content["models"]:
+        raise ConfigError("not a list of models", where=f"{file}, models", value=str(content["models"])[:80],
+                          allowed="a list of at least one object")  # fmt: skip
+    if content.get("fuse_embedding_table"):
+        note(file, "fuse_embedding_table")
     return ParameterServerConfig(
-        inference_params_array=models,
+        inference_params_array=[_model_of(one, content["supportlonglong"], file) for one in content["models"]],
         volatile_db=_clause(content, "volatile_db", VolatileDatabaseParams, file),
         persistent_db=_clause(content, "persistent_db", PersistentDatabaseParams, file),
         update_source=_clause(content, "update_source", UpdateSourceParams, file),
     )
+
+
+def _model_of(given: Any, wide: bool, file: str) -> InferenceParams:
+    where = f"{file}, models"
+    content = json_object(given, where=where)
+    _check_names(content, (*_OF_JSON, *_SAME, *_SPEED), where)
+    values = {_OF_JSON.get(key, key): value for key, value in content.items()}
+    unused = [name for name in values if name in _SPEED]
+    if unused:
+        note(where, ", ".join(unused))
+    values = {name: value for name, value in values.items() if name not in _SPEED}
+    return InferenceParams(**{"max_batchsize": 64, "hit_rate_threshold": 0.9, **values, "i64_input_key": wide})
+
+
+def _check_names(given: Any, known: Iterable[str], where: str) -> None:
+    for name in given:
+        if name in _OF_3_1:
+            raise ConfigError("a key of HugeCTR 3.1 and 3.2", where=where, value=name,
+                              fix="name the databases in volatile_db and persistent_db, beside models")  # fmt: skip
+        if name in _CLAUSES and name not in known:
+            raise ConfigError("a database of one model", where=where, value=name, fix="move it beside models")
+        if name not in known:
+            raise ConfigError("unknown key", where=where, value=str(name)[:80], fix=suggest(str(name), known))
 
 
 _WORDS: Final[dict[str, dict[str, Any]]] = {
@@ -164,17 +202,21 @@ _WORDS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def _clause(content: Any, name: str, kind: Any, file: str | Path) -> Any:
-    """Return the arguments of a clause; a clause without a type is absent."""
-    given = content.get(name)
-    if not isinstance(given, dict) or "type" not in given:
+def _clause(content: Any, name: str, kind: Any, file: str) -> Any:
+    """Return the arguments of a clause; an empty one is as if it were absent, which HugeCTR calls disabled."""
+    where = f"{file}, {name}"
+    values = dict(json_object(content.get(name, {}), where=where))
+    if not values:
         return None
-    values = dict(given)
+    if "type" not in values:
+        allowed = ", ".join(one.name for one in _WORDS[name]["type"])
+        raise ConfigError("a clause has no type, so HugeCTR ignores it", where=where, allowed=allowed,
+                          fix="add the type, or remove the clause")  # fmt: skip
     for field, words in _WORDS[name].items():
         if field in values:
             known = [one.name for one in words]
             if values[field] not in known:
-                raise ConfigError("unknown value", where=f"{file}, {name}, {field}", value=str(values[field])[:80],
+                raise ConfigError("unknown value", where=f"{where}, {field}", value=str(values[field])[:80],
                                   allowed=", ".join(known))  # fmt: skip
             values[field] = words[values[field]]
     return kind(**values)

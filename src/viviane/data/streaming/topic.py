@@ -16,7 +16,17 @@ from viviane.core.remote.retry import retried, timeout_s
 
 USER_VARIABLE: Final = "VIVIANE_KAFKA_USERNAME"
 PASSWORD_VARIABLE: Final = "VIVIANE_KAFKA_PASSWORD"
-_SECRET_WORDS: Final = ("password", "secret", "sasl.username", "key.pem", "jaas", "token")
+_SECRET_WORDS: Final = (
+    "password",
+    "secret",
+    "sasl.username",
+    "key.pem",
+    "jaas",
+    "token",
+    "passphrase",
+    "private.key",
+    "oauthbearer.config",
+)
 _IDLE_S: Final = 2.0
 _GONE: Final = ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID")
 _REWOUND: Final = ("_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE")
@@ -47,6 +57,20 @@ class EndOfLog:
     offset: int
 
 
+def refuse_credentials(settings: Mapping[str, Any]) -> None:
+    """Refuse credentials in librdkafka's settings; the message does not show them.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in settings:
+        if any(word in name.lower() for word in _SECRET_WORDS):
+            raise ConfigError(
+                "credentials must not be in settings, which are written to files and logs", where=name,
+                fix=f"set {USER_VARIABLE} and {PASSWORD_VARIABLE} in the environment",
+            )  # fmt: skip
+
+
 def client_settings(servers: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return librdkafka's settings; user and password are read only from the environment.
 
@@ -57,12 +81,7 @@ def client_settings(servers: str, settings: Mapping[str, Any]) -> dict[str, Any]
         >>> client_settings("localhost:9092", {"fetch.min.bytes": 1})["fetch.min.bytes"]
         1
     """
-    for name in settings:
-        if any(word in name for word in _SECRET_WORDS):
-            raise ConfigError(
-                "credentials must not be in settings, which are written to files and logs", where=name,
-                fix=f"set {USER_VARIABLE} and {PASSWORD_VARIABLE} in the environment",
-            )  # fmt: skip
+    refuse_credentials(settings)
     made: dict[str, Any] = {"log_level": 0, **settings, "bootstrap.servers": servers}
     user, password = os.environ.get(USER_VARIABLE), os.environ.get(PASSWORD_VARIABLE)
     if user is not None and password is not None:

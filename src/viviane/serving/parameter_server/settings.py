@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from viviane.config.base import Settings
+from viviane.data.streaming.topic import refuse_credentials
 from viviane.store.redis_wire import TlsOptions
 from viviane.store.stream import StreamAddress
 
@@ -123,6 +124,12 @@ class UpdateSettings(Settings):
     @classmethod
     def _stream(cls, value: str) -> str:
         StreamAddress.of(value)
+        return value
+
+    @field_validator("settings")
+    @classmethod
+    def _no_credentials(cls, value: dict[str, Any]) -> dict[str, Any]:
+        refuse_credentials(value)
         return value
 
 
