@@ -248,3 +248,14 @@ def test_packages_beside_hugectr_are_refused_by_name() -> None:
         if name in MADE:  # where the package itself is not installed
             with pytest.raises(ConfigError, match=name):
                 getattr(MADE[name], "anything")  # noqa: B009 - the name has no meaning
+
+
+def test_members_are_numbered_as_in_hugectr() -> None:
+    h = modules()["hugectr"]
+    numbers = {"Ftrl": 0, "Adam": 1, "SGD": 6, "Sum": 0, "Parquet": 2, "RawAsync": 3, "Evaluate": 1, "BatchNorm": 0}
+    assert {name: int(getattr(h, name)) for name in numbers} == numbers
+    assert int(h.FcPosition_t.Non) == 0
+    assert ["none", "adam"][h.Optimizer_t.Adam] == "adam"
+    assert h.Optimizer_t(1) is h.Adam
+    assert h.Adam != 1
+    assert f"{h.Adam}" == "Optimizer_t.Adam"

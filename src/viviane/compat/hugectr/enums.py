@@ -1,44 +1,71 @@
-"""HugeCTR's enumerations."""
+"""HugeCTR's enumerations. Members are numbered from 0 in the order of HugeCTR's C++ code, and convert to numbers."""
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import Any, Final
 
-Optimizer_t = Enum("Optimizer_t", ["Ftrl", "Adam", "RMSProp", "AdaGrad", "MomentumSGD", "Nesterov", "SGD"])
-Update_t = Enum("Update_t", ["Local", "Global", "LazyGlobal"])
-DataReaderType_t = Enum("DataReaderType_t", ["Norm", "Raw", "Parquet", "RawAsync"])
-Check_t = Enum("Check_t", ["Sum", "Non"])
-Alignment_t = Enum("Alignment_t", ["Auto", "Non"])
-LrPolicy_t = Enum("LrPolicy_t", ["fixed"])
-Activation_t = Enum("Activation_t", ["Relu", "Non"])
-FcPosition_t = Enum("FcPosition_t", ["Head", "Body", "Tail", "Isolated", "Non"])
-Regularizer_t = Enum("Regularizer_t", ["L1", "L2"])
-Initializer_t = Enum("Initializer_t", ["Default", "Uniform", "XavierNorm", "XavierUniform", "Zero"])
-MetricsType = Enum("MetricsType", ["AUC", "AverageLoss", "HitRate", "NDCG", "SMAPE"])
-AllReduceAlgo = Enum("AllReduceAlgo", ["NCCL", "OneShot"])
-DeviceLayout = Enum("DeviceLayout", ["LocalFirst", "NodeFirst"])
-GroupLayer_t = Enum("GroupLayer_t", ["GroupFusedInnerProduct"])
-Distribution_t = Enum("Distribution_t", ["PowerLaw", "Uniform"])
-PowerLaw_t = Enum("PowerLaw_t", ["Long", "Medium", "Short", "Specific"])
-CommunicationType = Enum("CommunicationType", ["IB_NVLink", "IB_NVLink_Hier", "NVLink_SingleNode"])
-HybridEmbeddingType = Enum("HybridEmbeddingType", ["Distributed"])
-CommunicationStrategy = Enum("CommunicationStrategy", ["Uniform", "Hierarchical"])
-CompressionStrategy = Enum("CompressionStrategy", ["Reduction", "Unique"])
-TrainPSType_t = Enum("TrainPSType_t", ["Staged", "Cached"])
-Tensor_t = Enum("Tensor_t", ["Train", "Evaluate"])
-DataReaderSparse_t = Enum("DataReaderSparse_t", ["Distributed", "Localized"])
-FileSystemType_t = Enum("FileSystemType_t", ["Local", "HDFS", "S3", "GCS", "Other"])
-DataSourceType_t = Enum("DataSourceType_t", ["HDFS", "Local", "S3"])
+
+class Numbered:
+    """Conversion of members to their numbers; as in HugeCTR, a member does not equal its number.
+
+    Example:
+        >>> int(Optimizer_t.Adam), Optimizer_t(1).name, Optimizer_t.Adam == 1
+        (1, 'Adam', False)
+    """
+
+    value: int
+
+    def __int__(self) -> int:
+        return self.value
+
+    __index__ = __int__
+
+
+Optimizer_t = Enum(
+    "Optimizer_t", ["Ftrl", "Adam", "RMSProp", "AdaGrad", "MomentumSGD", "Nesterov", "SGD"], start=0, type=Numbered
+)
+Update_t = Enum("Update_t", ["Local", "Global", "LazyGlobal"], start=0, type=Numbered)
+DataReaderType_t = Enum("DataReaderType_t", ["Norm", "Raw", "Parquet", "RawAsync"], start=0, type=Numbered)
+Check_t = Enum("Check_t", ["Sum", "Non"], start=0, type=Numbered)
+Alignment_t = Enum("Alignment_t", ["Auto", "Non"], start=0, type=Numbered)
+LrPolicy_t = Enum("LrPolicy_t", ["fixed"], start=0, type=Numbered)
+Activation_t = Enum("Activation_t", ["Relu", "Non"], start=0, type=Numbered)
+FcPosition_t = Enum("FcPosition_t", ["Non", "Head", "Body", "Tail", "Isolated"], start=0, type=Numbered)
+Regularizer_t = Enum("Regularizer_t", ["L1", "L2"], start=0, type=Numbered)
+Initializer_t = Enum(
+    "Initializer_t", ["Default", "Uniform", "XavierNorm", "XavierUniform", "Zero"], start=0, type=Numbered
+)
+MetricsType = Enum("MetricsType", ["AUC", "AverageLoss", "HitRate", "NDCG", "SMAPE"], start=0, type=Numbered)
+AllReduceAlgo = Enum("AllReduceAlgo", ["NCCL", "OneShot"], start=0, type=Numbered)
+DeviceLayout = Enum("DeviceLayout", ["LocalFirst", "NodeFirst"], start=0, type=Numbered)
+GroupLayer_t = Enum("GroupLayer_t", ["GroupFusedInnerProduct"], start=0, type=Numbered)
+Distribution_t = Enum("Distribution_t", ["PowerLaw", "Uniform"], start=0, type=Numbered)
+PowerLaw_t = Enum("PowerLaw_t", ["Long", "Medium", "Short", "Specific"], start=0, type=Numbered)
+CommunicationType = Enum(
+    "CommunicationType", ["IB_NVLink", "IB_NVLink_Hier", "NVLink_SingleNode"], start=0, type=Numbered
+)
+HybridEmbeddingType = Enum("HybridEmbeddingType", ["Distributed"], start=0, type=Numbered)
+CommunicationStrategy = Enum("CommunicationStrategy", ["Uniform", "Hierarchical"], start=0, type=Numbered)
+CompressionStrategy = Enum("CompressionStrategy", ["Reduction", "Unique"], start=0, type=Numbered)
+TrainPSType_t = Enum("TrainPSType_t", ["Staged", "Cached"], start=0, type=Numbered)
+Tensor_t = Enum("Tensor_t", ["Train", "Evaluate"], start=0, type=Numbered)
+DataReaderSparse_t = Enum("DataReaderSparse_t", ["Distributed", "Localized"], start=0, type=Numbered)
+FileSystemType_t = Enum("FileSystemType_t", ["Local", "HDFS", "S3", "GCS", "Other"], start=0, type=Numbered)
+DataSourceType_t = Enum("DataSourceType_t", ["HDFS", "Local", "S3"], start=0, type=Numbered)
 DatabaseType_t = Enum(
     "DatabaseType_t",
     ["disabled", "hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster", "rocks_db"],
+    start=0,
+    type=Numbered,
 )
-Database_t = Enum("Database_t", ["Local", "Redis", "RocksDB", "ParallelLocal", "Hierarchy"])
-DatabaseHashMapAlgorithm_t = Enum("DatabaseHashMapAlgorithm_t", ["stl", "phm"])
-DatabaseOverflowPolicy_t = Enum("DatabaseOverflowPolicy_t", ["evict_oldest", "evict_least_used", "evict_random"])
-UpdateSourceType_t = Enum("UpdateSourceType_t", ["null", "kafka_message_queue"])
-EmbeddingCacheType_t = Enum("EmbeddingCacheType_t", ["Dynamic", "UVM", "Static", "Stochastic"])
+Database_t = Enum("Database_t", ["Local", "Redis", "RocksDB", "ParallelLocal", "Hierarchy"], start=0, type=Numbered)
+DatabaseHashMapAlgorithm_t = Enum("DatabaseHashMapAlgorithm_t", ["stl", "phm"], start=0, type=Numbered)
+DatabaseOverflowPolicy_t = Enum(
+    "DatabaseOverflowPolicy_t", ["evict_oldest", "evict_least_used", "evict_random"], start=0, type=Numbered
+)
+UpdateSourceType_t = Enum("UpdateSourceType_t", ["null", "kafka_message_queue"], start=0, type=Numbered)
+EmbeddingCacheType_t = Enum("EmbeddingCacheType_t", ["Dynamic", "UVM", "Static", "Stochastic"], start=0, type=Numbered)
 Embedding_t = Enum(
     "Embedding_t",
     [
@@ -47,18 +74,23 @@ Embedding_t = Enum(
         "LocalizedSlotSparseEmbeddingOneHot",
         "HybridSparseEmbedding",
     ],
+    start=0,
+    type=Numbered,
 )
 Layer_t = Enum(
     "Layer_t",
     [
-        "Add", "BatchNorm", "BinaryCrossEntropyLoss", "Cast", "Concat", "CrossEntropyLoss", "DotProduct", "Dropout",
-        "ELU", "ElementwiseMultiply", "FmOrder2", "FusedInnerProduct", "FusedReshapeConcat",
-        "FusedReshapeConcatGeneral", "GRU", "Gather", "InnerProduct", "Interaction", "LayerNorm", "MLP",
-        "MatrixMultiply", "MultiCross", "MultiCrossEntropyLoss", "MultiHeadAttention", "PReLU_Dice", "ReLU",
-        "ReLUHalf", "ReduceMean", "ReduceSum", "Reshape", "Scale", "Select", "SequenceMask", "Sigmoid", "Slice",
-        "Softmax", "Sub", "WeightMultiply",
+        "BatchNorm", "BinaryCrossEntropyLoss", "Reshape", "Concat", "CrossEntropyLoss", "Dropout", "ELU",
+        "InnerProduct", "FusedInnerProduct", "Interaction", "MultiCrossEntropyLoss", "ReLU", "ReLUHalf", "GRU",
+        "MatrixMultiply", "Scale", "FusedReshapeConcat", "FusedReshapeConcatGeneral", "Softmax", "PReLU_Dice",
+        "ReduceMean", "Sub", "Gather", "Sigmoid", "Slice", "WeightMultiply", "FmOrder2", "Add", "ReduceSum",
+        "MultiCross", "Cast", "ElementwiseMultiply", "LayerNorm", "MLP", "MultiHeadAttention", "SequenceMask",
+        "Select", "DotProduct",
     ],
+    start=0,
+    type=Numbered,
 )  # fmt: skip
+"""The order of HugeCTR 3.4, then the layers of later and earlier versions, whose numbers differ by version."""
 
 ENUMS: Final[tuple[type[Enum], ...]] = (
     Optimizer_t, Update_t, DataReaderType_t, Check_t, Alignment_t, LrPolicy_t, Activation_t, FcPosition_t,

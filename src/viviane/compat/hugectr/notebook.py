@@ -1,14 +1,17 @@
 """Parsing of notebooks into steps: files that cells write, programs that shell lines run, and plain cells.
 
-A cell is Python with IPython's lines in it: `!command` and `%magic`. A cell whose first line is a cell magic
-(`%%writefile`, `%%bash`) contains only that.
+A cell is Python with IPython's lines in it: `!command` and `%magic`. They are steps of their own, except in a block or
+an assignment (`x = !command`), where they become calls, see `SHELL` and `MAGIC`. A cell whose first line is a cell
+magic (`%%writefile`, `%%bash`) contains only that.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import shlex
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,17 +33,19 @@ class Written:
 
 @dataclass(frozen=True)
 class Line:
-    """A shell line of a cell."""
+    """Shell lines that one shell runs, with the number of their cell."""
 
     text: str
+    cell: int = 0
 
 
 @dataclass(frozen=True)
 class Magic:
-    """A line magic: its name and arguments."""
+    """A line magic, or a cell magic with its "%%": name, arguments, number of the cell."""
 
     name: str
     rest: str
+    cell: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,19 @@ Step: TypeAlias = Written | Line | Magic | Source
 _SHELLS: Final = ("%%bash", "%%sh", "%%script")
 _IGNORED: Final = ("%%time", "%%timeit", "%%capture", "%%prun")
 """Cell magics that do not affect what the cell does."""
-_SHELL_LINE: Final = re.compile(r"^\s*(?:\w+\s*=\s*)?!(.*)$")
-_MAGIC_LINE: Final = re.compile(r"^\s*%(\w+)\s*(.*)$")
+_SHOWN: Final = ("%%html", "%%HTML", "%%javascript", "%%js", "%%latex", "%%markdown", "%%svg", "%%SVG")
+"""Cell magics whose text is only shown."""
+TIMING: Final = ("time", "timeit", "prun")
+"""Line magics that run the statement after them."""
+SHELL: Final = "viviane_shell_line"
+"""Name of the function that runs a shell line: text, cell, whether the lines of its output are returned."""
+MAGIC: Final = "viviane_magic_line"
+"""Name of the function that runs a line magic: name, arguments, cell."""
+_TARGET: Final = r"^(\s*)((?:[\w.]+(?:\[[^\]]*\])?\s*,?\s*)+=\s*)?"
+_SHELL_LINE: Final = re.compile(_TARGET + r"!!?(.*)$")
+_MAGIC_LINE: Final = re.compile(_TARGET + r"%(\w+)\s*(.*)$")
+_TIMING_OPTIONS: Final = re.compile(r"^(-[nrtpoqcv]+ ?[0-9]* +)+")
+_HELP_LINE: Final = re.compile(r"^\s*(?:\?{1,2}\s*[\w.]+|[%\w.]+\s*\?{1,2})\s*$")
 
 
 @dataclass(frozen=True)
@@ -66,10 +82,12 @@ class Command:
     Args:
         words: the command and its arguments, without redirections.
         variables: environment variables that precede it.
+        marked: the words, with marks in place of the special characters in quotation marks, see `unmarked`.
     """
 
     words: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
+    marked: tuple[str, ...] = ()
 
     def program(self) -> tuple[str, list[str]] | None:
         """Return the Python file that it runs, and its arguments; None if it runs something else.
@@ -114,33 +132,68 @@ def steps_of(notebook: str | Path) -> list[Step]:
 def _steps_of_cell(number: int, text: str) -> Iterator[Step]:
     first, _, rest = text.lstrip("\n").partition("\n")
     words = first.split()
-    if words[:1] == ["%%writefile"]:
+    if words[:1] in (["%%writefile"], ["%%file"]):
         if len(words) > 1:
             yield Written(words[-1].strip("\"'"), rest, "-a" in words or "--append" in words)
-        return
-    if words[:1] and words[0] in _SHELLS:
-        yield from (Line(line) for line in rest.replace("\\\n", " ").splitlines() if line.strip())
-        return
-    if words[:1] and words[0].startswith("%%"):
-        if words[0] in _IGNORED:
+    elif words[:1] and words[0] in _SHELLS:
+        yield Line(rest.replace("\\\n", " "), number)
+    elif words[:1] and words[0].startswith("%%"):
+        if words[0] == "%%capture" and any(not word.startswith("-") for word in words[1:]):
+            yield Magic(words[0], " ".join(words[1:]), number)  # assigns the output to a variable
+        elif words[0] in _IGNORED:
             yield from _steps_of_cell(number, rest)
-        return
+        elif words[0] not in _SHOWN:
+            yield Magic(words[0], " ".join(words[1:]), number)
+    else:
+        yield from _steps_of_python(number, re.sub(r"(?m)^(\s*!.*)\\\n", r"\1 ", text))
+
+
+def _steps_of_python(number: int, text: str) -> Iterator[Step]:
     plain: list[str] = []
-    for line in re.sub(r"(?m)^(\s*!.*)\\\n", r"\1 ", text).splitlines():
-        shell, magic = _SHELL_LINE.match(line), _MAGIC_LINE.match(line)
-        if shell is None and magic is None:
-            plain.append(line)
+    for line in text.splitlines():
+        step = None if _is_open("\n".join(plain)) else _special(number, line)
+        if step is None or isinstance(step, str):
+            plain.append(line if step is None else step)
             continue
-        if plain:
+        if any(one.strip() for one in plain):
             yield Source(number, "\n".join(plain))
-            plain = []
-        yield Line(shell[1].strip()) if shell else Magic(magic[1], magic[2].strip())  # type: ignore[index]
+        plain = []
+        yield step
     if any(line.strip() for line in plain):
         yield Source(number, "\n".join(plain))
 
 
+def _special(number: int, line: str) -> Step | str | None:
+    """Return the step of one of IPython's lines, the Python that replaces it in a block, or None for other lines."""
+    if shell := _SHELL_LINE.match(line):
+        indent, target, text = shell[1], shell[2] or "", shell[3].strip()
+        call = f"{indent}{target}{SHELL}({text!r}, {number}, {bool(target)})"
+        return call if indent or target else Line(text, number)
+    if magic := _MAGIC_LINE.match(line):
+        indent, target, name, rest = magic[1], magic[2] or "", magic[3], magic[4].strip()
+        if name in TIMING:
+            return f"{indent}{target}{_TIMING_OPTIONS.sub('', rest) or 'pass'}"
+        call = f"{indent}{target}{MAGIC}({name!r}, {rest!r}, {number})"
+        return call if indent or target else Magic(name, rest, number)
+    return re.sub(r"\S.*", "pass", line) if _HELP_LINE.match(line) else None
+
+
+def _is_open(text: str) -> bool:
+    """Return whether a string, a bracket or a continued line of Python code does not end in the text."""
+    if text.endswith("\\"):
+        return True
+    try:
+        for _ in tokenize.generate_tokens(io.StringIO(text).readline):
+            pass
+    except tokenize.TokenError as error:
+        return "EOF in multi-line" in str(error)
+    except SyntaxError:
+        return False
+    return False
+
+
 def commands_of(line: str, names: Mapping[str, Any]) -> list[Command]:
-    """Return the commands of a shell line; `{name}` and `$name` refer to Python's or the environment's variables.
+    """Return the commands of shell lines; `{expression}` and `$name` refer to Python's or the environment's variables.
 
     Shell syntax (pipes, redirections, loops) is ignored.
 
@@ -148,13 +201,37 @@ def commands_of(line: str, names: Mapping[str, Any]) -> list[Command]:
         >>> [one.words for one in commands_of("cd {d} && python3 a.py --x $n > log 2>&1", {"d": "x", "n": 3})]
         [('cd', 'x'), ('python3', 'a.py', '--x', '3')]
     """
+    return [command for text in expanded(line, names).splitlines() for command in _commands_of_line(text)]
+
+
+def expanded(line: str, names: Mapping[str, Any]) -> str:
+    """Return a shell line with the values of Python's variables; what is no variable or expression stays.
+
+    Example:
+        >>> expanded("ls {d + '/x'} $d {print}", {"d": "data"})
+        'ls data/x data {print}'
+    """
 
     def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        return str(names[name]) if name in names else match[0]
+        if match[2] is not None:
+            return str(names[match[2]]) if match[2] in names else match[0]
+        if match[1] in names:
+            return str(names[match[1]])
+        try:
+            found = eval(match[1], {"__builtins__": _FUNCTIONS}, dict(names))
+        except Exception:
+            return match[0]
+        return match[0] if callable(found) or found is Ellipsis else str(found)
 
-    text = re.sub(r"\{(\w+)\}|(?<!\\)\$\{?(\w+)\}?", value, line)
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    return re.sub(r"(?<!\$)\{([^{}]+)\}|(?<!\\)\$\{?(\w+)\}?", value, line)
+
+
+_FUNCTIONS: Final = {one.__name__: one for one in (str, int, float, len, min, max, abs, round, sum, sorted, range)}
+
+
+def _commands_of_line(text: str) -> list[Command]:
+    marked = _QUOTED.sub(lambda found: found[0].translate(_MARKS if found[0][0] == "'" else _MARKS_OF_TEXT), text)
+    lexer = shlex.shlex(marked, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = "#"
     try:
@@ -177,13 +254,24 @@ def commands_of(line: str, names: Mapping[str, Any]) -> list[Command]:
     return [_command(one) for one in result]
 
 
-def _command(words: Sequence[str]) -> Command:
+def _command(marked: Sequence[str]) -> Command:
     variables: dict[str, str] = {}
-    rest = list(words)
+    rest = list(marked)
     while rest and re.fullmatch(r"[A-Za-z_]\w*=.*", rest[0]):
-        name, _, text = rest.pop(0).partition("=")
-        variables[name] = text
-    return Command(tuple(rest), variables)
+        name, _, value = rest.pop(0).partition("=")
+        variables[name] = unmarked(value)
+    return Command(tuple(unmarked(word) for word in rest), variables, tuple(rest))
+
+
+_QUOTED: Final = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"")
+_MARKS: Final = {ord(one): 0xE000 + place for place, one in enumerate("*?[~$")}
+_MARKS_OF_TEXT: Final = {one: mark for one, mark in _MARKS.items() if one != ord("$")}
+_BACK: Final = {mark: one for one, mark in _MARKS.items()}
+
+
+def unmarked(word: str) -> str:
+    """Return a word with its special characters in place of the marks."""
+    return word.translate(_BACK)
 
 
 def write(one: Written, folder: Path) -> Path:

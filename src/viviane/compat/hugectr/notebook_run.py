@@ -6,16 +6,17 @@ in order, as "Run All" would. Otherwise the programs that its cells write run, o
 
 from __future__ import annotations
 
+import ast
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.notebook import (
+    MAGIC,
+    SHELL,
     Command,
     Line,
     Magic,
@@ -24,17 +25,36 @@ from viviane.compat.hugectr.notebook import (
     Written,
     chosen_program,
     commands_of,
+    expanded,
     imports_hugectr,
     programs_of,
     steps_of,
     write,
 )
+from viviane.compat.hugectr.notebook_shell import (
+    READING,
+    OutputLines,
+    change_folder,
+    expanded_words,
+    names_program,
+    output_of,
+    run_command,
+    same_shell,
+    variables_of,
+)
 from viviane.core.errors import ConfigError
 
 RunFile: TypeAlias = Callable[[Path, Sequence[str]], None]
 RunCell: TypeAlias = Callable[[str, str, dict[str, Any]], None]
-_QUIET: Final = ("ls", "cat", "head", "tail", "echo", "pwd", "nvidia-smi", "wc", "tree", "which", "sleep", "date")
-"""Commands that only print something: skipped without a note."""
+_WITHOUT_EFFECT: Final = (
+    "alias", "autoreload", "autosave", "cat", "colors", "config", "conda", "dhist", "head", "history", "less",
+    "load_ext", "ls", "ll", "lsmagic", "matplotlib", "more", "pdb", "pip", "precision", "pwd", "reload_ext",
+    "unload_ext", "uv", "who", "who_ls", "whos", "xmode",
+)  # fmt: skip
+"""Line magics that show something, set the display or install packages: skipped."""
+_RUN_MAGICS: Final = ("cd", "cp", "env", "mkdir", "run", "set_env", "sx", "system")
+_VALUE_MAGICS: Final = ("env", "pwd", "sx", "system")
+"""Line magics whose value a cell may assign."""
 
 
 def run_notebook(
@@ -95,6 +115,10 @@ class _Run:
         """Programs that no shell line runs, by their last cell."""
 
     def all(self, *, as_a_whole: bool) -> None:
+        if as_a_whole:
+            for one in self.steps:
+                self._check(one)
+            self.variables |= {SHELL: self._shell_call, MAGIC: self._magic_call}
         for place, one in enumerate(self.steps):
             if isinstance(one, Written):
                 path = write(one, Path.cwd())
@@ -104,15 +128,62 @@ class _Run:
             elif as_a_whole:
                 self._step(one)
 
+    def _check(self, one: Step) -> None:
+        """Refuse, before anything runs, a step that cannot run as in Jupyter."""
+        if isinstance(one, Magic):
+            self._check_magic(one.name, one.rest, one.cell, _RUN_MAGICS)
+        elif isinstance(one, Line):
+            for command in commands_of(one.text, {}):
+                words = command.words
+                if command.program() is None and names_program(words):
+                    raise ConfigError("a shell line runs a program in a way that is not supported",
+                                      where=self._where(one.cell), value=" ".join(words),
+                                      fix="write `!python program.py arguments`, one line per run")  # fmt: skip
+        elif isinstance(one, Source):
+            for name, values in calls_of(one.text):
+                if name == SHELL and values[2]:
+                    self._check_reading(values[0], values[1])
+                elif name == MAGIC:
+                    self._check_magic(values[0], values[1], values[2], (*_RUN_MAGICS, *_VALUE_MAGICS))
+
+    def _check_magic(self, name: str, rest: str, cell: int, known: Sequence[str]) -> None:
+        if name not in known and name not in _WITHOUT_EFFECT:
+            mark = "" if name.startswith("%%") else "%"
+            raise ConfigError("a magic of IPython is not supported", where=self._where(cell),
+                              value=f"{mark}{name} {rest}".strip(),
+                              allowed="%%writefile, %%bash, %%time, " + ", ".join(f"%{one}" for one in _RUN_MAGICS),
+                              fix="remove it from the notebook, or write what it does in Python")  # fmt: skip
+        if name in ("sx", "system"):
+            self._check_reading(rest, cell)
+
+    def _check_reading(self, text: str, cell: int) -> None:
+        for command in commands_of(text, {}):
+            name = Path(command.words[0]).name if command.words else ""
+            is_python = command.program() is not None or re.fullmatch(r"python[\d.]*", name)
+            if "$(" in text or "`" in text or not (name in READING or is_python):
+                raise ConfigError("a cell uses the output of a command that may change something",
+                                  where=self._where(cell), value=text, allowed=f"python, {', '.join(READING)}",
+                                  fix="run it in a shell first, and assign what it printed")  # fmt: skip
+
+    def _where(self, cell: int) -> str:
+        return f"{self.notebook.name}, cell {cell}"
+
     def _step(self, one: Step) -> None:
         if isinstance(one, Source):
             self._cell(one)
         elif isinstance(one, Line):
-            with _same_folder():
-                for command in commands_of(one.text, self.variables):
-                    self._command(command)
+            self._shell_call(one.text, one.cell, False)
         elif isinstance(one, Magic):
-            self._magic(one)
+            self._magic_call(one.name, one.rest, one.cell)
+
+    def _shell_call(self, text: str, cell: int, returns: bool) -> OutputLines | None:
+        """Run shell lines; with `returns` return what they print, as IPython's `x = !command` does."""
+        if returns:
+            return output_of(expanded(text, self.variables), self._where(cell))
+        with same_shell():
+            for command in commands_of(text, self.variables):
+                self._command(command)
+        return None
 
     def _cell(self, one: Source) -> None:
         name = f"{self.notebook.name}, cell {one.cell}"
@@ -128,66 +199,52 @@ class _Run:
             say(f"Warning: {name} is skipped: {error}, after cells without {', '.join(sorted(self.missing))}")
 
     def _command(self, command: Command) -> None:
-        words, found = command.words, command.program()
+        found = command.program()
         if found is not None:
-            path, args = Path(os.path.expandvars(found[0])), found[1]
+            path, args = (
+                Path(os.path.expandvars(found[0])),
+                expanded_words(command.marked[len(command.marked) - len(found[1]) :]),
+            )
             if not path.is_file():
                 say(f"Warning: {self.notebook.name}: {path} does not exist and was not run")
                 return
             say(f"{self.notebook.name}: {' '.join([str(path), *args])}")
-            with _variables(command):
+            with variables_of(command):
                 try:
                     self.run_file(path, args)
                 except ModuleNotFoundError as error:
                     say(f"Warning: {path} did not run: it needs {error.name}, which is not installed")
-        elif words[:1] == ("cd",) and len(words) == 2:
-            os.chdir(Path(words[1]).expanduser())
-        elif words[:1] == ("mkdir",):
-            for folder in (word for word in words[1:] if not word.startswith("-")):
-                Path(os.path.expandvars(folder)).mkdir(parents=True, exist_ok=True)
-        elif words[:1] == ("cp",) and len([word for word in words if not word.startswith("-")]) == 3:
-            _, source, target = (os.path.expandvars(word) for word in words if not word.startswith("-"))
-            _copy(Path(source), Path(target))
-        elif words and words[0] not in _QUIET:
-            say(f"Note: {self.notebook.name}: not run: {' '.join(words)}")
+        else:
+            run_command(command, self.notebook.name)
 
-    def _magic(self, one: Magic) -> None:
-        if one.name == "cd" and one.rest:
-            os.chdir(Path(one.rest.strip("\"'")).expanduser())
-        elif one.name in ("env", "set_env") and (found := re.match(r"(\w+)(?:\s*=\s*|\s+)(.*)", one.rest)):
+    def _magic_call(self, name: str, rest: str, cell: int) -> Any:
+        """Run a line magic, and return its value if it has one."""
+        rest = expanded(rest, self.variables)
+        if name == "cd" and rest:
+            change_folder(rest.strip("\"'"), self._where(cell))
+        elif name == "pwd":
+            return str(Path.cwd())
+        elif name == "env" and re.fullmatch(r"\w+", rest):
+            return os.environ.get(rest, "")
+        elif name in ("env", "set_env") and (found := re.match(r"(\w+)(?:\s*=\s*|\s+)(.*)", rest)):
             os.environ[found[1]] = found[2].strip()
-        elif one.name == "run" and one.rest:
-            self._command(Command(("python", *one.rest.split())))
+        elif name == "run" and rest:
+            for command in commands_of(f"python {rest}", {}):
+                self._command(command)
+        elif name in ("sx", "system"):
+            return self._shell_call(rest, cell, True)
+        elif name in ("cp", "mkdir"):
+            for command in commands_of(f"{name} {rest}", {}):
+                self._command(command)
+        return None
 
 
-def _copy(source: Path, target: Path) -> None:
-    if source.is_dir():
-        shutil.copytree(source, target / source.name if target.is_dir() else target, dirs_exist_ok=True)
-    elif source.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
-
-
-@contextmanager
-def _same_folder() -> Iterator[None]:
-    """Restore the working directory: a shell line changes only its own."""
-    before = Path.cwd()
+def calls_of(text: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the calls that replace IPython's lines in a cell: the function's name and arguments."""
     try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-@contextmanager
-def _variables(command: Command) -> Iterator[None]:
-    """Set the variables that precede a command, for a block."""
-    before = {name: os.environ.get(name) for name in command.variables}
-    os.environ.update(command.variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return  # running the cell says what is wrong
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in (SHELL, MAGIC):
+            yield node.func.id, tuple(ast.literal_eval(one) for one in node.args)

@@ -1,0 +1,104 @@
+"""Cells of notebooks: shell lines and magics in blocks and assignments, text that only looks like them, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from viviane.compat.hugectr import run_script
+from viviane.compat.hugectr.notebook import Line, Magic, Source, steps_of
+from viviane.core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LEVEL", "one")
+
+
+def run(*cells: str) -> None:
+    given = [{"cell_type": "code", "source": source} for source in ("import hugectr, os", *cells)]
+    Path("n.ipynb").write_text(json.dumps({"cells": given}))
+    run_script("n.ipynb")
+
+
+def test_a_cell_assigns_the_output_of_a_shell_line() -> None:
+    run(
+        "folder = 'd'\nos.mkdir(folder)\nopen('d/b.txt', 'w').close()\nopen('d/a.txt', 'w').close()",
+        "files = !ls {folder + '/'}",
+        "assert files == ['a.txt', 'b.txt'] and files.n == 'a.txt\\nb.txt' and files.s == 'a.txt b.txt'\n"
+        "assert files.l == list(files)",
+        "%%writefile a.py\nimport hugectr\nprint('in a child', hugectr.Adam.name)",
+        "box = {}\nbox['out'] = !python a.py\nassert box['out'][-1] == 'in a child Adam', box",
+        "here = %pwd\nlevel = %env LEVEL\nassert (level, here) == ('one', os.getcwd())",
+        "value = %time len('abc')\n%timeit -n 2 -r 1 done = True\nassert value == 3 and done",
+        "count = !ls d | wc -l\nassert int(count[0]) == 2",
+    )
+
+
+def test_shell_lines_and_magics_in_blocks_run_in_their_place() -> None:
+    run(
+        "made = []\nfor name in ('x', 'y'):\n    if name == 'y':\n        !mkdir {name}\n        made.append(name)\n"
+        "    else:\n        %mkdir {name}\nassert os.path.isdir('x') and os.path.isdir('y') and made == ['y']",
+        "try:\n    %time len(3)\nexcept TypeError:\n    failed = True\nassert failed",
+        "def listed():\n    found = !ls -d x y\n    return found\nassert listed() == ['x', 'y']",
+        "if len(made) == 1:\n    len?\n    made += [2]\nlen??\n?len\nassert made == ['y', 2]",
+    )
+
+
+def test_text_that_only_looks_like_a_shell_line_or_a_magic_stays() -> None:
+    run(
+        "text = '''\n!rm -rf x\n%s of them\n''' % 'two'\nassert text == '\\n!rm -rf x\\ntwo of them\\n'",
+        "left = (7\n%two\n) if False else (7\n%4\n)\nassert left == 3",
+        "left = 7 \\\n%4\nassert left == 3 and (left !=4)",
+    )
+
+
+def test_words_of_a_shell_line_are_expanded_as_a_shell_does() -> None:
+    run(
+        "%%writefile p.py\nimport hugectr, json, pathlib, sys\n"
+        "pathlib.Path('args.json').write_text(json.dumps(sys.argv[1:]))",
+        "import json, pathlib\nfor name in 'ab':\n    open(f'{name}.csv', 'w').close()\nos.environ['ROOT'] = 'data'\n"
+        "def args(folder):\n    return json.loads(pathlib.Path(folder, 'args.json').read_text())",
+        "!python p.py $ROOT/x ${ROOT} *.csv '*.csv' none*.csv",
+        "assert args('.') == ['data/x', 'data', 'a.csv', 'b.csv', '*.csv', 'none*.csv']",
+        "!mkdir to && cp *.csv to",
+        "assert sorted(os.listdir('to')) == ['a.csv', 'b.csv']",
+        "%%bash\n# one shell for all lines\ncd to\nexport KIND=csv\nNAME=a\npython ../p.py $KIND $NAME *.csv",
+        "assert args('to') == ['csv', 'a', 'a.csv', 'b.csv']\n"
+        "assert 'KIND' not in os.environ and os.path.basename(os.getcwd()) != 'to'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("%sql select 1", "magic of IPython is not supported"),
+        ("%%cython\ndef f(): pass", "%%cython"),
+        ("%%capture out\nprint(3)", "%%capture out"),
+        ("%%python3\nprint(3)", "%%python3"),
+        ("x = %matplotlib_of_mine inline", "%matplotlib_of_mine"),
+        ("out = !rm -rf data", "output of a command that may change something"),
+        ("out = !ls $(rm x)", "output of a command that may change something"),
+        ("for i in range(3):\n    out = !wget {i}", "wget"),
+        ("%%bash\nfor i in 1 2; do python x.py $i; done", "not supported"),
+        ("%cd missing", "no such folder"),
+        ("!cd missing && ls", "no such folder"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_runs(cell: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"n\.ipynb") as caught:
+        run("open('ran', 'w').close()", cell)
+    assert message in str(caught.value)
+    assert Path("ran").exists() == ("no such folder" in message)
+
+
+def test_steps_of_a_cell() -> None:
+    cell = "a = 1\n!ls\n%env X 3\nb = !ls\nif a:\n    !pwd\n"
+    Path("n.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell}]}))
+    steps = steps_of("n.ipynb")
+    assert steps[:3] == [Source(0, "a = 1"), Line("ls", 0), Magic("env", "X 3", 0)]
+    assert isinstance(steps[3], Source)
+    assert len(steps) == 4
+    assert "'ls', 0, True" in steps[3].text
+    assert "'pwd', 0, False" in steps[3].text
