@@ -17,7 +17,7 @@ from viviane.core.errors import DataError
 from viviane.etl.cells import make_list
 from viviane.etl.columns import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec, RawIds
 from viviane.etl.engine import Build, Engine, Lookup
-from viviane.etl.expressions import bucket, value_of
+from viviane.etl.expressions import bucket, number_of, value_of
 from viviane.etl.learned import Learned
 from viviane.etl.operators import chain
 from viviane.etl.values import ListShape, combined, hash_values, missing_together, raw_ids
@@ -195,7 +195,7 @@ def _check_hotness(name: str, hotness: int, lengths: NDArray[np.int64]) -> None:
 def _scalars(specs: tuple[LabelSpec | DenseSpec, ...], states: Mapping[str, Any], table: Any) -> dict[str, Any]:
     found = {}
     for spec in specs:
-        value = chain(table[spec.source or spec.name], spec.operators, states.get(spec.name, {})).cast("float32")
+        value = number_of(spec, table[spec.source or spec.name], states.get(spec.name, {})).cast("float32")
         found[spec.name] = value.fill_null(-1.0) if isinstance(spec, LabelSpec) and spec.optional else value
     return found
 

@@ -18,6 +18,7 @@ SCALARS: Final[dict[str, pa.DataType]] = {
     "string": pa.string(),
     "hex": pa.uint64(),
     "timestamp": pa.timestamp("us"),
+    "bool": pa.int64(),
 }
 _WANTED: Final = {
     "float": "a finite number",
@@ -25,7 +26,10 @@ _WANTED: Final = {
     "string": "UTF-8 text",
     "hex": "1 to 16 hexadecimal digits",
     "timestamp": "a date and time such as 2014-05-31 23:59:59 or 2014-05-31T23:59:59+02:00",
+    "bool": "true or false, t or f, yes or no, y or n, 1 or 0",
 }
+_BOOLEANS: Final = pa.array(["false", "f", "no", "n", "0", "true", "t", "yes", "y", "1"])
+_NUM_FALSE: Final = 5
 _LOW_HALF, _LETTER, _ZERO, _SIX, _SIXTEEN = (  # the same byte eight times, for a text of eight digits as one word
     np.uint64(byte * 0x0101010101010101) for byte in (0x0F, 0x40, ord("0"), 6, 16)
 )
@@ -117,6 +121,8 @@ def cast_cells(array: Any, target: pa.DataType) -> tuple[Any, list[int]]:
 def _scalars(array: Any, kind: str) -> tuple[Any, list[int]]:
     if kind == "hex":
         return _hex(array)
+    if kind == "bool":
+        return _boolean(array)
     bad: list[int] = []
     if _is_text(array.type) and kind != "string":
         text, bad = cast_cells(array, pa.string())
@@ -132,6 +138,22 @@ def _scalars(array: Any, kind: str) -> tuple[Any, list[int]]:
         array, infinite = _finite(array)
         bad = sorted({*bad, *infinite})
     return array, bad
+
+
+def _boolean(array: Any) -> tuple[Any, list[int]]:
+    """Turn truth values into 0 and 1."""
+    bad: list[int] = []
+    if _is_text(array.type):
+        array, bad = cast_cells(array, pa.string())
+        places = pc.index_in(pc.utf8_lower(pc.ascii_trim_whitespace(array)), value_set=_BOOLEANS, skip_nulls=True)
+        is_true: Any = pc.greater_equal(places, pa.scalar(_NUM_FALSE, pa.int32()))
+        found = is_true.cast(pa.int64())
+    else:
+        whole, bad = cast_cells(array, pa.int64())
+        found = pc.if_else(pc.is_in(whole, value_set=pa.array([0, 1])), whole, pa.scalar(None, pa.int64()))
+        array = whole
+    wrong = pc.and_(pc.is_null(found), pc.is_valid(array)).to_numpy(zero_copy_only=False)
+    return found, sorted({*bad, *np.flatnonzero(wrong).tolist()})
 
 
 def _times(text: Any) -> tuple[Any, list[int]]:

@@ -45,8 +45,13 @@ def unusable_rows(
             column: Any = table.column(source)
             if not label.optional and (not label.operators or label.operators[0].type != "fill"):
                 bad += _where(pc.is_null(column), source, "the label is missing", column)
-            if label.task == "binary" and not label.operators:
-                wrong: Any = pc.invert(pc.is_in(pc.fill_null(column, 0), value_set=pa.array([0, 1], column.type)))
+            if label.negative:
+                known = pa.array([*label.positive, *label.negative], pa.string())
+                wrong: Any = pc.and_(pc.is_valid(column), pc.invert(pc.is_in(column, value_set=known)))
+                allowed = ", ".join(map(repr, known.to_pylist()))
+                bad += _where(wrong, source, f"a label is none of {allowed}", column)
+            elif label.task == "binary" and not label.operators and not label.positive:
+                wrong = pc.invert(pc.is_in(pc.fill_null(column, 0), value_set=pa.array([0, 1], column.type)))
                 bad += _where(wrong, source, "a binary label is neither 0 nor 1", column)
     for dense in config.dense:
         if dense.dim > 1:

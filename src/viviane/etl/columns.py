@@ -30,13 +30,14 @@ class InputColumn(Settings):
 
     Args:
         name: its name, in the header or by position.
-        type: "hex" is a whole number written with 1 to 16 hexadecimal digits; a missing or NaN float is missing.
+        type: "hex" is a whole number written with 1 to 16 hexadecimal digits; "bool" is 0 or 1, of true and false, t
+            and f, yes and no, y and n, 1 and 0; a missing or NaN float is missing.
         list: the column is a Parquet list.
         separator: the column is text that holds a list, such as "Comedy|Drama".
     """
 
     name: str = Field(min_length=1)
-    type: Literal["float", "int", "string", "hex", "timestamp"] = "string"
+    type: Literal["float", "int", "string", "hex", "timestamp", "bool"] = "string"
     list: bool = False
     separator: str | None = Field(default=None, min_length=1)
 
@@ -54,7 +55,12 @@ class InputColumn(Settings):
     @property
     def is_number(self) -> bool:
         """Whether operators on numbers apply."""
-        return self.type in ("float", "int")
+        return self.type in ("float", "int", "bool")
+
+    @property
+    def staged(self) -> InputColumn:
+        """The column once it is read: booleans are whole numbers then."""
+        return self.model_copy(update={"type": "int"}) if self.type == "bool" else self
 
 
 class Input(Settings):
@@ -117,9 +123,11 @@ class Input(Settings):
 
 
 class LabelSpec(Settings):
-    """A label: a number, perhaps through operators such as threshold. A row without it is malformed.
+    """A label: a number, perhaps through operators such as threshold, or a text. A row without it is malformed.
 
     Args:
+        positive: of a label of text: the texts that are 1.
+        negative: the texts that are 0; others are malformed rows then. Without it every other text is 0.
         optional: a row may lack it, a binary label; it is then -1, which counts neither in loss nor in metrics.
     """
 
@@ -127,17 +135,25 @@ class LabelSpec(Settings):
     source: str | None = None
     task: Literal["binary", "regression"] = "binary"
     operators: tuple[Operator, ...] = ()
+    positive: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
     optional: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> LabelSpec:
+        if self.negative and not self.positive:
+            raise ValueError(f"label {self.name!r} has negative texts: name the positive ones too")
+        if set(self.positive) & set(self.negative):
+            raise ValueError(f"label {self.name!r} has texts that are both positive and negative")
+        if self.positive and (self.operators or self.task != "binary"):
+            raise ValueError(f"label {self.name!r} of text is binary and takes no operators")
         if self.optional and self.task != "binary":
             raise ValueError(f"label {self.name!r}: only binary labels are optional; filter the rows without it")
         return self
 
     @model_serializer(mode="wrap")
     def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without(usual(self), "optional")
+        return without(usual(self), "optional", "positive", "negative")
 
 
 class DenseSpec(Settings):

@@ -48,10 +48,14 @@ class EtlConfig(Settings):
                 return column
         raise ValueError(_no_column(name, [*self.input.columns, *self.derived_columns.values()]))
 
+    def staged_column(self, name: str) -> InputColumn:
+        """Return a column as it is once it is read."""
+        return self.column(name).staged
+
     @cached_property
     def derived_columns(self) -> dict[str, InputColumn]:
         """Columns that derivations make, by name: from raw ones and from what earlier row derivations made."""
-        known = {column.name: column for column in self.input.columns}
+        known = {column.name: column.staged for column in self.input.columns}
         made: dict[str, InputColumn] = {}
 
         def find(name: str) -> InputColumn:
@@ -149,7 +153,7 @@ def _check_derived(config: EtlConfig) -> None:
     lists += [name for one in config.categorical if one.weights for name in config.lists_of(one)]
     raw_only += [name for name in lists if config.list_root(name) is None]
     late = [one for one in config.derived if not isinstance(one, ROW_DERIVATIONS)]
-    late_names = {name for one in late for name, _, _ in one.made(config.column)}
+    late_names = {name for one in late for name, _, _ in one.made(config.staged_column)}
     wrong = [name for name in raw_only if name in derived]
     for name in [*wrong, *(one.column for one in config.filters if one.column in late_names)]:
         raise ValueError(f"{name!r} is derived: labels, weights, vectors and filters need input columns here")
@@ -176,9 +180,16 @@ def _check_number(spec: LabelSpec | DenseSpec, column: InputColumn) -> None:
     Raises:
         ValueError: naming the column and what it is.
     """
+    if isinstance(spec, LabelSpec) and spec.positive:
+        if column.type != "string" or column.is_list:
+            fix = "leave out positive; a threshold makes a number a label"
+            raise ValueError(f"{spec.name!r} is a label of text, but column {column.name!r} is {column.type}: {fix}")
+        return
     dim = getattr(spec, "dim", 1)  # a label is one number
     if not column.is_number:
-        raise ValueError(f"{spec.name!r} needs numbers, but input column {column.name!r} is of type {column.type}")
+        fix = '; for a label of text give "positive"' if isinstance(spec, LabelSpec) and column.type == "string" else ""
+        found = f"input column {column.name!r} is of type {column.type}"
+        raise ValueError(f"{spec.name!r} needs numbers, but {found}{fix}")
     if column.is_list != (dim > 1):
         raise ValueError(f"{spec.name!r} has dim {dim}, but input column {column.name!r} is {_shape(column)}")
 

@@ -87,7 +87,7 @@ class _Drawing:
 
     def _made(self) -> dict[str, str]:
         """Name of the derivation by derived column."""
-        return {name: one.name for one in self.config.derived for name, _, _ in one.made(self.config.column)}
+        return {name: one.name for one in self.config.derived for name, _, _ in one.made(self.config.staged_column)}
 
     def _groups(self) -> list[_Group]:
         config = self.config
@@ -157,7 +157,8 @@ def _describe(spec: _Spec, states: Mapping[int, Mapping[str, float]]) -> tuple[s
         learned = ", ".join(f"{name} {value:.4g}" for name, value in states.get(position, {}).items())
         lines.append(" ".join([one.type, *_settings(one)]) + (f" ({learned})" if learned else ""))
     if isinstance(spec, LabelSpec):
-        return (*lines, f"label, {spec.task}" + (", optional" if spec.optional else ""))
+        texts = f" where {' or '.join(spec.positive)}" if spec.positive else ""
+        return (*lines, f"label, {spec.task}{texts}" + (", optional" if spec.optional else ""))
     if isinstance(spec, DenseSpec):
         return (*lines, "dense" if spec.dim == 1 else f"dense, {spec.dim} numbers")
     cross = "cross, " if len(spec.sources) > 1 else ""

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from viviane.etl.columns import CategoricalSpec
+from viviane.etl.columns import CategoricalSpec, DenseSpec, LabelSpec
 from viviane.etl.conditions import Filter
 from viviane.etl.operators import State, chain
 
@@ -65,6 +65,15 @@ def value_of(spec: CategoricalSpec, columns: Sequence[Any], states: dict[int, St
     if len(columns) > 1:
         return crossed(columns)
     return chain(columns[0], spec.operators, states) if spec.operators else columns[0]
+
+
+def number_of(spec: LabelSpec | DenseSpec, x: Any, states: dict[int, State]) -> Any:
+    """The number of a label or dense column: after its operators, or of a text whether it is a positive one."""
+    import ibis
+
+    if isinstance(spec, LabelSpec) and spec.positive:
+        return ibis.ifelse(x.isnull(), ibis.null("float64"), x.isin(list(spec.positive)).cast("float64"))
+    return chain(x, spec.operators, states)
 
 
 def bucket(x: Any, borders: Sequence[float]) -> Any:

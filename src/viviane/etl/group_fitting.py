@@ -24,10 +24,9 @@ from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import CountEncode, GroupDerivation, GroupStatistics, TargetEncode, key_names
 from viviane.etl.deriving import key_build, keys_of
 from viviane.etl.engine import Build, Engine
-from viviane.etl.expressions import exploded
+from viviane.etl.expressions import exploded, number_of
 from viviane.etl.folds import fold_column
 from viviane.etl.groups import Groups, encode_targets, medians, place_of
-from viviane.etl.operators import chain
 from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
 from viviane.etl.stage import Shard
@@ -208,4 +207,4 @@ def _pair(names: tuple[str, ...], of: str, table: Any) -> dict[str, Any]:
 
 
 def _target_build(spec: LabelSpec) -> Build:
-    return lambda table: {"target": chain(table[spec.source or spec.name], spec.operators, {}).cast("float64")}
+    return lambda table: {"target": number_of(spec, table[spec.source or spec.name], {}).cast("float64")}

@@ -129,7 +129,7 @@ def infer_config(
         values = table.column(name)
         if name in labels:
             label_specs.append(_label(name, values, found))
-            columns.append(InferredColumn(name, "label", "0 and 1" if "task" not in label_specs[-1] else "a number"))
+            columns.append(InferredColumn(name, "label", _label_note(label_specs[-1])))
         elif name == sample_weight:
             found.inputs.append({"name": name, "type": "float"})
             columns.append(InferredColumn(name, "weight", "weight of the row"))
@@ -182,10 +182,14 @@ def infer_file(
         value = ", ".join(table.column_names[:20])
         raise SchemaError("which column is the label?", where=str(file), value=value, fix="name it: --label COLUMN")
     inferred = infer_config(plain_table(table), names, **options)
-    if found is None:
+    booleans = {field.name for field in table.schema if pa.types.is_boolean(field.type)}
+    if found is None and not booleans:
         return inferred
     data = inferred.config.to_dict()
-    data["input"]["delimiter"] = found
+    for column in data["input"]["columns"]:
+        column["type"] = "bool" if column["name"] in booleans else column["type"]
+    if found is not None:
+        data["input"]["delimiter"] = found
     return Inferred(EtlConfig.from_dict(data), inferred.columns)
 
 
@@ -224,8 +228,23 @@ def _rare(label: Any) -> int:
     return min(max(math.ceil(1 / max(share, 1e-6)), 2), _MOST_MIN_COUNT)
 
 
+def _label_note(label: dict[str, Any]) -> str:
+    if "positive" in label:
+        return f"1 where {label['positive'][0]!r}, 0 where {label['negative'][0]!r}"
+    return "a number" if "task" in label else "0 and 1"
+
+
 def _label(name: str, values: Any, found: _Found) -> dict[str, Any]:
     kind = values.type
+    if pa.types.is_string(kind):  # the greater of two texts is 1, as in scikit-learn
+        texts = sorted(set(pc.unique(pc.drop_null(values)).slice(0, 4).to_pylist()) - {""})
+        if len(texts) != 2:
+            raise SchemaError(
+                "a label of text has two values", where=f"column {name!r}", value=texts,
+                fix="make it 0 and 1, or a number",
+            )  # fmt: skip
+        found.inputs.append({"name": name, "type": "string"})
+        return {"name": name, "positive": texts[1:], "negative": texts[:1]}
     whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
     found.inputs.append({"name": name, "type": "int" if whole else "float"})
     distinct = set(pc.unique(pc.drop_null(values)).slice(0, 3).to_pylist())

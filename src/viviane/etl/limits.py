@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from viviane.etl.cells import BadCell, list_parts, shown
-from viviane.etl.columns import CategoricalSpec
+from viviane.etl.columns import CategoricalSpec, LabelSpec
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import DatePart, DifferenceLag, GroupStatistics, Neighbour, key_names
 from viviane.etl.engine import Engine
@@ -41,7 +41,8 @@ def beyond_limits(table: pa.Table, config: EtlConfig, engine: Engine, states: St
         is_id = isinstance(spec, CategoricalSpec)
         name = spec.sources[0] if is_id else spec.source or spec.name
         learning = [place for place, one in enumerate(spec.operators) if one.wanted()]
-        if name not in table.column_names or (is_id and not learning):
+        is_text = isinstance(spec, LabelSpec) and bool(spec.positive)
+        if name not in table.column_names or is_text or (is_id and not learning):
             continue
         known = dict((states or {}).get(spec.name, {}))
         first = learning[0] if learning and states is None else len(spec.operators)

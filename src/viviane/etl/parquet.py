@@ -25,6 +25,7 @@ _ACCEPTED: Final = {
     "string": "a string column",
     "hex": "a string of hexadecimal digits, or an integer column",
     "timestamp": "a timestamp column",
+    "bool": "a boolean or string column, or an integer column of 0 and 1",
 }
 
 
@@ -179,5 +180,6 @@ def fits(kind: pa.DataType, column: InputColumn, *, text_allowed: bool = False) 
         "string": text,
         "hex": text or types.is_integer(kind),
         "timestamp": types.is_timestamp(kind),
+        "bool": types.is_boolean(kind) or types.is_integer(kind) or text,
     }
     return bool(accepted[column.type] or types.is_null(kind))

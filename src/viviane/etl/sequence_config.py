@@ -136,7 +136,7 @@ class SequenceConfig(Settings):
         return self
 
     def _single(self, name: str, types: tuple[Any, ...], what: str) -> None:
-        column = self.find(name)
+        column = self.find(name).staged
         if column.is_list or column.type not in types:
             found = "a list" if column.is_list else f"of type {column.type}"
             raise ValueError(f"the column {what} {name!r} is {found}: give single {', '.join(types)} values")

@@ -163,7 +163,7 @@ def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
     quote = layout.input.quote
     whole = quote is not None and quote.encode() in data
     types: dict[str, pa.DataType] = {
-        column.name: SCALARS["string"] if column.is_list or column.type == "hex" else SCALARS[column.type]
+        column.name: SCALARS["string"] if column.is_list or column.type in ("hex", "bool") else SCALARS[column.type]
         for column in layout.wanted
     }
     try:

@@ -15,6 +15,7 @@ _RAW_TYPES: Final[dict[str, ColumnType]] = {
     "string": "string",
     "hex": "string",
     "timestamp": "string",
+    "bool": "int64",
 }
 ColumnType = Literal["float32", "float64", "int32", "int64", "string"]
 

@@ -26,6 +26,7 @@ _WANTED: Final = {
     "string": "text",
     "hex": "hexadecimal digits or a whole number from 0 to 2^64 - 1",
     "timestamp": "a date and time",
+    "bool": "true or false",
 }
 
 
@@ -227,4 +228,5 @@ _WRITERS: Final[dict[str, Callable[[Any], str]]] = {
     "string": _string,
     "hex": _hex,
     "timestamp": _time,
+    "bool": _number,
 }

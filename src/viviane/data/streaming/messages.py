@@ -19,7 +19,7 @@ from viviane.data.row_buffer import RowBuffer, RowView
 from viviane.schema import Schema
 
 MessageKind = Literal["json", "arrow"]
-_SCALARS: Final[dict[str, Any]] = {"float": pa.float64(), "int": pa.int64(), "string": pa.string()}
+_SCALARS: Final[dict[str, Any]] = {"float": pa.float64(), "int": pa.int64(), "string": pa.string(), "bool": pa.bool_()}
 
 
 class RowTransform(Protocol):
