@@ -6,8 +6,13 @@ import struct
 import time
 
 import grpc
+import httptools
 import pytest
 from clients import binary_body, infer_fields, raw_socket, tensors_of
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from viviane.serving.server.connection import whole_request
 
 X = {"name": "price", "datatype": "FP64", "shape": [1], "data": [1]}
 
@@ -253,6 +258,54 @@ def test_codes_of_grpc(server, grpc_client, raw) -> None:
     assert code(inputs=[huge], raw_input_contents=[]) == grpc.StatusCode.INVALID_ARGUMENT
     wrong = {"name": "age", "datatype": "INT64", "shape": [1], "contents": {"int_contents": [3]}}
     assert code(inputs=[wrong], raw_input_contents=[]) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+class Parsed:
+    """What httptools reads in bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self.paths, self.ended = [], 0
+        parser = httptools.HttpRequestParser(self)
+        parser.feed_data(data)
+        self.keeps_alive = parser.should_keep_alive()
+
+    def on_url(self, url: bytes) -> None:
+        self.paths.append(url)
+
+    def on_message_complete(self) -> None:
+        self.ended += 1
+
+
+LINES = st.sampled_from([
+    b"host: a", b"Content-Length: 2", b"content-length:3", b"content-length: 2, 2", b"content-length : 2",
+    b"x: content-length", b"connection: close", b"Connection: keep-alive", b"transfer-encoding: chunked",
+    b"Expect: 100-continue", b"upgrade: h2c", b" folded", b"content-length: 99999", b"content-length:",
+    b"x: y\nconnection: close", b"", b"x:\x00",
+])  # fmt: skip
+STARTS = st.sampled_from([
+    b"POST /v1/x HTTP/1.1", b"GET / HTTP/1.1", b"POST /a HTTP/1.0", b"POST / a HTTP/1.1", b"POST * HTTP/1.1",
+])  # fmt: skip
+
+
+@given(
+    STARTS,
+    st.lists(LINES, max_size=5),
+    st.sampled_from([b"{}", b"", b"abc", b"{}POST /v1/x HTTP/1.1\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"]),
+    st.sampled_from([b"\r\n", b"\n"]),
+)
+@example(b"POST /v1/x HTTP/1.1", [b"Content-Length: 2"], b"{}", b"\r\n")
+def test_what_is_refused_unparsed_is_what_the_parser_takes_for_one_request(first, lines, body, end) -> None:
+    data = end.join([first, *lines, b"", body])
+    head = whole_request(data, 1000)
+    if head is None:
+        return
+    assert data.startswith(head)
+    try:
+        parsed = Parsed(data)
+    except httptools.HttpParserError:
+        return  # it would be refused with another status
+    assert (len(parsed.paths), parsed.ended, parsed.keeps_alive) == (1, 1, True)
+    assert head[5:].startswith(parsed.paths[0] + b" ")
 
 
 # Connections ----------------------------------------------------------------------------------------------

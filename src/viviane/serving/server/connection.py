@@ -17,8 +17,9 @@ _PHRASES: Final = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request 
 _SHORT_BODY_BYTES: Final = 64 << 10
 """A refused request's body up to here is read and thrown away, so that the connection lives on."""
 _FIRST: Final = re.compile(rb"POST /[!-~]* HTTP/1\.1\r\n")
-_LENGTH: Final = re.compile(rb"\r\ncontent-length: ?([0-9]{1,5})\r\n")
-_UNUSUAL: Final = (b"\r\nconnection:", b"\r\ntransfer-encoding", b"\r\nexpect:", b"\r\nupgrade", b"\r\n ", b"\r\n\t")
+_LENGTH: Final = re.compile(rb"\r\ncontent-length: ?([0-9]{1,5})\r\n", re.IGNORECASE)
+_LENGTH_NAME: Final = re.compile(rb"content-length", re.IGNORECASE)
+_UNUSUAL: Final = re.compile(rb"\n(?:connection|transfer-encoding|expect|upgrade|[ \t])", re.IGNORECASE)
 """Headers by which a request may end elsewhere than its length says, or its connection with it: left to the parser."""
 _TEXT: Final = b'{"error": "too many requests wait; try again later"}'
 _OVERLOADED: Final = (
@@ -74,6 +75,8 @@ class _Limits(_NEXT):  # type: ignore[misc]
         self._between, self._looked = True, False
         """Whether the next bytes begin a request; whether that request was complete, and was not refused."""
         self._last_refusal = -inf
+        self._known_head, self._known_path, self._known_bytes = b"", b"", -1
+        """Head and path of the last complete request, and the size of all of it."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -90,14 +93,23 @@ class _Limits(_NEXT):  # type: ignore[misc]
         if self.transport.is_closing():
             return
         if self._between and (self.cycle is None or self.cycle.response_complete):
-            self._looked = _is_whole(data, self.settings.max_header_bytes)
-            if self._looked and self.refuses(data[5 : data.index(b" ", 5)]):
+            known = len(data) == self._known_bytes and data.startswith(self._known_head)
+            self._looked = known or self._is_whole(data)
+            if self._looked and self.refuses(self._known_path):
                 self._refuse_unparsed()
                 return
         if not self._in_body:
             self._watch()
         self._between = False
         super().data_received(data)
+
+    def _is_whole(self, data: bytes) -> bool:
+        """Return whether these bytes are one complete POST; a client's next one is mostly like the last one."""
+        head = whole_request(data, self.settings.max_header_bytes)
+        if head is not None:
+            self._known_head, self._known_bytes = head, len(data)
+            self._known_path = head[5 : head.index(b" ", 5)]
+        return head is not None
 
     def _refuse_unparsed(self) -> None:
         self._unwatch()
@@ -204,23 +216,20 @@ class _Limits(_NEXT):  # type: ignore[misc]
         self.transport.close()
 
 
-def _is_whole(data: bytes, max_header_bytes: int) -> bool:
-    """Return whether these bytes are one complete POST of the usual form; every other request is the parser's.
+def whole_request(data: bytes, max_header_bytes: int) -> bytes | None:
+    """Return the head of a request if these bytes are one complete POST of the usual form; others are the parser's.
 
     Such a request can be refused at the cost of neither the parser nor a timer.
 
     Example:
-        >>> _is_whole(b"POST /x HTTP/1.1\\r\\nhost: a\\r\\nContent-Length: 2\\r\\n\\r\\n{}", 1000)
-        True
+        >>> whole_request(b"POST /x HTTP/1.1\\r\\nContent-Length: 2\\r\\n\\r\\n{}", 1000)
+        b'POST /x HTTP/1.1\\r\\nContent-Length: 2\\r\\n\\r\\n'
     """
     if _FIRST.match(data) is None:
-        return False
-    end = data.find(b"\r\n\r\n", 0, max_header_bytes) + 2
-    head = data[:end].lower()
-    length = _LENGTH.search(head)
-    return (
-        length is not None
-        and head.count(b"\r\ncontent-length") == 1
-        and len(data) == end + 2 + int(length[1])
-        and not any(name in head for name in _UNUSUAL)
-    )
+        return None
+    end = data.find(b"\r\n\r\n", 0, max_header_bytes) + 4
+    head = data[:end]
+    lengths = _LENGTH.findall(head)
+    if len(lengths) != 1 or len(_LENGTH_NAME.findall(head)) != 1 or _UNUSUAL.search(head):
+        return None
+    return head if len(data) == end + int(lengths[0]) else None

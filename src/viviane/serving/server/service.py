@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, Final, TypeVar
 
@@ -451,6 +451,7 @@ def chosen_outputs(answer: Answer, names: Sequence[str] | None) -> dict[str, NDA
     return found
 
 
+@lru_cache(256)
 def _asked(path: bytes) -> tuple[str, str, str | None] | None:
     """Return protocol, name and version that a path asks for; None: it asks for no computation.
 
