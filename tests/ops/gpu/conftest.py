@@ -6,6 +6,7 @@ Without that variable the tests here are left out; tests/ops/test_gpu_interprete
 
 import os
 import threading
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
 elif not ON_GPU:
     from tests.ops.gpu.launches import note_launches, write_launches
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     _patch = interpreter._patch_lang_tensor
@@ -68,6 +70,10 @@ elif not ON_GPU:
     interpreter._patch_lang = _patch_once
     interpreter._get_np_dtype = _numpy_type_once
     interpreter.ScanOps.generic_scan = _scan
+    # Of an operation on integers, Triton computes whether it overflows and then leaves the answer, since the options of
+    # the interpreter are not those of debugging: half the time of an operation.
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *given: None
+    TritonSemantic.computation_type_impl = cache(TritonSemantic.computation_type_impl)
 
     if noted := os.environ.get("VIVIANE_TEST_LAUNCHES"):  # tests/ops/test_gpu_kernels_compile.py reads them
         note_launches(interpreter.InterpretedFunction)
