@@ -11,6 +11,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+from fit_options import fit_options, fit_refusals
 from key_values import mixed_types, refused_in_training, refused_keys, taken_keys, wide_keys
 from networks import (
     BACKEND,
@@ -395,7 +396,7 @@ SCENARIOS = [
     evaluation, frozen, saving, summary, sixteen_bits, mixed, dynamic, bags, keras_rs_configs, own_configs,
     out_of_range, regularizer, jit, unaligned, dataset, strings, partly_lost, outside_of_training, persistent_tape,
     weights_in_memory, rate_after_loading, ways_to_run, fast_metrics, wide_keys, refused_keys,
-    refused_in_training, taken_keys, mixed_types, several_devices,
+    refused_in_training, taken_keys, mixed_types, fit_options, fit_refusals, several_devices,
 ]  # fmt: skip
 
 

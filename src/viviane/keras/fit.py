@@ -6,16 +6,18 @@ numbers are those of `model.fit`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import keras
 
 from viviane.core.errors import ConfigError
-from viviane.keras.feeding import batches_of, num_batches, prefetched
+from viviane.keras.feeding import EpochFeed, batch_list, is_arrays, split_samples
 from viviane.keras.keys import refuse_cut
 from viviane.keras.layer import TableLayer, table_layers
+
+_BATCH_SIZE: Final = 32
 
 
 class FastTrainer:
@@ -24,7 +26,8 @@ class FastTrainer:
     Args:
         model: functional, compiled; each table layer is called once in it. Inputs of table layers may be computed, by
             layers without weights, from the model's inputs; where they are inputs themselves 64-bit keys stay whole.
-        jit_compile: whether XLA compiles the step; None: on JAX, and on TensorFlow if `compile` set it.
+        jit_compile: whether XLA (on torch its compiler) compiles the step; None: on JAX unless `compile` forbade it, on
+            TensorFlow and torch if `compile` asked for it. With `run_eagerly` in `compile` nothing is compiled.
 
     Raises:
         ConfigError: the model is of another kind.
@@ -44,8 +47,7 @@ class FastTrainer:
     def __init__(self, model: Any, *, jit_compile: bool | None = None) -> None:
         self.model = model
         self.layers = _checked_layers(model)
-        if model.optimizer is None:
-            raise ConfigError("the model is not compiled", fix="call model.compile(optimizer, loss) first")
+        _check_model(model, jit_compile)
         for layer in self.layers:
             if layer.rule.rate is None:
                 layer.follow(model.optimizer)
@@ -143,20 +145,45 @@ def _checked_layers(model: Any) -> list[TableLayer]:
     return layers
 
 
+def _check_model(model: Any, jit_compile: bool | None) -> None:
+    """Refuse what `model.fit` would do and the fast form would leave out."""
+    if model.optimizer is None:
+        raise ConfigError("the model is not compiled", fix="call model.compile(optimizer, loss) first")
+    for name in ("train_step", "call"):
+        owner = next(kind for kind in type(model).__mro__ if name in vars(kind))
+        if owner.__module__.partition(".")[0] != "keras":
+            raise ConfigError(
+                f"the model has a {name} of its own, which the fast form would not run", value=owner.__name__,
+                fix="use model.fit",
+            )  # fmt: skip
+    if model.steps_per_execution > 1:
+        raise ConfigError(
+            "the fast form makes one step a call", where="compile(steps_per_execution=...)",
+            value=model.steps_per_execution, allowed="1", fix="leave it out of compile, or use model.fit",
+        )  # fmt: skip
+    if jit_compile and model.run_eagerly:
+        raise ConfigError("run_eagerly and jit_compile=True exclude each other", fix="leave one of them out")
+
+
 def fit(
     model: Any,
     x: Any = None,
     y: Any = None,
     *,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     epochs: int = 1,
     verbose: int | str = "auto",
-    callbacks: Sequence[Any] | None = None,
+    callbacks: Any = None,
+    validation_split: float = 0.0,
     validation_data: Any = None,
-    shuffle: bool = True,
+    shuffle: bool | None = None,
+    class_weight: Mapping[int, float] | None = None,
     sample_weight: Any = None,
     initial_epoch: int = 0,
-    validation_freq: int = 1,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int | Collection[int] = 1,
     jit_compile: bool | None = None,
     prefetch: int = 2,
     seed: int = 0,
@@ -167,56 +194,158 @@ def fit(
         model: see `FastTrainer`.
         x, y, sample_weight: arrays; or x alone: a PyDataset such as `batches(...)`, or an iterable of (x, y) or
             (x, y, sample_weight) that can be read once an epoch.
-        batch_size, shuffle, seed: of arrays.
-        epochs, initial_epoch, verbose, callbacks, validation_data, validation_freq: as of `model.fit`.
+        batch_size: of arrays; None: 32.
+        shuffle: arrays; None: they are. Data sets give their own order.
+        seed: of the order of arrays.
+        epochs, initial_epoch, verbose, callbacks, class_weight, validation_split, validation_data, validation_steps,
+            validation_batch_size, validation_freq: as of `model.fit`.
+        steps_per_epoch: batches of an epoch; the next epoch goes on where this one stopped.
         jit_compile: see `FastTrainer`.
         prefetch: batches that a thread prepares ahead; 0 prepares none.
 
     Returns:
         Keras' History.
+
+    Raises:
+        ConfigError: an option is out of range, or has no meaning for these data.
     """
     trainer = FastTrainer(model, jit_compile=jit_compile)
-    steps = num_batches(x, batch_size)
-    if verbose == "auto":
-        verbose = 1
-    calls = keras.callbacks.CallbackList(
-        callbacks, add_history=True, add_progbar=verbose != 0, model=model, verbose=verbose, epochs=epochs, steps=steps
+    _check_numbers(
+        batch_size=batch_size, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps,
+        validation_batch_size=validation_batch_size, epochs=epochs, initial_epoch=initial_epoch, prefetch=prefetch,
+    )  # fmt: skip
+    x = batch_list(x, y)
+    _check_data(x, y, sample_weight, batch_size, shuffle, class_weight)
+    if validation_split:
+        if validation_data is not None:
+            raise ConfigError("validation_split and validation_data exclude each other", fix="leave one of them out")
+        (x, y, sample_weight), validation_data = split_samples((x, y, sample_weight), validation_split)
+    valid = _Validation(
+        validation_data, validation_batch_size or batch_size or _BATCH_SIZE, validation_steps, validation_freq
     )
+    feed = EpochFeed(
+        x, y, sample_weight, batch_size=batch_size or _BATCH_SIZE, shuffle=shuffle is not False, seed=seed,
+        class_weight=class_weight, steps=steps_per_epoch, ahead=prefetch,
+    )  # fmt: skip
+    calls = _callbacks(model, callbacks, verbose, epochs, feed.num_steps)
     model.stop_training = False
     calls.on_train_begin()
     logs: dict[str, Any] = {}
-    for epoch in range(initial_epoch, epochs):
-        model.reset_metrics()
-        calls.on_epoch_begin(epoch)
-        trainer.refresh()
-        feed = batches_of(x, y, sample_weight, batch_size, shuffle, seed + epoch)
-        logs = _epoch(trainer, prefetched(feed, prefetch), calls)
-        if validation_data is not None and (epoch + 1) % validation_freq == 0:
-            logs |= {f"val_{name}": value for name, value in _evaluate(model, validation_data, batch_size).items()}
-        calls.on_epoch_end(epoch, logs)
-        if model.stop_training:
-            break
+    try:
+        for epoch in range(initial_epoch, epochs):
+            model.reset_metrics()
+            calls.on_epoch_begin(epoch)
+            trainer.refresh()
+            logs = _epoch(trainer, feed.epoch(), calls)
+            logs |= valid.figures(model, epoch)
+            calls.on_epoch_end(epoch, logs)
+            if model.stop_training:
+                break
+    finally:
+        feed.close()
     calls.on_train_end(logs)
     return model.history
 
 
+class _Validation:
+    """The evaluation after an epoch."""
+
+    def __init__(self, data: Any, batch_size: int, steps: int | None, freq: int | Collection[int]) -> None:
+        if isinstance(data, tuple | list) and len(data) not in (2, 3):
+            raise ConfigError(
+                "validation_data is (x, y), (x, y, sample_weight) or a data set", value=f"{len(data)} parts"
+            )
+        if data is None and (steps is not None or freq != 1):
+            raise ConfigError(
+                "validation_steps and validation_freq need validation data", fix="pass validation_data=..."
+            )
+        if isinstance(freq, bool) or (isinstance(freq, int) and freq < 1) or not isinstance(freq, int | Collection):
+            raise ConfigError("not a frequency", where="validation_freq", value=freq, allowed="1, 2, ... or epochs")
+        self._data, self._batch_size, self._steps, self._freq = data, batch_size, steps, freq
+
+    def figures(self, model: Any, epoch: int) -> dict[str, Any]:
+        """Return loss and metrics after an epoch, if it is one to evaluate after."""
+        number = epoch + 1
+        due = number % self._freq == 0 if isinstance(self._freq, int) else number in self._freq
+        if self._data is None or not due:
+            return {}
+        options: dict[str, Any] = {"steps": self._steps, "verbose": 0, "return_dict": True}
+        if isinstance(self._data, tuple | list):
+            x, y, *rest = self._data
+            found = model.evaluate(
+                x, y, sample_weight=rest[0] if rest else None, batch_size=self._batch_size, **options
+            )
+        else:
+            found = model.evaluate(self._data, **options)
+        return {f"val_{name}": value for name, value in found.items()}
+
+
+def _check_numbers(**given: int | None) -> None:
+    for name, value in given.items():
+        least = 0 if name in ("epochs", "initial_epoch", "prefetch") else 1
+        if value is None:
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+            raise ConfigError("not a count", where=name, value=value, allowed=f"whole numbers from {least}")
+
+
+def _check_data(x: Any, y: Any, weight: Any, batch_size: int | None, shuffle: bool | None, class_weight: Any) -> None:
+    if x is None:
+        raise ConfigError("no data to train on", where="x", fix="pass x and y, or a data set of batches")
+    if class_weight is not None and weight is not None:
+        raise ConfigError(
+            "class_weight and sample_weight exclude each other", fix="multiply the sample weights by those of classes"
+        )
+    if class_weight is not None and not isinstance(class_weight, Mapping):
+        raise ConfigError("not weights by class", where="class_weight", value=type(class_weight).__name__,
+                          allowed="a dict: {class: weight}")  # fmt: skip
+    if is_arrays(x):
+        return
+    given = {"y": y is not None, "sample_weight": weight is not None, "batch_size": batch_size is not None,
+             "shuffle": bool(shuffle)}  # fmt: skip
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise ConfigError(
+            "the data are batches, which bring this themselves", where="fit", value=", ".join(wrong),
+            fix="leave it out, or pass arrays: lists of numbers become arrays by numpy.array",
+        )  # fmt: skip
+
+
+def _callbacks(model: Any, given: Any, verbose: int | str, epochs: int, steps: int | None) -> Any:
+    if verbose not in ("auto", 0, 1, 2):
+        raise ConfigError("no such verbosity", where="verbose", value=verbose, allowed="'auto', 0, 1, 2")
+    if isinstance(given, keras.callbacks.CallbackList):
+        return given
+    shown = 1 if verbose == "auto" else verbose
+    return keras.callbacks.CallbackList(
+        given, add_history=True, add_progbar=shown != 0, model=model, verbose=shown, epochs=epochs, steps=steps
+    )
+
+
 def _epoch(trainer: FastTrainer, feed: Iterator[Any], calls: Any) -> dict[str, Any]:
     logs: dict[str, Any] = {}
-    for number, batch in enumerate(feed):
-        calls.on_train_batch_begin(number)
-        logs = trainer.step(*batch)
-        calls.on_train_batch_end(number, logs)
-        if trainer.model.stop_training:
-            break
-    trainer.sync()
+    watched = any(_watches_batches(one) for one in calls.callbacks)
+    try:
+        for number, batch in enumerate(feed):
+            calls.on_train_batch_begin(number)
+            if watched:  # it may have set a rate or weights
+                trainer.refresh()
+            logs = trainer.step(*batch)
+            if watched:  # it may save or read weights
+                trainer.sync()
+            calls.on_train_batch_end(number, logs)
+            if trainer.model.stop_training:
+                break
+    finally:
+        trainer.sync()
     return {name: float(value) for name, value in logs.items()}
 
 
-def _evaluate(model: Any, data: Any, batch_size: int) -> dict[str, Any]:
-    if isinstance(data, tuple | list):
-        x, y, *rest = data
-        weight = rest[0] if rest else None
-        found = model.evaluate(x, y, sample_weight=weight, batch_size=batch_size, verbose=0, return_dict=True)
-    else:
-        found = model.evaluate(data, verbose=0, return_dict=True)
-    return dict(found)
+def _watches_batches(callback: Any) -> bool:
+    if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):
+        return False
+    plain = keras.callbacks.Callback
+    return any(
+        getattr(getattr(callback, name), "__func__", None) is not getattr(plain, name)
+        for name in ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+    )

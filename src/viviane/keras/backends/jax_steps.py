@@ -22,7 +22,8 @@ class Steps:
         rest_of = [*model.non_trainable_variables, *model.optimizer.variables, *model.metrics_variables]
         self._others = list({id(one): one for one in rest_of}.values())
         step = self._step
-        self._compiled = self._jax.jit(step) if jit_compile is not False else step
+        wanted = model.jit_compile is not False if jit_compile is None else jit_compile
+        self._compiled = self._jax.jit(step) if wanted and not model.run_eagerly else step
         self._state: tuple[list[Any], list[Any]] | None = None
         self._ready = False
 
@@ -46,10 +47,13 @@ class Steps:
         model = self._model
         if all(getattr(one, "built", True) for one in model.metrics):
             return
-        given, y, weight = keras.tree.map_structure(keras.ops.convert_to_tensor, (list(inputs), y, weight))
+        given, y = keras.tree.map_structure(keras.ops.convert_to_tensor, (list(inputs), y))
+        if weight is not None:
+            weight = keras.tree.map_structure(keras.ops.convert_to_tensor, weight)
         predicted = self._rest([*given, *rows], training=False)
-        model.compute_loss(given, y, predicted, weight, training=False)
-        model.compute_metrics(given, y, predicted, weight)
+        x = keras.tree.pack_sequence_as(model.input, given)
+        model.compute_loss(x, y, predicted, weight, training=False)
+        model.compute_metrics(x, y, predicted, weight)
         model.reset_metrics()
 
     def _metrics_too(self) -> list[Any]:
@@ -59,12 +63,13 @@ class Steps:
 
     def _step(self, trained: Any, others: Any, inputs: Any, rows: Any, y: Any, weight: Any) -> Any:
         model, jax = self._model, self._jax
+        x = keras.tree.pack_sequence_as(model.input, inputs)
 
         def loss_of(trained: Any, rows: Any) -> Any:
             mapping = [*zip(self._trained, trained, strict=True), *zip(self._others, others, strict=True)]
             with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
                 predicted = self._rest([*inputs, *rows], training=True)
-                loss = model.compute_loss(inputs, y, predicted, weight, training=True)
+                loss = model.compute_loss(x, y, predicted, weight, training=True)
                 scaled = model.optimizer.scale_loss(loss)
             return scaled, (loss, predicted, [_now(scope, one, v) for one, v in zip(self._others, others, strict=True)])
 
@@ -76,7 +81,7 @@ class Steps:
             rates = [layer.next_rate() for layer in self._layers]
             scale = model.optimizer.scale_loss(jax.numpy.ones(()))
             model._loss_tracker.update_state(loss, sample_weight=inputs[0].shape[0])
-            logs = model.compute_metrics(inputs, y, predicted, weight)
+            logs = model.compute_metrics(x, y, predicted, weight)
         after = [_now(scope, one, value) for one, value in zip(self._others, after, strict=True)]
         places = {id(one): i for i, one in enumerate(self._others)}
         own = [after[places[id(one)]] for one in model.optimizer.variables]

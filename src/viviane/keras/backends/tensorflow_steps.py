@@ -19,14 +19,15 @@ class Steps:
         self._tf = require("tensorflow", extra="tensorflow", purpose="Keras on TensorFlow")
         self._model, self._rest, self._layers = model, rest, layers
         wanted = model.jit_compile is True if jit_compile is None else jit_compile
-        self._compiled = self._tf.function(self._step, jit_compile=wanted, reduce_retracing=True)
+        whole = self._tf.function(self._step, jit_compile=wanted, reduce_retracing=True)
+        self._compiled = self._step if model.run_eagerly else whole
 
     def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
         """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
         tf = self._tf
         given = [tf.convert_to_tensor(one) for one in inputs]
         labels = tf.nest.map_structure(tf.convert_to_tensor, y)
-        scales = None if weight is None else tf.convert_to_tensor(weight)
+        scales = None if weight is None else tf.nest.map_structure(tf.convert_to_tensor, weight)
         leaves = [to_tensorflow(row) for row in rows]
         logs, gradients, rates, scale = self._compiled(given, leaves, labels, scales)
         found = [_to_torch(one) for one in gradients]
@@ -34,10 +35,11 @@ class Steps:
 
     def _step(self, inputs: Any, rows: Any, y: Any, weight: Any) -> Any:
         tf, model = self._tf, self._model
+        x = tf.nest.pack_sequence_as(model.input, inputs)
         with tf.GradientTape() as tape:
             tape.watch(rows)
             predicted = self._rest([*inputs, *rows], training=True)
-            loss = model.compute_loss(inputs, y, predicted, weight, training=True)
+            loss = model.compute_loss(x, y, predicted, weight, training=True)
             scaled = model.optimizer.scale_loss(loss)
         weights = model.trainable_variables
         plain = [getattr(one, "value", one) for one in weights]
@@ -46,7 +48,7 @@ class Steps:
         scale = model.optimizer.scale_loss(tf.ones(()))
         model._loss_tracker.update_state(loss, sample_weight=tf.shape(inputs[0])[0])
         model.optimizer.apply(gradients, weights)
-        logs = model.compute_metrics(inputs, y, predicted, sample_weight=weight)
+        logs = model.compute_metrics(x, y, predicted, sample_weight=weight)
         return logs, [tf.convert_to_tensor(one) for one in found], rates, scale
 
     def sync(self) -> None:

@@ -14,7 +14,8 @@ class Steps:
 
     def __init__(self, model: Any, rest: Any, layers: Sequence[Any], jit_compile: bool | None) -> None:
         self._model, self._layers = model, layers
-        self._rest = torch.compile(rest) if jit_compile else rest
+        wanted = model.jit_compile is True if jit_compile is None else jit_compile
+        self._rest = torch.compile(rest) if wanted and not model.run_eagerly else rest
 
     def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
         """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
@@ -22,10 +23,11 @@ class Steps:
         leaves = [row.detach().requires_grad_() for row in rows]
         given = [keras.ops.convert_to_tensor(one) for one in inputs]
         labels = keras.tree.map_structure(keras.ops.convert_to_tensor, y)
-        scales = None if weight is None else keras.ops.convert_to_tensor(weight)
+        scales = None if weight is None else keras.tree.map_structure(keras.ops.convert_to_tensor, weight)
         predicted = self._rest([*given, *leaves], training=True)
         model.zero_grad()
-        loss = model.compute_loss(given, labels, predicted, scales, training=True)
+        x = keras.tree.pack_sequence_as(model.input, given)
+        loss = model.compute_loss(x, labels, predicted, scales, training=True)
         model._loss_tracker.update_state(loss, sample_weight=len(given[0]))
         scale = float(model.optimizer.scale_loss(torch.ones(())))
         (loss * scale if scale != 1.0 else loss).backward()
@@ -35,7 +37,7 @@ class Steps:
         rates = [float(layer.next_rate()) for layer in self._layers]
         with torch.no_grad():
             model.optimizer.apply(gradients, weights)
-        logs = model.compute_metrics(given, labels, predicted, sample_weight=scales)
+        logs = model.compute_metrics(x, labels, predicted, sample_weight=scales)
         found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         return logs, found, rates, scale
 
