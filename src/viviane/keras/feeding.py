@@ -80,7 +80,7 @@ class EpochFeed:
         count, may_start = 0, True
         while self._steps is None or count < self._steps:
             assert self._feed is not None
-            batch = next(self._feed, _END)
+            batch: Any = next(self._feed, _END)
             if batch is _END and count == 0 and may_start and self._steps is not None:
                 may_start = False  # the epoch before ended with the last batch
                 self._start()
