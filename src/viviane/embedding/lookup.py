@@ -18,12 +18,14 @@ from torch.autograd.function import once_differentiable
 from viviane.core.errors import ConfigError
 from viviane.embedding.buffers import Buffers, Memory
 from viviane.embedding.cached_storage import CachedStorage
+from viviane.embedding.int8_tables import gather_int8
 from viviane.embedding.prepared import sources_type
 from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import RowGradients, StorageLookup
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.embedding_bag import entry_bags, entry_sources, gather_rows, pool_rows
+from viviane.ops.int8_rows import is_int8
 from viviane.ops.row_update import Entries
 from viviane.store.slots import CacheFullError
 
@@ -85,7 +87,9 @@ def gather(parts: Sequence[StorageLookup], size: int, width: int, buffers: Memor
     out = buffers.take(size, width, parts[0].storage.weight.device)
     for part in parts:
         weight = part.weight
-        if part.offsets is None:
+        if is_int8(weight):
+            gather_int8(part, weight, out)
+        elif part.offsets is None:
             gather_rows(weight, part.rows, out, part.columns, part.weights)
         else:
             pool_rows(weight, part.rows, part.offsets, out, part.columns, part.weights)

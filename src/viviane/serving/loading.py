@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from viviane.core.json_files import read_json
 from viviane.core.locations import AnyPath
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.embedding.config import ZeroInit
+from viviane.embedding.int8_tables import quantize_tables
 from viviane.embedding.module_parts import collections_of
 from viviane.model import Model
 from viviane.model.graph import plan_graph
@@ -79,6 +80,7 @@ def load_model(
     *,
     tables: TableSettings | None = None,
     version: int = 1,
+    table_dtype: Literal["model", "int8"] = "model",
 ) -> LoadedModel:
     """Read a saved model, verified.
 
@@ -88,11 +90,14 @@ def load_model(
         tables: the tiers that hold the tables, which are not read then: their files are mapped, and compared with the
             manifest by shape; `viviane store verify` compares check sums.
         version: names the rows in stores.
+        table_dtype: "int8" turns tables into 8-bit rows when they are read.
 
     Raises:
         CheckpointError: a file is missing, truncated or altered.
-        ConfigError: tiers for a model whose tables are parts of a torch module.
+        ConfigError: tiers for a model whose tables are parts of a torch module; 8-bit rows of a table that has none.
     """
+    if table_dtype == "int8":
+        _check_int8(folder, module, tables)
     blueprint = Model.blueprint(folder, device=str(device), module=module)
     solver, schema = blueprint.solver, blueprint.schema
     loss_terms, strict, served = None, set(), None
@@ -112,6 +117,8 @@ def load_model(
         load_weights(find_model(folder), module)
     else:
         load_dense_weights(served.place.weights, module, served.place.manifest)
+    if table_dtype == "int8":
+        quantize_tables(collections_of(module).values())
     module.eval()
     for parameter in module.parameters():
         parameter.requires_grad_(False)
@@ -122,6 +129,16 @@ def load_model(
         name=blueprint.name, schema=schema, module=module, objective=objective, trained_in=trained_in, device=device,
         etl=blueprint.etl, strict_ids=frozenset(strict), tables=served,
     )  # fmt: skip
+
+
+def _check_int8(folder: AnyPath, module: nn.Module | None, tables: TableSettings | None) -> None:
+    fix = 'set table_dtype="model"'
+    if module is not None:
+        what = "tables of a torch module cannot be turned into 8-bit rows: its code may read them in other ways"
+        raise ConfigError(what, where=str(folder), value="int8", fix=f"build the model from layers, or {fix}")
+    if tables is not None:
+        what = "tables in tiers cannot be turned into 8-bit rows"
+        raise ConfigError(what, where=str(folder), value="int8", fix=f"leave `tables` out, or {fix}")
 
 
 def _served(folder: Path, model: Model, tables: TableSettings, version: int, *, is_graph: bool) -> ServedTables:
@@ -157,3 +174,9 @@ def _tables(
             changes["init"] = ZeroInit()
         bare.append(table.model_copy(update=changes))
     return EmbeddingCollection(bare, features, optimizer, device=device, seed=seed)
+
+
+def table_bytes(module: nn.Module) -> int:
+    """Return the memory of a module's rows."""
+    storages = {id(one): one for collection in collections_of(module).values() for one in collection.all_storages()}
+    return sum(one.weight.numel() * one.weight.element_size() for one in storages.values())

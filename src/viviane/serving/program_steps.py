@@ -11,6 +11,7 @@ from torch import Tensor
 
 from viviane.core.errors import ConfigError
 from viviane.embedding.lookup import OneHotPlan
+from viviane.ops.int8_rows import is_int8
 
 _OPERANDS: Final = 2
 _ROOM: Final = 16
@@ -70,11 +71,12 @@ class Steps:
     def lookup(self, plan: OneHotPlan, out: int, stride: int) -> None:
         """Look up one-hot features: keys to rows, rows to columns of `out`."""
         from viviane.ops.embedding_bag.cpu import copy_kernel, scale_kernel
+        from viviane.ops.int8_rows.cpu import gather_kernel as int8_kernel
         from viviane.ops.key_rows.cpu import key_kernel
         from viviane.ops.native.numbers import KINDS
 
         rules, weight, chosen = plan.row_map.rules, plan.storage.weight, plan.row_map.columns
-        features, dim = len(rules.columns), weight.shape[1]
+        features, dim = len(rules.columns), plan.storage.dim
         table, places = rules.table.t().contiguous(), (ctypes.c_int64 * len(plan.places))(*plan.places)
         rows = torch.empty(self._capacity * features, dtype=rules.row_dtype)
         self.keep(table, rows, chosen, weight, places)
@@ -83,7 +85,9 @@ class Steps:
         picked = 0 if chosen is None else chosen.data_ptr()
         operands = [0, 0, 1, picked, table.data_ptr(), rows.data_ptr(), 0, features, rules.null_row, first_wrong]
         self._keys.append(self._add(key_run, operands, size_at=6))
-        if weight.dtype == torch.float32:
+        if is_int8(weight):
+            run = int8_kernel(dim, weight.shape[1], KINDS[torch.float32], self._key)
+        elif weight.dtype == torch.float32:
             run = copy_kernel(dim * 4, self._key)
         else:
             run = scale_kernel(dim, KINDS[weight.dtype], KINDS[torch.float32], self._key)

@@ -23,7 +23,7 @@ from viviane.serving.columns import ColumnSpec, encoded_columns, output_columns,
 from viviane.serving.encoding import RowEncoder
 from viviane.serving.errors import RowProblem, RowsError, SessionClosedError
 from viviane.serving.instances import Instances
-from viviane.serving.loading import LoadedModel, load_model
+from viviane.serving.loading import LoadedModel, load_model, table_bytes
 from viviane.serving.parameter_server.settings import TableSettings
 from viviane.serving.parameter_server.tables import ServedTables
 from viviane.serving.settings import SessionSettings
@@ -100,7 +100,9 @@ class InferenceSession:
         if tables is not None and tables.updates is not None:
             # Before the model is loaded, which may take minutes: a dead broker or a missing topic raises at once.
             StreamAddress.of(tables.updates.address).partitions(tables.updates.settings)
-        model = load_model(folder, device, module, tables=tables, version=self.version)
+        model = load_model(
+            folder, device, module, tables=tables, version=self.version, table_dtype=self.settings.table_dtype
+        )
         self.tables = model.tables
         self.device, self.schema, self.model_name = device, model.schema, model.name
         etl = None if model.etl is None else FittedEtl.load(model.etl)
@@ -110,6 +112,7 @@ class InferenceSession:
             _ = self._encoder.etl  # raises if there is none
         self._labels = [label.name for label in model.schema.labels]
         self._most = self.settings.batch_limit(device.type)
+        self._table_bytes = 0 if tables is not None else table_bytes(model.module)
         self._instances = Instances(model, self.settings)
         self._recorder = Recorder()
         self._turn = threading.Condition()
@@ -174,6 +177,11 @@ class InferenceSession:
     def instances(self) -> int:
         """How many requests are computed at the same time."""
         return self._instances.count
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory of the rows that are tables of this process; 0 where tables are in tiers."""
+        return self._table_bytes
 
     @property
     def takes_raw_rows(self) -> bool:

@@ -24,6 +24,10 @@ class SessionSettings(Settings):
     """"auto" (first GPU, else CPU), "cpu", "cuda", "cuda:1"."""
     precision: Literal["model", "fp32", "tf32", "bf16", "fp16"] = "model"
     """Of dense layers; "model" is the precision that the model was trained in, as `Model.predict` takes it."""
+    table_dtype: Literal["model", "int8"] = "model"
+    """Of tables: "model" as they were trained; "int8" as 8 bits a number with a scale and an offset of each row, which
+    takes a quarter of float32's memory and moves predictions a little. Not for dynamic tables, tables in tiers, and
+    models made from a torch module."""
     max_batch_size: int | None = Field(default=None, ge=1, le=1 << 20)
     """Most rows computed at once; a request with more rows is computed in parts. None: 8192, on a GPU 65,536."""
     num_threads: int = Field(default=1, ge=1)

@@ -63,7 +63,7 @@ def gather_kernel(
 
 
 @triton.jit
-def _bounds(offsets, k, inside, entries):
+def bounds_of(offsets, k, inside, entries):
     """Return where bags begin and how long they are, inside the entries: wrong offsets are reported, not obeyed."""
     start = tl.minimum(tl.maximum(tl.load(offsets + k, mask=inside, other=0).to(tl.int64), 0), entries)
     stop = tl.minimum(tl.load(offsets + k + 1, mask=inside, other=0).to(tl.int64), entries)
@@ -95,7 +95,7 @@ def pool_kernel(
     k = tl.program_id(0) * num_bags + tl.arange(0, num_bags)
     cols = tl.arange(0, block)
     inside = k < count
-    start, length = _bounds(offsets, k, inside, entries)
+    start, length = bounds_of(offsets, k, inside, entries)
     longest = tl.max(length, 0)
     total = tl.zeros([num_bags, block], dtype=tl.float32)
     j = tl.arange(0, ahead)
@@ -141,7 +141,7 @@ def bag_sources_kernel(
     """Write for each entry of `num_bags` bags where its bag's vector begins, `ahead` entries of each at a time."""
     k = tl.program_id(0) * num_bags + tl.arange(0, num_bags)
     inside = k < count
-    start, length = _bounds(offsets, k, inside, entries)
+    start, length = bounds_of(offsets, k, inside, entries)
     f = k // size
     place = place_of(k - f * size, tl.where(inside, f, 0), columns, apart, first_column, step, 1)
     places = tl.broadcast_to(place.to(out.dtype.element_ty)[:, None], [num_bags, ahead])
