@@ -85,7 +85,8 @@ def dequantize(storage: Tensor, dim: int) -> Tensor:
     check_storage(storage, dim)
     scale, offset = storage[:, -_TAIL_BYTES:].contiguous().view(torch.float32).split(1, 1)
     # In float64 the product is exact, so that the sum is rounded as by one fused instruction, but for ties.
-    return (storage[:, :dim].to(torch.float64) * scale.to(torch.float64) + offset.to(torch.float64)).to(torch.float32)
+    found: Tensor = storage[:, :dim].to(torch.float64) * scale.to(torch.float64) + offset.to(torch.float64)
+    return found.to(torch.float32)
 
 
 def gather_rows(
