@@ -83,7 +83,8 @@ def dequantize(storage: Tensor, dim: int) -> Tensor:
         [[0.0, 1.0, 255.0], [7.0, 7.0, 7.0]]
     """
     check_storage(storage, dim)
-    scale, offset = storage[:, -_TAIL_BYTES:].contiguous().view(torch.float32).split(1, 1)
+    tail = storage[:, -_TAIL_BYTES:].contiguous().view(torch.float32)
+    scale, offset = tail[:, :1], tail[:, 1:]
     # In float64 the product is exact, so that the sum is rounded as by one fused instruction, but for ties.
     found: Tensor = storage[:, :dim].to(torch.float64) * scale.to(torch.float64) + offset.to(torch.float64)
     return found.to(torch.float32)

@@ -13,8 +13,9 @@ def gather_rows(
     storage: Tensor, dim: int, rows: Tensor, out: Tensor, columns: tuple[int, ...], weights: Tensor | None
 ) -> None:
     """out[b, columns[f] : + D] = weights[b, f] * row rows[b, f]."""
-    used, places = rows.reshape(-1).to(torch.int64).unique(return_inverse=True)
-    reference.gather_rows(dequantize(storage[used], dim), places.view(rows.shape), out, columns, weights)
+    vectors = dequantize(storage[rows.reshape(-1).to(torch.int64)], dim)
+    every = torch.arange(len(vectors), device=rows.device).view(rows.shape)
+    reference.gather_rows(vectors, every, out, columns, weights)
 
 
 def pool_rows(
@@ -22,5 +23,6 @@ def pool_rows(
     weights: Tensor | None,
 ) -> None:  # fmt: skip
     """out[b, columns[f] : + D] = sum of weights[n] * row rows[n] over bag f * B + b."""
-    used, places = rows.to(torch.int64).unique(return_inverse=True)
-    reference.pool_rows(dequantize(storage[used], dim), places, offsets, out, columns, weights)
+    vectors = dequantize(storage[rows.to(torch.int64)], dim)
+    every = torch.arange(len(vectors), device=rows.device)
+    reference.pool_rows(vectors, every, offsets, out, columns, weights)
