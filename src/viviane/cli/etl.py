@@ -275,6 +275,8 @@ def _print(summary: Summary) -> None:
     for name, value in summary.num_cut.items():
         if value:
             console.print(f"{name}: {value:,} lists were longer than max_length and were cut")
+    if summary.dropped:
+        console.print(f"left out, with fewer values than min_cardinality: {', '.join(summary.dropped)}")
     seconds = sum(summary.seconds.values())
     if seconds:
         steps = ", ".join(f"{step} {value:.1f}" for step, value in summary.seconds.items())

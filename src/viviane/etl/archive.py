@@ -18,7 +18,7 @@ from viviane.core.files import write_bytes_atomic
 from viviane.core.json_files import expected_form, json_object, parse_json
 from viviane.core.locations import AnyPath
 from viviane.core.remote.published import published_location
-from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpec, LabelSpec
+from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpec, GivenVocabulary, LabelSpec
 from viviane.etl.config import EtlConfig
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned, Vocabulary
@@ -152,7 +152,7 @@ def _check_complete(fitted: Learned, where: str) -> None:
                                 where=f"{where}, column {spec.name!r}, operator {at}")  # fmt: skip
     for column in config.categorical:
         table, encoding = column.table, column.encoding
-        if isinstance(encoding, Categorify) and table not in fitted.vocabularies:
+        if isinstance(encoding, (Categorify, GivenVocabulary)) and table not in fitted.vocabularies:
             raise DataError("the fitted ETL lacks a vocabulary", where=where, value=table)
         if isinstance(encoding, Bucketize) and table not in fitted.borders:
             raise DataError("the fitted ETL lacks the borders of a column", where=where, value=table)

@@ -55,8 +55,10 @@ def unusable_rows(
                 bad += _where(wrong, source, "a binary label is neither 0 nor 1", column)
     for dense in config.dense:
         if dense.dim > 1:
-            name = config.list_root(dense.source or dense.name) or dense.name
-            column = table.column(name)
+            root = config.list_root(dense.source or dense.name)
+            if root is None:  # padded to the dim
+                continue
+            name, column = root, table.column(root)
             lengths = pc.fill_null(pc.list_value_length(column), dense.dim)
             wrong = pc.not_equal(lengths, pa.scalar(dense.dim, lengths.type))
             bad += _where(wrong, name, f"not {dense.dim} numbers", column)

@@ -184,6 +184,28 @@ class Categorify(Settings):
         return without(usual(self), "unknown_buckets")
 
 
+class GivenVocabulary(Settings):
+    """Number given values: 3, 4, ... in their order; other values are the unknown id. Nothing is learned.
+
+    Args:
+        values: texts, or whole numbers, of the column; a hexadecimal number is a text.
+        file: in place of values: a file of UTF-8 text with a value a line, or the first column of a Parquet file. It is
+            read when learning; the fitted ETL holds the values.
+        unknown_buckets: this many ids after the last value take other values, by hash; 0: all are id 2.
+    """
+
+    type: Literal["vocabulary"] = "vocabulary"
+    values: tuple[int | str, ...] | None = Field(default=None, min_length=1)
+    file: str | None = None
+    unknown_buckets: int = Field(default=0, ge=0, le=2**30)
+
+    @model_validator(mode="after")
+    def _check(self) -> GivenVocabulary:
+        if (self.values is None) == (self.file is None):
+            raise ValueError("vocabulary takes either values or file")
+        return self
+
+
 class HashTo(Settings):
     """3 + h mod (num_ids - 3), h the first 60 bits of the MD5 of the value's text: nothing is learned or stored."""
 
@@ -225,7 +247,7 @@ class RawIds(Settings):
     missing: int | None = Field(default=None, ge=-(2**63), lt=2**63)
 
 
-Encoding: TypeAlias = Annotated[Categorify | HashTo | Bucketize | RawIds, Field(discriminator="type")]
+Encoding: TypeAlias = Annotated[Categorify | GivenVocabulary | HashTo | Bucketize | RawIds, Field(discriminator="type")]
 
 
 class CategoricalSpec(Settings):

@@ -5,18 +5,22 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from viviane.config.base import Settings
 from viviane.core.errors import suggest
 from viviane.etl.columns import CategoricalSpec, DenseSpec, Input, InputColumn, LabelSpec, refuse_repeated
 from viviane.etl.conditions import Filter
-from viviane.etl.derivations import ELEMENTWISE, ROW_DERIVATIONS, Derivation, History, TargetEncode
+from viviane.etl.derivations import ELEMENTWISE, ROW_DERIVATIONS, Derivation, History, ListSlice, TargetEncode
 from viviane.etl.saved import without
 
 
 class EtlConfig(Settings):
     """Everything `viviane etl` does to raw files, but where they are.
+
+    Args:
+        min_cardinality: a categorical column that is numbered by its values in the training rows (`categorify`) and has
+            fewer of them is left out of the data set and of what is fitted.
 
     Example:
         >>> config = EtlConfig(
@@ -36,10 +40,11 @@ class EtlConfig(Settings):
     sample_weight: DenseSpec | None = None
     ignored: tuple[str, ...] = ()
     filters: tuple[Filter, ...] = ()
+    min_cardinality: int = Field(default=0, ge=0)
 
     @model_serializer(mode="wrap")
     def _plain(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without(usual(self), "derived")
+        return without(usual(self), "derived", "min_cardinality")
 
     def column(self, name: str) -> InputColumn:
         """Return a raw or derived column."""
@@ -81,10 +86,19 @@ class EtlConfig(Settings):
 
     def list_root(self, name: str) -> str | None:
         """The raw column whose lists are as long, row by row, as those of a list column; None if no raw column is."""
+        name = self._root(name)
+        return None if name in self.derived_columns else name
+
+    def padded_length(self, name: str) -> int | None:
+        """The length to which the lists of a derived column are padded; None where they are not."""
+        root = self._root(name)
+        return next((one.pad_to for one in self.derived if isinstance(one, ListSlice) and one.name == root), None)
+
+    def _root(self, name: str) -> str:
         sources = {one.name: one.source for one in self.derived if isinstance(one, ELEMENTWISE)}
         while name in sources:
             name = sources[name]
-        return None if name in self.derived_columns else name
+        return name
 
     @property
     def label_sources(self) -> frozenset[str]:
@@ -148,8 +162,10 @@ def _check_derived(config: EtlConfig) -> None:
     label_columns = {spec.source or spec.name for spec in config.labels}
     raw_only = [*label_columns, *(one.weights for one in config.categorical if one.weights)]
     raw_only += [config.sample_weight.source or config.sample_weight.name] if config.sample_weight else []
-    # Of these, lists made value by value from a raw column will do: their lengths are checked there.
-    lists = [one.source or one.name for one in config.dense if one.dim > 1]
+    # Of these, lists made value by value from a raw column will do: their lengths are checked there. So will padded
+    # ones as vectors.
+    vectors = [(one.source or one.name, one.dim) for one in config.dense if one.dim > 1]
+    lists = [name for name, dim in vectors if config.padded_length(name) != dim]
     lists += [name for one in config.categorical if one.weights for name in config.lists_of(one)]
     raw_only += [name for name in lists if config.list_root(name) is None]
     late = [one for one in config.derived if not isinstance(one, ROW_DERIVATIONS)]
@@ -212,6 +228,10 @@ def _check_categorical(spec: CategoricalSpec, config: EtlConfig) -> None:
             raise ValueError(f"{spec.name!r}: ids are not made from {column.type} column {column.name!r} this way")
         if (spec.operators or spec.encoding.type == "bucketize") and not column.is_number:
             raise ValueError(f"{spec.name!r} computes with column {column.name!r}, which is of type {column.type}")
+        if spec.encoding.type == "vocabulary" and (len(columns) > 1 or spec.operators or column.type == "float"):
+            raise ValueError(
+                f"{spec.name!r}: a vocabulary is given of one column of texts or whole numbers, no operators"
+            )
         if spec.encoding.type == "raw" and (spec.operators or column.type == "float"):
             raise ValueError(f"{spec.name!r}: raw ids are whole numbers or texts, without operators")
     if spec.weights and not (config.column(spec.weights).is_list and config.column(spec.weights).is_number):

@@ -145,6 +145,63 @@ class MissingIndicator(Settings):
         return [(self.name, "int", self.elements)]
 
 
+class ListSlice(Settings):
+    """A part of each list, as Python slices it, made as long as `pad_to` where it is shorter.
+
+    Args:
+        start, end: places from 0, or from the end if negative; end is not part of it, None is behind the last value.
+        pad_to: length of every list; start and end have to bound the part to it. A missing list stays missing.
+        pad_value: what is added; None adds missing values.
+        pad_side: where it is added.
+    """
+
+    type: Literal["list_slice"] = "list_slice"
+    name: str = Field(min_length=1)
+    source: str
+    start: int = Field(default=0, ge=-(2**31), lt=2**31)
+    end: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    pad_to: int | None = Field(default=None, ge=1, le=100_000)
+    pad_value: str | int | float | None = None
+    pad_side: Literal["left", "right"] = "right"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return (self.source,)
+
+    @property
+    def longest(self) -> int | None:
+        """Values of the longest part; None if it grows with the list."""
+        end = self.end
+        if self.start < 0:
+            if end is None:
+                return -self.start
+            return max(0, end - self.start) if end < 0 else min(end, -self.start)
+        return max(0, end - self.start) if end is not None and end >= 0 else None
+
+    def made(self, find: Find) -> list[Made]:
+        """The new column; a source that is no list, or padding of another type or length, is a ValueError."""
+        source = find(self.source)
+        if not source.is_list or source.type == "timestamp":
+            what = "a list of timestamps" if source.is_list else "no list"
+            raise ValueError(f"{self.name!r}: column {self.source!r} is {what}: give lists of numbers or texts")
+        if self.longest == 0:
+            raise ValueError(f"{self.name!r}: no list has a value from {self.start} to {self.end}")
+        if self.pad_to is None and self.pad_value is not None:
+            raise ValueError(f"{self.name!r} has a pad_value: add pad_to")
+        if self.pad_to is not None and (self.longest is None or self.longest > self.pad_to):
+            fix = f'"start": 0, "end": {self.pad_to}, or "start": -{self.pad_to}'
+            raise ValueError(f"{self.name!r}: lists may be longer than pad_to {self.pad_to}: bound them by {fix}")
+        wanted = {"string": (str,), "int": (int,), "hex": (int,), "float": (int, float)}[source.type]
+        if self.pad_value is not None and (not isinstance(self.pad_value, wanted) or isinstance(self.pad_value, bool)):
+            raise ValueError(f"{self.name!r}: pad_value {self.pad_value!r} is not {source.type}")
+        if isinstance(self.pad_value, int) and not (
+            0 <= self.pad_value < 2**64 if source.type == "hex" else -(2**63) <= self.pad_value < 2**63
+        ):
+            raise ValueError(f"{self.name!r}: pad_value {self.pad_value} is not {source.type} of 64 bits")
+        return [(self.name, source.type, True)]
+
+
 class Computed(Settings):
     """A column that a function of yours computes from whole columns, known by the name it was registered under.
 
@@ -411,14 +468,14 @@ class TargetEncode(Settings):
         return [(name, "float", False) for name in self.targets]
 
 
-RowDerivation: TypeAlias = ValueMap | DatePart | MissingIndicator | Computed
+RowDerivation: TypeAlias = ValueMap | DatePart | MissingIndicator | ListSlice | Computed
 Earlier: TypeAlias = DifferenceLag | Neighbour | History
 GroupDerivation: TypeAlias = CountEncode | GroupStatistics | TargetEncode
 Derivation: TypeAlias = Annotated[RowDerivation | Earlier | GroupDerivation, Field(discriminator="type")]
 
 ELEMENTWISE: Final[Any] = (ValueMap, DatePart, MissingIndicator)
 """Those whose lists are as long as the lists that they are made from."""
-ROW_DERIVATIONS: Final[Any] = (ValueMap, DatePart, MissingIndicator, Computed)
+ROW_DERIVATIONS: Final[Any] = (ValueMap, DatePart, MissingIndicator, ListSlice, Computed)
 EARLIER: Final[Any] = (DifferenceLag, Neighbour, History)
 """Those whose value depends on other rows of the run."""
 

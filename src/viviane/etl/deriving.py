@@ -20,6 +20,7 @@ from viviane.etl.derivations import (
     DifferenceLag,
     GroupStatistics,
     History,
+    ListSlice,
     MissingIndicator,
     Names,
     Neighbour,
@@ -47,6 +48,8 @@ def add_row_columns(table: pa.Table, config: EtlConfig) -> pa.Table:
             columns = [combined(table.column(name)) for name in one.inputs]
             kind = pa.list_(kind) if one.list else kind
             table = table.append_column(one.name, call_function(one.function, columns, kind, one.name))
+        elif isinstance(one, ListSlice):
+            table = table.append_column(one.name, _sliced(one, combined(table.column(one.source))))
         elif isinstance(one, (ValueMap, DatePart, MissingIndicator)):
             source = combined(table.column(one.source))
             table = table.append_column(one.name, _of_rows(one, source))
@@ -184,6 +187,28 @@ def _of_values(one: ValueMap | DatePart | MissingIndicator, column: Any) -> Any:
     if isinstance(one, MissingIndicator):
         return pc.is_null(column).cast(pa.int64())
     return _date_part(one, column) if isinstance(one, DatePart) else _mapped(one, column)
+
+
+def _sliced(one: ListSlice, lists: Any) -> Any:
+    """A part of each list, padded; a missing list stays missing."""
+    offsets, flat = list_parts(lists)
+    lengths = np.diff(offsets)
+    first, end = (
+        np.clip(np.where(place < 0, lengths + place, place), 0, lengths)
+        for place in (np.full(len(lists), one.start), lengths if one.end is None else np.full(len(lists), one.end))
+    )
+    kept = np.maximum(end - first, 0)
+    null = pc.is_null(lists).to_numpy(zero_copy_only=False)
+    added = np.where(null, 0, np.maximum((one.pad_to or 0) - kept, 0))
+    new = np.concatenate([[0], np.cumsum(kept + added)]).astype(np.int64)
+    within = np.arange(new[-1]) - np.repeat(new[:-1], kept + added)  # place in the new list
+    within -= np.repeat(added, kept + added) if one.pad_side == "left" else 0
+    padding = (within < 0) | (within >= np.repeat(kept, kept + added))
+    places = np.repeat(offsets[:-1] + first, kept + added) + within
+    values = flat.take(pa.array(np.where(padding, 0, places), mask=padding))
+    if one.pad_value is not None:
+        values = pc.if_else(pa.array(padding), pa.scalar(one.pad_value, values.type), values)
+    return make_list(new, values, pc.is_null(lists))
 
 
 def _date_part(one: DatePart, times: Any) -> Any:

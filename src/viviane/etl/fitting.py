@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -30,6 +31,7 @@ class Fitter:
         folder: finished vocabularies are kept here, so that an interrupted run resumes.
         progress: called with the number of columns done.
         counted: the same rows as `rows`, where they are soonest read; used where their order does not matter.
+        given: values of vocabularies that are not learned, see `given_vocabularies`.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class Fitter:
         folder: Path,
         progress: Callable[[int], None],
         counted: Any = None,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.rows, self.engine, self.folder, self.progress = config, rows, engine, folder, progress
-        self.counted = rows if counted is None else counted
+        self.counted, self.given = rows if counted is None else counted, given or {}
 
     def run(self) -> Learned:
         """Learn everything.
@@ -60,6 +63,9 @@ class Fitter:
             encoding = specs[0].encoding
             if isinstance(encoding, Bucketize):
                 borders[table] = encoding.borders or self._quantiles(table, specs, encoding.quantiles or 0, states)
+            elif table in self.given:
+                values = self.given[table]
+                vocabularies[table] = Vocabulary(values, pa.array(np.zeros(len(values), np.int64)))
             elif isinstance(encoding, Categorify):
                 vocabularies[table] = self._vocabulary(specs, encoding, states)
             self.progress(number + 1)
@@ -183,6 +189,35 @@ def settle_hotness(config: EtlConfig, rows: Any, engine: Engine) -> EtlConfig:
         for spec in config.categorical
     )
     return config.model_copy(update={"categorical": settled})
+
+
+def drop_low_cardinality(learned: Learned) -> tuple[Learned, list[str]]:
+    """Leave out categorical columns of fewer values than `min_cardinality`; returns their names, too.
+
+    Raises:
+        DataError: no column is left.
+    """
+    config = learned.config
+    few = [
+        spec.name for spec in config.categorical if isinstance(spec.encoding, Categorify)
+        and len(learned.vocabularies[spec.table].values) < config.min_cardinality
+    ]  # fmt: skip
+    if not few:
+        return learned, []
+    left = tuple(spec for spec in config.categorical if spec.name not in few)
+    if not left and not config.dense:
+        raise DataError(
+            "every column has fewer values than min_cardinality", value=config.min_cardinality,
+            fix="lower min_cardinality, or give dense columns",
+        )  # fmt: skip
+    tables = {spec.table for spec in left}
+    return Learned(
+        config.model_copy(update={"categorical": left}),
+        {name: one for name, one in learned.states.items() if name not in few},
+        learned.borders,
+        {name: one for name, one in learned.vocabularies.items() if name in tables},
+        learned.groups,
+    ), few
 
 
 def order_statistics(engine: Engine, values: Any, shares: list[tuple[int, int]]) -> list[Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, HashTo, RawIds
+from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, GivenVocabulary, HashTo, RawIds
 from viviane.etl.config import EtlConfig
 from viviane.etl.groups import Groups
 from viviane.etl.operators import State
@@ -72,5 +72,5 @@ class Learned:
             return spec.encoding.num_ids
         if isinstance(spec.encoding, Bucketize):
             return RESERVED.first + len(self.borders[spec.table]) + 1
-        buckets = spec.encoding.unknown_buckets if isinstance(spec.encoding, Categorify) else 0
+        buckets = spec.encoding.unknown_buckets if isinstance(spec.encoding, (Categorify, GivenVocabulary)) else 0
         return RESERVED.first + len(self.vocabularies[spec.table].values) + buckets

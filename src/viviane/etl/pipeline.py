@@ -32,7 +32,8 @@ from viviane.etl.derivations import History
 from viviane.etl.derive import derive
 from viviane.etl.engine import DuckDbEngine, Engine
 from viviane.etl.file_tasks import write_files
-from viviane.etl.fitting import Fitter, settle_hotness
+from viviane.etl.fitting import Fitter, drop_low_cardinality, settle_hotness
+from viviane.etl.given import digest_of, given_vocabularies
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned
 from viviane.etl.limits import beyond_limits
@@ -76,6 +77,7 @@ class Summary:
         num_ids: ids by categorical column, the reserved ones included; columns of raw ids are left out.
         num_cut: lists longer than max_length that were cut, by column.
         seconds: by step; of this process only, where a run was resumed.
+        dropped: categorical columns that have fewer values than `min_cardinality`.
     """
 
     output: str
@@ -86,6 +88,7 @@ class Summary:
     num_ids: dict[str, int]
     num_cut: dict[str, int]
     seconds: dict[str, float] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
 
 
 def run_job(
@@ -123,9 +126,10 @@ def run_job(
     files = find_sources(sources, hive_partitioning=config.input.hive_partitioning, file_name=config.input.file_name)
     here = working_place(output)
     learned_part = None if isinstance(what, EtlConfig) else _digest(what)
+    given = given_vocabularies(config) if isinstance(what, EtlConfig) else {}
     job = fingerprint(
         _LAYOUT, config.to_dict(), learned_part, [one.stamp() for one in files],
-        None if split is None else split.to_dict(), on_bad_row, labels,
+        None if split is None else split.to_dict(), on_bad_row, labels, *digest_of(given),
     )  # fmt: skip
     if resume and not overwrite and (earlier := finished(output, job)) is not None:
         _logger.info("%s is complete already: nothing to do", output)
@@ -134,6 +138,7 @@ def run_job(
     refuse_existing(output, overwrite=overwrite)
     # Half for the engine, where Spark's heap shares it with DuckDB.
     run = _Run(what, config, split, limit, threads or os.cpu_count() or 1, progress)
+    run.given = given
     run.make, run.engine_bytes = make, limit // (4 if engine == "spark" else 2)
     try:
         with workplace(here, job, resume=resume, overwrite=overwrite or here is not output) as work, run.engine(work):
@@ -213,6 +218,7 @@ class _Run:
         self.hold_bytes = 0 if config.derived else 3 * self.shard_bytes
         self.parse_threads = max(1, min(threads, limit_bytes >> 27))  # each holds a few blocks of text
         self.seconds: dict[str, float] = {}
+        self.given: Mapping[str, Any] = {}
         self.make: Callable[..., Engine]
         self.engine_bytes: int
         self.chosen: Engine
@@ -269,6 +275,11 @@ class _Run:
             rows=rows,
             num_ids={one.name: one.num_ids for one in learned.schema.categorical if one.num_ids is not None},
             num_cut=num_cut,
+            dropped=[
+                one.name
+                for one in self.config.categorical
+                if one.name not in {spec.name for spec in learned.config.categorical}
+            ],
         )
         write_json_atomic(work / "out" / SUMMARY_FILE, {"job": job, **asdict(summary)})
         return Summary(**{**asdict(summary), "seconds": self.seconds})
@@ -290,8 +301,8 @@ class _Run:
             settled = settle_hotness(self.config, partition.written_rows(), self.chosen)
             with self._counted(partition, shards, held) as counted:
                 rows = partition.training_rows()
-                fitted = Fitter(self.config, rows, self.chosen, work / "learned", done, counted).run()
-            save_learned(replace(fitted, config=settled, groups=groups), file)
+                fitted = Fitter(self.config, rows, self.chosen, work / "learned", done, counted, self.given).run()
+            save_learned(drop_low_cardinality(replace(fitted, config=settled, groups=groups))[0], file)
         return load_learned(file)
 
     @contextmanager
