@@ -20,6 +20,7 @@ from viviane.core.locations import AnyPath
 from viviane.core.remote.published import published_location
 from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpec, GivenVocabulary, LabelSpec
 from viviane.etl.config import EtlConfig
+from viviane.etl.derivations import Join
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned, Vocabulary
 from viviane.etl.values import combined
@@ -43,11 +44,15 @@ def save_learned(fitted: Learned, path: AnyPath) -> AnyPath:
     }
     if fitted.groups:  # otherwise the file is as it was before there were any
         learned["groups"] = list(fitted.groups)
+    if fitted.external:
+        learned["external"] = list(fitted.external)
     members["learned.json"] = _json(learned)
     for number, vocabulary in enumerate(fitted.vocabularies.values()):
         members[_vocabulary(number)] = _parquet(pa.table({"value": vocabulary.values, "count": vocabulary.counts}))
     for number, groups in enumerate(fitted.groups.values()):
         members[_groups(number)] = _parquet(groups.to_table(folds=False))
+    for number, external in enumerate(fitted.external.values()):
+        members[_external(number)] = _parquet(external)
     sums = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()}
     manifest = {
         "format": FORMAT,
@@ -80,6 +85,7 @@ def load_learned(path: AnyPath) -> Learned:
                 {name: tuple(map(float, found)) for name, found in learned["borders"].items()},
                 {name: _vocabulary_of(members, number) for number, name in enumerate(learned["vocabularies"])},
                 {name: _groups_of(members, number) for number, name in enumerate(learned.get("groups", ()))},
+                {name: _table(members[_external(number)]) for number, name in enumerate(learned.get("external", ()))},
             )
             _check_complete(fitted, str(path))
             schema = Schema.from_dict(_json_of(path, members, "schema.json"), where=f"{path}, schema.json")
@@ -142,6 +148,11 @@ def _check_expansion(data: bytes, size: int) -> None:
 def _check_complete(fitted: Learned, where: str) -> None:
     """Refuse an ETL that lacks what its operators and encodings have to have learned."""
     config = fitted.config
+    for one in config.derived:
+        if isinstance(one, Join):
+            table = fitted.external.get(one.name)
+            if table is None or table.column_names != list(one.stored.values()):
+                raise DataError("the fitted ETL lacks the table of a join", where=where, value=one.name)
     specs: tuple[LabelSpec | DenseSpec | CategoricalSpec, ...] = (*config.labels, *config.dense, *config.categorical)
     for spec in specs:
         states = fitted.states.get(spec.name, {})
@@ -151,11 +162,11 @@ def _check_complete(fitted: Learned, where: str) -> None:
                 raise DataError("the fitted ETL lacks what an operator learned", value=lacking[0],
                                 where=f"{where}, column {spec.name!r}, operator {at}")  # fmt: skip
     for column in config.categorical:
-        table, encoding = column.table, column.encoding
-        if isinstance(encoding, (Categorify, GivenVocabulary)) and table not in fitted.vocabularies:
-            raise DataError("the fitted ETL lacks a vocabulary", where=where, value=table)
-        if isinstance(encoding, Bucketize) and table not in fitted.borders:
-            raise DataError("the fitted ETL lacks the borders of a column", where=where, value=table)
+        name, encoding = column.table, column.encoding
+        if isinstance(encoding, (Categorify, GivenVocabulary)) and name not in fitted.vocabularies:
+            raise DataError("the fitted ETL lacks a vocabulary", where=where, value=name)
+        if isinstance(encoding, Bucketize) and name not in fitted.borders:
+            raise DataError("the fitted ETL lacks the borders of a column", where=where, value=name)
 
 
 def _verified(path: AnyPath) -> dict[str, bytes]:
@@ -229,6 +240,10 @@ def _vocabulary(number: int) -> str:
 
 def _groups(number: int) -> str:
     return f"groups/{number:05}.parquet"
+
+
+def _external(number: int) -> str:
+    return f"external/{number:05}.parquet"
 
 
 def _parquet(table: pa.Table) -> bytes:

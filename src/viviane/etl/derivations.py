@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from viviane.config.base import Settings
+from viviane.etl.columns import Input
 from viviane.etl.conditions import Filter
 from viviane.etl.functions import FUNCTIONS
 from viviane.etl.saved import without
@@ -200,6 +201,72 @@ class ListSlice(Settings):
         ):
             raise ValueError(f"{self.name!r}: pad_value {self.pad_value} is not {source.type} of 64 bits")
         return [(self.name, source.type, True)]
+
+
+class Join(Settings):
+    """Columns of another table, found by key: NAME_COLUMN, missing where the key is not there.
+
+    The table is read when learning, and kept with what is fitted: it has to fit in memory.
+
+    Args:
+        by: key, one column or several, of single values.
+        file: the table: files, or a folder, of text or Parquet.
+        input: how to read it, and its columns: those of the key, and those that are wanted.
+        on: the key's columns there, in the order of `by`; default, the same names.
+    """
+
+    type: Literal["join"] = "join"
+    name: str = Field(min_length=1)
+    by: Names
+    file: Names
+    input: Input
+    on: Names | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return _tuple(self.by)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key's columns in the other table."""
+        return _tuple(self.by if self.on is None else self.on)
+
+    @property
+    def stored(self) -> dict[str, str]:
+        """Name by which a fitted ETL holds each column of the other table: the key first."""
+        return {name: f"__key{place}" for place, name in enumerate(self.keys)} | self.new_names
+
+    @property
+    def new_names(self) -> dict[str, str]:
+        """New name by column of the other table."""
+        names = [column.name for column in self.input.columns if column.name not in self.keys]
+        return {name: f"{self.name}_{name}" for name in names}
+
+    def made(self, find: Find) -> list[Made]:
+        """The new columns; keys that do not agree, or a column of times, is a ValueError."""
+        _check_keys(self.name, self.by, find)
+        there = {column.name: column.staged for column in self.input.columns}
+        if len(self.keys) != len(self.inputs):
+            raise ValueError(f"{self.name!r}: by names {len(self.inputs)} columns, on {len(self.keys)}: name as many")
+        for mine, other in zip(self.inputs, self.keys, strict=True):
+            if other not in there:
+                raise ValueError(f"{self.name!r}: key column {other!r} is not among the columns of its input")
+            if there[other].is_list or there[other].type != find(mine).type:
+                found = "a list" if there[other].is_list else there[other].type
+                raise ValueError(f"{self.name!r}: column {mine!r} is {find(mine).type}, its partner {other!r} {found}")
+        if self.input.hive_partitioning or self.input.file_name is not None:
+            raise ValueError(f"{self.name!r}: a table to join has no columns in its path: leave them out of its input")
+        if not self.new_names:
+            raise ValueError(f"{self.name!r} takes no column: add the wanted ones to the columns of its input")
+        made: list[Made] = []
+        for name, new in self.new_names.items():
+            column = there[name]
+            kind = column.type
+            if kind == "timestamp" or kind == "bool":  # booleans are whole numbers by now  # noqa: PLR1714
+                raise ValueError(f"{self.name!r}: column {name!r} to join is a timestamp: make it a number")
+            made.append((new, kind, column.is_list))
+        return made
 
 
 class Computed(Settings):
@@ -468,14 +535,14 @@ class TargetEncode(Settings):
         return [(name, "float", False) for name in self.targets]
 
 
-RowDerivation: TypeAlias = ValueMap | DatePart | MissingIndicator | ListSlice | Computed
+RowDerivation: TypeAlias = ValueMap | DatePart | MissingIndicator | ListSlice | Join | Computed
 Earlier: TypeAlias = DifferenceLag | Neighbour | History
 GroupDerivation: TypeAlias = CountEncode | GroupStatistics | TargetEncode
 Derivation: TypeAlias = Annotated[RowDerivation | Earlier | GroupDerivation, Field(discriminator="type")]
 
 ELEMENTWISE: Final[Any] = (ValueMap, DatePart, MissingIndicator)
 """Those whose lists are as long as the lists that they are made from."""
-ROW_DERIVATIONS: Final[Any] = (ValueMap, DatePart, MissingIndicator, ListSlice, Computed)
+ROW_DERIVATIONS: Final[Any] = (ValueMap, DatePart, MissingIndicator, ListSlice, Join, Computed)
 EARLIER: Final[Any] = (DifferenceLag, Neighbour, History)
 """Those whose value depends on other rows of the run."""
 

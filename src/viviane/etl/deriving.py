@@ -20,6 +20,7 @@ from viviane.etl.derivations import (
     DifferenceLag,
     GroupStatistics,
     History,
+    Join,
     ListSlice,
     MissingIndicator,
     Names,
@@ -30,6 +31,7 @@ from viviane.etl.derivations import (
 )
 from viviane.etl.engine import Build, Engine
 from viviane.etl.expressions import crossed, kept
+from viviane.etl.external import External, joined
 from viviane.etl.folds import fold_column
 from viviane.etl.functions import call_function
 from viviane.etl.groups import Groups
@@ -40,14 +42,16 @@ ROW: Final = "__row"  # number of a row among all usable rows of the run
 _TYPES: Final[dict[str, pa.DataType]] = {"float": pa.float64(), "int": pa.int64(), "string": pa.string()}
 
 
-def add_row_columns(table: pa.Table, config: EtlConfig) -> pa.Table:
-    """Append the columns of derivations that look at one row only."""
+def add_row_columns(table: pa.Table, config: EtlConfig, external: External) -> pa.Table:
+    """Append the columns of derivations that look at one row only, and at a table beside it."""
     for one in config.derived:
         if isinstance(one, Computed):
             kind: Any = _TYPES[one.result]
             columns = [combined(table.column(name)) for name in one.inputs]
             kind = pa.list_(kind) if one.list else kind
             table = table.append_column(one.name, call_function(one.function, columns, kind, one.name))
+        elif isinstance(one, Join):
+            table = joined(one, table, external[one.name])
         elif isinstance(one, ListSlice):
             table = table.append_column(one.name, _sliced(one, combined(table.column(one.source))))
         elif isinstance(one, (ValueMap, DatePart, MissingIndicator)):

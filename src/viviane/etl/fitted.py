@@ -99,14 +99,14 @@ class FittedEtl(Learned):
         config = self.config
         with self._lock:
             engine = self._applier.engine
-            table = add_earlier(add_row_columns(typed, config), config, engine)
+            table = add_earlier(add_row_columns(typed, config, self.external), config, engine)
             table = add_group_columns(table, config, self.groups, engine)
             return self._applier.table(table, keep_ignored=False)
 
     def for_prediction(self) -> FittedEtl:
         """Return the same ETL without labels and sample weights, which rows to predict need not have."""
         config = self.config.model_copy(update={"labels": (), "sample_weight": None})
-        return FittedEtl(config, self.states, self.borders, self.vocabularies, self.groups)
+        return FittedEtl(config, self.states, self.borders, self.vocabularies, self.groups, self.external)
 
     @property
     def rows_are_independent(self) -> bool:
@@ -129,7 +129,9 @@ class FittedEtl(Learned):
     @classmethod
     def of(cls, learned: Learned) -> Self:
         """Give what was learned the methods of this class."""
-        return cls(learned.config, learned.states, learned.borders, learned.vocabularies, learned.groups)
+        return cls(
+            learned.config, learned.states, learned.borders, learned.vocabularies, learned.groups, learned.external
+        )  # fmt: skip
 
     @cached_property
     def _lock(self) -> threading.Lock:

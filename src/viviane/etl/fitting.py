@@ -217,6 +217,7 @@ def drop_low_cardinality(learned: Learned) -> tuple[Learned, list[str]]:
         learned.borders,
         {name: one for name, one in learned.vocabularies.items() if name in tables},
         learned.groups,
+        learned.external,
     ), few
 
 

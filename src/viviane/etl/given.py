@@ -72,7 +72,7 @@ def _typed(values: Any, where: str, column: InputColumn) -> Any:
     if bad:
         place = f"{where}, value {bad[0].row + 1}"
         raise DataError(f"a value of a vocabulary is {bad[0].problem}", where=place, value=bad[0].value)
-    empty = pc.is_null(typed) if single.type != "string" else pc.equal(pc.fill_null(typed, ""), "")
+    empty: Any = pc.is_null(typed) if single.type != "string" else pc.equal(pc.fill_null(typed, ""), pa.scalar(""))
     if pc.any(empty).as_py():
         row = int(np.flatnonzero(empty.to_numpy(zero_copy_only=False))[0])
         raise DataError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, GivenVocabulary, HashTo, RawIds
 from viviane.etl.config import EtlConfig
+from viviane.etl.external import External
 from viviane.etl.groups import Groups
 from viviane.etl.operators import State
 from viviane.schema import RESERVED, CategoricalColumn, DenseColumn, LabelColumn, Schema
@@ -32,6 +33,7 @@ class Learned:
         borders: by column table, the borders of a bucketize.
         vocabularies: by column table, the values of a categorify.
         groups: by group derivation, its numbers by key.
+        external: by join, its table.
     """
 
     config: EtlConfig
@@ -39,6 +41,7 @@ class Learned:
     borders: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)
     groups: Mapping[str, Groups] = field(default_factory=dict)
+    external: External = field(default_factory=dict)
 
     @cached_property
     def schema(self) -> Schema:

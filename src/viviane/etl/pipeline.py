@@ -31,6 +31,7 @@ from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import History
 from viviane.etl.derive import derive
 from viviane.etl.engine import DuckDbEngine, Engine
+from viviane.etl.external import External, external_stamps, read_external
 from viviane.etl.file_tasks import write_files
 from viviane.etl.fitting import Fitter, drop_low_cardinality, settle_hotness
 from viviane.etl.given import digest_of, given_vocabularies
@@ -127,9 +128,10 @@ def run_job(
     here = working_place(output)
     learned_part = None if isinstance(what, EtlConfig) else _digest(what)
     given = given_vocabularies(config) if isinstance(what, EtlConfig) else {}
+    stamps = external_stamps(config) if isinstance(what, EtlConfig) else []
     job = fingerprint(
         _LAYOUT, config.to_dict(), learned_part, [one.stamp() for one in files],
-        None if split is None else split.to_dict(), on_bad_row, labels, *digest_of(given),
+        None if split is None else split.to_dict(), on_bad_row, labels, *digest_of(given), *stamps,
     )  # fmt: skip
     if resume and not overwrite and (earlier := finished(output, job)) is not None:
         _logger.info("%s is complete already: nothing to do", output)
@@ -139,6 +141,7 @@ def run_job(
     # Half for the engine, where Spark's heap shares it with DuckDB.
     run = _Run(what, config, split, limit, threads or os.cpu_count() or 1, progress)
     run.given = given
+    run.external = read_external(config) if isinstance(what, EtlConfig) else what.external
     run.make, run.engine_bytes = make, limit // (4 if engine == "spark" else 2)
     try:
         with workplace(here, job, resume=resume, overwrite=overwrite or here is not output) as work, run.engine(work):
@@ -147,7 +150,7 @@ def run_job(
                 split=split, on_bad_row=on_bad_row, threads=run.parse_threads, shard_bytes=run.shard_bytes,
                 hold_bytes=0 if engine == "spark" else run.hold_bytes,  # Spark's workers read files
                 labels=labels if isinstance(what, Learned) else True, learning=isinstance(what, EtlConfig),
-                states=what.states if isinstance(what, Learned) else None,
+                states=what.states if isinstance(what, Learned) else None, external=run.external,
                 progress=lambda rows: progress("read", rows, 0),
             )  # fmt: skip
             summary = run.steps(stager, work, output, job)
@@ -219,6 +222,7 @@ class _Run:
         self.parse_threads = max(1, min(threads, limit_bytes >> 27))  # each holds a few blocks of text
         self.seconds: dict[str, float] = {}
         self.given: Mapping[str, Any] = {}
+        self.external: External = {}
         self.make: Callable[..., Engine]
         self.engine_bytes: int
         self.chosen: Engine
@@ -302,7 +306,8 @@ class _Run:
             with self._counted(partition, shards, held) as counted:
                 rows = partition.training_rows()
                 fitted = Fitter(self.config, rows, self.chosen, work / "learned", done, counted, self.given).run()
-            save_learned(drop_low_cardinality(replace(fitted, config=settled, groups=groups))[0], file)
+            fitted = replace(fitted, config=settled, groups=groups, external=self.external)
+            save_learned(drop_low_cardinality(fitted)[0], file)
         return load_learned(file)
 
     @contextmanager

@@ -27,6 +27,7 @@ from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import EARLIER
 from viviane.etl.deriving import ROW, add_row_columns
 from viviane.etl.engine import Engine
+from viviane.etl.external import External
 from viviane.etl.folds import add_folds
 from viviane.etl.limits import States
 from viviane.etl.parallel import ordered_map
@@ -82,6 +83,7 @@ class Stager:
         folder: where shards go; those that are complete are kept.
         labels: False leaves labels out; None leaves them out where the first file has none.
         states: what operators learned, of a fitted ETL.
+        external: tables of the joins.
         learning: derived columns will be learned from these rows, so they get their folds.
         numbered: keep the number of each row; needed where rows look at earlier ones.
         shard_bytes: size of a shard in memory.
@@ -101,6 +103,7 @@ class Stager:
         labels: bool | None = True,
         states: States | None = None,
         learning: bool = True,
+        external: External | None = None,
         numbered: bool = False,
         threads: int = 1,
         shard_bytes: int = 64 << 20,
@@ -112,7 +115,7 @@ class Stager:
         self.hold_bytes = hold_bytes
         self.held: dict[Path, pa.Table] = {}
         self.split_column = split.column if isinstance(split, (HashSplit, TimeSplit)) else None
-        self.learning, self.states = learning, states
+        self.learning, self.states, self.external = learning, states, external or {}
         self.numbered = numbered or any(isinstance(one, EARLIER) for one in config.derived)
         used = {column.name for column in config.used} | ({self.split_column} if self.split_column else set())
         used |= config.fold_sources if learning else set()
@@ -313,7 +316,7 @@ class Stager:
     def _derived(self, table: pa.Table, first_row: int) -> pa.Table:
         """Append what later steps derive columns from, and the columns that need one row only."""
         config = self.config
-        table = add_row_columns(table, config)
+        table = add_row_columns(table, config, self.external)
         if self.numbered:
             rows = np.arange(first_row, first_row + table.num_rows, dtype=np.int64)
             table = table.append_column(ROW, pa.array(rows))
